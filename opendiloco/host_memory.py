@@ -128,13 +128,15 @@ class WorkerMemory:
 
     The model has `weights` values, of which `trained` are trained. Activations come on top.
 
-    `largest` values are in the largest parameter, `group` in the largest group that FSDP2 gathers, if there is one.
+    `largest` values are in the largest parameter, `gathered` in what FSDP2 has whole at a time on all workers, if they
+    share the model, and `whole_gradients` in the gradients that they keep whole, if they do.
     """
 
     weights: int
     trained: int
     largest: int = 0
-    group: int = 0
+    gathered: int = 0
+    whole_gradients: int = 0
     is_fused: bool = False
     """Whether AdamW's step takes no memory for itself."""
     has_copy: bool = False
@@ -155,6 +157,7 @@ class WorkerMemory:
     @property
     def training(self) -> int:
         """At the most: what is kept, with what the forward and backward pass need once more, or what a step does."""
-        passes = 2 * self.weights * self.has_copy + 2 * VALUE_BYTES * self.group
+        whole = self.gathered + max(self.gathered, self.whole_gradients)
+        passes = 2 * self.weights * self.has_copy + VALUE_BYTES * whole
         gaps = GAPS_BYTES * self.weights * max(0, self.gathering_on_cpu - 1)
         return self.kept + gaps + max(passes, 0 if self.is_fused else 2 * VALUE_BYTES * self.largest)

@@ -41,12 +41,25 @@ def at_stage(stage: str, share: float | None = None) -> None:
     _watch(stage, share)
 
 
+class Coming:
+    """Says now and then how far a stage has come that has begun."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._said = time.monotonic()
+
+    def so_far(self, share: float) -> None:
+        """Of the stage, this share is done."""
+        if time.monotonic() - self._said > LOOK_SECONDS:
+            self._said = time.monotonic()
+            at_stage(self._stage, min(share, 1.0))
+
+
 def passing(items: Iterable[Item], stage: str, total: int | None = None) -> Iterator[Item]:
     """Yield the items, of which there are `total`, and say now and then how many have passed."""
     at_stage(stage, None if total is None else 0.0)
-    said = time.monotonic()
+    coming = Coming(stage)
     for number, item in enumerate(items, 1):
         yield item
-        if total and time.monotonic() - said > LOOK_SECONDS:
-            said = time.monotonic()
-            at_stage(stage, min(number / total, 1.0))
+        if total:
+            coming.so_far(number / total)

@@ -50,6 +50,9 @@ class Document:
 class Corpus(Protocol):
     """A source's documents, in an order that is the same on every machine that has the same files."""
 
+    is_stream: bool
+    """Whether nobody knows how many there are."""
+
     @property
     def fingerprint(self) -> str:
         """Another one when the documents could be others."""
@@ -76,6 +79,8 @@ def open_corpus(section: SourceSection) -> Corpus:
 class TextFiles:
     """Each file is a document; a shard is every n-th of them."""
 
+    is_stream = False
+
     def __init__(self, section: SourceSection, root: Path, files: list[Path]) -> None:
         self._section = section
         self._files = sorted((path.relative_to(root).as_posix(), path) for path in files)
@@ -84,7 +89,7 @@ class TextFiles:
     def documents(self, shard: int | None = None) -> Iterator[Document]:
         _check_shards(self._section, len(self._files))
         files = self._files if shard is None else self._files[shard :: self._section.shards]
-        for name, path in passing(files, _tokenizing(self._section, shard), len(files)):
+        for name, path in passing(files, tokenizing(self._section, shard), len(files)):
             try:
                 text = path.read_bytes()
             except OSError as error:
@@ -102,6 +107,7 @@ class Rows:
         import datasets
 
         self._section = section
+        self.is_stream = section.streaming or section.shards is not None
         with _explained(section):
             revision = None if is_local(section.source) else section.revision
             self._builder: Any = datasets.load_dataset_builder(
@@ -122,7 +128,7 @@ class Rows:
             if shard is not None:
                 rows = rows.shard(num_shards=section.shards, index=shard)
             total = getattr(rows, "num_rows", None)  # a stream does not know
-            for row in passing(rows, _tokenizing(section, shard), total):
+            for row in passing(rows, tokenizing(section, shard), total):
                 yield self._document(row[section.column])
 
     def _document(self, value: Any) -> Document:
@@ -156,7 +162,7 @@ class Rows:
 
     def _open(self) -> Any:
         section = self._section
-        if section.streaming or section.shards:
+        if self.is_stream:
             at_stage(f"downloading {section.source}, as far as it is not here")
             rows = self._builder.as_streaming_dataset(split=section.split)
             _check_shards(section, rows.num_shards)
@@ -172,6 +178,7 @@ class SavedRows(Rows):
 
     def __init__(self, section: SourceSection) -> None:
         self._section = section
+        self.is_stream = False
         self._folder = Path(section.source)
         if (self._folder / SAVED[1]).is_file():
             self._folder /= section.split
@@ -189,7 +196,7 @@ class SavedRows(Rows):
         return rows
 
 
-def _tokenizing(section: SourceSection, shard: int | None) -> str:
+def tokenizing(section: SourceSection, shard: int | None) -> str:
     """Return the stage: whoever reads documents tokenizes them."""
     return f"tokenizing {section.source}" + ("" if shard is None else f", shard {shard} of {section.shards}")
 

@@ -11,12 +11,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from opendiloco.config.data import SourceSection
-from opendiloco.data.corpus import Corpus, Document, open_corpus
+from opendiloco.data.corpus import Corpus, Document, open_corpus, tokenizing
 from opendiloco.data.token_cache import TokenCache
 from opendiloco.data.token_files import Piece, Tokens
 from opendiloco.data.token_folder import kind_of_tokens
 from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from opendiloco.errors import DataError
+from opendiloco.stages import Coming
 
 FORMAT = 1
 """Raised when the same text is to become other tokens."""
@@ -58,8 +59,9 @@ class TokenizedSource:
     def shard(self, number: int, enough: int) -> Tokens:
         """Return a shard's first documents, up to so many tokens for training. Raises: DataError, MachineError."""
         prefix = f"{self._key(enough)}-"
+        coming = Coming(tokenizing(self.section, number)) if self._corpus.is_stream else None
         tokens = self._cache.tokens(
-            f"{prefix}{number}", self._kind, lambda: _until(self.pieces(number), enough, held_out=False)
+            f"{prefix}{number}", self._kind, lambda: _until(self.pieces(number), enough, held_out=False, coming=coming)
         )
         self._cache.drop_all_but(prefix, SHARDS_OPEN)
         return tokens
@@ -132,12 +134,14 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _until(pieces: Iterable[Piece], enough: int, held_out: bool) -> Iterator[Piece]:
-    """Yield pieces until so many tokens were for training, or held out."""
+def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming | None = None) -> Iterator[Piece]:
+    """Yield pieces until so many tokens were for training, or held out, and say how far that has come."""
     counted = 0
     for piece in pieces:
         yield piece
         counted += len(piece[1]) if piece[0] == held_out else 0
+        if coming is not None:
+            coming.so_far(counted / enough)
         if counted >= enough:
             return
 

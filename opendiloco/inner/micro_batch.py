@@ -20,6 +20,7 @@ from opendiloco.host_memory import MOMENTS_BYTES, HostMemory
 from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
+from opendiloco.model.head import in_pieces_of, positions_at_once
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
 
 SHARE = {"cpu": 0.25, "cuda": 0.5}
@@ -56,8 +57,24 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
         if not team.smallest(room > 2 * one):
             return 1  # two are not even to be tried
         memory = WindowMemory.of(one, taken(2))
-    fitting = int(SHARE[team.device.type] * (room - memory.fixed) / memory.each)
-    return team.smallest(max(1, min(fitting, piece)))
+        room = int(SHARE[team.device.type] * (room - memory.fixed))
+        fitting = team.smallest(min(room // memory.each, piece))
+        length = replica.window_length - 1
+        at_once = positions_at_once(replica.model.config.vocab_size, team.device) // length
+        if 1 < at_once < fitting:
+            beyond = _fitting_by_pieces(taken, room, memory, at_once, length)
+            fitting = team.smallest(min(at_once + beyond, piece))
+    return max(1, fitting)
+
+
+def _fitting_by_pieces(taken: Callable[[int], int], room: int, memory: WindowMemory, at_once: int, length: int) -> int:
+    """Return how many windows fit beside those whose logits are computed `at_once`: they have no logits of their own,
+    but the gradient of the head's weight is added up beside those of the rest."""
+    with in_pieces_of(length):
+        two, three = taken(2), taken(3)
+    each = min(max(1, three - two), memory.each)
+    added_up = max(0, two - memory.fixed - memory.each - each)
+    return max(0, room - added_up - at_once * memory.each) // each
 
 
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:

@@ -25,12 +25,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> None:
     """Share a model, in place; what is on the meta device gets memory, but no values.
 
-    With `whole_layers`, a group that was gathered in the forward pass stays so until the backward pass.
+    The rest has the head, with which the loss is computed after the forward pass; so it stays gathered until the
+    backward pass, which begins with it. With `whole_layers` all groups do.
     """
     policy = MixedPrecisionPolicy(DTYPES[training.precision], DTYPES[training.gradient_reduction])
     for module in (*transformer_blocks(model), model):
         _take_memory(module, team.device)
-        fully_shard(module, mesh=team.mesh, mp_policy=policy, reshard_after_forward=not whole_layers)
+        is_freed = module is not model and not whole_layers
+        fully_shard(module, mesh=team.mesh, mp_policy=policy, reshard_after_forward=is_freed)
 
 
 def has_other_tensors(model: torch.nn.Module) -> bool:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from opendiloco.errors import first_line
 from opendiloco.inner.team import Team
 from opendiloco.model.blocks import transformer_blocks
+from opendiloco.model.head import with_forward
 from opendiloco.stages import COMPILING, at_stage
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ class Trial:
         model, device = self._replica.model, windows.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), ExitStack() as stack:
             for block in transformer_blocks(model):
-                stack.enter_context(_with_forward(block, self._tried(block)))
+                stack.enter_context(with_forward(block, self._tried(block)))
             if self._attention is not None:
-                stack.enter_context(_with_forward(model, self._attending(model)))
+                stack.enter_context(with_forward(model, self._attending(model)))
             return float(self._replica.loss(windows))
 
     def _tried(self, block: Any) -> Callable[..., Any]:
@@ -106,19 +107,6 @@ def _without_block_mask(value: Any) -> Any:
     """Return an argument, or None in the place of a mask that flex attention alone knows. Uncompiled, that would take
     memory for all pairs of tokens."""
     return None if isinstance(value, BlockMask) else value
-
-
-@contextmanager
-def _with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Have a module's forward pass replaced. One of its own, such as a compiled one, is there again afterwards."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
 
 
 @contextmanager

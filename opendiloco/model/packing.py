@@ -11,21 +11,18 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.checkpoint import checkpoint
 
+from opendiloco.model.head import model_and_loss
 from peers.errors import ManifestError
 
 IGNORED = -100
 """The target that torch's cross-entropy leaves out."""
-LOGITS_AT_ONCE = 1 << 24
-"""Logits whose loss is computed together. The softmax takes them twice more in fp32, and many of them are what fills a
-device's memory; so of more than these it is computed piece by piece, and again in the backward pass."""
 
 FINDS_DOCUMENTS, WARNS_OF_PADDING = "find_packed_sequence_indices", "warn_if_padding_and_no_attention_mask"
 """What transformers looks with: a function at positions, and a method of its models at tokens."""
@@ -46,33 +43,11 @@ def window_loss(
     options: dict[str, Any] = {} if end is None else {"position_ids": document_positions(inputs, end)}
     if router_loss:
         options["output_router_logits"] = True
-    output = model(input_ids=inputs, use_cache=False, **options)
-    loss = _token_loss(output.logits.flatten(0, 1), targets, None if end is None else inputs == end, z_loss)
+    wanted = targets if end is None else targets.masked_fill(inputs == end, IGNORED)
+    options |= {"input_ids": inputs, "use_cache": False}
+    output, total = model_and_loss(model, options, wanted, partial(_summed_loss, z_loss=z_loss))
+    loss = total / (wanted != IGNORED).sum().clamp(min=1)  # there may be nothing but empty documents
     return loss + router_loss * output.aux_loss if router_loss else loss
-
-
-def _token_loss(
-    logits: torch.Tensor, targets: torch.Tensor, is_end: torch.Tensor | None, z_loss: float
-) -> torch.Tensor:
-    """Return the mean over tokens; those after an end are left out. `logits` has one row for each target."""
-    wanted = targets if is_end is None else targets.masked_fill(is_end, IGNORED)
-    rows, flat = max(1, LOGITS_AT_ONCE // logits.shape[-1]), wanted.flatten()
-    if len(flat) <= rows:
-        total = _summed_loss(logits, flat, z_loss)
-    else:
-        pieces = zip(logits.split(rows), flat.split(rows), strict=True)
-        total = torch.stack([_in_pieces(piece, targets, z_loss) for piece, targets in pieces]).sum()
-    return total / (flat != IGNORED).sum().clamp(min=1)  # there may be nothing but empty documents
-
-
-def _in_pieces(logits: torch.Tensor, targets: torch.Tensor, z_loss: float) -> torch.Tensor:
-    """Compute a part of the loss, of which nothing is kept for the backward pass but what is there anyway."""
-    if not torch.is_grad_enabled():
-        return _summed_loss(logits, targets, z_loss)
-    kept: torch.Tensor = checkpoint(
-        _summed_loss, logits, targets, z_loss, use_reentrant=False, preserve_rng_state=False
-    )
-    return kept
 
 
 def _summed_loss(logits: torch.Tensor, targets: torch.Tensor, z_loss: float) -> torch.Tensor:

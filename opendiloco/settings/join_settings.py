@@ -138,7 +138,14 @@ class WorkerSettings(Settings):
     )
     tf32: bool = setting("Let GPUs multiply in TF32 where the run says fp32: faster, 10 bits instead of 23.", False)
     whole_layers: bool = setting(
-        "Several GPUs: keep layers whole between passes; less traffic, 8 bytes more a parameter on each.", False
+        "Several GPUs: keep layers whole between passes, and gradients; least traffic, 8 bytes more a parameter on "
+        "each.",
+        False,
+    )
+    whole_gradients: bool = setting(
+        "Several GPUs: keep gradients whole until a batch's last window; less traffic, 4 bytes more a parameter on "
+        "each.",
+        False,
     )
     replicas: int = setting(
         "Divide the workers into N groups, each of which shares a whole model. One for each machine is HSDP.",

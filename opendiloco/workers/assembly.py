@@ -43,7 +43,7 @@ def assemble_model(
     skeleton = build_skeleton(config, tokenizer)
     layout = layout_of(skeleton, config.streaming)
     each_builds = has_other_tensors(skeleton)
-    memory = memory_of(skeleton, team, config.training, options.whole_layers)
+    memory = memory_of(skeleton, team, config.training, options)
     if team.device.type == "cuda":
         _check_device(memory, team, options.trains)
     if memory_descriptor is not None and team.is_first_here:
@@ -118,7 +118,17 @@ def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> None:
         )
 
 
-def memory_of(skeleton: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> WorkerMemory:
+def memory_of(
+    skeleton: Any, team: Team, training: TrainingSection, options: WorkerOptions | None = None
+) -> WorkerMemory:
     """Return what a model takes, from its skeleton, where these workers train it."""
-    device, is_shared = team.device.type, team.mesh is not None
-    return worker_memory(skeleton, training, device, team.shards, is_shared=is_shared, whole_layers=whole_layers)
+    kept = WorkerOptions() if options is None else options
+    return worker_memory(
+        skeleton,
+        training,
+        team.device.type,
+        team.shards,
+        is_shared=team.mesh is not None,
+        whole_layers=kept.whole_layers,
+        whole_gradients=kept.reduces_once,
+    )

@@ -163,17 +163,21 @@ def worker_memory(
     workers: int,
     is_shared: bool | None = None,
     whole_layers: bool = False,
+    whole_gradients: bool = False,
 ) -> WorkerMemory:
-    """Return what a model takes on devices of a kind. Each worker gathers a whole group, however many share the rest;
-    with `whole_layers` all groups. By default, they share where there are several."""
+    """Return what a model takes on devices of a kind. Of one that is shared, each worker gathers two blocks and what is
+    in none, one block for now and one for then; with `whole_layers` all of it, and with `whole_gradients` it keeps all
+    gradients. By default, they share where there are several."""
     sizes = [parameter.numel() for parameter in skeleton.parameters()]
     blocks = [sum(each.numel() for each in block.parameters()) for block in transformer_blocks(skeleton)]
     shared = workers > 1 if is_shared is None else is_shared
+    gathered = sum(sizes) if whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
     return WorkerMemory(
         weights=sum(sizes),
         trained=layout_of(skeleton).size,
         largest=max(sizes),
-        group=(sum(sizes) if whole_layers else max([*blocks, sum(sizes) - sum(blocks)])) * workers if shared else 0,
+        gathered=gathered * workers if shared else 0,
+        whole_gradients=sum(sizes) * workers if shared and whole_gradients else 0,
         is_fused=device in FUSED_ON,
         has_copy=training.precision == "bf16" and not shared,
         gathering_on_cpu=workers if shared and device == "cpu" else 0,

@@ -32,9 +32,9 @@ class WorkerOptions:
     them sum in another order). `micro_batch` is how many windows go through the model at once (None: as many as fit, up
     to what the run recommends).
     `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
-    where the run says fp32. With `whole_layers`, workers that share a model keep its layers whole from the forward to
-    the backward pass, and their gradients until a batch's last window. They share it `replicas` times, each of so many
-    equal groups once.
+    where the run says fp32. With `whole_gradients`, workers that share a model keep their gradients whole until a
+    batch's last window; with `whole_layers` also its layers, from the forward to the backward pass. They share it
+    `replicas` times, each of so many equal groups once.
     `overlap` is "auto" or a number: an average is merged here so many inner steps after its fragment was stored (None:
     as the run says).
     Workers are `nice`, 0 to 19: whoever is less so comes first. All processes of the volunteer together keep to
@@ -52,12 +52,18 @@ class WorkerOptions:
     compile: bool | None = None
     tf32: bool = False
     whole_layers: bool = False
+    whole_gradients: bool = False
     replicas: int = 1
     overlap: str | None = None
     restarts: int = 0
     nice: int = 0
     max_memory: int | None = None
     trains: bool = True
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether workers sum their gradients once an inner step, not with each micro-batch."""
+        return self.whole_gradients or self.whole_layers
 
 
 def needs_gpu_count(options: WorkerOptions) -> bool:

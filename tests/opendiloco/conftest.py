@@ -87,3 +87,13 @@ class InterruptedWhenItDies:
 
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def _process_group_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    import torch.distributed as dist
+
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -41,9 +41,10 @@ def test_small_models_keep_payloads_within_a_budget_and_snapshots_in_memory() ->
         (WorkerMemory(10, 10, largest=4), 160 + 32),
         (WorkerMemory(10, 10, largest=4, is_fused=True), 160),
         (WorkerMemory(10, 10, largest=4, is_fused=True, has_copy=True), 160 + 20),
-        (WorkerMemory(10, 10, largest=4, group=5), 160 + 40),
-        (WorkerMemory(10, 10, group=5, gathering_on_cpu=1), 160 + 40),
-        (WorkerMemory(10, 10, group=5, gathering_on_cpu=3), 160 + 40 + 2 * 250),
+        (WorkerMemory(10, 10, largest=4, gathered=5), 160 + 40),
+        (WorkerMemory(10, 10, gathered=5, gathering_on_cpu=1), 160 + 40),
+        (WorkerMemory(10, 10, gathered=5, whole_gradients=20), 160 + 20 + 80),
+        (WorkerMemory(10, 10, gathered=5, gathering_on_cpu=3), 160 + 40 + 2 * 250),
     ],
 )
 def test_workers_take_weights_gradients_moments_and_what_a_step_or_a_pass_needs(

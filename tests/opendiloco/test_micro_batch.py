@@ -18,6 +18,7 @@ from opendiloco.inner.moments import Moments, moments_size
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.kernels import INT8
+from opendiloco.model import head
 from opendiloco.model.build import build_model
 from opendiloco.workers import needs
 from opendiloco.workers.assembly import memory_of
@@ -153,10 +154,13 @@ def test_gradients_and_the_copy_in_bf16_count_once_and_not_with_each_window(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("positions", [1, 2])
 def test_what_training_takes_is_what_the_formula_says(
-    small_content: dict[str, Any], precision: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+    small_content: dict[str, Any], precision: str, fused: bool, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a tenth, with AdamW's step as a GPU makes it, and as a CPU does; windows are too short to matter."""
+    """Within a tenth, with AdamW's step as a GPU makes it, and as a CPU does, with whole logits and piece by piece;
+    windows are too short to matter."""
+    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", positions * 3000)
     monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"} if fused else set())
     monkeypatch.setattr(needs, "FUSED_ON", optimizers.FUSED_ON)
     sizes = {"vocab_size": 3000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}

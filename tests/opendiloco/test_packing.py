@@ -13,9 +13,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows, load_data
-from opendiloco.inner.micro_batch import peak_while
 from opendiloco.inner.replica import ModelReplica
-from opendiloco.model import packing
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.packing import (
@@ -92,37 +90,6 @@ def test_without_a_mask_the_loss_is_to_the_bit_what_it_was(small_content: dict[s
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
     assert torch.equal(window_loss(model, windows), expected)
     assert not torch.equal(window_loss(model, windows, END), expected)
-
-
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_a_loss_computed_in_pieces_is_the_same_and_takes_less(
-    small_content: dict[str, Any], mask: bool, z_loss: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its gradients; as long as logits are many, what the softmax takes is what counts."""
-    content = copy.deepcopy(small_content)
-    content["model"]["config"]["vocab_size"] = 5000
-    config = RunConfig.from_manifest_content(content)
-    windows = torch.from_numpy(np.random.default_rng(0).integers(60, END + 1, (16, 17)))
-    found = []
-    for logits_at_once in (1 << 24, 5000 * 20):
-        monkeypatch.setattr(packing, "LOGITS_AT_ONCE", logits_at_once)
-        model, losses = build_model(config, ByteTokenizer()), list[torch.Tensor]()
-
-        def go(model: Any = model, losses: list[torch.Tensor] = losses) -> None:
-            loss = window_loss(model, windows, END if mask else None, z_loss)
-            losses.append(loss.detach())
-            loss.backward()
-
-        peak = peak_while(go, torch.device("cpu"))
-        found.append((losses[0].item(), [parameter.grad for parameter in model.parameters()], peak))
-        with torch.no_grad():
-            assert window_loss(model, windows, END if mask else None, z_loss).item() == pytest.approx(losses[0].item())
-    (whole, gradients, most), (pieces, others, less) = found
-    assert pieces == pytest.approx(whole, rel=1e-6)
-    for gradient, other in zip(gradients, others, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-7)
-    assert less < 0.8 * most
 
 
 def test_positions_begin_anew_after_each_end() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -40,6 +39,7 @@ from opendiloco.workers import assembly
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
+from tests.opendiloco.all_shards import only_one
 
 CPU = torch.device("cpu")
 LEASE = (SampleRange(0, 8),)
@@ -53,24 +53,10 @@ def with_model(content: dict[str, Any], *changes: dict[str, Any], **more: Any) -
     return RunConfig.from_manifest_content(content | {"model": {"config": model, "init_seed": 3}})
 
 
-@pytest.fixture
-def _process_group_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def one_of_three(rank: int) -> Team:
     """A worker whose fellows are not there: nothing can be computed, but everything is cut as if they were."""
     dist.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
     return Team(CPU, rank, 3, init_device_mesh("cpu", (3,)))
-
-
-def only_one() -> Team:
-    """All shards in one worker, which no machine has: what is sharded can be computed with in one process."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
-    return Team(CPU, 0, 1, init_device_mesh("cpu", (1,)))
 
 
 @pytest.mark.usefixtures("_process_group_ends")
@@ -121,7 +107,7 @@ def replica_of(
     options = options or WorkerOptions()
     model = assemble_model(config, ByteTokenizer(), team, options, None)
     samples = load_data(config, ByteTokenizer()).samples
-    return ModelReplica(config, model, samples, team, micro_batch, reduces_once=options.whole_layers)
+    return ModelReplica(config, model, samples, team, micro_batch, reduces_once=options.reduces_once)
 
 
 def trained(
@@ -152,10 +138,10 @@ def test_a_worker_with_all_shards_computes_as_one_without(
         set_sync(model, is_wanted)
 
     monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", note)
-    for whole_layers in (False, True):
-        options = WorkerOptions(whole_layers=whole_layers)
+    for options in (WorkerOptions(), WorkerOptions(whole_gradients=True), WorkerOptions(whole_layers=True)):
+        wanted.clear()
         assert trained(small_config, team, options, micro_batch=1)[0] == pytest.approx(loss, abs=1e-6)
-        assert wanted == [False, True] * 4 * whole_layers  # two windows in each of four inner steps
+        assert wanted == [False, True] * 4 * options.reduces_once  # two windows in each of four inner steps
     replica = replica_of(small_config, team, WorkerOptions(whole_layers=True))
     with torch.no_grad():  # what a forward pass alone has gathered must not stay
         replica.loss(torch.zeros(2, replica.window_length, dtype=torch.long))

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
+from opendiloco.host_memory import MOMENTS_BYTES
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.inner.trials import keep_compiled_if_it_works
@@ -106,30 +107,54 @@ def content_with(small_content: dict[str, Any], length: int, **model: Any) -> di
 
 
 SHARING = """
-import gc
+def taken(options):
+    memory = memory_of(build_skeleton(config, ByteTokenizer()), team, config.training, options)
+    model = assemble_model(config, ByteTokenizer(), team, options, None)
+    made, peak = ModelReplica(config, model, samples, team, 1, options.reduces_once), Peak()
+    add_gradient = made._add_gradient
 
-def held():
-    # What tensors take that Python knows of: parameters, gathered weights, gradients and moments.
-    storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages if storage.device.type == "cpu"}.values())
+    def noticed(batch):
+        with peak:
+            return add_gradient(batch)
 
-memory = memory_of(build_skeleton(config, ByteTokenizer()), team, config.training)
-gc.freeze()  # what is there already: to look through all of it takes most of the time
-before = held()
-model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
-made, seen = ModelReplica(config, model, samples, team, micro_batch=1), []
-for block in transformer_blocks(model):
-    block.register_full_backward_hook(lambda *_: seen.append(held() - before))
-made.train(theta, 0, (SampleRange(0, 8),), 2)
-end([max(seen), replace(memory, gathering_on_cpu=0).training])  # the gaps are no tensors
+    made._add_gradient = noticed
+    made.train(theta, 0, (SampleRange(0, 8),), 2)
+    moments = MOMENTS_BYTES * memory.trained // 2  # nobody touches them meanwhile
+    return peak.bytes + moments, replace(memory, gathering_on_cpu=0).training  # the gaps are no tensors
+
+kept = {}, {"whole_gradients": True}, {"whole_layers": True}
+end([taken(WorkerOptions(**options)) for options in kept])
 """
 
 
 def test_what_sharing_workers_take_is_what_the_formula_says(small_content: dict[str, Any], tmp_path: Path) -> None:
-    """Within a tenth, by the sizes of tensors, with the group that each gathers."""
+    """Within a tenth, by the sizes of tensors, with what each gathers and keeps whole between windows."""
     sizes = {"vocab_size": 2000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
-    (first, formula), (second, _) = pair(tmp_path, content_with(small_content, 2, **sizes), SHARING)
-    assert first + second == pytest.approx(formula, rel=0.1)
+    found = zip(*pair(tmp_path, content_with(small_content, 2, **sizes), SHARING), strict=True)
+    formulas = list[int]()
+    for (first, formula), (second, _) in found:
+        assert first + second == pytest.approx(formula, rel=0.1)
+        formulas.append(formula)
+    plain, whole_gradients, whole_layers = formulas
+    assert 1.15 * plain < whole_gradients < whole_layers / 1.1
+
+
+BY_PIECES = """
+from opendiloco.model import head
+losses = []
+for logits in (1 << 24, 7 * config.model.config["vocab_size"]):
+    head.LOGITS_AT_ONCE["cpu"] = logits
+    model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
+    made = ModelReplica(config, model, samples, team, micro_batch=1)
+    losses.append([made.train(theta, index, (SampleRange(0, 8),), 2).loss for index in range(2)])
+end(losses)
+"""
+
+
+def test_sharing_workers_find_the_same_loss_without_whole_logits(small_content: dict[str, Any], tmp_path: Path) -> None:
+    """Each has half of the head, and gathers the other half for it."""
+    for whole, by_pieces in pair(tmp_path, content_with(small_content, 16), BY_PIECES):
+        assert by_pieces == pytest.approx(whole, abs=1e-6)
 
 
 CHECKPOINTING = """

@@ -15,6 +15,8 @@ from opendiloco import stages
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.corpus import open_corpus
+from opendiloco.data.token_cache import TokenCache
+from opendiloco.data.tokenized import TokenizedSource
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.inner.team import Team
 from opendiloco.shared_memory import create_memory_file
@@ -82,6 +84,24 @@ def test_a_model_and_a_corpus_tell_how_far_they_have_come(
         section = SourceSection(source=str(tmp_path), shards=2, windows_per_shard=1)
         assert len(list(open_corpus(section).documents(1))) == 2
     assert heard == [(f"tokenizing {tmp_path}, shard 1 of 2", share) for share in (0.0, 0.5, 1.0)]
+
+
+@pytest.mark.usefixtures("own_dataset_cache")
+def test_a_shard_of_a_stream_tells_how_many_of_its_tokens_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many documents it has, nobody knows; how many tokens are wanted of it, the run says."""
+    monkeypatch.setattr(stages, "LOOK_SECONDS", -1.0)
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text('{"text": "abcdefghi"}\n' * 9, encoding="utf-8")
+    section = SourceSection(source=str(tmp_path), shards=2, windows_per_shard=2)
+    source = TokenizedSource(section, 0.0, ByteTokenizer(), TokenCache(tmp_path / "cache"))
+    heard = list[tuple[str, float | None]]()
+    with watched_by(lambda stage, share: heard.append((stage, share))):
+        source.shard(1, 40)
+    said = [(stage, share) for stage, share in heard if stage.startswith("tokenizing")]
+    shares = (None, 0.25, 0.5, 0.75, 1.0)
+    assert said == [(f"tokenizing {tmp_path}, shard 1 of 2", share) for share in shares]
 
 
 def test_a_real_worker_tells_of_its_start(small_config: RunConfig) -> None:

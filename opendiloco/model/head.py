@@ -1,0 +1,266 @@
+"""The loss of many positions without all of their logits: the model's head and the softmax, some positions at a time.
+
+A vocabulary is much wider than a model, and the logits of all positions are what would fill a device's memory. So the
+model computes hidden states only. Of each piece of these the logits, the loss and, in training, the gradient are
+computed at once, and nothing but the loss and the gradient is kept. It takes no more arithmetic than whole logits do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from opendiloco.stages import at_stage
+
+LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Logits of a piece. For each piece the gradient of the head's weight goes through memory once. Beside what else a GPU
+has to do that takes long, so its pieces are larger."""
+ONE_BY_ONE = (torch.Tensor.mul, torch.Tensor.div, torch.Tensor.float, torch.Tensor.tanh, torch.tanh)
+"""What models do with logits: they scale them (cohere, granite), and keep them between bounds (gemma2)."""
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""The summed loss of logits, of shape (positions, vocabulary), with their targets."""
+
+_most: ContextVar[int] = ContextVar("_most", default=sys.maxsize)
+_without_pieces: WeakSet[Any] = WeakSet()
+"""Models whose head cannot be left out."""
+
+
+def model_and_loss(
+    model: Any, inputs: Mapping[str, Any], targets: torch.Tensor, loss: Loss
+) -> tuple[Any, torch.Tensor]:
+    """Return what a model makes of its inputs, and the loss of its logits, which are not to be read from the former.
+
+    There is one of the `targets` for each position. A sharded model keeps its head whole until the backward pass.
+    """
+    flat, head = targets.flatten(), linear_head(model)
+    if head is not None and flat.numel() > positions_at_once(head.out_features, flat.device):
+        left_out = HeadLeftOut(head)
+        with left_out:
+            output = model(**inputs)
+        if left_out.stands_for(output.logits):
+            return output, _loss_by_pieces(output.logits.flatten(0, 1), flat, head, left_out.changed(loss))
+        _give_up_pieces(model)  # and what it has computed is of no use
+    output = model(**inputs)
+    logits = output.logits.flatten(0, 1)
+    if len(logits) > positions_at_once(logits.shape[-1], flat.device):
+        _give_up_pieces(model)
+    return output, _loss_of_whole(logits, flat, loss)
+
+
+def _give_up_pieces(model: Any) -> None:
+    if model not in _without_pieces:
+        _without_pieces.add(model)
+        at_stage("all logits are computed at once, which takes much memory: this model makes them in its own way")
+
+
+def positions_at_once(vocabulary: int, device: torch.device) -> int:
+    """Return how many positions a piece has, at most."""
+    return min(max(1, LOGITS_AT_ONCE[device.type] // vocabulary), _most.get())
+
+
+@contextmanager
+def in_pieces_of(positions: int) -> Iterator[None]:
+    """Have pieces with no more positions than these."""
+    before = _most.set(positions)
+    try:
+        yield
+    finally:
+        _most.reset(before)
+
+
+def linear_head(model: Any) -> torch.nn.Linear | None:
+    """Return the layer that makes logits of hidden states, if it is as PyTorch has it."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward:
+        return None if model in _without_pieces else head
+    return None
+
+
+class HeadLeftOut:
+    """A context in which a head returns the hidden states that it is given, as if they were logits.
+
+    What the model then does with each of them alone is done with logits later.
+    """
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        self._head = head
+        self._notes: list[_Notes] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(with_forward(self._head, self._forward))
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def stands_for(self, logits: torch.Tensor) -> bool:
+        """Whether the model returned these hidden states in the place of its logits, and did nothing else with them."""
+        if len(self._notes) != 1:
+            return False
+        notes = self._notes[0]
+        return logits is notes.hidden and logits._version == notes.version
+
+    def changed(self, loss: Loss) -> Loss:
+        """Return the loss of what the head returns, where `loss` is that of what the model makes of it."""
+        changes = self._notes[0].changes
+
+        def computed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            for change in changes:
+                logits = change(logits)
+            return loss(logits, targets)
+
+        return computed
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        notes = _Notes(_without_view(hidden))
+        self._notes.append(notes)
+        self._stack.enter_context(notes)
+        return notes.hidden
+
+
+class _Notes(TorchFunctionMode):
+    """Notes what is done with each of some hidden states alone, instead of doing it."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden, self.version = hidden, hidden._version
+        self.changes: list[Change] = []
+
+    def __torch_function__(
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        numbers = args[1:]
+        is_known = operation in ONE_BY_ONE and not kwargs and all(isinstance(one, int | float) for one in numbers)
+        if not is_known or args[0] is not self.hidden:
+            return operation(*args, **(kwargs or {}))
+        self.changes.append(lambda logits: operation(logits, *numbers))
+        return self.hidden
+
+
+def _without_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a tensor is a view of, if it is a view of all of it: FSDP2 warns of models that return views."""
+    base = tensor._base
+    is_same = base is not None and (base.shape, base.stride()) == (tensor.shape, tensor.stride())
+    return base if base is not None and is_same and base.data_ptr() == tensor.data_ptr() else tensor
+
+
+@contextmanager
+def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Have a module's forward pass replaced. One of its own, such as a compiled one, is there again afterwards."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def _loss_by_pieces(hidden: torch.Tensor, targets: torch.Tensor, head: torch.nn.Linear, loss: Loss) -> torch.Tensor:
+    learns = torch.is_grad_enabled()
+    total: torch.Tensor = _LossByPieces.apply(hidden, head.weight, head.bias, targets, loss, learns)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _LossByPieces(torch.autograd.Function):
+    """The loss of hidden states, and its gradient by them and by the head's weight and bias, which the forward pass
+    computes; the backward pass only multiplies it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        loss: Loss,
+        learns: bool,
+    ) -> torch.Tensor:
+        by_hidden, by_weight, by_bias = (learns and wanted for wanted in ctx.needs_input_grad[:3])
+        dtype = _computing_dtype(weight)
+        matrix, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
+        gradient = _Gradient(
+            torch.empty_like(hidden) if by_hidden else None,
+            torch.zeros_like(weight, dtype=torch.float32) if by_weight else None,
+            torch.zeros_like(bias, dtype=torch.float32) if by_bias and bias is not None else None,
+        )
+
+        def value_of(piece: slice) -> torch.Tensor:
+            states = hidden[piece].detach().to(dtype)
+            if not (by_hidden or by_weight or by_bias):
+                return loss(torch.nn.functional.linear(states, matrix, shift), targets[piece])
+            with torch.enable_grad():
+                logits = torch.nn.functional.linear(states.requires_grad_(), matrix, shift)
+                edge = get_gradient_edge(logits)  # where the gradient by them is found when they are gone
+                value = loss(logits, targets[piece])
+            del logits
+            slope = torch.autograd.grad(value, edge)[0]
+            gradient.add(piece, slope, states, matrix)
+            return value.detach()
+
+        rows = positions_at_once(len(weight), hidden.device)
+        values = [value_of(slice(start, start + rows)) for start in range(0, len(hidden), rows)]
+        ctx.gradient, ctx.dtype = gradient, weight.dtype
+        return torch.stack(values).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
+        gradient, ctx.gradient = ctx.gradient, None
+        by_hidden, *by_head = (None if one is None else one.mul_(slope) for one in gradient)
+        return by_hidden, *(None if one is None else one.to(ctx.dtype) for one in by_head), None, None, None
+
+
+class _Gradient(NamedTuple):
+    """By hidden states, and by a head's weight and bias, what is wanted of it. The latter two are sums over pieces, in
+    fp32: in bf16 they would lose most of what each of many pieces adds."""
+
+    by_hidden: torch.Tensor | None
+    by_weight: torch.Tensor | None
+    by_bias: torch.Tensor | None
+
+    def add(self, piece: slice, slope: torch.Tensor, states: torch.Tensor, matrix: torch.Tensor) -> None:
+        """Add that of a piece, from the gradient by its logits."""
+        if self.by_hidden is not None:
+            self.by_hidden[piece] = slope @ matrix
+        if self.by_weight is not None and slope.dtype == self.by_weight.dtype:
+            self.by_weight.addmm_(slope.T, states)
+        elif self.by_weight is not None:
+            self.by_weight.add_(slope.T @ states)
+        if self.by_bias is not None:
+            self.by_bias.add_(slope.sum(0, dtype=torch.float32))
+
+
+def _computing_dtype(weight: torch.Tensor) -> torch.dtype:
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def _loss_of_whole(logits: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:
+    """Return the loss of logits that are there. Of many, the softmax is computed some at a time, and again in the
+    backward pass, since it takes them twice more in fp32."""
+    rows = positions_at_once(logits.shape[-1], logits.device)
+    if len(targets) <= rows:
+        return loss(logits, targets)
+    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
+    return torch.stack([_again_in_the_backward_pass(loss, *piece) for piece in pieces]).sum()
+
+
+def _again_in_the_backward_pass(loss: Loss, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return loss(logits, targets)
+    value: torch.Tensor = checkpoint(loss, logits, targets, use_reentrant=False, preserve_rng_state=False)
+    return value
