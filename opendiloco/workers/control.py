@@ -271,7 +271,8 @@ class InnerLoopDone(ControlMessage):
     means over the others; `learning_rate` is that of the last one. `waited_seconds` of its `seconds` the worker waited
     for data. `peak_memory_bytes`: on a GPU, what tensors took at most in this training; on the CPU, the process since
     it started. For `late_averages` of a fragment this worker had to wait, `average_wait_seconds` in all. Averages
-    were there `longest_average_seconds` after their fragment was stored, at most.
+    were there `longest_average_seconds` after their fragment was stored, at most; they are merged after `overlap` inner
+    steps.
     """
 
     kind: Literal["inner_loop_done"] = "inner_loop_done"
@@ -287,6 +288,7 @@ class InnerLoopDone(ControlMessage):
     late_averages: int = 0
     average_wait_seconds: float = 0.0
     longest_average_seconds: float = 0.0
+    overlap: int = 0
 
 
 class Evaluated(ControlMessage):

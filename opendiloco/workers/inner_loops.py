@@ -90,6 +90,7 @@ class InnerLoops:
             late_averages=self._late,
             average_wait_seconds=self._waited,
             longest_average_seconds=self._longest_average,
+            overlap=command.overlap,
         )
 
     def _pass_through(self, inner_steps: InnerSteps) -> None:

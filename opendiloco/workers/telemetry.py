@@ -34,6 +34,7 @@ VALUES = {
     "data_wait_share": "Share of the time, 0 to 1, in which training waited for data",
     "average_wait_share": "Share of the time, 0 to 1, in which training waited for late averages of fragments",
     "late_averages": "Averages of fragments that training waited for",
+    "overlap_seconds": "From taking a fragment until its average is merged, without waiting; NaN: all wait",
     "longest_average_seconds": "From taking a fragment until its average was there, at most; NaN: none was awaited",
     "peak_memory_bytes": "Most memory of the first worker: on a GPU in that training, on the CPU since it started",
     "skipped_inner_steps": "Inner steps that changed nothing, since their loss or gradient was not finite",
@@ -72,6 +73,7 @@ def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict
     """One training's `VALUES`; NaN where one is not known."""
     seconds = max(done.seconds, 1e-9)
     speed = done.tokens / seconds
+    computed = max(seconds - done.average_wait_seconds, 0.0)
     return {
         "loss": done.loss,
         "gradient_norm": done.gradient_norm,
@@ -82,6 +84,7 @@ def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict
         "data_wait_share": min(done.waited_seconds / seconds, 1.0),
         "average_wait_share": min(done.average_wait_seconds / seconds, 1.0),
         "late_averages": done.late_averages,
+        "overlap_seconds": done.overlap * computed / done.inner_steps if done.overlap * done.inner_steps else math.nan,
         "longest_average_seconds": done.longest_average_seconds or math.nan,
         "peak_memory_bytes": done.peak_memory_bytes,
         "skipped_inner_steps": done.skipped,
@@ -205,7 +208,8 @@ def line_of(values: Mapping[str, float]) -> str:
     if known.get("average_wait_share"):
         waiting += f"{known['average_wait_share']:.1%} waiting for averages, "
     if "longest_average_seconds" in known:
-        waiting += f"averages after {known['longest_average_seconds']:.1f} s at most, "
+        in_time = f" of {known['overlap_seconds']:.1f}" if "overlap_seconds" in known else ""
+        waiting += f"averages after {known['longest_average_seconds']:.1f}{in_time} s at most, "
     utilisation = f"{known['flops_utilisation']:.1%}" if "flops_utilisation" in known else "unknown"
     return (
         f"{values['tokens']:.0f} tokens, loss {values['loss']:.4f}, {norm}{values['tokens_per_second']:.0f} tokens/s, "

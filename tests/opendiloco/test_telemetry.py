@@ -30,6 +30,7 @@ EXPECTED = {
     "data_wait_share": 0.25,
     "average_wait_share": 0,
     "late_averages": 0,
+    "overlap_seconds": 1.5,
     "longest_average_seconds": 1.5,
     "peak_memory_bytes": 3 * 2**30,
     "skipped_inner_steps": 0,
@@ -55,7 +56,7 @@ def test_one_training_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog: 
         telemetry.trained(7, training_done())
     assert caplog.messages == [
         "trained after outer step 7: 64 tokens, loss 1.0000, gradient norm 0.5, 32 tokens/s, MFU 40.0%, "
-        "25.0% waiting for data, averages after 1.5 s at most, 3.00 GiB"
+        "25.0% waiting for data, averages after 1.5 of 1.5 s at most, 3.00 GiB"
     ]
     assert {name: REGISTRY.get_sample_value(f"diloco_peer_training_{name}") for name in VALUES} == EXPECTED
     assert tracker.records == [(74, {f"training/{name}": value for name, value in EXPECTED.items()})]

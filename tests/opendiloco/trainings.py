@@ -20,6 +20,7 @@ def training_done(**changes: Any) -> InnerLoopDone:
         "seconds": 2.0,
         "waited_seconds": 0.5,
         "longest_average_seconds": 1.5,
+        "overlap": 3,
         "peak_memory_bytes": 3 * 2**30,
     }
     return InnerLoopDone.model_validate(values | changes)
