@@ -194,13 +194,16 @@ class SleepingWorkers(WorkerGroup):
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
+        if not goes_on:
+            self.end_rest()
         self._trainings += 1
         number, last = self._trainings, len(self.fragments) - 1
         overlap = self._config.streaming.overlap
         command = RunInnerLoop(number=number, overlap=overlap, from_local=from_local, goes_on=goes_on, **vars(work))
 
         def on_step(step: InnerStepDone) -> None:
-            on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))
+            step_of_lease = 0 if under_way.is_known else step.inner_step
+            on_progress(Progress(step_of_lease, step.loss, step.tokens_per_second))
 
         async def captured(fragment: int) -> None:
             if fragment < last:
@@ -213,10 +216,14 @@ class SleepingWorkers(WorkerGroup):
                 self._channel.hear = under_way.heard
                 return await asyncio.to_thread(self._loops.run, command)
 
-        under_way = UnderWay(lambda: 1, last + 1, on_step, captured)
+        self.under_way = under_way = UnderWay(lambda: 1, last + 1, on_step, captured)
         request = asyncio.create_task(carry_out())
-        stored = await under_way.outcome(request, lambda: self._channel.take(EndInnerLoop(number=number)))
+        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         return Trained(stored.samples, stored.tokens, stored.loss)
+
+    def _tell(self, command: ControlMessage) -> None:
+        assert isinstance(command, EndInnerLoop)
+        self._channel.take(command)
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
         self._channel.take(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))

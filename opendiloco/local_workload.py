@@ -86,7 +86,7 @@ class TrainingWorkload(LocalState):
         self._residuals = Residuals(config.codec.error_feedback, self._state.fragments)
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
-        self.measuring = Measuring(self._state, self._contributions)
+        self.measuring = Measuring(self._state, self._contributions, trains_on=config.streaming.overlap > 0)
 
     def take_turns(self, driver: Driver, me: str, section: EvaluationSection) -> None:
         """Evaluate theta whenever the log says that it is this peer's turn, and tell the others."""
@@ -195,7 +195,8 @@ class LocalWorkload(TrainingWorkload):
         self.reads_runs_text = True
         """See `Run.has_runs_text`."""
         copies = config.inner_optimizer.on_join == "copy"
-        self.companion = InnerState(workers, config) if copies else None
+        self.companion = InnerState(workers.moments, self.value_count, config) if copies else None
+        self._goes_on = False  # whether workers go on from where they are
         self._state_lock = asyncio.Lock()
         """Held while theta changes, or a part of it is copied."""
         self._handover = Handover(
@@ -216,6 +217,19 @@ class LocalWorkload(TrainingWorkload):
             raise
         return cls(workers, config)
 
+    async def train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
+        self._goes_on = self._handover.begin(work.index) and self._streams
+        if not self._goes_on:
+            self.workers.end_rest()  # or it may keep us waiting when it is our turn to evaluate
+        try:
+            return await super().train(work, on_progress, on_captured)
+        except BaseException:
+            self._handover.end()
+            self.workers.end_rest()
+            raise
+
     async def _inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured
     ) -> Trained:
@@ -230,20 +244,15 @@ class LocalWorkload(TrainingWorkload):
                 await on_captured(fragment)
             await self._handover.stored(fragment)
 
-        goes_on = self._handover.begin(work.index) and self._streams
-        try:
-            if goes_on or not self._streams:
-                with suppress(WorkersRestartedError):
-                    return await self.workers.train(work, on_progress, captured, goes_on=goes_on)
-            while True:
-                self._handover.begin_again()
-                async with self._state_lock:
-                    await asyncio.to_thread(self._put_bases_into_local)
-                with suppress(WorkersRestartedError):
-                    return await self.workers.train(work, on_progress, captured, from_local=True)
-        except BaseException:
-            self._handover.end()
-            raise
+        if self._goes_on or not self._streams:
+            with suppress(WorkersRestartedError):
+                return await self.workers.train(work, on_progress, captured, goes_on=self._goes_on)
+        while True:
+            self._handover.begin_again()
+            async with self._state_lock:
+                await asyncio.to_thread(self._put_bases_into_local)
+            with suppress(WorkersRestartedError):
+                return await self.workers.train(work, on_progress, captured, from_local=True)
 
     async def contribution(self, fragment: int = 0) -> Blocks:
         contribution = await super().contribution(fragment)
@@ -270,6 +279,7 @@ class LocalWorkload(TrainingWorkload):
         async with self._state_lock:
             await super().restore(state, state_digest)
             self._handover.end()
+            self.workers.end_rest()
 
     async def evaluate(self) -> Evaluated:
         """Return the loss of theta on the run's held-out windows: as many as the manifest says, whoever asks. Not while

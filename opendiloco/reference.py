@@ -7,8 +7,9 @@ A cycle, or outer step, is H inner steps of each replica, in which each fragment
 leaves something open:
 
 - Fragments are spread evenly: of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is due after
-  ceil((p + 1) n / P) of them, the last one after all, and is synchronised the run's τ inner steps before. So what comes
-  of it is merged within the cycle. In the first cycle replicas have thus taken fewer steps for a fragment.
+  ceil((p + 1) n / P) of them, the last one after all, and is synchronised the run's τ inner steps before, so that what
+  comes of it is merged within the cycle. In the cycle that it begins with theta, and in the run's last one, it is
+  synchronised when it is due.
 - The theta that a pseudo-gradient is taken from is the one after the fragment's last outer step (line 15).
 - Averages are weighted by the tokens of the cycle's leases.
 - A replica that took no part in the cycle before begins with theta, and nothing is left to be merged into it.
@@ -68,7 +69,9 @@ class Member(Cycles):
         self.residuals = Residuals(error_feedback, replica.layout.fragments)
         self._last_index: int | None = None
 
-    def take_part(self, work: Work, theta: Vector, index: int, tokens: int, overlap: int) -> None:
+    def take_part(
+        self, work: Work, theta: Vector, index: int, tokens: int, overlap: int, is_last: bool = False
+    ) -> None:
         """Begin a cycle. A replica that took no part in the cycle before begins with theta."""
         goes_on = self._last_index is not None and index == self._last_index + 1
         self._last_index, self.samples = index, work.samples
@@ -76,7 +79,7 @@ class Member(Cycles):
         if not goes_on:
             self.residuals.forget_all()
         self._inner_steps = self.replica.inner_steps(begin_with, index, work.samples, work.steps, tokens)
-        self.begin(self._inner_steps, overlap, goes_on)
+        self.begin(self._inner_steps, overlap, goes_on, is_last)
 
     @property
     def tokens(self) -> int:
@@ -102,6 +105,7 @@ class StreamingDiLoCo:
     def outer_step(self, roster: Sequence[Work]) -> bytes:
         """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest."""
         streaming, theta = self.config.streaming, self.state.theta
+        is_last = self.index + 1 == self.config.total_outer_steps
         members = []
         for work in roster:
             if work.replica not in self.members:
@@ -109,7 +113,7 @@ class StreamingDiLoCo:
                 self.members[work.replica] = Member(self._new_replica(), streaming.mixing, streaming.overlap, feedback)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
-            members[-1].take_part(work, theta, self.index, self.tokens, overlap)
+            members[-1].take_part(work, theta, self.index, self.tokens, overlap, is_last)
         for fragment in range(len(self.state.fragments)):
             for member in members:
                 is_there = member.train_up_to(fragment, theta)

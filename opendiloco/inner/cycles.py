@@ -34,10 +34,10 @@ class Cycles:
     """A replica stores each fragment on its way, and goes on with what it has until the average is to be merged.
 
     Of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is due after ceil((p + 1) n / P) of them,
-    the last one after all. It is stored `lead` inner steps before, and what was averaged is merged into it when the
-    overlap is over, before the next inner step. With an overlap as long as the lead no fragment is under way when a
-    cycle ends; with a longer one, that inner step may be one of the next cycle. What was averaged is merged at once
-    where the fragment would be stored once more.
+    the last one after all. It is stored `lead` inner steps before, so that no average is awaited when a cycle ends; but
+    when it is due in the cycle that the replica begins with theta, since it has learned nothing before, and in the
+    run's last one, after which nothing is awaited. What was averaged is merged into it when the overlap is over, before
+    the next inner step, which may be one of the next cycle; and at once where it would be stored once more.
     """
 
     def __init__(self, replica: Fragmented, fragments: int, alpha: float, lead: int) -> None:
@@ -48,11 +48,12 @@ class Cycles:
         self._taken = 0  # inner steps, ever
         self._due: dict[int, int] = {}  # after how many of them a fragment is merged
 
-    def begin(self, inner_steps: Steps, overlap: int, goes_on: bool) -> None:
+    def begin(self, inner_steps: Steps, overlap: int, goes_on: bool, is_last: bool) -> None:
         """Begin a cycle: where the replica was when the cycle before ended, or else with theta, when nothing is left to
-        be merged."""
+        be merged. `is_last`: it is the run's last one."""
         if not goes_on:
             self._due.clear()
+        self._lead_now = self._lead if goes_on and not is_last else 0
         self._planned, self._steps = inner_steps.planned, inner_steps.every()
         self._overlap, self._began = overlap, self._taken
 
@@ -60,7 +61,7 @@ class Cycles:
         """Take the inner steps before a fragment is stored, and merge what is due before each. Returns whether the
         replica has come so far: it may have been told to stop."""
         due = -(-(fragment + 1) * self._planned // self._fragments)
-        has_come = self._take_up_to(max(due - self._lead, 0), theta)
+        has_come = self._take_up_to(max(due - self._lead_now, 0), theta)
         if has_come and fragment in self._due:
             self._merge(fragment, theta)
         return has_come

@@ -28,11 +28,13 @@ class OuterStepTaken:
 class Measuring:
     """Reads a state's momentum and `contributions`, one for each fragment, while nobody changes them: `finished`."""
 
-    def __init__(self, state: OuterState, contributions: Sequence[kernels.Payload]) -> None:
+    def __init__(self, state: OuterState, contributions: Sequence[kernels.Payload], trains_on: bool = False) -> None:
+        """With `trains_on`, workers do not wait for outer steps."""
         self.on_outer_step: Callable[[OuterStepTaken], None] | None = None
         """Told of each outer step, once all of its fragments are measured."""
         self._state = state
         self._contributions = contributions
+        self._trains_on = trains_on
         self._trained_at: dict[int, float] = {}  # when what was trained that no outer step has had yet
         self._index = 0
         self._parts: dict[int, OuterStatistics] = {}  # what is measured of the present outer step
@@ -53,7 +55,7 @@ class Measuring:
         trained_at = None if keeps_work and is_last else self._trained_at.pop(fragment, None)
         if self.on_outer_step is None:
             return
-        pause = math.nan if trained_at is None else time.monotonic() - trained_at
+        pause = math.nan if trained_at is None or self._trains_on else time.monotonic() - trained_at
         own = None if trained_at is None else self._contributions[fragment]
         self._measuring = asyncio.create_task(self._measure(payload, index, fragment, own, pause))
 

@@ -69,6 +69,7 @@ class WorkerGroup:
     held_out_digest: str
     bytes_per_token: float
     weights = SpreadWeights(Nodes())
+    under_way: UnderWay | None = None  # the newest training
 
     def __init__(self, config: RunConfig, options: WorkerOptions, nodes: Nodes) -> None:
         self.weights = SpreadWeights(nodes)
@@ -79,13 +80,12 @@ class WorkerGroup:
         self._watching: asyncio.Task[None] | None = None
         self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         self._requests = RequestQueue()
-        self._moments = WorkersMoments(
+        self.moments = WorkersMoments(
             create_memory_file(), self._requests, lambda: self._workers, lambda: self._death.done()
         )
         self.kept_moments: tuple[Path, str] | None = None
         """The file with the newest moments that this machine has kept, and the run that they are of."""
         self._trainings = 0
-        self.under_way: UnderWay | None = None  # the newest training
         self.overlap = Overlap(config, options.overlap)
         self._micro_batch = 0
         self._may_go_on = False  # whether the present workers have carried out a training
@@ -137,17 +137,16 @@ class WorkerGroup:
         DeviceMemoryError; WorkerError also when most losses are not finite.
         """
         before = self.under_way
-        if before is not None and before.has_rest and not goes_on:
-            self._tell(EndInnerLoop(number=self._trainings))
+        if not goes_on:
+            self.end_rest()
         self._trainings += 1
-        number = self._trainings
-        overlap = self.overlap.steps
+        number, overlap = self._trainings, self.overlap.steps
         command = RunInnerLoop(number=number, overlap=overlap, from_local=from_local, goes_on=goes_on, **vars(work))
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)
-            if not under_way.is_known:
-                on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))
+            number = 0 if under_way.is_known else step.inner_step
+            on_progress(Progress(number, step.loss, step.tokens_per_second))
 
         async def captured(fragment: int) -> None:
             await self.weights.take(self.vectors, self.fragments[fragment])
@@ -157,7 +156,12 @@ class WorkerGroup:
         async def carry_out() -> InnerLoopDone:
             if before is not None and goes_on:
                 before.check_rest()
-            done = await self._ask(command, InnerLoopDone, on_report=under_way.heard)
+            try:
+                done = await self._ask(command, InnerLoopDone, on_report=under_way.heard)
+            except DilocoPeerError as error:
+                if under_way.is_known:
+                    logger.warning("training after outer step %d has failed in the end: %s", work.index, error.message)
+                raise
             if under_way.is_wanted:
                 self.telemetry.trained(work.index, done)
                 self.overlap.learn(done)
@@ -169,6 +173,11 @@ class WorkerGroup:
         if not self._config.streaming.overlap:
             await asyncio.shield(request)  # there is nothing more to take
         return Trained(stored.samples, stored.tokens, stored.loss)
+
+    def end_rest(self) -> None:
+        """Have workers leave their last inner steps: they may wait for averages that nobody will tell them of."""
+        if self.under_way is not None and self.under_way.has_rest:
+            self._tell(EndInnerLoop(number=self._trainings))
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
         """Have workers go on with a fragment that they have stored in the newest training. If it `is_changed`, its new
@@ -203,24 +212,16 @@ class WorkerGroup:
         command = Export(folder=str(folder.absolute()), facts=facts, dtype=dtype)
         await asyncio.shield(self._requests.add(lambda: self._insist(command, Exported, workers=1)))
 
-    async def store_moments(self, out: memoryview) -> None:
-        """See `WorkersMoments.store`."""
-        await self._moments.store(out)
-
-    async def load_moments(self, moments: memoryview) -> None:
-        """See `WorkersMoments.load`."""
-        await self._moments.load(moments)
-
     async def keep_moments(self, path: Path, run: str, index: int) -> None:
         """See `WorkersMoments.keep`."""
-        await self._moments.keep(path, run, index)
+        await self.moments.keep(path, run, index)
 
     async def recall_moments(self, path: Path, run: str) -> None:
         """Have the inner optimizer go on with what a file has; new workers in the place of lost ones do so, too.
 
         Raises: see `WorkersMoments.recall`.
         """
-        await self._moments.recall(path, run)
+        await self.moments.recall(path, run)
         self.kept_moments = path, run
 
     async def wait_for_death(self) -> DilocoPeerError:
@@ -235,7 +236,7 @@ class WorkerGroup:
         await self._end_workers()  # what a request had started meanwhile
         if self._memory_descriptor >= 0:
             os.close(self._memory_descriptor)
-            os.close(self._moments.descriptor)
+            os.close(self.moments.descriptor)
             self._memory_descriptor = -1
 
     # Starting and ending ---------------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ class WorkerGroup:
         return self._crew.workers
 
     def _new_crew(self) -> Crew:
-        shared = Inherited(self._memory_descriptor, self._moments.descriptor)
+        shared = Inherited(self._memory_descriptor, self.moments.descriptor)
         return Crew(shared, self._nodes, lambda: not self._is_closing)
 
     async def _start_workers(self, fresh: bool) -> Configured:
@@ -279,7 +280,7 @@ class WorkerGroup:
     async def _restart(self) -> None:
         await self._start_again()
         if self.kept_moments is not None:
-            await self._moments.recall_if_possible(*self.kept_moments)
+            await self.moments.recall_if_possible(*self.kept_moments)
 
     async def _watch(self, workers: Sequence[WorkerHandle]) -> None:
         deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]

@@ -49,6 +49,7 @@ class InnerLoops:
     ) -> None:
         streaming = config.streaming
         self._window = config.training.sequence_length
+        self._outer_steps = config.total_outer_steps
         self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
         self._carry_out_asides = carry_out_asides
         self._cycles = Cycles(self, len(replica.layout.fragments), streaming.mixing, streaming.overlap)
@@ -73,7 +74,8 @@ class InnerLoops:
             *(command.index, command.samples, command.steps, command.tokens),
             self._is_stopped,
         )
-        self._cycles.begin(_Told(inner_steps, self._tell), command.overlap, command.goes_on)
+        is_last = command.index + 1 == self._outer_steps
+        self._cycles.begin(_Told(inner_steps, self._tell), command.overlap, command.goes_on, is_last)
         self._wait_while_held()
         self._pass_through(inner_steps)
         trained = inner_steps.trained

@@ -118,5 +118,6 @@ class Training:
         if self._stepped_at is not None:
             self._longest_step = max(self._longest_step, time.monotonic() - self._stepped_at)
         self._stepped_at = time.monotonic()  # without the time in which the machine slept
-        self._expect_a_step()
+        if self._is_watched:
+            self._expect_a_step()
         self._host.handle(TrainingProgress(progress))

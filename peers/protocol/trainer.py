@@ -73,10 +73,13 @@ class Trainer(Part):
         self._desk.emit(Train(leased.log.position.index, leased.lease, leased.steps, leased.log.lineage_tokens))
 
     def _progressed(self, event: TrainingProgress) -> None:
-        """The first sign shows that a worker has begun. It may do so with each lease, and hang."""
-        if self.progress is not None:
+        """The first sign shows that a worker has begun. It may do so with each lease, and hang. Before, it may still
+        take the last inner steps of the lease before."""
+        is_of_lease = event.progress.inner_step > 0
+        if self.progress is not None or not is_of_lease:
             self._moves()
-        self.progress = event.progress
+        if is_of_lease:
+            self.progress = event.progress
         self._measure(event)
 
     def _moves(self) -> None:
@@ -84,7 +87,8 @@ class Trainer(Part):
         self._moved_at, self._silent = self._desk.now, 0.0
 
     def _late_progress(self, event: TrainingProgress) -> None:
-        self.progress = None
+        if event.progress.inner_step > 0:
+            self.progress = None
         self._measure(event)
 
     def _measure(self, event: TrainingProgress) -> None:

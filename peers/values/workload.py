@@ -45,7 +45,10 @@ class InnerLoop:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the worker is within one outer step; published in heartbeats. `loss` is None where it is not known."""
+    """How far the worker is within one outer step; published in heartbeats. `loss` is None where it is not known.
+
+    `inner_step` is 0 for the last inner steps of an overlap, which come when what is trained is known already.
+    """
 
     inner_step: int
     loss: float | None

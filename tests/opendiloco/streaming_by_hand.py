@@ -20,7 +20,7 @@ import numpy as np
 from native.check import reference as codecs
 
 GOLDEN = Path(__file__).parent / "golden_streaming.json"
-H, CYCLES = 4, 3
+H, CYCLES = 4, 4
 START = (1.0, -2.0, 0.5, 4.0, 0.0)
 TARGETS = {"a": (0.0, 0.0, 0.0, 0.0, 8.0), "b": (4.0, 2.0, -2.0, 0.0, -4.0)}
 TOKENS = {"a": 48, "b": 16}
@@ -73,29 +73,39 @@ def average(codec: str, contributions: Sequence[tuple[int, Sequence[Any]]]) -> l
 def cycles(case: Case) -> Iterator[dict[str, Any]]:
     """Yield theta, momentum and each replica's weights after every H inner steps."""
     fragments = FRAGMENTS[case.fragments]
-    offsets = [max(-(-(p + 1) * H // case.fragments) - case.overlap, 0) for p in range(case.fragments)]
+    due = [-(-(p + 1) * H // case.fragments) for p in range(case.fragments)]
+    inside = [max(offset - case.overlap, 0) for offset in due]
+    taken = [due, *[inside] * (CYCLES - 2), due]
     overlaps = {replica: dict(case.own).get(replica, case.overlap) for replica in TARGETS}
     theta, momentum = [f32(x) for x in START], [f32(0)] * len(START)
     local = {replica: list(theta) for replica in TARGETS}
+    awaited: dict[tuple[str, int], int] = {}  # by replica and fragment, after which inner step its average is merged
+
+    def merge(replica: str, p: int) -> None:  # line 12
+        del awaited[replica, p]
+        for i in fragments[p]:
+            mine, others = f32(f32(case.alpha) * local[replica][i]), f32(f32(1 - case.alpha) * theta[i])
+            local[replica][i] = f32(mine + others)
+
     for cycle, step in itertools.product(range(CYCLES), range(H + 1)):
+        t = cycle * H + step
         for replica, targets in TARGETS.items() if step else ():  # lines 3 to 5
             local[replica] = [
                 f32(x - f32(f32(RATE) * f32(x - f32(y)))) for x, y in zip(local[replica], targets, strict=True)
             ]
         for p, values in enumerate(fragments):
-            if step == offsets[p]:  # lines 7 and 8, and 11, whose result is not seen before line 12
+            if step == taken[cycle][p]:  # lines 7 and 8, and 11, whose result is not seen before line 12
+                for replica in TARGETS:
+                    if (replica, p) in awaited:
+                        merge(replica, p)
+                    awaited[replica, p] = t + overlaps[replica]
                 sent = [(TOKENS[replica], [f32(theta[i] - local[replica][i]) for i in values]) for replica in TARGETS]
                 for i, g in zip(values, average(case.codec, sent), strict=True):
                     momentum[i] = f32(f32(f32(MOMENTUM) * momentum[i]) + g)
                     outer_step = f32(g + f32(f32(MOMENTUM) * momentum[i]))
                     theta[i] = f32(theta[i] - f32(f32(OUTER_RATE) * outer_step))
-        for replica, overlap in overlaps.items() if step else ():
-            for p, values in enumerate(fragments):
-                since_first = cycle * H + step - offsets[p] - overlap
-                if since_first >= 0 and since_first % H == 0:  # lines 9 to 12
-                    for i in values:
-                        mine, others = f32(f32(case.alpha) * local[replica][i]), f32(f32(1 - case.alpha) * theta[i])
-                        local[replica][i] = f32(mine + others)
+        for replica, p in [each for each, when in awaited.items() if when <= t]:  # lines 9 and 10
+            merge(replica, p)
         if step == H:
             yield {
                 "theta": [float(x) for x in theta],

@@ -16,7 +16,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.inner.moments import STEPS_LIMIT, Moments, check_moments, largest_ratio, moments_size
 from opendiloco.outer import inner_state as inner_state_module
 from opendiloco.outer.inner_state import InnerState
-from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.moments import WorkersMoments
 from peers.values.leases import SampleRange
 from peers.values.workload import SnapshotError
 from tests.opendiloco.test_replica import make_replica
@@ -232,21 +232,19 @@ def with_steps(data: memoryview, steps: int) -> Moments:
 
 # On its way to the worker ---------------------------------------------------------------------------------------
 class FakeWorker:
-    vectors = type("Vectors", (), {"theta": np.zeros(VALUES, np.float32)})()
-
     def __init__(self) -> None:
         self.loaded: list[bytes] = []
 
-    async def store_moments(self, out: memoryview) -> None:
+    async def store(self, out: memoryview) -> None:
         out[:] = sound()[0]
 
-    async def load_moments(self, moments: memoryview) -> None:
+    async def load(self, moments: memoryview) -> None:
         self.loaded.append(bytes(moments))
 
 
 def state_of(worker: FakeWorker, config: RunConfig) -> InnerState:
     training = config.training.model_copy(update={"gradient_clip": CLIP})
-    return InnerState(cast(WorkerGroup, worker), config.model_copy(update={"training": training}))
+    return InnerState(cast(WorkersMoments, worker), VALUES, config.model_copy(update={"training": training}))
 
 
 def test_only_what_passes_the_checks_reaches_the_worker(small_config: RunConfig) -> None:

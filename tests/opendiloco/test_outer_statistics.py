@@ -69,6 +69,24 @@ class Trainer(StateOnly):
         self.vectors.local[:] = self.vectors.theta - 1
         return Trained(work.samples, 16, 1.0)
 
+    async def take_average(self, fragment: int, is_changed: bool) -> None:
+        """It waits for none."""
+
+
+def test_where_workers_train_on_there_is_no_pause(small_config: RunConfig) -> None:
+    told = list[OuterStepTaken]()
+    streaming = small_config.streaming.model_copy(update={"overlap": 2})
+
+    async def story() -> None:
+        workload = LocalWorkload(Trainer(2500), small_config.model_copy(update={"streaming": streaming}))
+        workload.measuring.on_outer_step = told.append
+        await workload.train(InnerLoop(0, (SampleRange(0, 1),), 1, 0), lambda progress: None)
+        await workload.apply(bytes(await workload.contribution()), 0)
+        await workload.measuring.finished()
+
+    asyncio.run(story())
+    assert [math.isnan(step.pause_seconds) for step in told] == [True]
+
 
 def test_each_outer_step_is_told_of_once_it_is_taken(small_config: RunConfig) -> None:
     """With this peer's own pseudo-gradient only where the average may have it."""

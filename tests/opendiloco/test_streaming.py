@@ -88,6 +88,7 @@ def toy_config(small_content: dict[str, Any], case: Case) -> RunConfig:
         small_content
         | {
             "outer_optimizer": outer,
+            "outer_steps": by_hand.CYCLES,
             "codec": {"kind": case.codec},
             "streaming": {"overlap": case.overlap, "alpha": case.alpha},
         }

@@ -362,6 +362,65 @@ def test_after_another_state_was_fetched_workers_begin_with_it(config: RunConfig
     tell(story)
 
 
+LATE = {"layers_per_fragment": 1, "overlap": 4}
+"""Of 5 fragments and 8 inner steps, the averages of four are due when all fragments are stored."""
+
+
+@pytest.mark.parametrize("is_fetched", [True, False])
+@pytest.mark.parametrize("is_our_turn", [True, False])
+def test_averages_that_nobody_will_tell_of_keep_nothing_waiting(
+    small_content: dict[str, Any], is_fetched: bool, is_our_turn: bool
+) -> None:
+    """Regression: where workers waited for them, and another state was fetched, an evaluation waited for ever."""
+
+    async def story() -> None:
+        config = streaming_config(small_content, "int8", LATE, 8)
+        workload = LocalWorkload(ThreadedWorkers(config), config)
+        state = bytearray(workload.state_size)
+        await workload.copy_state(memoryview(state))
+        digest, last = await workload.state_digest(), len(workload.fragments) - 1
+        for index in range(2):  # the second goes on, and stores all before any is due
+            work = InnerLoop(index, (SampleRange(16 * index, 16 * index + 16),), 8, 256 * index)
+            await workload.train(work, ignore, partial(leave, workload, index) if index == 0 else only_take(workload))
+            if index == 0:
+                await leave(workload, 0, last)
+        await workload.contribution(last)
+        if is_fetched:
+            await workload.restore(bytes(state), digest)
+        else:
+            for fragment in range(last):
+                await workload.unchanged(1, fragment)
+        workload.is_our_turn = lambda: is_our_turn
+        await workload.train(InnerLoop(2, (), 8, 512), ignore, partial(leave, workload, 2))
+        weights = present_weights(workload)
+        assert np.array_equal(weights, workload.trainer.vectors.theta), "it has begun with theta"
+
+    tell(story)
+
+
+def only_take(workload: LocalWorkload) -> OnCaptured:
+    async def on_captured(fragment: int) -> None:
+        await workload.contribution(fragment)
+
+    return on_captured
+
+
+def test_a_peer_that_begins_has_trained_what_it_says_that_it_has(small_content: dict[str, Any]) -> None:
+    """Regression: with no more inner steps than its overlap, it gave nothing for as many tokens as it was to train."""
+
+    async def story() -> None:
+        config = streaming_config(small_content, "int8", {"layers_per_fragment": 2, "overlap": 3}, 8)
+        workload = LocalWorkload(ThreadedWorkers(config), config)
+        trained = await workload.train(InnerLoop(0, LEASE.samples, 2, 0), ignore, partial(leave, workload, 0))
+        part = workload.trainer.fragments[-1]
+        theta, local = workload.trainer.vectors.theta[part], workload.trainer.vectors.local[part]
+        assert trained.tokens == 4 * 16
+        assert np.abs(theta - local).max() > 0.01, "two inner steps"
+        assert trained.loss > 0
+
+    tell(story)
+
+
 def test_what_goes_wrong_with_a_capture_ends_the_training(config: RunConfig) -> None:
     async def story() -> None:
         workload = LocalWorkload(ThreadedWorkers(config), config)

@@ -25,6 +25,7 @@ from opendiloco.workers.control import (
     Exported,
     FragmentStored,
     Generated,
+    InnerStepDone,
     Report,
     RunInnerLoop,
 )
@@ -105,7 +106,7 @@ class Played(WorkerProcess):
             if not isinstance(command, RunInnerLoop):
                 return ANSWERS[answer]
             on_report(FragmentStored(fragment=0, samples=command.samples, tokens=64, loss=1.0))
-            await self.rest(command)
+            await self.rest(command, on_report)
             return training_done(skipped=1)
         if self.configured.rank == 0:
             await self.ended.wait()
@@ -113,7 +114,7 @@ class Played(WorkerProcess):
         raise DeviceMemoryError("the device ran out of memory.", "Use --micro-batch.")
 
     @staticmethod
-    async def rest(command: RunInnerLoop) -> None:
+    async def rest(command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
         """Take the inner steps that are left when all fragments are stored: none."""
 
     async def wait_for_death(self) -> WorkerError:
@@ -414,8 +415,17 @@ class Rest:
         self._error = error
         monkeypatch.setattr(Played, "rest", staticmethod(self._take))
 
-    async def _take(self, command: RunInnerLoop) -> None:
+    def report(self, inner_step: int) -> None:
+        """Have the first worker report one of them."""
+        self._on_report(
+            InnerStepDone(
+                inner_step=inner_step, loss=1.0, gradient_norm=1.0, learning_rate=1.0, tokens_per_second=100.0
+            )
+        )
+
+    async def _take(self, command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
         if command.number == 1:
+            self._on_report = on_report
             await self.may_end.wait()
             if self._error is not None:
                 raise self._error
@@ -436,7 +446,10 @@ def test_what_is_trained_is_known_before_the_last_inner_steps(
 
     async def story() -> None:
         group, rest = await started_with_overlap(small_config), Rest(monkeypatch)
-        trained = await group.train(FIRST, ignore)
+        seen = list[int]()
+        trained = await group.train(FIRST, lambda progress: seen.append(progress.inner_step))
+        rest.report(5)
+        assert seen == [0], "it tells of the speed, and is no step of the next lease"
         assert (trained.samples, trained.tokens) == (LEASE, 64)
         evaluation = asyncio.create_task(group.evaluate(4))
         second = asyncio.create_task(group.train(SECOND, ignore, goes_on=True))
@@ -470,7 +483,7 @@ def test_a_training_that_begins_anew_has_workers_leave_what_is_left(
 
 
 def test_what_goes_wrong_with_the_last_inner_steps_is_raised_by_the_next_training(
-    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It goes on from them. One that begins anew has nothing to do with them."""
 
@@ -483,6 +496,7 @@ def test_what_goes_wrong_with_the_last_inner_steps_is_raised_by_the_next_trainin
         if goes_on:
             with pytest.raises(DataError, match="cannot be read"):
                 await group.train(SECOND, ignore, goes_on=True)
+            assert "training after outer step 0 has failed in the end: a document cannot be read." in caplog.text
         else:
             await group.train(SECOND, ignore)
         await group.close()

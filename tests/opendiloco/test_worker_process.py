@@ -125,24 +125,24 @@ async def moves_moments_between_two_inner_steps(worker: WorkerGroup, config: Run
     moments = Moments(out)
     training = asyncio.create_task(worker.train(InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: None))
     async with asyncio.timeout(PROMPT_SECONDS):
-        given_up = asyncio.create_task(worker.store_moments(out))
+        given_up = asyncio.create_task(worker.moments.store(out))
         asyncio.get_running_loop().call_soon(given_up.cancel)
-        await worker.store_moments(out)
+        await worker.moments.store(out)
         assert given_up.cancelled()
         check_moments(out, section, config.training.gradient_clip)
         with pytest.raises(SnapshotError, match="ours as many"):
-            await worker.load_moments(out)
+            await worker.moments.load(out)
         moments.steps[0] = 10**6
-        await worker.load_moments(out)
+        await worker.moments.load(out)
         moments.steps[0] = 0
-        await worker.store_moments(out)
+        await worker.moments.store(out)
         assert moments.steps[0] >= 10**6
         assert not training.done()
         training.cancel()
         with pytest.raises(asyncio.CancelledError):
             await training
-        await worker.store_moments(out)  # nor need it train
-    assert os.fstat(worker._moments.descriptor).st_size == 0
+        await worker.moments.store(out)  # nor need it train
+    assert os.fstat(worker.moments.descriptor).st_size == 0
 
 
 async def is_not_asked_to_end(worker: WorkerGroup, process: int) -> None:
@@ -181,7 +181,7 @@ async def says_how_it_died_to_those_who_wait(worker: WorkerGroup, process: int) 
     with pytest.raises(WorkerError, match="SIGKILL"):
         await asyncio.wait_for(worker.evaluate(1), PROMPT_SECONDS)
     with pytest.raises(WorkerError, match="SIGKILL"):
-        await asyncio.wait_for(worker.store_moments(memoryview(bytearray(100))), PROMPT_SECONDS)
+        await asyncio.wait_for(worker.moments.store(memoryview(bytearray(100))), PROMPT_SECONDS)
     assert "SIGKILL" in str(await asyncio.wait_for(worker.wait_for_death(), PROMPT_SECONDS))
     assert given_up.cancelled()
     gc.collect()

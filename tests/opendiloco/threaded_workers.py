@@ -31,6 +31,7 @@ from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.inner_loops import InnerLoops
 from opendiloco.workers.nodes import Nodes, SpreadWeights
 from opendiloco.workers.restarts import WorkersRestartedError
+from opendiloco.workers.telemetry import Telemetry
 from opendiloco.workers.under_way import UnderWay
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
@@ -57,6 +58,7 @@ class ThreadedWorkers(WorkerGroup):
         self.own_overlap = config.streaming.overlap if overlap is None else overlap
         self.weights = SpreadWeights(Nodes())
         self.held_out_digest = ""
+        self.telemetry = Telemetry(config.training.inner_steps)
         self._trainings = 0
         self._turn = asyncio.Lock()
         self.went_on = False
@@ -82,6 +84,8 @@ class ThreadedWorkers(WorkerGroup):
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
+        if not goes_on:
+            self.end_rest()
         self._trainings += 1
         number = self._trainings
         command = RunInnerLoop(
@@ -89,7 +93,8 @@ class ThreadedWorkers(WorkerGroup):
         )
 
         def on_step(step: InnerStepDone) -> None:
-            on_progress(Progress(step.inner_step, step.loss, step.tokens_per_second))
+            step_of_lease = 0 if under_way.is_known else step.inner_step
+            on_progress(Progress(step_of_lease, step.loss, step.tokens_per_second))
 
         async def captured(fragment: int) -> None:
             if fragment < len(self.fragments) - 1:
@@ -100,9 +105,9 @@ class ThreadedWorkers(WorkerGroup):
                 self.channel.hear = under_way.heard
                 return await self.carry_out(command)
 
-        under_way = UnderWay(lambda: 1, len(self.fragments), on_step, captured)
+        self.under_way = under_way = UnderWay(lambda: 1, len(self.fragments), on_step, captured)
         request = asyncio.create_task(carry_out())
-        stored = await under_way.outcome(request, lambda: self.channel.take(EndInnerLoop(number=number)))
+        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     async def carry_out(self, command: RunInnerLoop) -> InnerLoopDone:
@@ -113,6 +118,10 @@ class ThreadedWorkers(WorkerGroup):
                 raise WorkersRestartedError
         self.went_on = command.goes_on
         return await asyncio.to_thread(self._loops.run, command)
+
+    def _tell(self, command: ControlMessage) -> None:
+        assert isinstance(command, EndInnerLoop)
+        self.channel.take(command)
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
         self.channel.take(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))

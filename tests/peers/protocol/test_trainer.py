@@ -84,6 +84,22 @@ def test_what_a_stopped_worker_still_reports_is_void_but_for_its_speed() -> None
     assert bench.trainer.speed == 77.0
 
 
+def test_the_last_inner_steps_of_an_overlap_are_no_hang_and_tell_the_speed() -> None:
+    """Regression: a peer that was given its next lease while it took them gave its say up after a minute."""
+    bench = Bench(replace(SETTINGS, timing=replace(TIMING, partition_grace=60.0))).training().at_step(1).trained()
+    bench.trainer.take(WorkEnds(LOG.position, LOG.next_header([member("b", 20, 40)], PAYLOAD)))
+    bench.at_step(0, speed=70.0)
+    bench.training()
+    for _ in range(10):
+        bench.desk.now += 50.0
+        assert not bench.trainer.is_stuck
+        bench.at_step(0, speed=80.0)
+    assert (bench.trainer.inner_step(), bench.trainer.work, bench.trainer.speed) == (0, 0, 80.0)
+    assert not bench.trainer.outlives(LOG.next_header([member("a", 0, 20)], PAYLOAD)), "it has not begun"
+    bench.desk.now += 61.0
+    assert bench.trainer.is_stuck, "now it has shown nothing for long"
+
+
 @pytest.mark.parametrize(("speed", "wanted"), [(0.0, 0), (1000.0, 0), (800.0, 0), (500.0, 10), (1.0, 2)])
 def test_who_is_slower_wants_less(speed: float, wanted: int) -> None:
     """Of twenty samples; a newcomer, whose speed is not known, wants all."""
