@@ -206,19 +206,31 @@ class Course:
             self.catching_up.replay(sender, commit, slot)
 
     def on_refuse(self, leader: str, refuse: Refuse, slot: Slot) -> None:
-        """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again,
-        unless it is the leader's that is wrong."""
+        """The leader takes nothing from us as we are: begin again with its state, or with other samples, unless it is
+        the leader that is wrong."""
         is_waiting = self.state is State.JOINING or slot.is_taking_part
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._me:
             return
         self._desk.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
-        is_other = refuse.state_digest != self.replica.state_digest
-        is_its_own = slot.leadership.granted_by == leader and not is_other  # it gave us what it refuses
-        is_right = is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most)
-        if is_its_own or is_right or leader in self.presence.unhelpful:  # it does not give the state that it wants
-            self.presence.distrust(leader)
+        ours = self.replica.state_digest
+        if refuse.state_digest == ours:
+            self._on_samples_refused(leader, slot)
+        elif self._holds or ours == self.replica.state_of_most or leader in self.presence.unhelpful:
+            self.presence.distrust(leader)  # it is wrong, or does not give the state that it wants
         else:
             self.catching_up.fetch_from(leader)
+
+    def _on_samples_refused(self, leader: str, slot: Slot) -> None:
+        """Samples that the leader gave us, or the log, are good. What another one gave may be somebody else's, too,
+        whoever of the two lied: so ask this one for others."""
+        if not slot.is_taking_part:
+            return  # we have asked already
+        if leader == slot.leadership.granted_by or self._me in self.replica.log.leases:
+            self.presence.distrust(leader)
+        else:
+            self.catching_up.drop_work()
+            self.await_lease()
+            self.join()
 
     def on_excluded(self, leader: str, reason: str) -> None:
         """The leader goes on without us."""

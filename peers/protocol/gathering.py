@@ -109,11 +109,12 @@ class Gathering:
         return bool(self._granted)
 
     def _next_grant(self) -> Lease | None:
-        """Return the next grant that nobody has. The leader that gave us our own lease gave those before it."""
-        grants, given = self._log.grants, set(self._granted.values())
+        """Return the next grant that nobody has. Those before our own come last: its giver may have given them."""
+        grants, given = self._log.grants, {*self._granted.values(), self.lease}
         ours = self._log.grant_of(self.lease or ())
         first = 0 if ours is None or grants[ours] != self.lease else ours + 1
-        return next((grant for number in range(first, len(grants)) if (grant := grants[number]) not in given), None)
+        order = (*range(first, len(grants)), *range(first))
+        return next((grants[number] for number in order if grants[number] not in given), None)
 
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
@@ -235,8 +236,7 @@ class Gathering:
     def _is_cut_off(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
         """Whether for the partition grace too few of the last roster were to be heard of: ready, or at work here.
 
-        Peers that are alive and at work at our position are no partition, whatever holds them up; but who seems to be
-        at work for ever does not keep the others for ever.
+        Peers at work at our position are no partition, whatever holds them up, unless they seem to be so for ever.
         """
         if not self._ready_times:
             return False

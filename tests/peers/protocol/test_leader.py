@@ -1014,6 +1014,16 @@ def test_what_an_earlier_leader_granted_is_good() -> None:
     assert sends(lead.ready("w", samples=(SampleRange(160, 180),)), Refuse), "that is y's"
 
 
+def test_a_leader_with_the_last_grant_gives_those_before_it() -> None:
+    """Regression: whoever was given the last one of all could give none to anybody."""
+    lead = Lead(EMPTY)
+    grants = EMPTY.grants
+    lead.leader.lease = grants[len(grants) - 2]
+    request = LeaseRequest(position=EMPTY.position, state_digest=STATE, relayed=(), unreached=())
+    given = [sends(lead.leader.on_lease_request(peer, request, 0), LeaseGrant)[0][1].samples for peer in "xyz"]
+    assert given == [grants[len(grants) - 1], grants[0], grants[1]]
+
+
 def test_nobody_is_ready_with_the_leaders_own_samples() -> None:
     """Regression: a stranger could name them before the leader did, whose own Ready was refused ever after."""
     lead = Lead(EMPTY)
