@@ -10,6 +10,7 @@ from math import inf
 import pytest
 
 from peers.log.settings import Timing
+from peers.protocol.schedule import Schedule
 from peers.simulator.history import InvariantError
 from peers.simulator.leading_lies import LEADERS_LIES
 from peers.simulator.liars import Liar
@@ -164,6 +165,21 @@ def test_a_leader_that_comes_to_no_entry_is_given_up_for_longer_than_another_nee
 def test_a_leader_that_refuses_the_samples_it_gave_founds_no_run() -> None:
     """Regression: whoever was refused asked it again, for ever."""
     live(replace(life_with("one lease for all"), liars=(Deceit("peer0", ("one lease for all",), 0, inf),)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_liars_that_claim_the_heaviest_log_in_turn_keep_no_newcomer_out(seed: int) -> None:
+    """Regression: whenever another one was asked, its time began anew, and no honest peer was ever asked."""
+    swarm = Swarm(seed, replace(SETTINGS, timing=Timing(), snapshot_every=1000), unevenness=EVENLY, traced=False)
+    liars = ("peer0", "peer3")
+    plant(swarm, tuple(Deceit(name, ("claims in turn",), 1, inf) for name in liars))
+    for number in range(5):
+        swarm.start(f"peer{number}")
+    swarm.run(100.0, until=lambda: swarm.longest >= 3)
+    swarm.start("late")
+    late = swarm.peers["late"].peer
+    limit = (len(liars) + 1) * Schedule(Timing()).death + 60.0
+    assert swarm.run(limit, until=lambda: late.log.position.index >= swarm.longest - 1)
 
 
 def test_the_same_seed_gives_the_same_life() -> None:
