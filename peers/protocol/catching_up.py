@@ -22,12 +22,17 @@ from peers.protocol.slot import Slot
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.troubles import Troubles
+from peers.protocol.votes import signed_both
 
 
 class Host(Protocol):
     """What the rest of the peer does about it."""
 
     slots: dict[int, Slot]
+
+    @property
+    def slot(self) -> Slot:
+        """The one whose entry closes the cycle, if it is open."""
 
     @property
     def state(self) -> State:
@@ -79,10 +84,13 @@ class CatchingUp:
             self.search.catch_up()
 
     def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:
-        """What another one's log is worth is known now. Where we have a state to give up, it is given up now."""
+        """What another one's log is worth is known now. Where we have a state to give up, it is given up now. Where it
+        is certified as ours is, whoever has signed both has lied."""
         if isinstance(event, LineageNotSeen):
             self.search.on_not_seen(event)
             return
+        for proof in signed_both(event.ours, event.theirs):
+            self._host.slot.witness.file(proof)
         far = self.search.on_seen(event)
         if far is not None and self.may_begin:
             self.fetch(far)
