@@ -27,7 +27,8 @@ UNPROVEN = Proof(is_certified=False, signers=0)
 class Branch:
     """The entries from `start`, which both sides have, to `end`.
 
-    `first` are those of the first cycle: by fragment, the digest and what proves it. `heads` name the log after each
+    `first` are those of the first cycle: by fragment, the digest and what proves it; `certificates` are theirs, whose
+    signatures have been checked. `heads` name the log after each
     cycle, from `start` on, by index; `states` the digests of the state there, as certified entries after it say.
     `doubts` are the places that were gone on from by too few. `founders`: how many founded the run, if the branch has
     its first entry.
@@ -40,6 +41,7 @@ class Branch:
     states: Mapping[int, bytes] = field(default_factory=dict)
     doubts: tuple[LogState, ...] = ()
     founders: int | None = None
+    certificates: Mapping[int, Certificate] = field(default_factory=dict)
 
     def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
         """Return the last place before this one from which too few went on. `ours` is that of our own log, which the
@@ -141,6 +143,7 @@ class Walk:
         self._states: dict[int, bytes] = {}
         self._doubts: list[LogState] = []
         self._founders: int | None = None
+        self._certificates: dict[int, Certificate] = {}
 
     def take(self, header: Header, certificate: Certificate | None) -> None:
         """Go on by one entry. Raises: LogError where it does not follow, or a signature is false."""
@@ -151,6 +154,8 @@ class Walk:
         proof = UNPROVEN if certificate is None else prove(certificate, log, header, self._verify)
         if header.previous == self._start.position.head:
             self._first[header.fragment] = header.digest, proof
+            if certificate is not None:
+                self._certificates[header.fragment] = certificate
         if not proof.is_certified:
             self._doubts.append(log)
         elif header.state != UNKNOWN_STATE:
@@ -162,4 +167,5 @@ class Walk:
     def branch(self) -> Branch:
         """Return what has been passed."""
         first, heads, states = dict(self._first), dict(self._heads), dict(self._states)
-        return Branch(self._start, self.end, first, heads, states, tuple(self._doubts), self._founders)
+        certificates = dict(self._certificates)
+        return Branch(self._start, self.end, first, heads, states, tuple(self._doubts), self._founders, certificates)

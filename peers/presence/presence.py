@@ -281,8 +281,7 @@ class Presence:
         )
         if not _is_same(asked, self._elected[0]):
             vote = self._choose(log, at_work)
-            votes = {self._me: (vote or "")[-TAIL:]} if self._me in at_work else {}
-            self._elected = asked, (vote, self._leader_of_most(log, votes) or vote)
+            self._elected = asked, (vote, self._leader_of_most(log, at_work, vote) or vote)
         self.vote, leader = self._elected[1]
         return leader
 
@@ -294,12 +293,18 @@ class Presence:
         ready = {peer for peer in live.ready if live[peer].head == head and log.counts(peer, live[peer].incarnation)}
         self._overlooking.entry_made(leader, ready | ({self._me} & log.starts.keys()), members)
 
-    def _leader_of_most(self, log: LogState, votes: Mapping[str, str]) -> str | None:
-        """Whom more than half of those who are here vote for: of the last roster; before the first entry, of all. Given
-        are the votes that heartbeats do not tell."""
-        at_work = self.live().at_work
-        votes = {beat.peer: beat.vote for beat in at_work if beat.head == log.position.head} | dict(votes)
-        here = {beat.peer for beat in at_work} | {self._me}
+    def _leader_of_most(self, log: LogState, at_work: Collection[str], vote: str | None) -> str | None:
+        """Whom more than half of those who are here vote for, we included: of the last roster; before the first entry,
+        of all, once anybody is at work. Else those whom a leader gives no samples of use could not turn away from it
+        together, and it would be the leader of the few who have some. While somebody has just given us work, others may
+        not have heard of it when they voted."""
+        live, is_at_work, givers = self.live(), self._me in at_work, set(at_work) - {self._me} - self.distrusted
+        is_founding = not log.voters and not givers and (is_at_work or bool(live.at_work))
+        beats = live.trainers if is_founding else live.at_work
+        votes = {beat.peer: beat.vote for beat in beats if beat.head == log.position.head}
+        if is_at_work or is_founding:
+            votes[self._me] = (vote or "")[-TAIL:]
+        here = {beat.peer for beat in beats} | {self._me}
         electors = [peer for peer in log.voters or votes if peer in here]
         named, count = most_named(votes.get(peer, "") for peer in electors)
         if 2 * count <= len(electors):

@@ -7,26 +7,17 @@ is ready; the slot concludes (`entry_made`), so the work ends, the replica appli
 from __future__ import annotations
 
 from peers.log.certificate import Certificate
-from peers.log.header import NO_PAYLOAD, Header
+from peers.log.header import Header
 from peers.log.lineage import Lineage
 from peers.presence.presence import Presence
+from peers.protocol.catching_up import CatchingUp
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Note, Send, Stop
-from peers.protocol.events import (
-    AverageRefuted,
-    Captured,
-    LineageNotSeen,
-    LineageSeen,
-    SnapshotFailed,
-    SnapshotRestored,
-    Tick,
-    TrainingDone,
-)
-from peers.protocol.internal import EntryMade, FarBehind, Leased, NobodyAhead, WorkDone, WorkEnds
+from peers.protocol.events import AverageRefuted, Captured, SnapshotFailed, SnapshotRestored, Tick, TrainingDone
+from peers.protocol.internal import EntryMade, Leased, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
 from peers.protocol.messages import Commit, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
 from peers.protocol.replica import Replica, ReplicaState
-from peers.protocol.search import Search
 from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer, TrainerState
@@ -47,15 +38,14 @@ class Course:
         self.presence.membership.is_farewell = desk.is_farewell
         self.trainer = Trainer(desk)
         self.replica = Replica(desk, self.presence, lineage, state_digest)
-        self.search = Search(desk, self.presence, self.replica)
         self.troubles = Troubles(desk, self.presence, self.trainer, self.replica)
+        self.catching_up = CatchingUp(desk, self.presence, self.trainer, self.replica, self.troubles, self)
         self.joiner = Joiner(desk, self.presence, self.replica, self.troubles)
         self._desk = desk
         self._me = desk.me
         self._whole = desk.settings.inner_steps
         self.slots: dict[int, Slot] = {}
-        self._open_slots()
-        self._keeps_work = False  # what is trained goes into a later cycle than the one that is replayed
+        self.open_slots()
         self._leave_by: float | None = None
         self.has_left = False
 
@@ -66,7 +56,7 @@ class Course:
             return State.LEFT
         if self.replica.state is not ReplicaState.LEVEL:
             return State(self.replica.state.value)
-        if self._notes_down:
+        if self.notes_down:
             return State.APPLYING
         if self.trainer.is_training:
             return State.TRAINING
@@ -97,7 +87,7 @@ class Course:
         """In the midst of training a fragment's turn has come."""
         slot = self.slots.get(event.fragment)
         is_replayed = self.replica.replaying is not None and self.replica.replaying.fragment == event.fragment
-        is_for_this_cycle = self.trainer.is_training and not self._keeps_work and not is_replayed
+        is_for_this_cycle = self.trainer.is_training and not self.catching_up.keeps_work and not is_replayed
         if slot is not None and is_for_this_cycle and slot.state is SlotState.OPEN:
             slot.take(WorkDone(event.trained))
 
@@ -111,7 +101,7 @@ class Course:
     def on_trained(self, done: TrainingDone) -> None:
         was_training = self.trainer.is_training
         self.trainer.take(done)
-        if was_training and not self._keeps_work:
+        if was_training and not self.catching_up.keeps_work:
             self._offer_work()
 
     def _offer_work(self) -> None:
@@ -120,30 +110,30 @@ class Course:
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
         """An entry is committed, and its payload is here: take the outer step for its fragment."""
-        keeps = self._keeps_work or not self.replica.log.is_closing(header)
+        keeps = self.catching_up.keeps_work or not self.replica.log.is_closing(header)
         if not keeps:
             self.trainer.take(WorkEnds(self.replica.log.position, header))
         self.replica.take(EntryMade(header, certificate, keeps))
-        self._turn()
+        self.turn()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """Close the slots whose entries are made. The next cycle has new ones."""
         log, here = self.replica.log, self.slot.log.position
         if log.position.is_in_cycle_of(here):
             self.slots = {fragment: self.slots[fragment] for fragment in log.pending}
         else:
-            self._open_slots()
+            self.open_slots()
 
     def on_applied(self) -> None:
         """Go on training from the new theta at once, or with what an entry without us has left us."""
-        self._turn()
+        self.turn()
         if self._leave_by is not None:
             self._leave_if_possible()  # as soon as the digest is there
             return
         if self.replica.state is not ReplicaState.LEVEL or self.replica.log.made:
-            self.catch_up()  # with the other fragments' entries, where others have them
+            self.catching_up.look()  # with the other fragments' entries, where others have them
             return
-        kept, self._keeps_work = self._keeps_work, False
+        kept, self.catching_up.keeps_work = self.catching_up.keeps_work, False
         lease = self.replica.log.leases.get(self._me)
         if kept and self.trainer.state is TrainerState.TRAINED:
             self._offer_work()
@@ -152,7 +142,7 @@ class Course:
         elif lease is not None and not self.replica.is_behind:
             self._train(lease, self._whole)
         else:
-            self._await_lease()
+            self.await_lease()
             self.join()
 
     def on_digested(self) -> None:
@@ -170,11 +160,11 @@ class Course:
         """The one whose entry closes the cycle, while it is open; else another that is."""
         return self.slots[max(self.slots)]
 
-    def _open_slots(self) -> None:
+    def open_slots(self) -> None:
         """Begin with new slots: those before are of another cycle, or nothing in them matters any more."""
-        self.slots = {fragment: self._open_slot(fragment) for fragment in self.replica.log.pending}
+        self.slots = {fragment: self.open_slot(fragment) for fragment in self.replica.log.pending}
 
-    def _open_slot(self, fragment: int) -> Slot:
+    def open_slot(self, fragment: int) -> Slot:
         return Slot(self._desk, self.presence, self.trainer, self.replica, fragment, self)
 
     # Into the run ---------------------------------------------------------------------------------------------
@@ -184,8 +174,8 @@ class Course:
             return
         if self.replica.claimant is None:
             self.replica.note_nobody_ahead()
-        elif self.search.question.is_due:
-            self.catch_up()
+        elif self.catching_up.search.question.is_due:
+            self.catching_up.look()
         if self.replica.is_behind or self.replica.state is not ReplicaState.LEVEL:
             return
         lease = self.replica.log.leases.get(self._me)
@@ -202,102 +192,45 @@ class Course:
             self.slot.leadership.granted_by = leader
             self._train(grant.samples, min(grant.steps, self.trainer.steps_at_our_speed(self.presence.fastest)))
 
-    def _await_lease(self) -> None:
+    def await_lease(self) -> None:
         """There is something new to ask for."""
         self.joiner.question.at_once()
-        self.search.question.at_once()
+        self.catching_up.search.question.at_once()
 
     # Behind, or in vain ---------------------------------------------------------------------------------------
-    @property
-    def _can_catch_up(self) -> bool:
-        return self.replica.state is ReplicaState.LEVEL and not self._notes_down
-
-    def catch_up(self) -> None:
-        if self._can_catch_up and self.troubles.may_ask:
-            self.search.catch_up()
-
-    def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:
-        """What another one's log is worth is known now. Where we have a state to give up, it is given up now."""
-        if isinstance(event, LineageNotSeen):
-            self.search.on_not_seen(event)
-            return
-        far = self.search.on_seen(event)
-        if far is not None and self._can_catch_up:
-            self._fetch(far)
-
     def on_commit(self, sender: str, commit: Commit, slot: Slot) -> None:
         """Apply the entry if we hold its payload; else somebody went on without us."""
         if slot.is_taking_part and slot.holds(commit.header):
             slot.take(commit, sender)
-        elif self._can_catch_up:
-            self._replay(sender, commit, slot)
-
-    def _replay(self, sender: str, commit: Commit, slot: Slot) -> None:
-        """Others went on without us."""
-        header, was_asked = commit.header, self.state is State.JOINING or slot.was_asked(sender)
-        behind = self.replica.follow(sender, commit, slot.certifier.proof(header, commit.certificate), was_asked)
-        if behind is None:
-            return
-        if self.replica.log.is_closing(header):
-            self._keeps_work = self.trainer.outlives(header)
-            if not self._keeps_work:
-                self.trainer.take(WorkEnds(self.replica.log.position, header))
-            self.slots[header.fragment] = self._open_slot(header.fragment)
-        self.search.answered()
-        self.replica.take(behind)
-        if header.payload == NO_PAYLOAD:
-            self.entry_made(header, commit.certificate)
-
-    def on_not_replayed(self, header: Header, reason: str) -> None:
-        self._desk.emit(Note("warning", f"no payload of entry {header.index}: {reason}"))
-        far = self.search.far_behind()
-        if far is not None:
-            self._fetch(far)
-        elif self.replica.log.is_closing(header):
-            self._drop_work()
-            self.replica.take(NobodyAhead())
-            self._await_lease()
-        else:  # its slot goes on: who has the entry tells us again
-            self.replica.take(NobodyAhead())
-            self._turn()
-
-    def _fetch(self, far: FarBehind) -> None:
-        self._drop_work()
-        self.replica.take(far)
-
-    def _drop_work(self) -> None:
-        """We go on without the work in hand. What we have promised in this cycle still holds."""
-        self.trainer.take(WorkEnds(self.replica.log.position))
-        self._keeps_work = False
-        self._open_slots()
-
-    def on_elsewhere(self, sender: str) -> None:
-        """Our inquiry led nowhere: the sender is on another lineage than we are."""
-        if self._can_catch_up and self.replica.claimant == sender:
-            self.search.weigh(sender)
+        else:
+            self.catching_up.replay(sender, commit, slot)
 
     def on_refuse(self, leader: str, refuse: Refuse, slot: Slot) -> None:
-        """What we trained, or the state we trained from, is of no use to the leader: take its state and begin again,
-        unless it is the leader's that is wrong."""
+        """The leader takes nothing from us as we are: begin again with its state, or with other samples, unless it is
+        the leader that is wrong."""
         is_waiting = self.state is State.JOINING or slot.is_taking_part
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._me:
             return
         self._desk.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
-        is_other = refuse.state_digest != self.replica.state_digest
-        is_its_own = slot.leadership.granted_by == leader and not is_other  # it gave us what it refuses
-        is_right = is_other and (self._holds or self.replica.state_digest == self.replica.state_of_most)
-        if is_its_own or is_right or leader in self.presence.unhelpful:  # it does not give the state that it wants
+        ours = self.replica.state_digest
+        if refuse.state_digest == ours:
+            self._on_samples_refused(leader, slot)
+        elif self._holds or ours == self.replica.state_of_most or leader in self.presence.unhelpful:
+            self.presence.distrust(leader)  # it is wrong, or does not give the state that it wants
+        else:
+            self.catching_up.fetch_from(leader)
+
+    def _on_samples_refused(self, leader: str, slot: Slot) -> None:
+        """Samples that the leader gave us, or the log, are good. What another one gave may be somebody else's, too,
+        whoever of the two lied: so ask this one for others."""
+        if not slot.is_taking_part:
+            return  # we have asked already
+        if leader == slot.leadership.granted_by or self._me in self.replica.log.leases:
             self.presence.distrust(leader)
         else:
-            self._fetch(FarBehind(leader, self.replica.log.position.index))
-
-    def check_state(self) -> None:
-        """Whose state is another than that of most of the roster, with whom it is, takes theirs: a bit has flipped."""
-        most, may_fetch = self.replica.state_of_most, self._can_catch_up and self.replica.is_settled
-        is_other = may_fetch and most != self.replica.state_digest
-        if is_other and most is not None and (donor := self.replica.donor_of(most)) is not None:
-            self._desk.emit(Note("error", f"our state is not that of most peers: fetching it from {donor}"))
-            self._fetch(FarBehind(donor, self.replica.log.position.index))
+            self.catching_up.drop_work()
+            self.await_lease()
+            self.join()
 
     def on_excluded(self, leader: str, reason: str) -> None:
         """The leader goes on without us."""
@@ -312,8 +245,8 @@ class Course:
         self.troubles.look(self.slot.leadership.elect())
         can_stop = self.state in (State.TRAINING, State.READY) and not self._is_averaging and not self._holds
         if self.troubles.is_aside and can_stop:
-            self._drop_work()
-            self._await_lease()
+            self.catching_up.drop_work()
+            self.await_lease()
         self.troubles.tell()
 
     def on_links_changed(self) -> None:
@@ -329,10 +262,10 @@ class Course:
         self.on_links_changed()
 
     def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
-        self.search.forget()
+        self.catching_up.search.forget()
         if isinstance(event, SnapshotRestored):
-            self._await_lease()
-            self._open_slots()  # where the state is now
+            self.await_lease()
+            self.open_slots()  # where the state is now
             self.join()
 
     # For others -----------------------------------------------------------------------------------------------
@@ -367,7 +300,7 @@ class Course:
         self._leave_if_possible()
 
     @property
-    def _notes_down(self) -> bool:
+    def notes_down(self) -> bool:
         """Whether we leave, and only the last entry's digest is still to come: nothing new begins."""
         return self._leave_by is not None and self.replica.undigested is not None
 

@@ -13,6 +13,7 @@ from peers.presence.election import highest_attempt, quorum, take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import PARTICIPATING
 from peers.presence.standing import Standing
+from peers.protocol.barred import Barred
 from peers.protocol.certifier import Certifier
 from peers.protocol.claims import Claim, Claims, Founding
 from peers.protocol.effects import Dropped, Effect, Send
@@ -56,9 +57,8 @@ class Gathering:
         self._claims = Claims(log, certifier)
         self._granted: dict[str, Lease] = {}
         self._ready: dict[str, Ready] = {}
-        self._barred: dict[str, Ready] = {}
+        self._barred = Barred(may_be_needed_ever=not log.roster)
         self._said_at: dict[str, float] = {}  # when each said last that it is ready
-        self._taken_in = set[str]()  # though they are barred
         self._most_are_here = False  # of the last roster, whether they count or not
         self._most_here_at = -float("inf")  # a heartbeat that is late, or one message that is lost, makes no minority
         self._founders = set[str]()  # all who are here, before the first entry
@@ -109,40 +109,42 @@ class Gathering:
         return bool(self._granted)
 
     def _next_grant(self) -> Lease | None:
-        """Return the next grant that nobody has. The leader that gave us our own lease gave those before it."""
-        grants, given = self._log.grants, set(self._granted.values())
+        """Return the next grant that nobody has. Those before our own come last: its giver may have given them."""
+        grants, given = self._log.grants, {*self._granted.values(), self.lease}
         ours = self._log.grant_of(self.lease or ())
         first = 0 if ours is None or grants[ours] != self.lease else ours + 1
-        return next((grant for number in range(first, len(grants)) if (grant := grants[number]) not in given), None)
+        order = (*range(first, len(grants)), *range(first))
+        return next((grants[number] for number in order if grants[number] not in given), None)
 
     # Gathering ------------------------------------------------------------------------------------------------
     def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
         self._said_at[sender] = now
         if sender in self._log.excluded:
             return []  # as it knows from its own log
-        if sender in self._standing.barred(now):
-            self._barred[sender] = ready  # it held an attempt up; the others may go on without it meanwhile
+        if sender in self._standing.barred(now) - self._barred.pardoned:
+            self._barred.ready[sender] = ready  # the others may go on without it meanwhile
             return []
         return self._take_in(sender, ready, now)
 
     def _forget(self, now: float, live: Mapping[str, Heartbeat]) -> None:
-        """Who is ready says so again and again. Who is gone, or has gone to another leader, is not ready for us."""
+        """Who is ready says so again and again. Who is gone, or has another leader, is not ready for us."""
         still = {peer for peer, since in self._said_at.items() if now - since < self._schedule.death}
         still &= live.keys() | {self._me}
-        for known in (self._ready, self._barred):
+        for known in (self._ready, self._barred.ready):
             for peer in known.keys() - still:
                 del known[peer]
         if self._log.roster:  # whoever has been shown to have lied meanwhile
-            for peer in self._standing.barred(now) & self._ready.keys() - {self._me}:
+            for peer in self._standing.barred(now) & self._ready.keys() - {self._me} - self._barred.pardoned:
                 del self._ready[peer]
 
-    def take_in_barred(self, now: float) -> list[Effect]:
-        """Before the first entry all may be needed, so that to wait for the end of a bar helps nobody. Once each in an
-        attempt: who was taken in for naming higher and higher ones keeps nobody busy."""
-        barred = {peer: ready for peer, ready in self._barred.items() if peer not in self._taken_in}
-        self._taken_in |= barred.keys()
-        self._barred.clear()
-        return [effect for peer, ready in barred.items() for effect in self._take_in(peer, ready, now)]
+    def _needs_barred(self, now: float, is_time: bool) -> bool:
+        """Whether there can be no attempt without those who are barred, and one with them. They come last."""
+        barred = self._barred.hopeful()
+        if not (barred and self._log.roster):
+            return bool(barred) and is_time
+        has_waited = is_time or now - self._ready_times.first >= self.grace + self._schedule.death
+        counted = {peer for peer, said in barred.items() if self._counts(peer, said.incarnation)}
+        return has_waited and quorum(self._log.voters, self.departed, counted | self._counted(self._ready))
 
     def _take_in(self, sender: str, ready: Ready, now: float) -> list[Effect]:
         if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:
@@ -235,8 +237,7 @@ class Gathering:
     def _is_cut_off(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
         """Whether for the partition grace too few of the last roster were to be heard of: ready, or at work here.
 
-        Peers that are alive and at work at our position are no partition, whatever holds them up; but who seems to be
-        at work for ever does not keep the others for ever.
+        Peers at work at our position are no partition, whatever holds them up, unless they seem to be so for ever.
         """
         if not self._ready_times:
             return False
@@ -291,8 +292,7 @@ class Gathering:
 
     def _counted(self, peers: Collection[str]) -> set[str]:
         """Those of them that are ready and count: before the first entry all."""
-        ready = {peer: self._ready[peer] for peer in peers if peer in self._ready}
-        return {peer for peer, said in ready.items() if self._counts(peer, said.incarnation)}
+        return {peer for peer in self._ready.keys() & peers if self._counts(peer, self._ready[peer].incarnation)}
 
     def _counts(self, peer: str, incarnation: int) -> bool:
         """Whether the peer remembers what it did as a member of the last roster; before the first entry all do."""
@@ -373,7 +373,7 @@ class Gathering:
         further on will show what was made here, unless they have said so in vain."""
         if self._is_hopeless(now):
             return False
-        absent = self._ready.keys() | self._barred.keys() | set(self.unreached)
+        absent = self._ready.keys() | self._barred.ready.keys() | set(self.unreached)
         here = [peer for peer in self._log.voters if peer in live and peer not in absent]
         index = self._log.position.index
         here = [peer for peer in here if live[peer].index <= index or peer not in self.vain]

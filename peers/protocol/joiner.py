@@ -20,6 +20,7 @@ class Joiner:
         self._presence = presence
         self._replica = replica
         self._troubles = troubles
+        self._asked: tuple[str, float] | None = None  # who founds the run, as we take it, and since when we ask it
 
     @property
     def may_ask(self) -> bool:
@@ -44,6 +45,7 @@ class Joiner:
             return
         self.question.said()
         if leader is not None:
+            self._wait_for(leader)
             request = LeaseRequest(
                 position=self._replica.log.of(self._replica.log.fragments - 1).position,
                 state_digest=self._replica.state_digest,
@@ -52,9 +54,21 @@ class Joiner:
             )
             self._desk.emit(Send(leader, request))
 
+    def _wait_for(self, leader: str) -> None:
+        """A founder that gives nobody samples has as long as one that does not begin. Once a run goes on, most of its
+        peers know better than a newcomer who leads."""
+        if self._replica.log.last is not None or leader == self._desk.me:
+            self._asked = None
+        elif self._asked is None or self._asked[0] != leader:
+            self._asked = leader, self._desk.now
+        elif self._desk.now - self._asked[1] > self._desk.schedule.begin(everyone_is_ready=True):
+            self._asked = None
+            self._presence.distrust(leader)
+
     def accepts(self, leader: str, grant: LeaseGrant) -> bool:
         """Whether others will accept the leader's lease from us."""
         whole = self._desk.settings.inner_steps
+        self._asked = None
         try:
             self._replica.log.lease_of(self._desk.me, grant.samples)
             if grant.steps > whole:

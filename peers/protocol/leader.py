@@ -90,10 +90,11 @@ class Leader(Gathering):
             return self._watch(now, live)
         self._forget(now, live)
         is_cut_off = self._is_cut_off(now, live)  # asked each time: it keeps the time
-        if not self._is_time(now, live):
+        is_time = self._is_time(now, live)
+        if not (is_cut_off or self._enough(self._ready)) and self._needs_barred(now, is_time):
+            return [one for barred in self._barred.pardon().items() for one in self._take_in(*barred, now)]
+        if not (is_time or self._barred.pardoned):
             return []
-        if not (self._log.roster or is_cut_off or self._enough(self._ready)) and self._barred:
-            return self.take_in_barred(now)
         effects: list[Effect] = []
         plan, claim = self._plan(), self._claim()
         if claim is not None and self._may_be_disclaimed(claim, now, live):
@@ -171,7 +172,7 @@ class Leader(Gathering):
         self._members = dict.fromkeys(members)
         self._began_at = self._moved_at = now
         self._seconds = running.seconds
-        self._taken_in.clear()
+        self._barred.attempt_begins(members)
         self._unseen_since.clear()
         self._disputes = Disputes(self._settings.timing)
         self._tally = Tally()
@@ -264,7 +265,7 @@ class Leader(Gathering):
         attempt, members = self._running.attempt, self._members
         self._running, self._members = None, {}
         self._ready.clear()  # everyone says Ready again, with what it holds by then
-        self._barred.clear()
+        self._barred.ready.clear()
         return [Note("warning", f"attempt {attempt} failed: {reason}"), *self._ends(attempt, members, reason)]
 
     # What members say -----------------------------------------------------------------------------------------

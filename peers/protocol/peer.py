@@ -135,8 +135,8 @@ class Peer:
                 self._take(event.round_name.position.fragment, event)
             case HeartbeatsSeen(heartbeats, silences):
                 self.membership.observe(heartbeats, self._desk.now, silences)
-                course.check_state()
-                course.catch_up()
+                course.catching_up.check_state()
+                course.catching_up.look()
                 course.look_for_trouble()
                 self._abstention.look(self.slots.values())
             case AnchorsSeen():
@@ -168,11 +168,11 @@ class Peer:
                 self.replica.take(event)
                 course.on_fetched(event)
             case LineageSeen() | LineageNotSeen():
-                course.on_lineage(event)
+                course.catching_up.on_lineage(event)
             case PayloadFetched(header) if header == self.replica.replaying:
                 course.entry_made(header, self.replica.proof)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
-                course.on_not_replayed(header, reason)
+                course.catching_up.on_not_replayed(header, reason)
             case LeaveRequested(at_once):
                 course.on_leave_requested(at_once)
             case PayloadFetched(header) | PayloadNotFetched(header, _):
@@ -197,7 +197,7 @@ class Peer:
         elif not isinstance(message, Commit | Elsewhere | Refuse | Excluded | Abort | LeaseGrant):
             self._course.answer_elsewhere(sender, message)
         elif isinstance(message, Elsewhere):
-            self._course.on_elsewhere(sender)
+            self._course.catching_up.on_elsewhere(sender)
 
     def _slot_at(self, position: Position) -> Slot | None:
         """The slot that a message is about, if we are where it is."""
@@ -285,7 +285,7 @@ class Peer:
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
         """As much of another one's log as is to be taken for the run's; see `Search.believed`."""
-        return self._course.search.believed(theirs, ours)
+        return self._course.catching_up.search.believed(theirs, ours)
 
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""

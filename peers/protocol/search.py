@@ -8,7 +8,6 @@ branch, when signatures have shown that the other one is better.
 from __future__ import annotations
 
 from peers.log.branch import Branch
-from peers.log.header import Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
@@ -31,9 +30,9 @@ class Search:
         self._presence = presence
         self._replica = replica
         self._weighed: str | None = None
-        self._asked: tuple[str, Position] | None = None
-        self._asked_since: float | None = None  # None: it has answered, and was not asked again
-        self._waited = 0.0
+        self._asked: tuple[str, float] | None = None  # who was asked last, and when; None: it has answered
+        self._place = replica.log.position
+        self._waits: dict[str, float] = {}
 
     def catch_up(self) -> None:
         """Ask who claims to be further on for the next entry, or for its log."""
@@ -48,26 +47,39 @@ class Search:
         if is_astray or not (entries > 0 and is_near):
             self.weigh(ahead)
         elif self._has_been_patient(ahead):
-            self._presence.pass_over(ahead)
+            self._pass_over(ahead)
         else:  # it is past our cycle, so that it has each of its entries: one after the other
             self._desk.emit(Send(ahead, Inquire(position=log.of(log.pending[0]).position)))
 
     def _has_been_patient(self, peer: str) -> bool:
-        """Whether the peer had time enough to tell what followed. All of a cycle's fragments share it: a peer that
-        tells one after another, each at the last moment, would keep us behind."""
-        asked = peer, self._replica.log.position
-        if asked != self._asked:  # another one, or elsewhere
-            self._asked, self._asked_since, self._waited = asked, self._desk.now, 0.0
-        elif self._asked_since is None:
-            self._asked_since = self._desk.now
-        return self._waited + self._desk.now - self._asked_since > self._desk.schedule.death
+        """Ask a peer. Returns whether it has had time enough to tell what followed here. All of a cycle's fragments
+        share that time: a peer that tells one after another, each at the last moment, would keep us behind. It is the
+        peer's own, whoever else was asked meanwhile: two peers would be asked in turn for ever."""
+        self._charge()
+        if self._place != self._replica.log.position:
+            self._place, self._waits = self._replica.log.position, {}
+        self._asked = peer, self._desk.now
+        return self._waits.get(peer, 0.0) > self._desk.schedule.death
+
+    def _pass_over(self, peer: str) -> None:
+        """When its turn comes again, it has one question's time."""
+        self._presence.pass_over(peer)
+        self._waits[peer], self._asked = self._desk.schedule.death, None
 
     def answered(self) -> None:
         """Stop the clock while an entry is fetched and applied. The pause between two questions is forgiven."""
-        if self._asked_since is not None:
-            took = self._desk.now - self._asked_since
-            self._waited += max(0.0, took - self._desk.settings.timing.resend)
-            self._asked_since = None
+        self._charge(self._desk.settings.timing.resend)
+        self._asked = None
+
+    def _charge(self, forgiven: float = 0.0) -> None:
+        """Whoever was asked last has let us wait since then. We ask at each beat: in a longer pause nobody claimed to
+        be further on."""
+        if self._asked is not None:
+            peer, since = self._asked
+            waited = min(self._desk.now - since, 2 * self._desk.settings.timing.heartbeat)
+            met = self._presence.membership.met
+            self._waits = {one: seconds for one, seconds in self._waits.items() if one in met}
+            self._waits[peer] = self._waits.get(peer, 0.0) + max(0.0, waited - forgiven)
 
     def weigh(self, peer: str) -> None:
         """Have its log fetched, and compared with ours. Training goes on meanwhile."""
@@ -137,6 +149,7 @@ class Search:
     def forget(self) -> None:
         """We are elsewhere in the log: what another one's is worth here does not matter any more."""
         self._weighed = self._asked = None
+        self._waits.clear()
 
     def on_not_seen(self, failed: LineageNotSeen) -> None:
         if failed.donor == self._weighed:

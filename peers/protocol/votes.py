@@ -1,7 +1,7 @@
 """What members have signed that the entry is, as far as we hear of it: two entries by one peer in an attempt are proof.
 
 Each says it in Complete, to its leader or in an open attempt to all; and the certificate of a commit shows what it has
-said to somebody else.
+said to somebody else. Where two branches split, the certificates of both show it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
+from peers.log.branch import Branch
 from peers.log.certificate import electorate, prove
 from peers.log.state import LogError, LogState
 from peers.protocol.docket import OF_ONE
@@ -102,6 +103,29 @@ class Votes:
         with suppress(LogError):
             return round.entry(self._log(), dict(said.missed), said.payload).digest
         return None
+
+
+def signed_both(one: Branch, other: Branch) -> Iterator[TwoVotes]:
+    """Yield what proves that somebody has signed, in one attempt, both of the entries with which two branches split.
+    Each founding has voters of its own, so that of two of them nothing is proven."""
+    log = one.start
+    for fragment in sorted(one.certificates.keys() & other.certificates.keys() if log.last is not None else ()):
+        first, second = one.certificates[fragment], other.certificates[fragment]
+        headers = one.first[fragment][0], other.first[fragment][0]
+        if headers[0] == headers[1] or first.attempt != second.attempt:
+            continue
+        number, leader, alone = first.attempt
+        attempt = Attempt(position=log.of(fragment).position, number=number, leader=leader, alone=alone)
+        signatures = {vote.place: vote.signature for vote in second.votes}
+        for vote in first.votes:
+            if vote.place in signatures:
+                peer = log.voters[vote.place]
+                said = [
+                    SignedEntry(header=header, signature=signature)
+                    for header, signature in zip(headers, (vote.signature, signatures[vote.place]), strict=True)
+                ]
+                start = log.incarnations[peer]
+                yield TwoVotes(attempt=attempt, member=peer, incarnation=start, first=said[0], second=said[1])
 
 
 def _signed(header: bytes | None, signature: bytes) -> SignedEntry | None:

@@ -100,7 +100,7 @@ class Witness:
         known = committed.get(author)
         if known is not None:
             if known.root != said.root:
-                self._file(TwoCommitments(author=author, first=known, second=said))
+                self.file(TwoCommitments(author=author, first=known, second=said))
         elif said.is_of(author, self._desk.keys.verify):  # else it would stand in the way of what is signed
             committed[author] = said
             if len(committed) > OF_ONE:
@@ -111,17 +111,17 @@ class Witness:
         if round is None or sender not in round.remaining or self._desk.docket.convicts(sender):
             return
         if (proof := self._votes.hear(sender, complete, round)) is not None:
-            self._file(proof)
+            self.file(proof)
 
     def compare_certificate(self, sender: str, commit: Commit, round: Round | None) -> None:
         """See whether a member has signed another entry for somebody else than it said to us, in the same attempt. The
         leader's own certificate has what members said to it."""
         if round is not None and sender != self._desk.me:
             for proof in self._votes.compare(commit, round):
-                self._file(proof)
+                self.file(proof)
 
-    def _file(self, proof: FaultProof) -> None:
-        """Remember a lie that we have found, if it is proven."""
+    def file(self, proof: FaultProof) -> None:
+        """Remember a lie that was found, if it is proven."""
         with suppress(FalseProofError):
             if (fault := self._desk.docket.file(proof, self._replica.lineage)) is not None:
                 self._is_convicted(fault.peer, fault.kind)

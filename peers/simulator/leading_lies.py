@@ -10,7 +10,7 @@ from peers.log.certificate import certify, weigh
 from peers.log.header import Header, Member
 from peers.log.state import LogError
 from peers.protocol.commitment import Contribution
-from peers.protocol.events import Event, Received, Tick
+from peers.protocol.events import Event, Received, Tick, TrainingDone
 from peers.protocol.messages import (
     Abort,
     Adopt,
@@ -160,6 +160,17 @@ class OneLeaseForAll(Lie):
         if isinstance(message, LeaseGrant):
             message = message.model_copy(update={"samples": self.liar.log.grants[0]})
         yield to, message
+
+
+class GivesNoLease(Lie):
+    """Whoever asks it for samples gets no answer; and it is never done with its own."""
+
+    def notices(self, event: Event) -> Event:
+        return Tick() if isinstance(event, TrainingDone) else event
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, LeaseGrant):
+            yield to, message
 
 
 class OtherLeases(Lie):
@@ -317,6 +328,7 @@ LEADERS_LIES: dict[str, type[Lie]] = {
     "excludes all": ExcludesAll,
     "aborts all": AbortsAll,
     "one lease for all": OneLeaseForAll,
+    "gives no lease": GivesNoLease,
     "other leases": OtherLeases,
     "many begins": ManyBegins,
     "two rosters": TwoRosters,

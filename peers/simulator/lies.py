@@ -11,6 +11,7 @@ from peers.protocol.events import Event, PayloadAssembled, ReducedArrived, Tick
 from peers.protocol.messages import (
     Accuse,
     Begin,
+    Commit,
     Complete,
     Inquire,
     LeaseRequest,
@@ -29,6 +30,8 @@ from peers.values.wire import digest_of
 
 FAR = 2**61
 """More than any honest run counts up to."""
+TURN = 4
+"""Heartbeats in a row in which a liar claims most, before an ally's turn."""
 
 
 # Claims --------------------------------------------------------------------------------------------------------
@@ -44,6 +47,19 @@ class InventedLog(Lie):
         }
         chosen = dict(self.draw.sample(sorted(claims.items()), self.draw.randint(1, len(claims))))
         return heartbeat.model_copy(update=chosen)
+
+
+class ClaimsInTurn(Lie):
+    """Its heartbeats name the heaviest log of all, and then an ally's do; neither tells newcomers what followed."""
+
+    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+        turn, allies = heartbeat.sequence // TURN, sorted(self.liar.allies)
+        is_ours = allies[turn % len(allies)] == self.liar.name
+        return heartbeat.model_copy(update={"lineage_tokens": FAR if is_ours else FAR - 1})
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Commit) or to in self.liar.log.voters:
+            yield to, message
 
 
 class LeapsAhead(Lie):
@@ -326,6 +342,7 @@ class ManyReadys(Lie):
 
 MEMBERS_LIES: dict[str, type[Lie]] = {
     "invented log": InventedLog,
+    "claims in turn": ClaimsInTurn,
     "leaps ahead": LeapsAhead,
     "seems ready": SeemsReady,
     "whispers": Whispers,

@@ -192,7 +192,8 @@ class LineageFetch:
         heads = dict(enumerate(self._ours.heads(first, here.position.index), first + 1)) | dict(branch.heads)
         if here.position.index <= index:
             return Branch(start, start, branch.first, branch.heads)
-        return Branch(start, here, branch.first, heads | {here.position.index: here.position.head})
+        heads[here.position.index] = here.position.head
+        return Branch(start, here, branch.first, heads, certificates=branch.certificates)
 
     def _own_entries(self, start: LogState) -> list[Told]:
         """The entries of our cycle that begins there."""

@@ -10,6 +10,7 @@ from math import inf
 import pytest
 
 from peers.log.settings import Timing
+from peers.protocol.schedule import Schedule
 from peers.simulator.history import InvariantError
 from peers.simulator.leading_lies import LEADERS_LIES
 from peers.simulator.liars import Liar
@@ -140,12 +141,13 @@ def test_who_refuses_all_at_the_founding_keeps_nobody_from_it() -> None:
     live(replace(life_with("refuses all", QUICK), liars=FOUNDING))
 
 
-@pytest.mark.xfail(strict=True, raises=InvariantError, reason="two who lead in turn refuse what each of them gave")
-def test_whoever_gives_false_leases_at_the_founding_keeps_nobody_from_it() -> None:
-    """Five honest peers of which all are needed to found the run go from it to another leader and back, for as long as
-    its lead lasts; after twenty minutes they follow its own founding."""
-    liar, timing = Deceit("peer0", ("other leases",), 0, inf), replace(TIMINGS[1], grace=10.0)
-    live(Life(175, 6, replace(CALM, longest_delay=0.05), (), timing, pace=FAST, liars=(liar,)))
+@pytest.mark.parametrize("kind", ["other leases", "one lease for all", "gives no lease"])
+@pytest.mark.parametrize("seed", [101, 105, 175])
+def test_whoever_gives_false_leases_at_the_founding_keeps_nobody_from_it(kind: str, seed: int) -> None:
+    """Regression: five honest peers of which all are needed to found the run went from it to another leader and back,
+    each of whom refused the samples that the other had given; or they waited for samples for ever."""
+    liar, timing = Deceit("peer0", (kind,), 0, inf), replace(TIMINGS[1], grace=10.0)
+    live(Life(seed, 6, replace(CALM, longest_delay=0.05), (), timing, pace=FAST, liars=(liar,)))
 
 
 def test_nobody_founds_a_run_alone_while_others_wait_to_do_so() -> None:
@@ -163,6 +165,21 @@ def test_a_leader_that_comes_to_no_entry_is_given_up_for_longer_than_another_nee
 def test_a_leader_that_refuses_the_samples_it_gave_founds_no_run() -> None:
     """Regression: whoever was refused asked it again, for ever."""
     live(replace(life_with("one lease for all"), liars=(Deceit("peer0", ("one lease for all",), 0, inf),)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_liars_that_claim_the_heaviest_log_in_turn_keep_no_newcomer_out(seed: int) -> None:
+    """Regression: whenever another one was asked, its time began anew, and no honest peer was ever asked."""
+    swarm = Swarm(seed, replace(SETTINGS, timing=Timing(), snapshot_every=1000), unevenness=EVENLY, traced=False)
+    liars = ("peer0", "peer3")
+    plant(swarm, tuple(Deceit(name, ("claims in turn",), 1, inf) for name in liars))
+    for number in range(5):
+        swarm.start(f"peer{number}")
+    swarm.run(100.0, until=lambda: swarm.longest >= 3)
+    swarm.start("late")
+    late = swarm.peers["late"].peer
+    limit = (len(liars) + 1) * Schedule(Timing()).death + 60.0
+    assert swarm.run(limit, until=lambda: late.log.position.index >= swarm.longest - 1)
 
 
 def test_the_same_seed_gives_the_same_life() -> None:

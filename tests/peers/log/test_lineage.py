@@ -13,7 +13,6 @@ from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogState
 from peers.protocol.effects import Effect, TokensLost
 from peers.protocol.events import PayloadFetched, PayloadNotFetched, SnapshotRestored, TrainingProgress, Undelivered
-from peers.protocol.messages import Refuse
 from peers.protocol.peer import Peer
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
@@ -25,7 +24,6 @@ from tests.peers.builders import (
     SETTINGS,
     STATE,
     TOKENS,
-    Rig,
     commit,
     first_log,
     holding,
@@ -157,15 +155,9 @@ def lost(effects: list[Effect]) -> list[tuple[str, int]]:
     return [(loss.what, loss.tokens) for loss in of(effects, TokensLost)]
 
 
-def refused(rig: Rig) -> Rig:
-    """It is about to take over the state of a."""
-    rig.hear("a", Refuse(position=rig.peer.log.position, state_digest=STATE, reason="its state is not ours"))
-    return rig
-
-
 def test_our_tokens_in_the_entries_of_a_lineage_that_we_leave_are_lost() -> None:
     """The other lineage has another first entry. Of ours the tokens of a and c are theirs to count."""
-    rig = refused(at_second().trained())
+    rig = fetching(at_second().trained())
     assert lost(rig.effects) == [("work", TOKENS)]
     (loss,) = of(rig.do(SnapshotRestored("c", THEIRS[-1], OTHER, digests(THEIRS))), TokensLost)
     assert (loss.what, loss.tokens) == ("entries", TOKENS)
@@ -173,7 +165,7 @@ def test_our_tokens_in_the_entries_of_a_lineage_that_we_leave_are_lost() -> None
 
 
 def test_nothing_in_the_log_is_lost_to_who_only_was_far_behind() -> None:
-    rig = refused(at_second().trained())
+    rig = fetching(at_second().trained())
     assert rig.peer.log.last is not None
     entry = rig.peer.log.last
     last = ahead_by(rig, 1).last

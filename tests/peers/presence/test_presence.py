@@ -252,6 +252,17 @@ def test_before_the_first_entry_all_have_a_vote_and_it_is_of_one_place_in_the_lo
     assert presence.elect(AHEAD, ("b",)) == "a", "that was said of another place"
 
 
+def test_before_the_first_entry_those_without_samples_vote_once_anybody_is_at_work() -> None:
+    """Regression: the few that a liar gave samples stayed with it, and so did all others, since they had no vote."""
+    presence = seeing(LOG, names="")
+    presence.distrust("a")
+    without = [voting(name, LOG, "c").model_copy(update={"state": PeerState.JOINING}) for name in "cde"]
+    presence.membership.observe(without, 0.0)
+    assert presence.elect(LOG, ()) == "b", "nobody is at work: each goes by itself"
+    presence.membership.observe([voting("a", LOG, "a")], 0.0)
+    assert presence.elect(LOG, ()) == "c", "three of five are for c"
+
+
 def test_nobody_stays_with_a_leader_that_is_gone() -> None:
     presence = seeing(names="")
     presence.membership.observe([voting("c", AHEAD, "a")], 0.0)

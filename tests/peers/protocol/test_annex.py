@@ -395,7 +395,7 @@ def test_who_trains_anew_at_a_place_commits_to_that_for_a_later_attempt() -> Non
 def test_ready_never_has_two_commitments_for_one_attempt() -> None:
     rig = at_second().trained()
     ((_, first),) = sends(rig.effects, Ready)
-    rig.peer._course._drop_work()
+    rig.peer._course.catching_up.drop_work()
     rig.tick()
     rig.do(TrainingDone(replace(trained(rig.lease), contribution=OTHER)))
     ((_, second),) = sends(rig.effects, Ready)

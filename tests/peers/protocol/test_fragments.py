@@ -12,15 +12,29 @@ from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Apply, FetchPayload, StopTraining, TokensLost
-from peers.protocol.events import Applied, Captured, PayloadFetched, PayloadNotFetched
+from peers.protocol.events import Applied, Captured, HeartbeatsSeen, PayloadFetched, PayloadNotFetched
 from peers.protocol.internal import Behind, EntryMade, NobodyAhead
 from peers.protocol.messages import Inquire
 from peers.protocol.replica import Replica, ReplicaState
+from peers.protocol.schedule import Schedule
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.workload import Trained
-from tests.peers.builders import PAYLOAD, PAYLOADS, SETTINGS, STATE, TOKENS, Rig, commit, member, of, sends
+from tests.peers.builders import (
+    PAYLOAD,
+    PAYLOADS,
+    SETTINGS,
+    STATE,
+    TIMING,
+    TOKENS,
+    Rig,
+    beat,
+    commit,
+    member,
+    of,
+    sends,
+)
 
 TWO = replace(SETTINGS, fragments=2)
 THREE = replace(SETTINGS, fragments=3)
@@ -120,6 +134,33 @@ def test_the_time_that_payloads_take_is_not_the_donors() -> None:
         rig.see(end)
         rig.do(PayloadFetched(header))
         assert {one for one, _ in sends(rig.do(Applied(header)), Inquire)} == {donor}
+
+
+def test_claimants_that_take_turns_are_passed_over_each_by_itself() -> None:
+    """Regression: the clock began anew whenever another one was asked, so that two liars kept a newcomer for ever."""
+    rig, _, end = newcomer_behind(SETTINGS)
+    asked = set[str]()
+    while "d" not in asked:
+        rig.sequence += 1
+        claims = {"a": 3 + rig.sequence // 3 % 2, "c": 4 - rig.sequence // 3 % 2, "d": 1}
+        said = [
+            beat(peer, end, sequence=rig.sequence).model_copy(update={"lineage_tokens": tokens})
+            for peer, tokens in claims.items()
+        ]
+        asked |= {to for to, _ in sends(rig.do(HeartbeatsSeen(tuple(said)), TIMING.heartbeat), Inquire)}
+        assert rig.now <= 3 * Schedule(TIMING).death, "each has its own patience, and no more"
+    assert asked == {"a", "c", "d"}
+
+
+def test_who_was_passed_over_has_one_question_the_next_time() -> None:
+    rig, _, end = newcomer_behind(SETTINGS)
+    asked_at = []
+    while rig.now < 2 * Schedule(TIMING).death + TIMING.heartbeat_expiry:
+        rig.now += TIMING.heartbeat
+        asked_at += [rig.now for _ in sends(rig.see(end, others="a"), Inquire)]
+    late = [when for when in asked_at if when > asked_at[0] + Schedule(TIMING).death]
+    assert len(asked_at) - len(late) == 1 + Schedule(TIMING).death // TIMING.heartbeat, "first it has its time"
+    assert len(late) == 1
 
 
 def replica_of_two(fragments: int = 2) -> tuple[Replica, Desk]:

@@ -15,6 +15,7 @@ from peers.log.state import LogError, LogState, _grants
 from peers.presence.election import highest_attempt
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
+from peers.protocol.barred import PARDONS
 from peers.protocol.certifier import Certifier
 from peers.protocol.claims import is_disclaimed
 from peers.protocol.commitment import Evidence
@@ -894,6 +895,22 @@ def test_the_barred_are_taken_in_for_each_attempt_that_needs_them() -> None:
         number = begins[0][1].attempt.number
 
 
+def test_a_voter_that_is_barred_is_taken_in_where_a_majority_needs_it() -> None:
+    """Regression: whoever was away for some seconds was left out for minutes, though no entry was made without it. One
+    that holds every attempt up keeps the others from going on as a minority a few times only."""
+    lead = Lead()
+    begins = sends(lead.ready("ac") + lead.tick("c"), Begin)
+    for _ in range(PARDONS):
+        assert [peer for peer, _ in begins] == ["a", "c"]
+        lead.leader._leave_behind(["c"], "hold the attempt up", lead.now)
+        lead.ready("ac", last_attempt=begins[0][1].attempt.number)
+        begins = sends(lead.tick("c") + lead.tick("c"), Begin)
+    assert [peer for peer, _ in begins] == ["a", "c"], "the first attempt needed no pardon"
+    lead.leader._leave_behind(["c"], "hold the attempt up", lead.now)
+    lead.ready("ac", last_attempt=begins[0][1].attempt.number)
+    assert sends(lead.tick("c") + lead.tick("c"), Begin) == []
+
+
 def test_who_is_ready_for_another_leader_by_now_is_not_waited_for_in_an_attempt() -> None:
     """Regression (seed 60657): a leader began with peers that had given it up, which then counted as silent."""
     lead = Lead()
@@ -1012,6 +1029,16 @@ def test_what_an_earlier_leader_granted_is_good() -> None:
     grants = [sends(lead.leader.on_lease_request(peer, request, 0), LeaseGrant)[0][1] for peer in "xy"]
     assert [grant.samples for grant in grants] == [(SampleRange(120, 140),), (SampleRange(160, 180),)]
     assert sends(lead.ready("w", samples=(SampleRange(160, 180),)), Refuse), "that is y's"
+
+
+def test_a_leader_with_the_last_grant_gives_those_before_it() -> None:
+    """Regression: whoever was given the last one of all could give none to anybody."""
+    lead = Lead(EMPTY)
+    grants = EMPTY.grants
+    lead.leader.lease = grants[len(grants) - 2]
+    request = LeaseRequest(position=EMPTY.position, state_digest=STATE, relayed=(), unreached=())
+    given = [sends(lead.leader.on_lease_request(peer, request, 0), LeaseGrant)[0][1].samples for peer in "xyz"]
+    assert given == [grants[len(grants) - 1], grants[0], grants[1]]
 
 
 def test_nobody_is_ready_with_the_leaders_own_samples() -> None:

@@ -1415,8 +1415,7 @@ def test_who_has_fetched_remembers_what_it_has_promised_there(how: str) -> None:
     held = rig.peer.slot.acceptor.held
     assert held is not None
     rig.hear("a", Abort(attempt=held.attempt, reason="over"))
-    rig.hear("a", Refuse(position=rig.peer.log.position, state_digest=STATE, reason="it comes too late"))
-    assert rig.is_in(State.FETCHING)
+    fetching(rig)
     rig.do(SnapshotRestored("a", rig.peer.log.last, STATE) if how == "restored" else SnapshotFailed("a", "gone"))
     rig.tick(2 * TIMING.round_timeout)  # a is trusted again
     rig.see()
@@ -1494,6 +1493,48 @@ def test_another_leads_when_the_giver_of_its_lease_is(alive: str) -> None:
     rig.now += TIMING.heartbeat_expiry + 1.0
     rig.see(others=alive, state=PeerState.JOINING)
     assert [grant.samples for _, grant in sends(rig.hear("c", REQUEST), LeaseGrant)] == [(SampleRange(40, 60),)]
+
+
+GIVEN_TO_ANOTHER = Refuse(position=LOG.position, state_digest=STATE, reason="its samples were given to another joiner")
+
+
+def test_samples_that_another_leader_gave_are_exchanged_for_the_present_ones() -> None:
+    """Regression: the state of the leader was fetched, though it is the same."""
+    rig = granted_by_a()
+    rig.do(TrainingDone(trained(rig.lease)))
+    rig.peer.presence.distrust("a")
+    rig.do(HeartbeatsSeen(tuple(beat(name, LOG, sequence=9).model_copy(update={"vote": "c"}) for name in "ac")))
+    assert [to for to, _ in sends(rig.tick(), Ready)] == ["c"]
+    assert [to for to, _ in sends(rig.hear("c", GIVEN_TO_ANOTHER), LeaseRequest)] == ["c"]
+    assert "c" not in rig.peer.presence.distrusted
+    assert sends(rig.hear("c", GIVEN_TO_ANOTHER), LeaseRequest) == [], "that it says so again is late"
+    grant = LeaseGrant(position=LOG.position, samples=(SampleRange(40, 60),), steps=10)
+    assert of(rig.hear("c", grant), Train) == [Train(0, (SampleRange(40, 60),), 10, 0)]
+
+
+def test_a_leader_that_refuses_what_it_gave_is_distrusted() -> None:
+    rig = granted_by_a()
+    rig.do(TrainingDone(trained(rig.lease)))
+    assert sends(rig.hear("a", GIVEN_TO_ANOTHER), LeaseRequest) == []
+    assert rig.peer.presence.distrusted == {"a"}
+
+
+def test_a_leader_that_refuses_what_the_log_gave_is_distrusted() -> None:
+    """Regression: its state was fetched, though it is the same."""
+    rig = at_second().trained()
+    refuse = Refuse(position=rig.peer.log.position, state_digest=STATE, reason="not yours")
+    assert of(rig.hear("a", refuse), FetchSnapshot) == []
+    assert rig.peer.presence.distrusted == {"a"}
+
+
+def test_a_founder_that_gives_no_samples_is_given_up() -> None:
+    """Regression: it kept everybody from the run for ever."""
+    rig, patience = Rig(), Schedule(TIMING).begin(everyone_is_ready=True)
+    for after in (5.0, patience):
+        rig.now += after
+        rig.see(state=PeerState.JOINING)
+        assert [to for to, _ in sends(rig.tick(), LeaseRequest)] == ["a"]
+    assert of(rig.tick(), Train), "it asks itself, which is the next one"
 
 
 def test_strangers_are_not_ready() -> None:

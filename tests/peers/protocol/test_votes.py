@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate, Vote
 from peers.log.header import MEMBER_LIMIT, Header
-from peers.protocol.messages import Commit
-from peers.protocol.rounds import Round
-from peers.protocol.votes import Votes
+from peers.log.state import LogState
+from peers.protocol.events import LineageSeen
+from peers.protocol.messages import Commit, Prove
+from peers.protocol.rounds import Attempt, Round
+from peers.protocol.votes import Votes, signed_both
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
-from tests.peers.builders import PAYLOAD, attempt, complete, first_log, round_of, vote
+from tests.peers.builders import PAYLOAD, attempt, commit, complete, first_log, round_of, sends, vote
+from tests.peers.protocol.test_peer import at_second
 
 LOG = first_log()
+VERIFY = SimulatedKeys("b").verify
 ATTEMPT = attempt(LOG)
 OTHER = digest_of(b"another payload")
 
@@ -57,3 +62,30 @@ def test_whoever_makes_a_certificate_up_has_little_of_it_checked() -> None:
     for votes in ((false,) * MEMBER_LIMIT, (*scene.signed(OTHER, "a"), false), scene.signed(OTHER, "ccc")):
         assert not scene.votes.compare(scene.commit(OTHER, votes), scene.round)
     assert scene.checked <= 3
+
+
+def branch_of(log: LogState, payload: bytes, by: str, at: Attempt) -> Branch:
+    """What follows at a peer that has an entry of this payload, with these signatures."""
+    header = log.next_header([log.expected(name) for name in "abc"], payload)
+    walk = Walk(log, VERIFY)
+    walk.take(header, commit(log, header, at, by).certificate)
+    return walk.branch()
+
+
+def test_two_certificates_of_one_attempt_show_who_has_signed_both() -> None:
+    ours, theirs = branch_of(LOG, PAYLOAD, "bc", ATTEMPT), branch_of(LOG, OTHER, "ac", ATTEMPT)
+    [proof] = signed_both(ours, theirs)
+    assert proof.accused == "c"
+    assert all(VERIFY("c", said.text, said.signature) for said in proof.said)
+    assert not list(signed_both(ours, ours))
+    assert not list(signed_both(ours, branch_of(LOG, OTHER, "ac", attempt(LOG, 2)))), "in a later attempt one may"
+
+
+def test_whoever_has_certified_both_branches_is_shown_to_the_leader() -> None:
+    """Regression: each side of such a fork had one of the certificates, and nobody compared them."""
+    rig = at_second()
+    log, at = rig.peer.log, attempt(rig.peer.log)
+    rig.do(LineageSeen("a", branch_of(log, OTHER, "ac", at), branch_of(log, PAYLOAD, "bc", at)))
+    assert rig.peer.presence.standing.barred(rig.now) == {"c"}
+    rig.trained()
+    assert [(to, shown.fault) for to, shown in sends(rig.effects, Prove)] == [("a", "votes")]

@@ -1,0 +1,47 @@
+"""Those who say that they are ready and are left out, since they held an attempt up; and their pardons.
+
+A bar keeps whoever holds attempts up from doing so again while others can go on without it. Where they can't, to wait
+for its end helps nobody: so then it is taken in all the same. That is done a few times at one position only, since one
+that holds up every attempt would keep the others from going on as a minority.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+
+from peers.protocol.messages import Ready
+
+PARDONS = 3
+"""How often one peer is taken in at a position, though it is barred. Before the first entry all may be needed: ever."""
+
+
+class Barred:
+    """Of one position, as its leader knows."""
+
+    def __init__(self, may_be_needed_ever: bool) -> None:
+        self.ready: dict[str, Ready] = {}
+        """What those say that are left out."""
+        self.pardoned = set[str]()
+        """Those who are not left out of the next attempt."""
+        self._times = Counter[str]()
+        self._limit = math.inf if may_be_needed_ever else PARDONS
+
+    def hopeful(self) -> dict[str, Ready]:
+        """Return those who may be pardoned once more, and what they say."""
+        return {
+            peer: said for peer, said in self.ready.items() if self._limit is None or self._times[peer] < self._limit
+        }
+
+    def pardon(self) -> dict[str, Ready]:
+        """Return those who are taken in, and what they say."""
+        taken_in = self.hopeful()
+        self.pardoned |= taken_in.keys()
+        self.ready.clear()
+        return taken_in
+
+    def attempt_begins(self, members: Collection[str]) -> None:
+        """A pardon is for one attempt."""
+        self._times.update(self.pardoned.intersection(members))
+        self.pardoned.clear()

@@ -1,0 +1,63 @@
+"""A member that is away for some seconds, where no entry is made without it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from peers.log.settings import Timing
+from peers.protocol.schedule import Schedule
+from peers.simulator.schedules import EVENLY, INNER_STEPS
+from peers.simulator.simulation import Swarm
+from tests.simulation.test_schedules import SETTINGS
+
+PEERS = 5
+SEEDS = 20
+BATCH = 5
+AWAY = 20.0
+"""Seconds for which it is away, at most."""
+SCHEDULE = Schedule(Timing())
+BOUND = (1 + EVENLY) * INNER_STEPS + AWAY + SCHEDULE.timing.grace + SCHEDULE.stall + SCHEDULE.death
+"""Seconds between two entries: a training, the absence, the grace, an attempt that stalls, and until that is known."""
+
+
+def longest_pause(seed: int, way: str, blinks: int) -> float:
+    """Return the longest time between two entries: two of five die, and one of the others, who are all needed until an
+    entry without the two is made, is away again and again."""
+    draw = random.Random(seed)
+    swarm = Swarm(seed, replace(SETTINGS, timing=Timing(), minimum_peers=PEERS), unevenness=EVENLY, traced=False)
+    names = [f"peer{number}" for number in range(PEERS)]
+    for name in names:
+        swarm.start(name)
+    assert swarm.run(200.0, until=lambda: swarm.longest >= 3)
+    made = {swarm.longest: swarm.now}
+
+    def note(name: str) -> None:
+        made.setdefault(swarm.longest, swarm.now)
+
+    swarm.on_apply = note
+    dead = draw.sample(names, 2)
+    for name in dead:
+        swarm.kill(name)
+    blinking = draw.choice([name for name in names if name not in dead])
+    swarm.run(draw.uniform(0.0, 8.0))
+    for _ in range(blinks):
+        {"cut off": swarm.cut_off, "deaf": swarm.deafen, "stopped": swarm.stop}[way](blinking)
+        swarm.run(draw.uniform(5.0, AWAY))
+        swarm.heal()
+        swarm.run(draw.uniform(2.0, 15.0))
+    goal = swarm.longest + 2
+    swarm.run(1000.0, until=lambda: swarm.longest >= goal)
+    return max(later - earlier for earlier, later in pairwise([*made.values(), swarm.now]))
+
+
+@pytest.mark.parametrize("way", ["cut off", "deaf", "stopped"])
+@pytest.mark.parametrize("blinks", [1, 4])
+@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
+def test_a_member_that_blinks_costs_no_more_than_an_attempt(first: int, blinks: int, way: str) -> None:
+    """Regression: its leader barred it for two minutes, and longer each time, though no entry could be made without."""
+    for seed in range(first, first + BATCH):
+        assert longest_pause(seed, way, blinks) <= BOUND, f"seed {seed}"
