@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.settings import RunSettings
@@ -61,8 +61,6 @@ from peers.transfer.snapshots import SnapshotOffer
 from peers.values.leases import sample_count
 from peers.values.reach import Reach
 from peers.values.workload import Progress, SnapshotError, Trained
-
-T = TypeVar("T")
 
 
 class World(Protocol):
