@@ -123,7 +123,7 @@ class WorkerGroup:
         group.telemetry = Telemetry(config.training.inner_steps, peak, configured.bytes_per_token)
         return group
 
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: Callable[[Progress], None],
@@ -131,7 +131,7 @@ class WorkerGroup:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Train and publish into `vectors.local`; see `Workload.train`. When cancelled, stops within one inner step.
+        """Train and publish into `vectors.local`; see `Workload`. When cancelled, stops within one inner step.
 
         Begins from theta, or with `from_local` from what `vectors.local` holds; or it `goes_on` from where these
         workers' last training has ended. With each fragment that was captured, workers go on when `take_average` says

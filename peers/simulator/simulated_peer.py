@@ -199,7 +199,7 @@ class SimulatedPeer:
         """What carries out which effect, in the order of the real driver's table."""
         return EffectTable(
             row(effects.Send, lambda send: self.world.send(self, send.to, send.message)),
-            row(effects.Train, self._train),
+            row(effects.Train, self._begin_training),
             row(effects.StopTraining, self._stop_training),
             row(effects.OpenRound, self._open_round),
             row(effects.SendChunk, self._send_chunk),
@@ -224,7 +224,7 @@ class SimulatedPeer:
         self.world.note(self.name, effect)
 
     # The training side ----------------------------------------------------------------------------------------
-    def _train(self, train: Train) -> None:
+    def _begin_training(self, train: Train) -> None:
         settings = self.world.settings
         count = sample_count(train.samples)
         trained = Trained(train.samples, settings.tokens_per_sample * count, 1.0)

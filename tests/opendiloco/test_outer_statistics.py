@@ -58,7 +58,7 @@ def test_what_a_peer_without_a_pseudo_gradient_lacks_is_nan() -> None:
 
 
 class Trainer(StateOnly):
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: object,
@@ -82,7 +82,7 @@ def test_each_outer_step_is_told_of_once_it_is_taken(small_config: RunConfig) ->
         work = InnerLoop(1, (SampleRange(0, 1),), 1, 0)
         for index, keeps_work in ((1, False), (2, True), (3, False), (4, False)):
             if index < 3:
-                await workload.train(work, lambda progress: None)
+                await workload.run_inner_loop(work, lambda progress: None)
                 own = bytes(await workload.contribution())
             await workload.apply(own if index == 1 else bytes(opposite), index, keeps_work=keeps_work)
         await workload.contribution()  # waits for what is being measured
