@@ -90,7 +90,7 @@ class Course:
             slot.leadership.tick()
 
     # One outer step -------------------------------------------------------------------------------------------
-    def _begin_training(self, lease: Lease, steps: int) -> None:
+    def _begin(self, lease: Lease, steps: int) -> None:
         self.trainer.take(Leased(self.replica.log, lease, steps))
 
     def on_captured(self, event: Captured) -> None:
@@ -150,7 +150,7 @@ class Course:
         elif kept:
             pass
         elif lease is not None and not self.replica.is_behind:
-            self._begin_training(lease, self._whole)
+            self._begin(lease, self._whole)
         else:
             self._await_lease()
             self.join()
@@ -190,7 +190,7 @@ class Course:
             return
         lease = self.replica.log.leases.get(self._me)
         if lease is not None and not self.troubles.is_excluded:
-            self._begin_training(lease, self._whole)
+            self._begin(lease, self._whole)
         else:
             self.joiner.ask(self.slot.leadership.elect())
 
@@ -200,9 +200,7 @@ class Course:
             if self.troubles.readmitted():
                 self.look_for_trouble()
             self.slot.leadership.granted_by = leader
-            self._begin_training(
-                grant.samples, min(grant.steps, self.trainer.steps_at_our_speed(self.presence.fastest))
-            )
+            self._begin(grant.samples, min(grant.steps, self.trainer.steps_at_our_speed(self.presence.fastest)))
 
     def _await_lease(self) -> None:
         """There is something new to ask for."""
