@@ -68,13 +68,13 @@ class GatedWorkers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workers, name)
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], *more: Any, **options: Any
     ) -> Trained:
-        """Train as `WorkerGroup.train` does."""
+        """Train as `WorkerGroup.run_inner_loop` does."""
         began = time.monotonic()
         async with Lateness() as lateness:
-            trained = await self._workers.train(work, on_progress, *more, **options)
+            trained = await self._workers.run_inner_loop(work, on_progress, *more, **options)
         say(
             "trained",
             seconds=time.monotonic() - began,
@@ -104,7 +104,7 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
             volunteer = await volunteer_with(workload, run, identity, transport, kept)
             volunteer.checkpoint_with(checkpointer)
             reading = asyncio.create_task(read_lines(lines, volunteer.leave))
-            await volunteer.train()
+            await volunteer.take_part()
             reading.cancel()
     finally:
         await transport.close()

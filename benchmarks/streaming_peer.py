@@ -186,7 +186,7 @@ class SleepingWorkers(WorkerGroup):
         team = Team(torch.device("cpu"))
         self._loops = InnerLoops(config, cast(ModelReplica, self.replica), team, vectors, self._channel, lambda: None)
 
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: Callable[[Progress], None],

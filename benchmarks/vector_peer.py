@@ -95,7 +95,7 @@ class VectorWorker(WorkerGroup):
         self._pause = pause
         self._lines = lines
 
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: Callable[[Progress], None],

@@ -323,7 +323,7 @@ class DiLoCo:
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
             self._joining.set_result(_Joined(workload, lambda: _call(loop, volunteer.leave)))
             try:
-                await volunteer.train()
+                await volunteer.take_part()
             finally:
                 watching.cancel()
 

@@ -55,8 +55,8 @@ class LocalTrainer(Protocol):
     device: str
     telemetry: Telemetry
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        """See `peers.values.workload.Workload.train`. What came of it is in `vectors.local`."""
+    async def run_inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+        """See `peers.values.workload.Workload.run_inner_loop`. What came of it is in `vectors.local`."""
 
     async def wait_for_death(self) -> DilocoPeerError:
         """Returns what to raise once it cannot train any more."""
@@ -112,7 +112,7 @@ class TrainingWorkload(LocalState):
     def run_is_over(self) -> None:
         """Hear that there is nothing more to train."""
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
         await self._take_turn(work.index)
@@ -127,7 +127,7 @@ class TrainingWorkload(LocalState):
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured
     ) -> Trained:
         self._bases.begin_all()
-        return await self.trainer.train(work, on_progress)
+        return await self.trainer.run_inner_loop(work, on_progress)
 
     async def contribution(self, fragment: int = 0) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
@@ -217,14 +217,14 @@ class LocalWorkload(TrainingWorkload):
             raise
         return cls(workers, config)
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
         self._goes_on = self._handover.begin(work.index) and self._streams
         if not self._goes_on:
             self.workers.end_rest()  # or it may keep us waiting when it is our turn to evaluate
         try:
-            return await super().train(work, on_progress, on_captured)
+            return await super().run_inner_loop(work, on_progress, on_captured)
         except BaseException:
             self._handover.end()
             self.workers.end_rest()
@@ -246,13 +246,13 @@ class LocalWorkload(TrainingWorkload):
 
         if self._goes_on or not self._streams:
             with suppress(WorkersRestartedError):
-                return await self.workers.train(work, on_progress, captured, goes_on=self._goes_on)
+                return await self.workers.run_inner_loop(work, on_progress, captured, goes_on=self._goes_on)
         while True:
             self._handover.begin_again()
             async with self._state_lock:
                 await asyncio.to_thread(self._put_bases_into_local)
             with suppress(WorkersRestartedError):
-                return await self.workers.train(work, on_progress, captured, from_local=True)
+                return await self.workers.run_inner_loop(work, on_progress, captured, from_local=True)
 
     async def contribution(self, fragment: int = 0) -> Blocks:
         contribution = await super().contribution(fragment)

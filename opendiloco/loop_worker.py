@@ -81,7 +81,7 @@ class LoopWorker:
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
 
-    async def train(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def run_inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
         began, steps = time.monotonic(), 0
 
         def progressed(progress: Progress) -> None:

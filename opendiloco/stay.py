@@ -39,8 +39,8 @@ class View(Protocol):
     def stage(self, stage: str, share: float | None) -> None:
         """Show what comes before training, and how much of it is done (see `opendiloco.stages`)."""
 
-    async def train(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
-        """Have the volunteer train, and show how that goes meanwhile."""
+    async def accompany(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
+        """Have the volunteer take part, and show how that goes meanwhile."""
 
 
 class Stay:
@@ -63,14 +63,10 @@ class Stay:
         self._journal = journal
         self._caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
 
-    async def train(self, view: View, nodes: Nodes, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
-        """Find the run, and train in it until asked to leave. Raises: DilocoPeerError."""
-        with watched_by(view.stage):
-            await self._train(view, nodes, when_ready)
-
-    async def _train(
+    async def take_part(
         self, view: View, nodes: Nodes, when_ready: Callable[[Volunteer, HivemindTransport], None]
     ) -> None:
+        """Find the run, and take part in it until asked to leave. Raises: DilocoPeerError."""
         settings, invite, key = self._settings, self._invite, self._key
         if settings.memory_limit is not None:
             cap_memory(MemoryCap(settings.memory_limit))
@@ -78,8 +74,8 @@ class Stay:
         remembered = before.remembered_peers()
         links = LinkSettings.of_megabits(settings.data_port, settings.relay_limit)
         listen = settings.listen or everywhere(0)
-        at_stage(FINDING)
-        with tracking(settings.trackers, invite.run_id, key.peer_id) as trackers:
+        with watched_by(view.stage), tracking(settings.trackers, invite.run_id, key.peer_id) as trackers:
+            at_stage(FINDING)
             async with connected(
                 key, invite.addresses, listen, settings.announce, links=links, remembered=remembered.addresses
             ) as transport:
@@ -106,7 +102,7 @@ class Stay:
                         volunteer.record(self._journal)
                     self._watch.begin(volunteer, run.settings.timing.grace, may_come_back=not nodes.others)
                     when_ready(volunteer, transport)
-                    await view.train(volunteer, self._watch)
+                    await view.accompany(volunteer, self._watch)
 
     def _as_wanted(self, run: Run) -> Run:
         """Return the run with what its owner chooses here. Raises: DataError."""

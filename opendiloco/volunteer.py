@@ -3,7 +3,7 @@
 async with connected(identity, addresses) as transport:
     run = await find_run(transport, run_id)
     async with volunteering(run, identity, transport) as volunteer:
-        await volunteer.train()
+        await volunteer.take_part()
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Volunteer:
         except DilocoPeerError as error:
             logger.warning("%s", error)
 
-    async def train(self) -> None:
+    async def take_part(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
         driving = asyncio.create_task(self._driver.run())
         keeping = asyncio.create_task(keep_findable(self._transport, self.run.manifest, self.others, self._remembered))

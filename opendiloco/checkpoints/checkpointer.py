@@ -2,7 +2,7 @@
 
 async with Checkpointer(plan) as checkpointer:
     volunteer.checkpoint_with(checkpointer)
-    await volunteer.train()
+    await volunteer.take_part()
 """
 
 from __future__ import annotations

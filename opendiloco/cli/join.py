@@ -129,7 +129,7 @@ class Joining:
         async with shown(self.page, sources), watching(self.watch, folder) as is_wanted:
             if not is_wanted:
                 return
-            await self._train(interrupts, sources)
+            await self._take_part(interrupts, sources)
         self.view.say("left the run")
 
     @property
@@ -138,7 +138,7 @@ class Joining:
 
         return self.settings.state or default_state_folder()
 
-    async def _train(self, interrupts: Interrupts, sources: list[Source]) -> None:
+    async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
         from opendiloco.dashboard.sources import volunteer_source
         from opendiloco.owner.power import power_limit
 
@@ -151,7 +151,7 @@ class Joining:
 
         async with self._other_machines(interrupts) as nodes:
             with power_limit(settings.gpu_power_limit, settings.device, settings.gpus, self._state):
-                await stay.train(self.view, nodes, when_ready)
+                await stay.take_part(self.view, nodes, when_ready)
 
     def _stay(self) -> Stay:
         """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""

@@ -73,15 +73,15 @@ class JoinView(ABC):
 
         return stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
 
-    async def train(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
-        """Have the volunteer train, and show how that goes meanwhile."""
+    async def accompany(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
+        """Have the volunteer take part, and show how that goes meanwhile."""
         from opendiloco.progress_reader import ProgressReader
 
         self._is_training = True
         reader = ProgressReader(volunteer, lambda: watch.wishes.reasons)
         beside = [asyncio.create_task(self.show(volunteer, reader)), asyncio.create_task(read_machine(reader))]
         try:
-            await volunteer.train()
+            await volunteer.take_part()
         finally:
             for task in beside:
                 task.cancel()

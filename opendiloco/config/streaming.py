@@ -11,7 +11,6 @@ from opendiloco.config.section import Positive, Section, StepCount, ValueCount
 
 FRAGMENTS_LIMIT = 256
 """Fragments that a run may have: a cycle of them has to fit into messages that name all of its entries."""
-Sizes = Annotated[tuple[ValueCount, ...], Field(strict=False, min_length=1, max_length=FRAGMENTS_LIMIT)]
 
 
 class StreamingSection(Section):

@@ -64,7 +64,10 @@ async def measured_speed(config: RunConfig, options: WorkerOptions) -> Speed | N
 
     group = await WorkerGroup.start(config, options)
     try:
-        trying, waiting = asyncio.create_task(group.train(work, progressed)), asyncio.create_task(is_enough.wait())
+        trying, waiting = (
+            asyncio.create_task(group.run_inner_loop(work, progressed)),
+            asyncio.create_task(is_enough.wait()),
+        )
         try:
             await asyncio.wait({trying, waiting}, timeout=FIRST_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if trying.done():

@@ -67,7 +67,8 @@ def _give_up_pieces(model: Any) -> None:
 
 def positions_at_once(vocabulary: int, device: torch.device) -> int:
     """Return how many positions a piece has, at most."""
-    return min(max(1, LOGITS_AT_ONCE[device.type] // vocabulary), _most.get())
+    at_once = LOGITS_AT_ONCE.get(device.type, LOGITS_AT_ONCE["cpu"])  # one's own loop may train on any device
+    return min(max(1, at_once // vocabulary), _most.get())
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 CALM_SECONDS = 30.0
 """For how long a condition must not hold before training goes on: what comes and goes would stop it again and again."""
-ASKED = "asked"
 ASKED_REASON = "you asked for it"
 
 

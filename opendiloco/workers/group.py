@@ -117,7 +117,7 @@ class WorkerGroup:
         group.telemetry = Telemetry.of(config, group._options, configured, len(group._workers))
         return group
 
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: Callable[[Progress], None],
@@ -125,7 +125,7 @@ class WorkerGroup:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Train, and publish all fragments into `vectors.local`; see `Workload.train`. When cancelled, stops within one
+        """Train, and publish all fragments into `vectors.local`; see `Workload`. When cancelled, stops within one
         inner step. In a run with an overlap workers have then inner steps to take yet, and do so before all else.
 
         Begins from theta, or with `from_local` from what `vectors.local` holds; or it `goes_on` from where these

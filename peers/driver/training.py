@@ -54,13 +54,13 @@ class Training:
 
     def begin(self, train: Train) -> None:
         self.on_begin(train.index)
-        self._training = self._host.start(self._train(train))
+        self._training = self._host.start(self._run(train))
 
     def stop(self, stop: StopTraining) -> None:
         if self._training:
             self._training.cancel()
 
-    async def _train(self, train: Train) -> None:
+    async def _run(self, train: Train) -> None:
         async with self._worker:  # a training that was stopped needs a moment to end
             for buffers in self._buffers:
                 await asyncio.to_thread(buffers.prepare)
@@ -73,7 +73,7 @@ class Training:
         HEALTH.expect("training", max(FIRST_STEP_LIMIT, USUAL_STEPS * self._longest_step), STUCK)
         self._stepped_at, self._is_watched = None, True
         try:
-            return await self._workload.train(train, self._progress, partial(self._captured, train))
+            return await self._workload.run_inner_loop(train, self._progress, partial(self._captured, train))
         finally:
             self._is_watched = False
             HEALTH.over("training")

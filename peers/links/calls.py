@@ -7,7 +7,6 @@ answerer                                 ◄── frame (number, verdict), answ
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeAlias
 
@@ -16,8 +15,6 @@ from pydantic import Field
 from peers.errors import RemoteProtocolError
 from peers.streams.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.values.wire import MESSAGE_LIMIT, Count, Value, pack, printable, unpack_from
-
-logger = logging.getLogger(__name__)
 
 CALLS = "calls"
 ASKED_AT_ONCE = 64

@@ -80,7 +80,7 @@ class Course:
             slot.leadership.tick()
 
     # One outer step -------------------------------------------------------------------------------------------
-    def _train(self, lease: Lease, steps: int) -> None:
+    def _begin(self, lease: Lease, steps: int) -> None:
         self.trainer.take(Leased(self.replica.log, lease, steps))
 
     def on_captured(self, event: Captured) -> None:
@@ -140,7 +140,7 @@ class Course:
         elif kept:
             pass
         elif lease is not None and not self.replica.is_behind:
-            self._train(lease, self._whole)
+            self._begin(lease, self._whole)
         else:
             self.await_lease()
             self.join()
@@ -180,7 +180,7 @@ class Course:
             return
         lease = self.replica.log.leases.get(self._me)
         if lease is not None and not self.troubles.is_excluded:
-            self._train(lease, self._whole)
+            self._begin(lease, self._whole)
         else:
             self.joiner.ask(self.slot.leadership.elect())
 
@@ -190,7 +190,7 @@ class Course:
             if self.troubles.readmitted():
                 self.look_for_trouble()
             self.slot.leadership.granted_by = leader
-            self._train(grant.samples, min(grant.steps, self.trainer.steps_at_our_speed(self.presence.fastest)))
+            self._begin(grant.samples, min(grant.steps, self.trainer.steps_at_our_speed(self.presence.fastest)))
 
     def await_lease(self) -> None:
         """There is something new to ask for."""

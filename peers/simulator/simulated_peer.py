@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.settings import RunSettings
@@ -61,8 +61,6 @@ from peers.transfer.snapshots import SnapshotOffer
 from peers.values.leases import sample_count
 from peers.values.reach import Reach
 from peers.values.workload import Progress, SnapshotError, Trained
-
-T = TypeVar("T")
 
 
 class World(Protocol):
@@ -201,7 +199,7 @@ class SimulatedPeer:
         """What carries out which effect, in the order of the real driver's table."""
         return EffectTable(
             row(effects.Send, lambda send: self.world.send(self, send.to, send.message)),
-            row(effects.Train, self._train),
+            row(effects.Train, self._begin_training),
             row(effects.StopTraining, self._stop_training),
             row(effects.OpenRound, self._open_round),
             row(effects.SendChunk, self._send_chunk),
@@ -226,7 +224,7 @@ class SimulatedPeer:
         self.world.note(self.name, effect)
 
     # The training side ----------------------------------------------------------------------------------------
-    def _train(self, train: Train) -> None:
+    def _begin_training(self, train: Train) -> None:
         settings = self.world.settings
         count = sample_count(train.samples)
         trained = Trained(train.samples, settings.tokens_per_sample * count, 1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,8 +19,6 @@ from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted
 from peers.values.chunks import payload_digest
 from peers.values.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_from
-
-logger = logging.getLogger(__name__)
 
 PAYLOAD = "payload"
 READERS = 16  # pulls that are served at once

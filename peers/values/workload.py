@@ -134,12 +134,13 @@ class Workload(ReplicatedState, Protocol):
     """The replicated state and the worker that trains from it.
 
     A payload is a sequence of `block_count` independently decodable blocks. `reduce` reads neither theta nor
-    momentum and may run beside anything, `copy_state` and `state_digest` beside `train` and `reduce`, `copy_state` also
-    beside `contribution`, and `apply` beside `train` once it has reported progress; other calls are never concurrent.
-    Of a run with several fragments, `contribution` and `unchanged` may also run beside `train`.
+    momentum and may run beside anything, `copy_state` and `state_digest` beside `run_inner_loop` and `reduce`,
+    `copy_state` also beside `contribution`, and `apply` beside `run_inner_loop` once it has reported progress; other
+    calls are never concurrent. Of a run with several fragments, `contribution` and `unchanged` may also run beside
+    `run_inner_loop`.
     """
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
         """Load theta into the worker and train. Cancelling stops the worker within an inner step.

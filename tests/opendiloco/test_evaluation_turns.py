@@ -67,7 +67,7 @@ class Workers(WorkerGroup):
         self.asked.append(f"evaluate {windows}")
         return Evaluated(loss=self.loss, tokens=100)
 
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: Callable[[Progress], None],
@@ -89,7 +89,7 @@ def test_who_has_the_turn_evaluates_theta_before_training_changes_anything(small
         workers.telemetry.trackers.append(tracker)
         for turn in (False, True):
             workload.is_our_turn = lambda turn=turn: turn  # type: ignore[misc]
-            await workload.train(InnerLoop(3 + turn, (SampleRange(0, 1),), 1, 0), lambda progress: None)
+            await workload.run_inner_loop(InnerLoop(3 + turn, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         assert workers.asked == ["train 3", f"evaluate {small_config.evaluation.windows}", "train 4"]
         assert found == [HeldOutLoss(index=4, loss=2.5)]
         assert tracker.records == [(40, {"held_out/loss": 2.5})]
@@ -112,7 +112,7 @@ def test_a_loss_of_other_text_is_called_so_and_kept_from_the_others(
         workload = LocalWorkload(workers, small_config.model_copy(update={"evaluation": evaluation}))
         workload.is_our_turn, workload.on_evaluated = lambda: True, found.append
         workload.reads_runs_text = not replaced
-        await workload.train(InnerLoop(4, (SampleRange(0, 1),), 1, 0), lambda progress: None)
+        await workload.run_inner_loop(InnerLoop(4, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         assert found == [HeldOutLoss(index=4, loss=2.5)][:heard]
         assert tracker.records == [(40, {"held_out/loss" if heard else "own_held_out/loss": 2.5})]
 
@@ -129,7 +129,7 @@ def test_nobody_is_told_of_a_loss_that_is_no_number(small_config: RunConfig, cap
         workers.loss = float("nan")
         workload = LocalWorkload(workers, small_config)
         workload.is_our_turn, workload.on_evaluated = lambda: True, found.append
-        await workload.train(InnerLoop(4, (SampleRange(0, 1),), 1, 0), lambda progress: None)
+        await workload.run_inner_loop(InnerLoop(4, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         assert found == []
         assert workers.asked[-1] == "train 4"
 

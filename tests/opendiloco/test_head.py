@@ -219,6 +219,12 @@ def test_a_head_of_another_kind_is_left_alone(small_content: dict[str, Any]) -> 
     assert window_loss(model, windows).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_a_piece_has_one_position_at_least_and_any_device_has_pieces() -> None:
+    sizes = [head.positions_at_once(32_000, torch.device(kind)) for kind in ("cpu", "cuda", "meta")]
+    assert sizes == [524, 2097, 524]
+    assert head.positions_at_once(1 << 30, CPU) == 1
+
+
 def test_windows_are_counted_by_what_they_take_beyond_one_piece(
     small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ async def swarm_step(swarm: dict[str, LocalWorkload], index: int, tokens: int, r
     members = [swarm[work.replica] for work in roster]
     trained = await asyncio.gather(
         *(
-            member.train(InnerLoop(index, work.samples, work.steps, tokens), ignore)
+            member.run_inner_loop(InnerLoop(index, work.samples, work.steps, tokens), ignore)
             for member, work in zip(members, roster, strict=True)
         )
     )
@@ -206,7 +206,7 @@ class Overtaken(StateOnly):
 
     meanwhile: Callable[[], Awaitable[object]]
 
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: Callable[[Progress], None],
@@ -227,7 +227,7 @@ def test_work_counts_from_the_theta_that_it_began_with(small_config: RunConfig) 
         entry = bytes(await workload.contribution())
         workers.meanwhile = lambda: workload.apply(entry, 0, keeps_work=True)
         for _ in range(2):
-            await workload.train(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
+            await workload.run_inner_loop(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
             moved = await workload.contribution()
             one_step = kernels.Payload(kernels.INT8, 2500)
             kernels.quantize(np.ones(2500, np.float32), one_step)
@@ -242,7 +242,7 @@ def test_no_copy_of_theta_is_held_once_the_work_is_encoded(small_config: RunConf
         workload = LocalWorkload(workers, small_config)
         entry = bytes(await workload.contribution())
         workers.meanwhile = lambda: workload.apply(entry, 0, keeps_work=True)
-        await workload.train(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
+        await workload.run_inner_loop(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
         tracemalloc.start()
         try:
             await workload.contribution()
@@ -263,7 +263,7 @@ class ShortOfMemory(StateOnly):
         self.meanwhile = meanwhile
         self.began_with: list[Vector] = []
 
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: Callable[[Progress], None],
@@ -290,7 +290,7 @@ def test_a_training_that_ran_out_of_memory_begins_again_from_the_same_weights(
         if applied_meanwhile:
             workers.meanwhile = lambda: workload.apply(payload, 0, keeps_work=True)
         theta = workers.vectors.theta.copy()
-        trained = await workload.train(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
+        trained = await workload.run_inner_loop(InnerLoop(0, (SampleRange(0, 1),), 1, 0), ignore)
         assert trained.samples == (SampleRange(0, 1),)
         assert (workers.vectors.theta != theta).any() == applied_meanwhile
         assert [bool((began == theta).all()) for began in workers.began_with] == [True, True]

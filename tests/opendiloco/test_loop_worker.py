@@ -69,7 +69,7 @@ def test_an_outer_step_goes_to_the_training_thread_and_back() -> None:
     async def scenario() -> None:
         training = in_another_thread(train)
         async with asyncio.timeout(SECONDS):
-            assert await worker.train(InnerLoop(7, LEASE, 4, 0), heard.append) == TRAINED
+            assert await worker.run_inner_loop(InnerLoop(7, LEASE, 4, 0), heard.append) == TRAINED
             await asyncio.wrap_future(training)
 
     asyncio.run(scenario())
@@ -81,7 +81,7 @@ def test_what_was_stopped_is_neither_published_nor_heard_of() -> None:
     worker, heard = new_worker(), list[Progress]()
 
     async def scenario() -> None:
-        stopped = asyncio.create_task(worker.train(InnerLoop(0, LEASE, 4, 0), heard.append))
+        stopped = asyncio.create_task(worker.run_inner_loop(InnerLoop(0, LEASE, 4, 0), heard.append))
         await asyncio.sleep(0)
         outer_step = worker.next_outer_step()
         assert outer_step is not None
@@ -103,11 +103,11 @@ def test_what_was_stopped_before_it_began_is_passed_over() -> None:
     worker, found = new_worker(), list[OuterStep | None]()
 
     async def scenario() -> None:
-        stopped = asyncio.create_task(worker.train(InnerLoop(0, LEASE, 4, 0), lambda progress: None))
+        stopped = asyncio.create_task(worker.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None))
         await asyncio.sleep(0)
         stopped.cancel()
         await asyncio.gather(stopped, return_exceptions=True)
-        following = asyncio.create_task(worker.train(InnerLoop(1, LEASE, 4, 0), lambda progress: None))
+        following = asyncio.create_task(worker.run_inner_loop(InnerLoop(1, LEASE, 4, 0), lambda progress: None))
         await asyncio.sleep(0)
         found.append(worker.next_outer_step())
         following.cancel()
@@ -151,7 +151,7 @@ def test_a_loop_takes_its_turns_to_evaluate_and_draws_curves(found: HeldOut | No
     async def scenario() -> None:
         training = in_another_thread(train)
         async with asyncio.timeout(SECONDS):
-            assert await workload.train(InnerLoop(3, LEASE, 4, 0), lambda progress: None) == TRAINED
+            assert await workload.run_inner_loop(InnerLoop(3, LEASE, 4, 0), lambda progress: None) == TRAINED
             await asyncio.wrap_future(training)
 
     asyncio.run(scenario())

@@ -358,7 +358,7 @@ def test_workers_in_the_place_of_lost_ones_go_on_with_what_was_kept(
     async def main() -> None:
         group = await WorkerGroup.start(small_config, options)
         try:
-            await group.train(InnerLoop(0, LEASE, 12, 0), lambda progress: None)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 12, 0), lambda progress: None)
             await group.keep_moments(path.with_name(path.name + PARTIAL), RUN, 6)
             await asyncio.to_thread(finish, path, None)
             group.kept_moments = path, RUN

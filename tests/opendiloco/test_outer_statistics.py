@@ -58,7 +58,7 @@ def test_what_a_peer_without_a_pseudo_gradient_lacks_is_nan() -> None:
 
 
 class Trainer(StateOnly):
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: object,
@@ -80,7 +80,7 @@ def test_where_workers_train_on_there_is_no_pause(small_config: RunConfig) -> No
     async def story() -> None:
         workload = LocalWorkload(Trainer(2500), small_config.model_copy(update={"streaming": streaming}))
         workload.measuring.on_outer_step = told.append
-        await workload.train(InnerLoop(0, (SampleRange(0, 1),), 1, 0), lambda progress: None)
+        await workload.run_inner_loop(InnerLoop(0, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         await workload.apply(bytes(await workload.contribution()), 0)
         await workload.measuring.finished()
 
@@ -100,7 +100,7 @@ def test_each_outer_step_is_told_of_once_it_is_taken(small_config: RunConfig) ->
         work = InnerLoop(1, (SampleRange(0, 1),), 1, 0)
         for index, keeps_work in ((1, False), (2, True), (3, False), (4, False)):
             if index < 3:
-                await workload.train(work, lambda progress: None)
+                await workload.run_inner_loop(work, lambda progress: None)
                 own = bytes(await workload.contribution())
             await workload.apply(own if index == 1 else bytes(opposite), index, keeps_work=keeps_work)
         await workload.contribution()  # waits for what is being measured

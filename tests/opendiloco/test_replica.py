@@ -16,6 +16,7 @@ from opendiloco.errors import WorkerError
 from opendiloco.inner.inner_steps import InnerStep
 from opendiloco.inner.replica import ModelReplica, on_device
 from opendiloco.inner.team import Team
+from opendiloco.model import head
 from opendiloco.model.build import build_model
 from opendiloco.model.packing import window_loss
 from opendiloco.shared_memory import Vector
@@ -251,10 +252,13 @@ class Unwaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 @pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("positions", [16, 5])
 def test_gradients_of_all_micro_batches_are_asked_for_without_waiting(
-    small_content: dict[str, Any], mask: bool, model_type: str
+    small_content: dict[str, Any], mask: bool, model_type: str, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers looks for documents in positions, and waits for what it finds; we know what we give it."""
+    """transformers looks for documents in positions, and waits for what it finds; we know what we give it. Nor does
+    anything wait between pieces of the logits."""
+    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", 259 * positions)
     training = small_content["training"] | {"document_mask": mask, "batch_size": 4}
     gpt2 = {"model_type": "gpt2", "vocab_size": 259, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
     model = small_content["model"]["config"] if model_type == "llama" else gpt2

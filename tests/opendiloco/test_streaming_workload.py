@@ -83,7 +83,7 @@ class ByHand:
 
         workload = self.swarm[each.replica]
         inner_loop = InnerLoop(self.index, each.samples, each.steps, self.tokens)
-        return await workload.train(inner_loop, ignore, on_captured)
+        return await workload.run_inner_loop(inner_loop, ignore, on_captured)
 
     async def take(self, each: Work, roster: Sequence[Work], fragment: int) -> None:
         """Take a contribution; with the last one the average is handed out, sooner or later."""
@@ -218,9 +218,9 @@ def test_of_what_nobody_had_trained_workers_keep_what_they_have(config: RunConfi
         workload = LocalWorkload(ThreadedWorkers(config), config)
         theta = workload.trainer.vectors.theta.copy()
         alone = ThreadedWorkers(config)
-        await workload.train(LEASE, ignore, partial(leave, workload, 0))
+        await workload.run_inner_loop(LEASE, ignore, partial(leave, workload, 0))
         await leave(workload, 0, 2)
-        await workload.train(NEXT, ignore, partial(leave, workload, 1))
+        await workload.run_inner_loop(NEXT, ignore, partial(leave, workload, 1))
         alone.replica.train(theta, 0, LEASE.samples, 4)
         for _ in alone.replica.inner_steps(None, 1, NEXT.samples, 4):
             pass
@@ -260,9 +260,9 @@ def test_work_that_goes_on_counts_from_the_theta_that_it_began_with(config: RunC
                 assert contribution == encoded(began_with, local)
             await workload.unchanged(1, fragment)
 
-        await workload.train(LEASE, ignore, on_captured)
+        await workload.run_inner_loop(LEASE, ignore, on_captured)
         await leave(workload, 0, 2)
-        await workload.train(NEXT, overtake, on_captured_next)
+        await workload.run_inner_loop(NEXT, overtake, on_captured_next)
 
     tell(story)
 
@@ -288,7 +288,7 @@ def test_an_entry_that_comes_before_workers_have_loaded_theta_changes_no_base(co
 
         began = asyncio.Event()
         workers.carry_out = late  # type: ignore[method-assign]
-        training = asyncio.create_task(workload.train(LEASE, ignore, on_captured))
+        training = asyncio.create_task(workload.run_inner_loop(LEASE, ignore, on_captured))
         await began.wait()
         await step_from(workload, 0, 0.25)
         may_begin.set()
@@ -318,7 +318,7 @@ def test_an_entry_that_others_made_before_is_taken_at_the_offset(config: RunConf
             if not steps:
                 steps.append(asyncio.create_task(step_from(workload, 0, 0.25)))
 
-        await workload.train(LEASE, overtake, on_captured)
+        await workload.run_inner_loop(LEASE, overtake, on_captured)
         moved = np.abs(present_weights(workload) - workload.trainer.vectors.theta)
         assert moved[part].max() < 0.1  # it went on from the new values, and has trained two steps from there
         assert not np.array_equal(workload.trainer.vectors.theta[part], before)
@@ -335,13 +335,13 @@ def test_workers_that_wait_can_be_stopped_and_then_begin_with_theta(config: RunC
             await workload.contribution(fragment)
             stored.set()
 
-        training = asyncio.create_task(workload.train(LEASE, ignore, on_captured))
+        training = asyncio.create_task(workload.run_inner_loop(LEASE, ignore, on_captured))
         await stored.wait()
         training.cancel()
         with pytest.raises(asyncio.CancelledError):
             await training
         await step_from(workload, 0, 0.25)  # late: nobody waits for it any more
-        await workload.train(InnerLoop(0, (), 4, 0), ignore, partial(leave, workload, 0))
+        await workload.run_inner_loop(InnerLoop(0, (), 4, 0), ignore, partial(leave, workload, 0))
         assert np.array_equal(present_weights(workload), workload.trainer.vectors.theta)
 
     tell(story)
@@ -353,10 +353,10 @@ def test_after_another_state_was_fetched_workers_begin_with_it(config: RunConfig
         state = bytearray(workload.state_size)
         await workload.copy_state(memoryview(state))
         digest = await workload.state_digest()
-        await workload.train(LEASE, ignore, partial(leave, workload, 0))
+        await workload.run_inner_loop(LEASE, ignore, partial(leave, workload, 0))
         await leave(workload, 0, 2)
         await workload.restore(bytes(state), digest)
-        await workload.train(InnerLoop(1, (), 4, 0), ignore, partial(leave, workload, 1))
+        await workload.run_inner_loop(InnerLoop(1, (), 4, 0), ignore, partial(leave, workload, 1))
         assert np.array_equal(present_weights(workload), workload.trainer.vectors.theta)
 
     tell(story)
@@ -381,7 +381,9 @@ def test_averages_that_nobody_will_tell_of_keep_nothing_waiting(
         digest, last = await workload.state_digest(), len(workload.fragments) - 1
         for index in range(2):  # the second goes on, and stores all before any is due
             work = InnerLoop(index, (SampleRange(16 * index, 16 * index + 16),), 8, 256 * index)
-            await workload.train(work, ignore, partial(leave, workload, index) if index == 0 else only_take(workload))
+            await workload.run_inner_loop(
+                work, ignore, partial(leave, workload, index) if index == 0 else only_take(workload)
+            )
             if index == 0:
                 await leave(workload, 0, last)
         await workload.contribution(last)
@@ -391,7 +393,7 @@ def test_averages_that_nobody_will_tell_of_keep_nothing_waiting(
             for fragment in range(last):
                 await workload.unchanged(1, fragment)
         workload.is_our_turn = lambda: is_our_turn
-        await workload.train(InnerLoop(2, (), 8, 512), ignore, partial(leave, workload, 2))
+        await workload.run_inner_loop(InnerLoop(2, (), 8, 512), ignore, partial(leave, workload, 2))
         weights = present_weights(workload)
         assert np.array_equal(weights, workload.trainer.vectors.theta), "it has begun with theta"
 
@@ -411,7 +413,7 @@ def test_a_peer_that_begins_has_trained_what_it_says_that_it_has(small_content: 
     async def story() -> None:
         config = streaming_config(small_content, "int8", {"layers_per_fragment": 2, "overlap": 3}, 8)
         workload = LocalWorkload(ThreadedWorkers(config), config)
-        trained = await workload.train(InnerLoop(0, LEASE.samples, 2, 0), ignore, partial(leave, workload, 0))
+        trained = await workload.run_inner_loop(InnerLoop(0, LEASE.samples, 2, 0), ignore, partial(leave, workload, 0))
         part = workload.trainer.fragments[-1]
         theta, local = workload.trainer.vectors.theta[part], workload.trainer.vectors.local[part]
         assert trained.tokens == 4 * 16
@@ -429,8 +431,8 @@ def test_what_goes_wrong_with_a_capture_ends_the_training(config: RunConfig) -> 
             raise WorkerError("the trained weights are unusable")
 
         with pytest.raises(WorkerError, match="unusable"):
-            await workload.train(LEASE, ignore, on_captured)
-        await workload.train(LEASE, ignore, partial(leave, workload, 0))
+            await workload.run_inner_loop(LEASE, ignore, on_captured)
+        await workload.run_inner_loop(LEASE, ignore, partial(leave, workload, 0))
 
     tell(story)
 
@@ -440,7 +442,7 @@ class Mortal(ThreadedWorkers):
 
     dies_at: int | None = None
 
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: Callable[[Progress], None],
@@ -455,7 +457,7 @@ class Mortal(ThreadedWorkers):
                 raise WorkersRestartedError
 
         try:
-            return await super().train(work, on_progress, captured, from_local, goes_on)
+            return await super().run_inner_loop(work, on_progress, captured, from_local, goes_on)
         except WorkersRestartedError:
             self.start_anew()
             raise
@@ -494,13 +496,13 @@ def test_new_workers_are_told_what_became_of_what_the_lost_ones_had_stored(
                 train_anew.set()
 
         seen, late, train_anew = list[int](), list[asyncio.Task[None]](), asyncio.Event()
-        trained = await workload.train(LEASE, on_progress, on_captured)
+        trained = await workload.run_inner_loop(LEASE, on_progress, on_captured)
         await asyncio.gather(*late)
         assert captured == [0, 1]
         assert trained.samples == LEASE.samples
         await workload.contribution(2)
         await step_from(workload, 2, 0.25)
-        await workload.train(NEXT, ignore, partial(leave, workload, 1))
+        await workload.run_inner_loop(NEXT, ignore, partial(leave, workload, 1))
         assert workers.went_on
 
     tell(story)

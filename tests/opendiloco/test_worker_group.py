@@ -115,7 +115,7 @@ def alone(config: RunConfig) -> Alone:
 
 def test_workers_together_train_as_one_process_does(groups: Groups, alone: Alone, workers: int) -> None:
     group, seen = groups.members[workers], list[Progress]()
-    trained = groups.runner.run(group.train(InnerLoop(0, LEASE, 100, 0), seen.append))
+    trained = groups.runner.run(group.run_inner_loop(InnerLoop(0, LEASE, 100, 0), seen.append))
     assert len(groups.processes[workers]) == workers
     assert group.device == f"{workers} x cpu"
     assert (trained.samples, trained.tokens) == (LEASE, 41 * 16)
@@ -131,7 +131,7 @@ def test_theta_is_the_same_however_it_is_shared_and_survives_it_to_the_last_bit(
 ) -> None:
     vectors = groups.members[workers].vectors
     vectors.local[:] = np.nan
-    groups.runner.run(groups.members[workers].train(InnerLoop(0, (), 100, 0), lambda progress: None))
+    groups.runner.run(groups.members[workers].run_inner_loop(InnerLoop(0, (), 100, 0), lambda progress: None))
     for vector in (vectors.theta, vectors.local, initial_theta(config)):
         assert np.array_equal(vector.view(np.uint32), alone.theta.view(np.uint32))
 
@@ -146,7 +146,7 @@ def test_workers_together_evaluate_and_the_first_has_the_whole_model_when_it_mus
         assert evaluated.loss == pytest.approx(alone.held_out, abs=1e-5)
         assert await group.generate("peers", 5, seed=1) == await group.generate("peers", 5, seed=1)
         await group.export(tmp_path / "model", FACTS)
-        await group.train(InnerLoop(0, LEASE[:1], 1, 0), lambda progress: None)  # they are in step as before
+        await group.run_inner_loop(InnerLoop(0, LEASE[:1], 1, 0), lambda progress: None)  # they are in step as before
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -161,11 +161,11 @@ def test_moments_are_the_same_however_the_model_is_shared(groups: Groups, tmp_pa
     async def story() -> None:
         sharded, hybrid = groups.members[3], groups.members[4]
         for group, name in ((sharded, "sharded"), (hybrid, "hybrid")):
-            await group.train(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
             await group.keep_moments(tmp_path / name, "run", 1)
         await sharded.recall_moments(tmp_path / "hybrid", "run")
         await sharded.keep_moments(tmp_path / "again", "run", 1)
-        await hybrid.train(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
+        await hybrid.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
         await hybrid.recall_moments(tmp_path / "again", "run")
         await hybrid.keep_moments(tmp_path / "at last", "run", 1)
 
@@ -183,7 +183,7 @@ def test_when_one_worker_cannot_read_its_moments_all_begin_anew(
 ) -> None:
     async def story() -> None:
         group = groups.members[3]
-        await group.train(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
+        await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
         await group.keep_moments(tmp_path / "kept", "run", 1)
         last = group._workers[-1]
         move = last.move_moments
@@ -211,16 +211,16 @@ def test_when_one_worker_is_told_to_stop_all_stop_after_the_same_inner_step(grou
             if progress.inner_step == 3:
                 group._workers[-1].write(EndInnerLoop(number=group._trainings))
 
-        trained = await group.train(InnerLoop(0, ENDLESS, 10**6, 0), tell_the_last)
+        trained = await group.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), tell_the_last)
         assert trained.samples == (SampleRange(0, 5 * len(seen)),)
 
         def cancel(progress: Progress) -> None:
             cancelled.cancel()
 
-        cancelled = asyncio.create_task(group.train(InnerLoop(0, ENDLESS, 10**6, 0), cancel))
+        cancelled = asyncio.create_task(group.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), cancel))
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        assert (await group.train(InnerLoop(0, LEASE, 1, 0), seen.append)).samples == (SampleRange(3, 8),)
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 1, 0), seen.append)).samples == (SampleRange(3, 8),)
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
 
@@ -250,14 +250,14 @@ def test_peers_with_different_numbers_of_workers_have_the_same_bits(groups: Grou
     async def story() -> None:
         peers = [LocalWorkload(group, config) for group in groups.members.values()]
         for index, trainer in enumerate(peers):
-            await trainer.train(InnerLoop(index, LEASE, 4, 0), lambda progress: None)
+            await trainer.run_inner_loop(InnerLoop(index, LEASE, 4, 0), lambda progress: None)
             payload = bytes(await trainer.contribution())
             for peer in peers:
                 await peer.apply(payload, index)
             digests = {await peer.state_digest() for peer in peers}
             assert len(digests) == 1
         for peer in peers:
-            await peer.train(InnerLoop(2, (), 4, 0), lambda progress: None)
+            await peer.run_inner_loop(InnerLoop(2, (), 4, 0), lambda progress: None)
         first, *others = (peer.workers.vectors.local.view(np.uint32) for peer in peers)
         assert all(np.array_equal(first, other) for other in others)
 
@@ -272,7 +272,7 @@ def test_the_death_of_one_worker_ends_all(groups: Groups, workers: int) -> None:
 
     async def story() -> None:
         training = asyncio.create_task(
-            group.train(InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: os.kill(victim, signal.SIGKILL))
+            group.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: os.kill(victim, signal.SIGKILL))
         )
         with pytest.raises(WorkerError, match=f"worker {workers - 1} of {workers} was killed by SIGKILL"):
             await training

@@ -161,8 +161,8 @@ def test_the_first_time_all_start_again_with_half_the_micro_batch(
         group = await started(small_config, windows=4)
         group.vectors.theta[:] = 7
         with pytest.raises(WorkersRestartedError):
-            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
-        assert (await group.train(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert [(one.configured.options.micro_batch, one.configured.fresh) for one in Played.all] == [
             *[(100, True)] * 2,
             *[(4, False)] * 2,
@@ -182,9 +182,9 @@ def test_the_second_time_is_an_error_that_names_the_remedy(small_config: RunConf
     async def story() -> None:
         group = await started(small_config, windows=2)
         with pytest.raises(WorkersRestartedError):
-            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         with pytest.raises(DeviceMemoryError) as caught:
-            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         assert "--micro-batch" in caught.value.remedy
         assert caught.value.exit_code == 6
         assert await group.wait_for_death() is caught.value
@@ -203,8 +203,8 @@ def test_lost_workers_are_started_again_and_train_from_where_they_began(
         for _ in range(2):  # each training that ends well makes up for what was lost before it
             for _ in range(2):
                 with pytest.raises(WorkersRestartedError):
-                    await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
-            assert (await group.train(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+                    await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+            assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 8
         assert [one.ended.is_set() for one in Played.all] == [True] * 8 + [False] * 2
         assert not group._death.done()
@@ -220,9 +220,9 @@ def test_workers_that_are_lost_too_often_are_given_up(small_config: RunConfig) -
         group = await started(small_config, windows=100, restarts=1)
         Played.deaths.update({1: 0, 2: 0})
         with pytest.raises(WorkersRestartedError):
-            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         with pytest.raises(WorkerError, match="killed by SIGKILL"):
-            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         assert "SIGKILL" in str(await group.wait_for_death())
         await group.close()
 
@@ -235,7 +235,7 @@ def test_workers_that_die_while_nobody_needs_them_are_replaced_when_somebody_doe
         Played.all[1].ended.set()
         await Played.all[0].ended.wait()  # the group kills the other
         assert not group._death.done()
-        assert (await group.train(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert len(Played.all) == 4
         await group.close()
 
@@ -256,9 +256,9 @@ def test_a_death_in_any_request_is_no_more_than_a_restart(
         await REQUESTS[request_kind](group)
         assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 2
         with pytest.raises(WorkersRestartedError):
-            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         with pytest.raises(WorkerError, match="killed by SIGKILL"):
-            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         assert "SIGKILL" in str(await group.wait_for_death())
         await group.close()
 
@@ -307,7 +307,7 @@ def test_workers_that_die_while_they_start_are_started_again(
 
         monkeypatch.setattr(Played, "start", fail)
         with pytest.raises(WorkersRestartedError):
-            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         assert len(Played.all) == 4
         await group.close()
 
@@ -335,7 +335,7 @@ def test_memory_that_runs_out_while_workers_start_again_is_not_the_end(
         Played.deaths.update({1: 1})
         left[0] = failures
         with pytest.raises(WorkersRestartedError if survives else DeviceMemoryError):
-            await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         assert group._death.done() != survives
         assert Played.all[-1].configured.options.micro_batch == 4
         await group.close()
@@ -367,12 +367,12 @@ def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_whil
             Played.deaths.update({1: 1})
             hangs[0] = True
             with pytest.raises(WorkersRestartedError):
-                await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+                await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
             assert len(Played.all) == 6
         assert not group._death.done()
         assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
         assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
-        await group.train(InnerLoop(0, LEASE, 4, 0), ignore)
+        await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         await group.close()
 
     monkeypatch.setattr(Played, "exchange", compile_for_ever)
@@ -447,12 +447,12 @@ def test_what_is_trained_is_known_before_the_last_inner_steps(
     async def story() -> None:
         group, rest = await started_with_overlap(small_config), Rest(monkeypatch)
         seen = list[int]()
-        trained = await group.train(FIRST, lambda progress: seen.append(progress.inner_step))
+        trained = await group.run_inner_loop(FIRST, lambda progress: seen.append(progress.inner_step))
         rest.report(5)
         assert seen == [0], "it tells of the speed, and is no step of the next lease"
         assert (trained.samples, trained.tokens) == (LEASE, 64)
         evaluation = asyncio.create_task(group.evaluate(4))
-        second = asyncio.create_task(group.train(SECOND, ignore, goes_on=True))
+        second = asyncio.create_task(group.run_inner_loop(SECOND, ignore, goes_on=True))
         await asyncio.sleep(0)
         assert "trained after outer step 0" not in caplog.text
         assert not Played.told
@@ -471,8 +471,8 @@ def test_a_training_that_begins_anew_has_workers_leave_what_is_left(
 ) -> None:
     async def story() -> None:
         group, rest = await started_with_overlap(small_config), Rest(monkeypatch)
-        await group.train(FIRST, ignore)
-        second = asyncio.create_task(group.train(SECOND, ignore))
+        await group.run_inner_loop(FIRST, ignore)
+        second = asyncio.create_task(group.run_inner_loop(SECOND, ignore))
         await asyncio.sleep(0)
         assert Played.told == [EndInnerLoop(number=1)] * 2
         rest.may_end.set()
@@ -491,14 +491,14 @@ def test_what_goes_wrong_with_the_last_inner_steps_is_raised_by_the_next_trainin
         group = await started_with_overlap(small_config)
         rest = Rest(monkeypatch, DataError("a document cannot be read.", ""))
         monkeypatch.setattr(group, "_die", lambda error: None)
-        await group.train(FIRST, ignore)
+        await group.run_inner_loop(FIRST, ignore)
         rest.may_end.set()
         if goes_on:
             with pytest.raises(DataError, match="cannot be read"):
-                await group.train(SECOND, ignore, goes_on=True)
+                await group.run_inner_loop(SECOND, ignore, goes_on=True)
             assert "training after outer step 0 has failed in the end: a document cannot be read." in caplog.text
         else:
-            await group.train(SECOND, ignore)
+            await group.run_inner_loop(SECOND, ignore)
         await group.close()
 
     asyncio.run(story(True))
@@ -511,11 +511,11 @@ def test_workers_that_are_lost_in_their_last_inner_steps_do_not_go_on(
     async def story() -> None:
         group = await started_with_overlap(small_config, restarts=1)
         rest = Rest(monkeypatch, WorkerDeathError("killed by SIGKILL."))
-        await group.train(FIRST, ignore)
+        await group.run_inner_loop(FIRST, ignore)
         rest.may_end.set()
         with pytest.raises(WorkersRestartedError):
-            await group.train(SECOND, ignore, goes_on=True)
-        assert (await group.train(SECOND, ignore, from_local=True)).samples == LEASE
+            await group.run_inner_loop(SECOND, ignore, goes_on=True)
+        assert (await group.run_inner_loop(SECOND, ignore, from_local=True)).samples == LEASE
         await group.close()
 
     asyncio.run(story())

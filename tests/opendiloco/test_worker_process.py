@@ -46,7 +46,8 @@ async def main():
     worker = await WorkerGroup.start(config, WorkerOptions(device="cpu"))
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         child = file.read()
-    await worker.train(InnerLoop(0, (SampleRange(0, 10**6),), 10**6, 0), lambda progress: print(child, flush=True))
+    work = InnerLoop(0, (SampleRange(0, 10**6),), 10**6, 0)
+    await worker.run_inner_loop(work, lambda progress: print(child, flush=True))
 
 asyncio.run(main())
 """
@@ -87,13 +88,13 @@ async def stops_within_a_step_when_cancelled(worker: WorkerGroup) -> None:
         if progress.inner_step == 3:
             reached.set()
 
-    training = asyncio.create_task(worker.train(InnerLoop(0, ENDLESS, 10**6, 0), note))
+    training = asyncio.create_task(worker.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), note))
     await reached.wait()
     steps = [progress.inner_step for progress in seen]  # more than three, if it trained on until we woke
     assert steps == list(range(1, max(3, len(steps)) + 1))
     assert all((progress.loss or 0) > 0 and progress.tokens_per_second > 0 for progress in seen)
     training.cancel()
-    queued = asyncio.create_task(worker.train(InnerLoop(1, ENDLESS, 10**6, 0), note))
+    queued = asyncio.create_task(worker.run_inner_loop(InnerLoop(1, ENDLESS, 10**6, 0), note))
     asyncio.get_running_loop().call_soon(queued.cancel)  # before the worker has heard of it
     for stopped in (training, queued):
         with pytest.raises(asyncio.CancelledError):
@@ -103,7 +104,7 @@ async def stops_within_a_step_when_cancelled(worker: WorkerGroup) -> None:
 async def says_what_a_training_came_to(worker: WorkerGroup) -> None:
     tracker = NotingTracker()
     worker.telemetry.trackers.append(tracker)
-    trained = await worker.train(InnerLoop(2, (SampleRange(0, 6),), 3, 0), lambda progress: None)
+    trained = await worker.run_inner_loop(InnerLoop(2, (SampleRange(0, 6),), 3, 0), lambda progress: None)
     worker.telemetry.trackers.remove(tracker)
     *steps, (last, values) = tracker.records
     assert [step for step, _ in steps] == [9, 10, 11]  # after 2 outer steps of 4
@@ -123,7 +124,7 @@ async def moves_moments_between_two_inner_steps(worker: WorkerGroup, config: Run
     assert isinstance(section, AdamWSection)
     out = memoryview(bytearray(moments_size(worker.vectors.theta.size)))
     moments = Moments(out)
-    training = asyncio.create_task(worker.train(InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: None))
+    training = asyncio.create_task(worker.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: None))
     async with asyncio.timeout(PROMPT_SECONDS):
         given_up = asyncio.create_task(worker.moments.store(out))
         asyncio.get_running_loop().call_soon(given_up.cancel)
@@ -152,7 +153,7 @@ async def is_not_asked_to_end(worker: WorkerGroup, process: int) -> None:
         for number in LEAVE_SIGNALS:
             os.kill(process, number)
 
-    trained = await worker.train(InnerLoop(0, (SampleRange(0, 7),), 4, 0), interrupt)
+    trained = await worker.run_inner_loop(InnerLoop(0, (SampleRange(0, 7),), 4, 0), interrupt)
     assert trained.samples == (SampleRange(0, 7),)
 
 
@@ -173,7 +174,7 @@ async def says_how_it_died_to_those_who_wait(worker: WorkerGroup, process: int) 
         given_up.cancel()
         os.kill(process, signal.SIGKILL)
 
-    training = asyncio.create_task(worker.train(InnerLoop(0, ENDLESS, 10**6, 0), kill))
+    training = asyncio.create_task(worker.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), kill))
     given_up = asyncio.create_task(worker.evaluate(1))  # its turn comes after the training
     with pytest.raises(WorkerError, match="the worker was killed by SIGKILL") as caught:
         await asyncio.wait_for(training, PROMPT_SECONDS)
@@ -208,7 +209,7 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
         worker = await WorkerGroup.start(config, CPU)
         try:
             with pytest.raises(WorkerError, match="norm nan") as caught:
-                await worker.train(InnerLoop(0, ENDLESS, 10, 0), lambda progress: None)
+                await worker.run_inner_loop(InnerLoop(0, ENDLESS, 10, 0), lambda progress: None)
             assert "in _pass_through" in caught.value.__notes__[0]
             assert (await worker.evaluate(4)).loss > 0
         finally:

@@ -76,7 +76,7 @@ class ThreadedWorkers(WorkerGroup):
         self.channel = Channel(asyncio.get_running_loop())
         self._loops: InnerLoops | None = None
 
-    async def train(
+    async def run_inner_loop(
         self,
         work: InnerLoop,
         on_progress: Callable[[Progress], None],

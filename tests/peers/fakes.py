@@ -159,7 +159,7 @@ class FakeWorkload:
             raise SnapshotError("not that state")
         self.state = bytes(state)
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
         raise NotImplementedError

@@ -140,10 +140,10 @@ class UnhurriedWorkload(VectorWorkload):
         super().__init__(values)
         self._seconds = seconds
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
-        trained = await super().train(work, on_progress, on_captured)
+        trained = await super().run_inner_loop(work, on_progress, on_captured)
         await asyncio.sleep(self._seconds)
         return trained
 

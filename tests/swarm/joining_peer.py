@@ -60,14 +60,14 @@ class StillWorkload(VectorWorkload):
         super().__init__(VALUES)
         self.frozen = asyncio.Event()
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
         if work.index >= FROZEN:
             await self.frozen.wait()
         if work.index >= END:
             await asyncio.Event().wait()
-        return await super().train(work, on_progress, on_captured)
+        return await super().run_inner_loop(work, on_progress, on_captured)
 
 
 class OwnNumbers:

@@ -52,7 +52,7 @@ class VectorWorkload:
         """Of the first fragment; often there is no other."""
         return self.fragments[0]
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
         await self.may_train.wait()

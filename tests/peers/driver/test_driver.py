@@ -118,7 +118,7 @@ class FussyWorkload(FakeWorkload):
         self.may_end_training = asyncio.Event()
         self.trained = bytes(SIZE.bytes)
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
         await self.may_end_training.wait()

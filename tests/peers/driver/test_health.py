@@ -42,7 +42,7 @@ class Worker(FakeWorkload):
         super().__init__()
         self._look = look
 
-    async def train(
+    async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
         on_progress(STEP)
