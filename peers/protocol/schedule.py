@@ -68,6 +68,16 @@ class Schedule:
         longest = self.timing.partition_grace if everyone_is_ready else self.hopeless
         return self.timing.grace + longest + self.death
 
+    def progress(self, training: float, liars: int) -> float:
+        """Within how many seconds an honest majority makes an entry, whatever so many liars do.
+
+        One that leads costs at most the time for which members wait for it to begin, most of them being ready, and that
+        after which they give up on its attempts; they distrust it for longer than the next one needs. One that does not
+        lead costs an attempt. Then somebody honest leads an attempt without liars, after a training and its grace.
+        """
+        each = self.begin(everyone_is_ready=True) + self.given_up(self.longest_attempt)
+        return training + self.timing.grace + (liars + 1) * each
+
     @property
     def bar(self) -> float:
         """For how long a peer that held an attempt up is left out the first time."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from peers.log.settings import RunSettings
 from peers.protocol.schedule import Schedule
 from peers.simulator.fault_lies import FAULT_LIES
 from peers.simulator.history import InvariantError
@@ -68,18 +67,6 @@ def plant(swarm: Swarm, deceits: tuple[Deceit, ...]) -> None:
     swarm.history.liars = frozenset(by_name)
 
 
-def patience(settings: RunSettings, liars: int, training: float) -> float:
-    """Return the seconds within which an honest majority makes an entry, whatever the liars among them do.
-
-    A liar that leads costs at most the time for which members wait for it to begin, most of them being ready, and that
-    after which they give up an attempt of its. One that does not lead costs an attempt. Then somebody honest leads an
-    attempt without liars, after a training and its grace.
-    """
-    schedule = Schedule(settings.timing)
-    each = schedule.begin(everyone_is_ready=True) + schedule.given_up(schedule.longest_attempt)
-    return training + settings.timing.grace + (liars + 1) * each
-
-
 def thrive(swarm: Swarm, deceits: tuple[Deceit, ...], training: float) -> None:
     """Wait until the honest have made entries, agree and have all counted, while the liars go on.
 
@@ -94,7 +81,7 @@ def thrive(swarm: Swarm, deceits: tuple[Deceit, ...], training: float) -> None:
     def do_agree() -> bool:
         return len({one.peer.log.position.head for one in swarm.honest}) == 1
 
-    limit = ENTRIES * patience(swarm.settings, len(liars), training)
+    limit = ENTRIES * Schedule(swarm.settings.timing).progress(training, len(liars))
     if swarm.run(limit, until=lambda: swarm.longest >= goal and not excluded() and do_agree()):
         return
     if swarm.longest < goal:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import count, repeat
 
 from peers.log.settings import RunSettings, Timing
+from peers.protocol.schedule import Schedule
 from peers.simulator.history import InvariantError
-from peers.simulator.malice import KINDS, Deceit, draw_deceits, patience, plant, thrive
+from peers.simulator.malice import KINDS, Deceit, draw_deceits, plant, thrive
 from peers.simulator.simulation import Faults, Swarm
 from peers.values.wire import digest_of
 
@@ -155,7 +156,7 @@ def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
 
 def _live_with_liars(swarm: Swarm, life: Life) -> None:
     """Strike the honest, and see that in peace they get on, while the liars lie."""
-    limit = patience(swarm.settings, len(life.liars), LONGEST_TRAINING)
+    limit = Schedule(swarm.settings.timing).progress(LONGEST_TRAINING, len(life.liars))
     if not swarm.run(limit, until=lambda: swarm.longest >= 1):
         raise InvariantError(f"no first entry within {limit:.0f} s")
     swarm.run(60.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -15,7 +16,18 @@ from peers.simulator.history import InvariantError
 from peers.simulator.leading_lies import LEADERS_LIES
 from peers.simulator.liars import Liar
 from peers.simulator.malice import KINDS, Deceit, plant
-from peers.simulator.schedules import CALM, EVENLY, FAST, IMPATIENT, TIMINGS, Life, draw_life, live, report
+from peers.simulator.schedules import (
+    CALM,
+    EVENLY,
+    FAST,
+    IMPATIENT,
+    LONGEST_TRAINING,
+    TIMINGS,
+    Life,
+    draw_life,
+    live,
+    report,
+)
 from peers.simulator.simulation import Swarm
 from peers.transfer.snapshot_fetch import Offered, Vouched
 from tests.simulation.test_schedules import SETTINGS
@@ -67,6 +79,50 @@ def messages_a_second(life: Life) -> float:
     """Live a life, once for all tests that want it. Return how often peer3 spoke. Raises: InvariantError."""
     swarm = live(life)
     return swarm.messages["peer3"] / swarm.now
+
+
+class Pauses:
+    """How long a swarm takes from entry to entry."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self._made: dict[int, float] = {}
+        swarm.on_apply = lambda name: self._note()
+
+    def _note(self) -> None:
+        self._made.setdefault(self._swarm.longest, self._swarm.now)
+
+    @property
+    def longest(self) -> float:
+        """The longest one after the founding, that which goes on included."""
+        return max(later - earlier for earlier, later in pairwise([*self._made.values(), self._swarm.now]))
+
+
+@pytest.mark.parametrize("kind", ["takes longest", "never begins"])
+@pytest.mark.parametrize(("peers", "liars"), [(3, 1), (5, 2)])
+def test_liars_that_lead_one_after_another_cost_no_more_than_is_promised(kind: str, peers: int, liars: int) -> None:
+    swarm = Swarm(1, replace(SETTINGS, timing=Timing()), unevenness=EVENLY, traced=False)
+    plant(swarm, tuple(Deceit(f"peer{number}", (kind,), 1, inf) for number in range(liars)))
+    pauses = Pauses(swarm)
+    for number in range(peers):
+        swarm.start(f"peer{number}")
+    promised = Schedule(Timing()).progress(LONGEST_TRAINING, liars)
+    swarm.run(3 * promised, until=lambda: swarm.longest >= 4)
+    assert pauses.longest <= promised
+
+
+def longest_pause(life: Life) -> float:
+    watched: list[Pauses] = []
+    live(life, lambda swarm: watched.append(Pauses(swarm)))
+    return watched[0].longest
+
+
+@pytest.mark.parametrize("first", range(1000, 1008, 4))
+def test_in_random_lives_no_entry_takes_longer_than_is_promised(first: int) -> None:
+    for seed in range(first, first + 4):
+        life = replace(draw_life(seed, kinds=tuple(KINDS)), blows=())
+        promised = Schedule(life.timing).progress(LONGEST_TRAINING, len(life.liars))
+        assert longest_pause(life) <= promised, f"seed {seed}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
