@@ -24,9 +24,9 @@ class RunRounding:
         return cls(codec.rounding == "stochastic")
 
     def of_contribution(self, index: int, fragment: int, samples: Sequence[SampleRange]) -> Rounding:
-        """Return that of a fragment's pseudo-gradient. No two peers have the same chance: their samples differ."""
-        first = (samples[0].start, samples[0].stop) if samples else ()
-        return self._rounding(0, index, fragment, *first)
+        """Return that of a fragment's pseudo-gradient. No two peers have the same chance: their samples differ, of which
+        a peer may train fewer than it was given."""
+        return self._rounding(0, index, fragment, *(part.start for part in samples[:1]))
 
     def of_average(self, index: int, fragment: int, first_block: int = 0) -> Rounding:
         """Return that of the average's blocks from `first_block` on, whoever averages them."""

@@ -33,6 +33,7 @@ def test_a_run_rounds_to_nearest_unless_it_says_otherwise() -> None:
 
 
 def test_whoever_makes_the_same_again_has_the_same_chance_and_nobody_else() -> None:
+    assert CHANCE.of_contribution(3, 1, LEASE) == CHANCE.of_contribution(3, 1, (SampleRange(8, 10),)), "of its lease"
     mine, another = CHANCE.of_contribution(3, 1, LEASE), CHANCE.of_contribution(3, 1, (SampleRange(16, 24),))
     assert mine == CHANCE.of_contribution(3, 1, LEASE)
     later, elsewhere = CHANCE.of_contribution(4, 1, LEASE), CHANCE.of_contribution(3, 0, LEASE)

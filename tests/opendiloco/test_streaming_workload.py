@@ -81,8 +81,11 @@ class ByHand:
         async def on_captured(fragment: int) -> None:
             await self.take(each, roster, fragment)
 
-        workload = self.swarm[each.replica]
-        inner_loop = InnerLoop(self.index, each.samples, each.steps, self.tokens)
+        workload, [given] = self.swarm[each.replica], each.samples
+        count = given.stop - given.start
+        steps = min(each.steps, count // 2)  # of two samples each; of a lease of which the rest is not trained
+        lease = SampleRange(given.start, given.stop + 3) if count == 2 * steps else given
+        inner_loop = InnerLoop(self.index, (lease,), steps if lease != given else each.steps, self.tokens)
         return await workload.run_inner_loop(inner_loop, ignore, on_captured)
 
     async def take(self, each: Work, roster: Sequence[Work], fragment: int) -> None:
