@@ -24,8 +24,8 @@ class RunRounding:
         return cls(codec.rounding == "stochastic")
 
     def of_contribution(self, index: int, fragment: int, samples: Sequence[SampleRange]) -> Rounding:
-        """Return that of a fragment's pseudo-gradient. No two peers have the same chance: their samples differ, of which
-        a peer may train fewer than it was given."""
+        """Return that of a fragment's pseudo-gradient. No two peers have the same chance: their samples differ. It does
+        not matter how many of them are trained, which is not known yet when the first fragment is taken."""
         return self._rounding(0, index, fragment, *(part.start for part in samples[:1]))
 
     def of_average(self, index: int, fragment: int, first_block: int = 0) -> Rounding:
