@@ -2,12 +2,13 @@
 
 Everything is as in a volunteer's machine (driver, transport, codec, outer step, and a worker's way through a cycle),
 but for the model: an inner step sleeps, as a GPU is busy without the processors, and what was learned is noise. Whoever
-starts it says "go" and "rest" on its standard input; it says when a cycle is over.
+starts it says on its standard input how many cycles there are to be in all; it says when one is over.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 import time
@@ -123,13 +124,15 @@ class FragmentPlaces(NamedTuple):
 
 
 class SleepingReplica:
-    """What `InnerLoops` asks of a replica. Its inner steps sleep, while `may_step` is set."""
+    """What `InnerLoops` asks of a replica. Its inner steps sleep. It rests before a cycle, never in one: other peers
+    would take it for late."""
 
     learning_rate = 0.0
 
     def __init__(self, part: Part, theta: Vector) -> None:
         self.layout = FragmentPlaces(part.parts(theta.size))
-        self.may_step = threading.Event()
+        self._cycles: float = 0  # that there are to be
+        self._told = threading.Condition()
         self._part = part
         self._theta = theta
         self._stores = 0
@@ -144,11 +147,18 @@ class SleepingReplica:
         stop_wanted: Callable[[], bool],
     ) -> InnerSteps:
         def take(batch: NDArray[np.int64], step: int, tokens: int) -> StepTaken:
-            self.may_step.wait()
+            with self._told:
+                self._told.wait_for(lambda: index < self._cycles)
             time.sleep(self._part.step_seconds)
             return StepTaken(1.0, 1.0, stop_wanted())
 
         return InnerSteps(take, cast(Any, NoSamples()), self._part.config.training, index, lease, steps, tokens)
+
+    def train_up_to(self, cycles: float) -> None:
+        """Have so many cycles in all."""
+        with self._told:
+            self._cycles = cycles
+            self._told.notify_all()
 
     def store(self, flat: Vector, fragment: int) -> None:
         self._stores += 1
@@ -242,11 +252,10 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
 
     async def obey() -> None:
         while True:
-            line = await lines.get()
-            (workers.replica.may_step.set if line == "go" else workers.replica.may_step.clear)()
+            workers.replica.train_up_to(int(await lines.get()))
 
     def leave() -> None:
-        workers.replica.may_step.set()
+        workers.replica.train_up_to(math.inf)
         driver.leave(at_once=True)
 
     driver.on_entry = tell
