@@ -83,7 +83,7 @@ def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict
         "flops_utilisation": speed / peak_tokens_per_second if peak_tokens_per_second else math.nan,
         "data_wait_share": min(done.waited_seconds / seconds, 1.0),
         "average_wait_share": min(done.average_wait_seconds / seconds, 1.0),
-        "late_averages": done.late_averages,
+        "late_averages": math.nan if math.isnan(done.average_wait_seconds) else done.late_averages,
         "overlap_seconds": done.overlap * computed / done.inner_steps if done.overlap * done.inner_steps else math.nan,
         "longest_average_seconds": done.longest_average_seconds or math.nan,
         "peak_memory_bytes": done.peak_memory_bytes,

@@ -262,6 +262,7 @@ def test_initial_weights_are_drawn_by_as_many_threads_as_the_owner_allows(
 
     monkeypatch.setattr(portable_normal, "ThreadPoolExecutor", Noting)
     monkeypatch.setattr(portable_normal, "usable_cores", lambda: 7)
+    monkeypatch.setattr(portable_normal, "BLOCK", 64)  # of this small model most are larger
     memory = create_memory_file()
     assemble_model(small_config, ByteTokenizer(), Team(CPU), WorkerOptions(threads=threads), memory)
     os.close(memory)
