@@ -80,10 +80,12 @@ class Branch:
     def until(self, place: LogState) -> Branch:
         """Return the branch as far as this one of its places."""
         last = place.position.index
+        is_empty = last == self.start.position.index
         return replace(
             self,
             end=place,
-            first={} if last == self.start.position.index else self.first,
+            first={} if is_empty else self.first,
+            certificates={} if is_empty else self.certificates,
             heads={index: head for index, head in self.heads.items() if index <= last},
             states={index: state for index, state in self.states.items() if index <= last},
             doubts=tuple(other for other in self.doubts if other.position.index < last),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 import time
 from collections.abc import Collection
@@ -9,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from peers.net.daemon import HIVEMIND
-from peers.net.records import RECORD_OVERHEAD, RecordBudget
+from peers.net.records import RECORD_OVERHEAD, SLACK, RecordBudget
 from peers.presence.heartbeat import SIZE_LIMIT
 
 DHTLocalStorage: Any = HIVEMIND.protocol.DHTLocalStorage
@@ -62,6 +63,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
             return False
         if leaving is not None:
             del under[leaving], self._orders[under][leaving]
+            _forget_what_was_replaced(under)
         is_stored: bool = super().store_subkey(key, subkey, value, expiration_time)
         if is_new and is_stored:
             order = self._order(self._under(key))
@@ -89,6 +91,13 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
 
     def _budget(self, key: Any) -> RecordBudget:
         return self._favoured.get(key, self._others)
+
+
+def _forget_what_was_replaced(under: Any) -> None:
+    """hivemind would keep a heap entry of each record until it had expired."""
+    if len(under.expiration_heap) > 2 * len(under.key_to_heap) + SLACK:
+        under.expiration_heap[:] = under.key_to_heap.values()
+        heapq.heapify(under.expiration_heap)
 
 
 def bounded(storage: Any) -> BoundedStorage:

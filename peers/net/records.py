@@ -21,6 +21,8 @@ from peers.values.wire import WireError, decode
 
 MANIFEST_LIFETIME_LIMIT = 24 * 3600.0  # seconds
 RECORD_OVERHEAD = 1000  # bytes that Python takes to keep any record, however small
+SLACK = 64
+"""Records that are not kept any more, and may wait until they would have expired: beside twice as many as are kept."""
 CLOCK_TOLERANCE = 60.0  # seconds that a peer's clock may be ahead of ours
 
 
@@ -101,4 +103,7 @@ class RecordBudget:
         self._total += size - freed - given_up
         self._kept[record] = expiration, size
         heapq.heappush(self._expiring, (expiration, next(self._order), record))
+        if len(self._expiring) > 2 * len(self._kept) + SLACK:
+            self._expiring = [(expires, next(self._order), name) for name, (expires, _) in self._kept.items()]
+            heapq.heapify(self._expiring)
         return True

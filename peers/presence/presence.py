@@ -227,13 +227,14 @@ class Presence:
     def _find_claimants(
         self, log: LogState, lineage: Lineage, besides: frozenset[str], is_astray: bool
     ) -> tuple[str, ...]:
-        index, distrusted = log.position.index, self.distrusted
+        index, distrusted, vain = log.position.index, self.distrusted, self.vain
         givers = [beat for beat in self.live().values() if beat.state in DONATING]
         # Whoever went on alone, and has come far, remembers no more where it parted from the others.
         is_lost = is_astray or all(lineage.head_at(beat.index) != beat.head for beat in givers)
         claims = {
             peer: (
                 peer not in distrusted,
+                peer not in vain,  # or a few that claim most would be looked at in turn for ever
                 peer in log.incarnations,
                 beat.lineage_tokens,
                 _inverted(beat.head),

@@ -109,7 +109,8 @@ def signed_both(one: Branch, other: Branch) -> Iterator[TwoVotes]:
     """Yield what proves that somebody has signed, in one attempt, both of the entries with which two branches split.
     Each founding has voters of its own, so that of two of them nothing is proven."""
     log = one.start
-    for fragment in sorted(one.certificates.keys() & other.certificates.keys() if log.last is not None else ()):
+    shown = [branch.first.keys() & branch.certificates.keys() for branch in (one, other)]
+    for fragment in sorted(shown[0] & shown[1] if log.last is not None else ()):
         first, second = one.certificates[fragment], other.certificates[fragment]
         headers = one.first[fragment][0], other.first[fragment][0]
         if headers[0] == headers[1] or first.attempt != second.attempt:

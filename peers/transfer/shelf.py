@@ -56,7 +56,7 @@ class Shelf:
         now, (_, snapshot) = self._clock(), self._second
         if snapshot.is_in_use(now) and now < self._leaves_at and not (is_chosen and self._is_asked_for):
             return False
-        self._second = None
+        self._drop_second()
         return True
 
     def add_chosen(self, head: bytes, snapshot: Snapshot) -> None:
@@ -74,7 +74,14 @@ class Shelf:
         else:
             self._put_second(head, snapshot, is_asked_for=True)
 
+    def _drop_second(self) -> None:
+        if self._second is not None:
+            self._second[1].let_go()
+            self._second = None
+
     def _put_second(self, head: bytes, snapshot: Snapshot, is_asked_for: bool) -> None:
+        if self._second is not None and self._second[1] is not snapshot:
+            self._drop_second()
         self._second, self._is_asked_for = (head, snapshot), is_asked_for
         self._leaves_at = self._clock() + max(LEAVE, len(snapshot.data) / SLOWEST)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -60,6 +61,7 @@ class Snapshot:
     ends: tuple[bytes, ...] = ()
     used_at: float = field(default=-IN_USE)
     offered_at: float = field(default=-IN_USE)
+    _pulls: set[asyncio.Timeout] = field(default_factory=set, init=False)
 
     @property
     def index(self) -> int:
@@ -68,7 +70,23 @@ class Snapshot:
 
     def is_in_use(self, now: float) -> bool:
         """Whether somebody is fetching it, as far as can be seen. `now`: of time.monotonic."""
-        return self.used_at > now - IN_USE or self.offered_at > now - OFFERED
+        return bool(self._pulls) or self.used_at > now - IN_USE or self.offered_at > now - OFFERED
+
+    @asynccontextmanager
+    async def being_read(self) -> AsyncIterator[None]:
+        """Somebody pulls a part of it, until it is `let_go`. Raises: TimeoutError then."""
+        async with asyncio.timeout(None) as pull:
+            self._pulls.add(pull)
+            try:
+                yield
+            finally:
+                self._pulls.discard(pull)
+                self.used_at = time.monotonic()
+
+    def let_go(self) -> None:
+        """Break off all pulls, which would keep its memory."""
+        for pull in self._pulls:
+            pull.reschedule(asyncio.get_running_loop().time())
 
 
 @dataclass(eq=False)
@@ -105,9 +123,8 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
             if snapshot is None:
                 raise RefusalError("that snapshot is not here any more")
             start, stop = requested_bytes(sender, len(snapshot.data), request.first, request.last)
-            snapshot.used_at = time.monotonic()
-            yield b"", snapshot.data[start:stop]
-            snapshot.used_at = time.monotonic()
+            async with snapshot.being_read():
+                yield b"", snapshot.data[start:stop]
 
     await transport.on_pull(SNAPSHOT, serve, gives_way=True)
 

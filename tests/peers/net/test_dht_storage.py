@@ -13,7 +13,7 @@ from peers.net.daemon import Daemon
 from peers.net.dht_storage import BoundedStorage, bounded
 from peers.net.light import load_hivemind
 from peers.net.node import HivemindNode
-from peers.net.records import RECORD_OVERHEAD, heartbeats_key
+from peers.net.records import RECORD_OVERHEAD, SLACK, heartbeats_key
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -63,6 +63,19 @@ def test_no_key_has_more_records_than_a_reader_should_be_sent(monkeypatch: pytes
             assert storage.store_subkey(key, peer, b"heartbeat", LATER + number)
         assert storage.store_subkey(key, "a", b"newer", LATER + 1)
         assert {subkey for subkey, _ in storage.get(key).value.items()} == {"a", "d"}
+
+
+def test_records_that_were_replaced_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a trace of each was kept until it would have expired: 300 MB in a flood of a thousand a second."""
+    monkeypatch.setattr(dht_storage, "RECORDS", 4)
+    storage = BoundedStorage()
+    storage.favour(RUN)
+    for number in range(2000):
+        assert storage.store_subkey(RUN, f"peer {number}", b"heartbeat", LATER + number)
+    under = storage.get(RUN).value
+    assert len(under) == 4
+    assert len(under.expiration_heap) <= 2 * 4 + SLACK + 1
+    assert len(storage._favoured[RUN]._expiring) <= 2 * 4 + SLACK + 1
 
 
 def test_a_record_that_is_not_taken_replaces_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from peers.log.exclusions import Fault
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.presence.presence import LINKS_PATIENCE, Presence
+from peers.presence.presence import LINKS_PATIENCE, VAIN, Presence
 from peers.values.leases import SampleRange
 from peers.values.reach import Reach
 from peers.values.wire import digest_of
@@ -128,6 +128,24 @@ def test_who_has_said_in_vain_that_it_is_further_comes_last_for_longer_and_longe
         assert claimant(presence, LOG) is None
         presence.now += 0.1
         assert claimant(presence, LOG) == "a"
+
+
+def test_a_few_that_claim_most_do_not_take_turns_for_ever() -> None:
+    """Regression: six that each took a look of a minute were looked at one after the other, and nobody else ever."""
+    presence, honest, looks = seeing(names=""), digest_of(b"honest"), 0
+    liars = [f"liar{number}" for number in range(6)]
+    while True:
+        presence.now += 60.0
+        claims = [beat(name, AHEAD, lineage_tokens=10**15, sequence=looks + 1) for name in liars]
+        real = beat("a", AHEAD, head=honest, sequence=looks + 1)
+        presence.membership.observe([*claims, real], presence.now)
+        looked_at = claimant(presence, LOG)
+        if looked_at == "a":
+            break
+        assert looked_at is not None
+        presence.pass_over(looked_at)
+        looks += 1
+        assert looks <= VAIN * len(liars), "each of them is looked at twice at most before the others"
 
 
 def test_leaders_that_failed_us_may_say_that_we_are_behind() -> None:

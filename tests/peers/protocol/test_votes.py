@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate, Vote
 from peers.log.header import MEMBER_LIMIT, Header
@@ -79,6 +81,24 @@ def test_two_certificates_of_one_attempt_show_who_has_signed_both() -> None:
     assert all(VERIFY("c", said.text, said.signature) for said in proof.said)
     assert not list(signed_both(ours, ours))
     assert not list(signed_both(ours, branch_of(LOG, OTHER, "ac", attempt(LOG, 2)))), "in a later attempt one may"
+
+
+def test_a_log_that_ends_within_a_cycle_proves_nothing_and_harms_nobody() -> None:
+    """Regression: a donor that told one fragment's entry after a fork, signed by nobody, ended whoever compared."""
+    log = replace(LOG, fragments=2)
+    unsigned = Certificate(number=1, leader="a", alone=False, votes=(), farewells=())
+
+    def branch(payload: bytes, fragments: int) -> Branch:
+        walk = Walk(log, VERIFY)
+        for fragment in range(fragments):
+            here = walk.end.of(fragment)
+            walk.take(here.next_header([here.expected(name) for name in "abc"], payload), unsigned)
+        return walk.branch().until(walk.whole) if walk.end.made else walk.branch()
+
+    ours, theirs = branch(PAYLOAD, 2), branch(OTHER, 1)
+    assert (dict(theirs.first), dict(theirs.certificates)) == ({}, {})
+    assert not list(signed_both(ours, theirs))
+    at_second().do(LineageSeen("a", theirs, ours))
 
 
 def test_whoever_has_certified_both_branches_is_shown_to_the_leader() -> None:

@@ -37,6 +37,40 @@ def test_no_more_snapshots_are_held_than_there_is_memory_for() -> None:
     asyncio.run(scenario())
 
 
+def test_slow_pulls_keep_their_snapshots_and_no_more_than_two() -> None:
+    """Regression: after a minute of one slow pull its snapshot counted as unused, and went on to take memory."""
+
+    async def scenario() -> None:
+        frozen, open_pulls = Frozen(at_second()), list[Snapshot]()
+
+        async def pull(snapshot: Snapshot) -> None:
+            with suppress(TimeoutError):
+                async with snapshot.being_read():
+                    open_pulls.append(snapshot)
+                    await asyncio.Event().wait()
+            open_pulls.remove(snapshot)
+
+        tasks, most = list[asyncio.Task[None]](), 0
+        for number in range(2 * int(LEAVE / 61.0)):
+            with suppress(RefusalError):
+                snapshot = await frozen.freezer.newest(frozen.rig.peer.log.position.index)
+                tasks.append(asyncio.create_task(pull(snapshot)))
+            for _ in range(5):  # what was broken off ends
+                await asyncio.sleep(0)
+            assert len(open_pulls) <= HELD
+            assert number > 2 or frozen.holds(open_pulls[0]), "a minute is no long time"
+            most = max(most, len(open_pulls))
+            frozen.seconds += 61.0
+            frozen.step()
+        assert most == HELD
+        assert len(tasks) > HELD, "those before were broken off"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
 def test_whoever_is_refused_hears_why() -> None:
     async def scenario() -> None:
         frozen = Frozen(at_second())
