@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.processes import read_lines, say
+from benchmarks.threaded_worker import ThreadedWorker
 from benchmarks.vector_peer import GATED_TIMING, OUTER_STEPS, add_noise, create_vectors, run_config
 from opendiloco.alignment import ALIGNMENT
 from opendiloco.config.run_config import RunConfig
@@ -30,19 +30,8 @@ from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.shared_memory import SharedVectors, Vector
-from opendiloco.workers.channel import ControlChannel
-from opendiloco.workers.control import (
-    ControlMessage,
-    EndInnerLoop,
-    InnerLoopDone,
-    InnerStepDone,
-    RunInnerLoop,
-    TakeAverage,
-)
-from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
 from opendiloco.workers.inner_loops import InnerLoops
-from opendiloco.workers.nodes import Nodes, SpreadWeights
-from opendiloco.workers.under_way import UnderWay
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.log.header import Header
@@ -51,7 +40,6 @@ from peers.net.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
-from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 NEVER_SNAPSHOT = 1_000_000
 
@@ -169,82 +157,27 @@ class SleepingReplica:
         """Nothing is learned here."""
 
 
-class Channel(ControlChannel):
-    """What the worker says is heard at once, in the event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(socket.socket())
-        self._connection.close()
-        self._loop = loop
-        self.hear: Callable[[Any], None] = lambda report: None
-
-    def send(self, message: ControlMessage) -> None:
-        self._loop.call_soon_threadsafe(self.hear, message)
-
-
-class SleepingWorkers(WorkerGroup):
-    """One worker, in a thread of this process."""
+class SleepingWorker(ThreadedWorker):
+    """Takes such a replica through its cycles."""
 
     def __init__(self, part: Part, vectors: SharedVectors) -> None:
-        config = self._config = part.config
+        config = part.config
+        super().__init__(config.streaming.overlap)
         self.vectors, self.fragments = vectors, part.parts(vectors.theta.size)
-        self.weights = SpreadWeights(Nodes())
         self.replica = SleepingReplica(part, vectors.theta)
-        self._trainings = 0
-        self._turn = asyncio.Lock()
-        self._channel = Channel(asyncio.get_running_loop())
         team = Team(torch.device("cpu"))
-        self._loops = InnerLoops(config, cast(ModelReplica, self.replica), team, vectors, self._channel, lambda: None)
+        self._loops = InnerLoops(config, cast(ModelReplica, self.replica), team, vectors, self.channel, lambda: None)
 
-    async def run_inner_loop(
-        self,
-        work: InnerLoop,
-        on_progress: Callable[[Progress], None],
-        on_captured: OnCaptured = captures_nothing,
-        from_local: bool = False,
-        goes_on: bool = False,
-    ) -> Trained:
-        if not goes_on:
-            self.end_rest()
-        self._trainings += 1
-        number, last = self._trainings, len(self.fragments) - 1
-        overlap = self._config.streaming.overlap
-        command = RunInnerLoop(number=number, overlap=overlap, from_local=from_local, goes_on=goes_on, **vars(work))
-
-        def on_step(step: InnerStepDone) -> None:
-            step_of_lease = 0 if under_way.is_known else step.inner_step
-            on_progress(Progress(step_of_lease, step.loss, step.tokens_per_second))
-
-        async def captured(fragment: int) -> None:
-            if fragment < last:
-                await on_captured(fragment)
-
-        async def carry_out() -> InnerLoopDone:
-            asked = time.monotonic()
-            async with self._turn:
-                self._loops.idled(time.monotonic() - asked if goes_on else 0.0)
-                self._channel.hear = under_way.heard
-                return await asyncio.to_thread(self._loops.run, command)
-
-        self.under_way = under_way = UnderWay(lambda: 1, last + 1, on_step, captured)
-        request = asyncio.create_task(carry_out())
-        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
-        return Trained(stored.samples, stored.tokens, stored.loss)
-
-    def _tell(self, command: ControlMessage) -> None:
-        assert isinstance(command, EndInnerLoop)
-        self._channel.take(command)
-
-    async def take_average(self, fragment: int, is_changed: bool) -> None:
-        self._channel.take(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
+    async def carry_out(self, command: RunInnerLoop) -> InnerLoopDone:
+        return await asyncio.to_thread(self._loops.run, command)
 
 
 async def take_part(transport: HivemindTransport, identity: Identity, part: Part) -> None:
     """One peer's life, until standard input ends."""
     lines: asyncio.Queue[str] = asyncio.Queue()
     vectors = await asyncio.to_thread(create_vectors, part.values)
-    workers = SleepingWorkers(part, vectors)
-    workload = LocalWorkload(workers, part.config)
+    worker = SleepingWorker(part, vectors)
+    workload = LocalWorkload(worker, part.config)
     driver = Driver(identity, transport, workload, part.settings, Keeping(await workload.state_digest()))
 
     def tell(header: Header, state_digest: bytes) -> None:
@@ -252,10 +185,10 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
 
     async def obey() -> None:
         while True:
-            workers.replica.train_up_to(int(await lines.get()))
+            worker.replica.train_up_to(int(await lines.get()))
 
     def leave() -> None:
-        workers.replica.train_up_to(math.inf)
+        worker.replica.train_up_to(math.inf)
         driver.leave(at_once=True)
 
     driver.on_entry = tell

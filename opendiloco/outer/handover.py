@@ -54,17 +54,12 @@ class Handover:
     def begin(self, index: int) -> bool:
         """Begin a training. Returns whether workers go on from where they are: they have trained the outer step before,
         and know what became of all of it. Otherwise they are to begin with theta."""
-        goes_on = self.goes_on_to(index)
+        goes_on = self._index is not None and index == self._index + 1 and len(self._told) == len(self._state.fragments)
         if not goes_on:
             self._bases.begin_all()
         self._index = index
         self._encoded, self._stored, self._decided, self._told = set(), set(), {}, set()
         return goes_on
-
-    def goes_on_to(self, index: int) -> bool:
-        """Return whether workers could go on from where they are."""
-        is_next = self._index is not None and index == self._index + 1
-        return is_next and len(self._told) == len(self._state.fragments)
 
     def begin_again(self) -> None:
         """The workers are lost: new ones train the same once more."""

@@ -1,0 +1,91 @@
+"""One worker in a thread of this process: what a volunteer's workers are to the peer process, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from opendiloco.workers.channel import ControlChannel
+from opendiloco.workers.control import (
+    ControlMessage,
+    EndInnerLoop,
+    InnerLoopDone,
+    InnerStepDone,
+    RunInnerLoop,
+    TakeAverage,
+)
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.nodes import Nodes, SpreadWeights
+from opendiloco.workers.under_way import UnderWay
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
+
+
+class Channel(ControlChannel):
+    """What the worker says is heard at once, in the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(socket.socket())
+        self._connection.close()
+        self._loop = loop
+        self.hear: Callable[[Any], None] = lambda report: None
+
+    def send(self, message: ControlMessage) -> None:
+        self._loop.call_soon_threadsafe(self.hear, message)
+
+
+class ThreadedWorker(WorkerGroup):
+    """One training after the other, which `carry_out` does. `vectors` and `fragments` are to be set."""
+
+    def __init__(self, overlap: int) -> None:
+        """Averages are merged `overlap` inner steps after their fragment was stored."""
+        self.weights = SpreadWeights(Nodes())
+        self.channel = Channel(asyncio.get_running_loop())
+        self._own_overlap = overlap
+        self._trainings = 0
+        self._turn = asyncio.Lock()
+
+    @abstractmethod
+    async def carry_out(self, command: RunInnerLoop) -> InnerLoopDone:
+        """Train, in a thread that speaks through `channel`."""
+
+    async def run_inner_loop(
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: OnCaptured = captures_nothing,
+        from_local: bool = False,
+        goes_on: bool = False,
+    ) -> Trained:
+        if not goes_on:
+            self.end_rest()
+        self._trainings += 1
+        number, overlap = self._trainings, self._own_overlap
+        command = RunInnerLoop(number=number, overlap=overlap, from_local=from_local, goes_on=goes_on, **vars(work))
+
+        def on_step(step: InnerStepDone) -> None:
+            step_of_lease = 0 if under_way.is_known else step.inner_step
+            on_progress(Progress(step_of_lease, step.loss, step.tokens_per_second))
+
+        async def captured(fragment: int) -> None:
+            if fragment < len(self.fragments) - 1:
+                await on_captured(fragment)
+
+        async def in_turn() -> InnerLoopDone:
+            async with self._turn:
+                self.channel.hear = under_way.heard
+                return await self.carry_out(command)
+
+        self.under_way = under_way = UnderWay(lambda: 1, len(self.fragments), on_step, captured)
+        request = asyncio.create_task(in_turn())
+        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
+        return Trained(stored.samples, stored.tokens, stored.loss)
+
+    def _tell(self, command: ControlMessage) -> None:
+        assert isinstance(command, EndInnerLoop)
+        self.channel.take(command)
+
+    async def take_average(self, fragment: int, is_changed: bool) -> None:
+        self.channel.take(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
