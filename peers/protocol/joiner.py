@@ -56,8 +56,10 @@ class Joiner:
 
     def _wait_for(self, leader: str) -> None:
         """A founder that gives nobody samples has as long as one that does not begin. Once a run goes on, most of its
-        peers know better than a newcomer who leads."""
-        if self._replica.log.last is not None or leader == self._desk.me:
+        peers know better than a newcomer who leads; and whoever can't reach a founder waits, as it may have founded."""
+        beat = self._presence.live().get(leader)
+        is_founding = self._replica.log.last is None and beat is not None and beat.index == 0
+        if not (is_founding and self._presence.can_hear(leader)):
             self._asked = None
         elif self._asked is None or self._asked[0] != leader:
             self._asked = leader, self._desk.now

@@ -196,6 +196,19 @@ def test_two_who_cant_talk_are_told_and_one_waits() -> None:
     )
 
 
+@pytest.mark.parametrize("number", [2, 4])
+def test_who_cant_reach_the_founder_founds_no_other_run(number: int) -> None:
+    """Regression: the founder, alone, made entry after entry; the others took it for one that gives no leases."""
+    broken = tuple(("peer0", f"peer{name}") for name in range(1, number))
+    swarm = swarm_of(number, Faults(broken=broken, suspicion=0.1), replace(SETTINGS, minimum_peers=number))
+    tally = Tally(swarm)
+    swarm.run(5 * MINUTE)
+    assert swarm.longest > 0
+    assert tally.lineages() == 0
+    swarm.faults = Faults()
+    assert swarm.run(LOOK_AGAIN + MINUTE, until=lambda: len(swarm.peers["peer0"].peer.log.roster) == number)
+
+
 def test_as_few_as_possible_are_left_out_and_told() -> None:
     """Two pairs of four: somebody must be reached by all who remain."""
     swarm = swarm_of(4)

@@ -213,6 +213,7 @@ def test_a_death_in_the_middle_of_a_round_costs_no_restart(place: int) -> None:
     async def scenario() -> None:
         async with swarm() as run:
             volunteers = [await run.join() for _ in range(3)]
+            rounds = [rounds_opened_by(one) for one in volunteers]
             peer = volunteers[0].driver.peer
             await wait_until(
                 volunteers,
@@ -222,10 +223,11 @@ def test_a_death_in_the_middle_of_a_round_costs_no_restart(place: int) -> None:
             victim_id = peer.log.roster[place]
             (victim,) = (one for one in volunteers if one.driver.peer.me == victim_id)
             others = [one for one in volunteers if one is not victim]
-            opened, entries = [rounds_opened_by(one) for one in others], [entries_of(one) for one in others]
+            entries = [entries_of(one) for one in others]
             round = await DiesAfterItsFirstChunk(victim).dead()
             index = round.position.index
             await wait_until(others, lambda: all(index + 1 in seen for seen in entries), "the entry and one more")
+            opened = [names for one, names in zip(volunteers, rounds, strict=True) if one is not victim]
             for names in opened:  # what came before the death is not its doing
                 since = [name for name in names[names.index(round) :] if name.position.index == index]
                 assert since == [round], "another round was begun"
