@@ -13,12 +13,12 @@ from peers.presence.election import highest_attempt, quorum, take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import PARTICIPATING
 from peers.presence.standing import Standing
+from peers.protocol.awaited import Awaited
 from peers.protocol.barred import Barred
 from peers.protocol.certifier import Certifier
 from peers.protocol.claims import Claim, Claims, Founding
 from peers.protocol.effects import Dropped, Effect, Send
 from peers.protocol.messages import Abort, Adopt, Begin, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
-from peers.protocol.pace import ReadyTimes
 from peers.protocol.planning import Plan, credible_rates, deal, foreseen, plan, why_left_out
 from peers.protocol.rounds import Attempt, Round, Share
 from peers.protocol.schedule import Schedule
@@ -76,11 +76,10 @@ class Gathering:
         self.is_behind = False
         """Whether others are further on: we are to join them, however long it takes us."""
         self.lease: Lease | None = None  # our own
-        self._awaited: set[str] = set()
-        self._overtaken, self._ready_times = Counter[str](), ReadyTimes()
+        self.awaited = Awaited(me, log, standing, self._schedule)
+        self._overtaken = Counter[str]()
         self._together_at, self._ticked_at = -float("inf"), float("inf")
         self._minimum = settings.minimum_peers
-        self.grace = self.shortest_grace = settings.timing.grace
         self._last_number, self._in_minority = 0, False
 
     # Leases for joiners ---------------------------------------------------------------------------------------
@@ -91,7 +90,7 @@ class Gathering:
         if request.state_digest != self._state_digest:
             return [self._refuse(sender, "its state at this position is not ours")]
         self._standing.said(sender, request.relayed, request.unreached)
-        members = take_order(self._log.roster, self._awaited | {self._me, sender})
+        members = take_order(self._log.roster, self.awaited.peers | {self._me, sender})
         if sender in plan(self._me, members, members, self._standing.pairs(members)).left_out:
             return [self._exclude(sender, members)]
         lease = self._log.leases.get(sender) or self._granted.get(sender)
@@ -142,7 +141,7 @@ class Gathering:
         barred = self._barred.hopeful()
         if not (barred and self._log.roster):
             return bool(barred) and is_time
-        has_waited = is_time or now - self._ready_times.first >= self.grace + self._schedule.death
+        has_waited = is_time or now - self.awaited.times.first >= self.awaited.grace + self._schedule.death
         counted = {peer for peer, said in barred.items() if self._counts(peer, said.incarnation)}
         return has_waited and quorum(self._log.voters, self.departed, counted | self._counted(self._ready))
 
@@ -169,7 +168,7 @@ class Gathering:
             del self._ready[peer]
         self._ready[sender] = ready
         self._standing.said(sender, ready.relayed, ready.unreached)
-        self._ready_times.note(sender, now)
+        self.awaited.times.note(sender, now)
         return [self._ask_again(peer) for peer in overtaken]
 
     def _admit(self, sender: str, ready: Ready) -> None:
@@ -201,17 +200,8 @@ class Gathering:
         """Whether everybody who can be expected is ready, or the grace is over."""
         if not self._ready or (self._log.closes and not self._has_work):
             return False
-        at_work = {peer for peer in self._log.leases if peer in live and self._is_at_work(peer, live[peer])}
-        expected = at_work | (set(self._granted) & set(live)) | {self._me}
-        self._awaited = expected - self._standing.barred(now) - set(self.unreached)
-        voters, late = self._awaited.intersection(self._log.voters), self._awaited - self._ready.keys()
-        patience = min(self.grace, self.shortest_grace) if self._standing.are_often_late(late) else self.grace
-        is_over = now - self._ready_times.of_most(voters, self._ready.keys()) >= patience
-        return self._awaited <= self._ready.keys() or is_over or self._is_hopeless(now)
-
-    def _is_hopeless(self, now: float) -> bool:
-        """Whether somebody has been ready for so long that those who still seem at work are not waited for."""
-        return now - self._ready_times.first >= self._schedule.hopeless
+        self.awaited.look(now, live, self._granted, self.unreached)
+        return self.awaited.is_time(now, self._ready.keys())
 
     @property
     def _has_work(self) -> bool:
@@ -224,22 +214,17 @@ class Gathering:
         new = {peer for peer in working if self._log.is_on_probation(peer)}
         return working - new if new and not all(map(self._log.is_on_probation, self._ready)) else working
 
-    def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
-        """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""
-        is_older = beat.index < self._log.position.index
-        return beat.state in PARTICIPATING or (is_older and peer in self._log.roster)
-
     @property
     def is_full(self) -> bool:
         """Whether all whom we waited for when time passed last are ready by now."""
-        return len(self._ready) >= len(self._awaited) and self._awaited <= self._ready.keys()
+        return self.awaited.are_all_in(self._ready.keys())
 
     def _is_cut_off(self, now: float, live: Mapping[str, Heartbeat]) -> bool:
         """Whether for the partition grace too few of the last roster were to be heard of: ready, or at work here.
 
         Peers at work at our position are no partition, whatever holds them up, unless they seem to be so for ever.
         """
-        if not self._ready_times:
+        if not self.awaited.times:
             return False
         index, away = self._log.position.index, set(self.unreached)
         away |= {peer for peer in self.vain if peer in live and live[peer].index > index}
@@ -251,11 +236,11 @@ class Gathering:
         enough = enough or self.is_behind
         has_slept = now - self._ticked_at > self._settings.timing.heartbeat_expiry  # we, and not the others
         if has_slept:
-            self._ready_times.restart(now)
+            self.awaited.times.restart(now)
         if enough or has_slept:
             self._together_at = now
         self._ticked_at = now
-        since, is_hopeless = max(self._together_at, self._ready_times.first), self._is_hopeless(now)
+        since, is_hopeless = max(self._together_at, self.awaited.times.first), self.awaited.is_hopeless(now)
         self._founders = set() if self._log.roster or is_hopeless else here - self._standing.barred(now)
         if self._are_most(here | self._ready.keys()):
             self._most_here_at = now
@@ -371,7 +356,7 @@ class Gathering:
     def _may_be_disclaimed(self, claim: Claim, now: float, live: Mapping[str, Heartbeat]) -> bool:
         """Whether to wait for others: those that are at work here may say that they do not hold it, and those that are
         further on will show what was made here, unless they have said so in vain."""
-        if self._is_hopeless(now):
+        if self.awaited.is_hopeless(now):
             return False
         absent = self._ready.keys() | self._barred.ready.keys() | set(self.unreached)
         here = [peer for peer in self._log.voters if peer in live and peer not in absent]

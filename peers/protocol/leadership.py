@@ -78,7 +78,8 @@ class Leadership:
     # Our own lead ---------------------------------------------------------------------------------------------
     def tick(self) -> None:
         if self._leader is not None:
-            self._leader.grace, self._leader.shortest_grace = self._trainer.grace(), self._trainer.shortest_grace()
+            awaited = self._leader.awaited
+            awaited.grace, awaited.shortest_grace = self._trainer.grace(), self._trainer.shortest_grace()
             self._leader.unreached = self._presence.unreached
             self._leader.is_behind = self._replica.is_behind
             self._leader.met = self._presence.membership.met

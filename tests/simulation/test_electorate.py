@@ -109,7 +109,7 @@ def test_most_who_call_themselves_a_minority_take_nobody_along(monkeypatch: pyte
     monkeypatch.setattr(Gathering, "_enough", lambda self, peers: not lies(self) and enough(self, peers))
 
     def is_cut_off(self: Gathering, now: float, live: dict[str, Heartbeat]) -> bool:
-        waited = now - self._ready_times.first
+        waited = now - self.awaited.times.first
         return waited > QUICK.partition_grace + 3 if lies(self) else cut_off(self, now, live)
 
     monkeypatch.setattr(Gathering, "_is_cut_off", is_cut_off)

@@ -1298,7 +1298,7 @@ def test_others_that_are_at_work_are_waited_for_if_they_may_not_hold_it() -> Non
     lead = Lead()
     lead.ready("a", last_attempt=1)
     hold(lead, "b", 1, PAYLOAD, last=1)
-    lead.leader.grace = 0.0
+    lead.leader.awaited.grace = 0.0
     assert lead.tick(live="bc") == []
     assert lead.tick(live="bc", after=SCHEDULE.hopeless - STEP) == []
     assert adopts(lead.tick(live="bc", after=STEP))[0] == "ab"
