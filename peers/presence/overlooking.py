@@ -1,7 +1,8 @@
-"""Leaders that leave out a voter that is ready, entry after entry.
+"""Leaders that leave out a voter that is ready, or a newcomer, entry after entry.
 
-Whoever holds a round up may hold up its leader alone, so that nobody else sees why it is left out. But one that leaves
-out the same peer for long lets others lead: one of them may find no fault with it.
+Whoever holds a round up may hold up its leader alone, so that nobody else sees why it is left out; whoever gets no
+samples may be unable to do anything with them. But one that leaves out the same peer for long lets others lead: one of
+them may find no fault with it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 OFTEN = 16
-"""Entries without a peer, though it was ready, after which it is another one's turn. Each leader has to find out for
-itself who holds rounds up, which costs an entry's time."""
+"""Entries without a peer, though it could have been in them, after which it is another one's turn. Each leader has to
+find out for itself who holds rounds up, which costs an entry's time."""
 
 
 class Overlooking:
@@ -21,12 +22,12 @@ class Overlooking:
         self._times: Counter[tuple[str, str]] = Counter()  # by leader, and who was left out
         self._turns: Counter[str] = Counter()
 
-    def entry_made(self, leader: str, ready: Collection[str], members: Collection[str]) -> None:
-        """Take note of an entry. `ready` are voters that could have been in it, `members` those that were."""
+    def entry_made(self, leader: str, able: Collection[str], members: Collection[str]) -> None:
+        """Take note of an entry. `able` are those that could have been in it, `members` those that were."""
         for pair in list(self._times):
-            if pair[1] not in ready or (pair[0] == leader and pair[1] in members):
+            if pair[1] not in able or (pair[0] == leader and pair[1] in members):
                 del self._times[pair]
-        overlooked = [(leader, peer) for peer in ready if peer not in members and peer != leader]
+        overlooked = [(leader, peer) for peer in able if peer not in members and peer != leader]
         self._times.update(overlooked)
         if any(self._times[pair] >= OFTEN for pair in overlooked):
             self._turns[leader] += 1

@@ -11,7 +11,7 @@ from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.distrust import Distrust
 from peers.presence.election import broken_pairs, elect, most_named, quorum
-from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
+from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
 from peers.presence.membership import DONATING, Membership, Roll
 from peers.presence.overlooking import Overlooking
 from peers.presence.reachability import Reachability
@@ -288,11 +288,14 @@ class Presence:
 
     def entry_made(self, log: LogState, members: Collection[str], leader: str) -> None:
         """An entry was made where the log ended. Whoever was not in it, and says that it was ready, was left out; so
-        were we, if we were not."""
+        were we, if we were not; and whoever has no say there, and would be in an entry."""
         self.standing.work_came(members, log.leases)
-        live, head = self.live(), log.position.head
-        ready = {peer for peer in live.ready if live[peer].head == head and log.counts(peer, live[peer].incarnation)}
-        self._overlooking.entry_made(leader, ready | ({self._me} & log.starts.keys()), members)
+        here = [beat for beat in self.live().trainers if beat.head == log.position.head]
+        able = {
+            beat.peer for beat in here if beat.state is PeerState.READY or not log.counts(beat.peer, beat.incarnation)
+        }
+        able -= self.unreached | log.excluded.keys()
+        self._overlooking.entry_made(leader, able | ({self._me} & log.starts.keys()), members)
 
     def _leader_of_most(self, log: LogState, at_work: Collection[str], vote: str | None) -> str | None:
         """Whom more than half of those who are here vote for, we included: of the last roster; before the first entry,

@@ -162,15 +162,19 @@ class OneLeaseForAll(Lie):
         yield to, message
 
 
-class GivesNoLease(Lie):
-    """Whoever asks it for samples gets no answer; and it is never done with its own."""
-
-    def notices(self, event: Event) -> Event:
-        return Tick() if isinstance(event, TrainingDone) else event
+class KeepsNewcomersOut(Lie):
+    """Whoever asks it for samples gets no answer."""
 
     def says(self, to: str, message: Message) -> Said:
         if not isinstance(message, LeaseGrant):
             yield to, message
+
+
+class GivesNoLease(KeepsNewcomersOut):
+    """And it is never done with its own."""
+
+    def notices(self, event: Event) -> Event:
+        return Tick() if isinstance(event, TrainingDone) else event
 
 
 class OtherLeases(Lie):
@@ -328,6 +332,7 @@ LEADERS_LIES: dict[str, type[Lie]] = {
     "excludes all": ExcludesAll,
     "aborts all": AbortsAll,
     "one lease for all": OneLeaseForAll,
+    "keeps newcomers out": KeepsNewcomersOut,
     "gives no lease": GivesNoLease,
     "other leases": OtherLeases,
     "many begins": ManyBegins,

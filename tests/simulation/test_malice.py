@@ -11,6 +11,7 @@ from math import inf
 import pytest
 
 from peers.log.settings import Timing
+from peers.presence.overlooking import OFTEN
 from peers.protocol.schedule import Schedule
 from peers.simulator.history import InvariantError
 from peers.simulator.leading_lies import LEADERS_LIES
@@ -236,6 +237,20 @@ def test_liars_that_claim_the_heaviest_log_in_turn_keep_no_newcomer_out(seed: in
     late = swarm.peers["late"].peer
     limit = (len(liars) + 1) * Schedule(Timing()).death + 60.0
     assert swarm.run(limit, until=lambda: late.log.position.index >= swarm.longest - 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_leader_that_gives_no_samples_keeps_no_newcomer_out(seed: int) -> None:
+    """Regression: it did so for as long as it led. Others have their turn once enough entries are made without one."""
+    swarm = Swarm(seed, replace(SETTINGS, timing=Timing()), unevenness=EVENLY, traced=False)
+    plant(swarm, (Deceit("peer0", ("keeps newcomers out",), 1, inf),))
+    for number in range(4):
+        swarm.start(f"peer{number}")
+    assert swarm.run(200.0, until=lambda: swarm.longest >= 3)
+    swarm.start("late")
+    goal = swarm.longest + OFTEN + 4
+    swarm.run(1000.0, until=lambda: swarm.longest >= goal)
+    assert swarm.history.counted["late"]
 
 
 def test_the_same_seed_gives_the_same_life() -> None:

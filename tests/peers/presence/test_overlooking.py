@@ -1,6 +1,8 @@
-"""Leaders that leave out a voter that is ready, entry after entry."""
+"""Leaders that leave out a voter that is ready, or a newcomer, entry after entry."""
 
 from __future__ import annotations
+
+import pytest
 
 from peers.presence.heartbeat import PeerState
 from peers.presence.overlooking import OFTEN, Overlooking
@@ -45,16 +47,29 @@ def test_entries_of_others_and_the_leader_itself_do_not_count() -> None:
     assert not after(2 * OFTEN, leader="c").turns, "a leader that is not ready may lead all the same"
 
 
-def test_who_says_that_it_is_ready_and_votes_is_left_out() -> None:
+def leader_after(state: PeerState, name: str, refused: bool = False) -> str | None:
+    """Return whom b takes for its leader once a has made many entries without somebody."""
     log = first_log()
+    presence = Presence("b", TIMING.heartbeat_expiry, 60.0, bar=30.0, now=0.0)
+    presence.membership.observe([beat("a", log), beat(name, log, state)], 0.0)
+    if refused:
+        presence.refuse(name)
+    for _ in range(OFTEN):
+        presence.entry_made(log, ("a", "b"), "a")
+    return presence.elect(log, {"b"})
 
-    def leader(state: PeerState = PeerState.READY, name: str = "c") -> str | None:
-        presence = Presence("b", TIMING.heartbeat_expiry, 60.0, bar=30.0, now=0.0)
-        presence.membership.observe([beat("a", log), beat(name, log, state)], 0.0)
-        for _ in range(OFTEN):
-            presence.entry_made(log, ("a", "b"), "a")
-        return presence.elect(log, {"b"})
 
-    assert leader() == "b"
-    assert leader(PeerState.TRAINING) == "a"
-    assert leader(name="z") == "a", "a stranger"
+def test_a_voter_that_says_that_it_is_ready_is_left_out() -> None:
+    assert leader_after(PeerState.READY, "c") == "b"
+    assert leader_after(PeerState.TRAINING, "c") == "a", "it may be late"
+
+
+@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.TRAINING, PeerState.READY])
+def test_a_newcomer_is_left_out_whatever_it_says(state: PeerState) -> None:
+    """Regression: a leader that gave no samples kept all newcomers from the run for as long as it led."""
+    assert leader_after(state, "z") == "b"
+
+
+def test_whom_we_do_not_reach_either_is_not_left_out() -> None:
+    assert leader_after(PeerState.JOINING, "z", refused=True) == "a"
+    assert leader_after(PeerState.ARCHIVING, "z") == "a", "nor is who takes part in no entry"
