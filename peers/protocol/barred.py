@@ -23,25 +23,39 @@ class Barred:
     def __init__(self, may_be_needed_ever: bool) -> None:
         self.ready: dict[str, Ready] = {}
         """What those say that are left out."""
-        self.pardoned = set[str]()
-        """Those who are not left out of the next attempt."""
+        self.pardoned = dict[str, Ready]()
+        """What those said that are not left out of the attempt that may begin now."""
+        self._since: dict[str, float] = {}
         self._times = Counter[str]()
         self._limit = math.inf if may_be_needed_ever else PARDONS
 
+    def says_ready(self, peer: str, ready: Ready, now: float) -> None:
+        self.ready[peer] = ready
+        self._since.setdefault(peer, now)
+
     def hopeful(self) -> dict[str, Ready]:
         """Return those who may be pardoned once more, and what they say."""
-        return {
-            peer: said for peer, said in self.ready.items() if self._limit is None or self._times[peer] < self._limit
-        }
+        return {peer: said for peer, said in self.ready.items() if self._times[peer] < self._limit}
+
+    @property
+    def hopeful_since(self) -> float:
+        """Since when all of these have been ready: those who are late otherwise are waited for from then on."""
+        return max((self._since[peer] for peer in self.hopeful()), default=-math.inf)
 
     def pardon(self) -> dict[str, Ready]:
         """Return those who are taken in, and what they say."""
-        taken_in = self.hopeful()
-        self.pardoned |= taken_in.keys()
-        self.ready.clear()
-        return taken_in
+        self.pardoned = self.hopeful()
+        for peer in self.pardoned:
+            del self.ready[peer]
+        return self.pardoned
 
     def attempt_begins(self, members: Collection[str]) -> None:
         """A pardon is for one attempt."""
-        self._times.update(self.pardoned.intersection(members))
-        self.pardoned.clear()
+        self._times.update(self.pardoned.keys() & set(members))
+        self.pardoned = {}
+
+    def take_back(self) -> dict[str, Ready]:
+        """Return those who were taken in for an attempt that did not begin: others may come that need them not."""
+        taken_back, self.pardoned = self.pardoned, {}
+        self.ready = taken_back | self.ready
+        return taken_back

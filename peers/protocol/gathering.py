@@ -120,8 +120,8 @@ class Gathering:
         self._said_at[sender] = now
         if sender in self._log.excluded:
             return []  # as it knows from its own log
-        if sender in self._standing.barred(now) - self._barred.pardoned:
-            self._barred.ready[sender] = ready  # the others may go on without it meanwhile
+        if sender in self._standing.barred(now):
+            self._barred.says_ready(sender, ready, now)  # the others may go on without it meanwhile
             return []
         return self._take_in(sender, ready, now)
 
@@ -133,7 +133,7 @@ class Gathering:
             for peer in known.keys() - still:
                 del known[peer]
         if self._log.roster:  # whoever has been shown to have lied meanwhile
-            for peer in self._standing.barred(now) & self._ready.keys() - {self._me} - self._barred.pardoned:
+            for peer in self._standing.barred(now) & self._ready.keys() - {self._me}:
                 del self._ready[peer]
 
     def _needs_barred(self, now: float, is_time: bool) -> bool:
@@ -141,9 +141,17 @@ class Gathering:
         barred = self._barred.hopeful()
         if not (barred and self._log.roster):
             return bool(barred) and is_time
-        has_waited = is_time or now - self.awaited.times.first >= self.awaited.grace + self._schedule.death
+        since = max(self.awaited.times.first, self._barred.hopeful_since)
+        has_waited = is_time or now - since >= self.awaited.grace + self._schedule.death
         counted = {peer for peer, said in barred.items() if self._counts(peer, said.incarnation)}
         return has_waited and quorum(self._log.voters, self.departed, counted | self._counted(self._ready))
+
+    def _pardon(self, now: float) -> list[Effect]:
+        return [one for barred in self._barred.pardon().items() for one in self._take_in(*barred, now)]
+
+    def _take_pardons_back(self) -> None:
+        for peer in self._barred.take_back():
+            self._ready.pop(peer, None)
 
     def _take_in(self, sender: str, ready: Ready, now: float) -> list[Effect]:
         if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:

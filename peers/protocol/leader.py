@@ -91,19 +91,22 @@ class Leader(Gathering):
         self._forget(now, live)
         is_cut_off = self._is_cut_off(now, live)  # asked each time: it keeps the time
         is_time = self._is_time(now, live)
-        if not (is_cut_off or self._enough(self._ready)) and self._needs_barred(now, is_time):
-            return [one for barred in self._barred.pardon().items() for one in self._take_in(*barred, now)]
-        if not (is_time or self._barred.pardoned):
-            return []
-        effects: list[Effect] = []
+        is_needed = not (is_cut_off or self._enough(self._ready)) and self._needs_barred(now, is_time)
+        effects = self._pardon(now) if is_needed else []
+        if is_time or is_needed:
+            effects += self._begin_if_possible(is_cut_off, now, live)
+        if not self.running:
+            self._take_pardons_back()
+        return effects
+
+    def _begin_if_possible(self, is_cut_off: bool, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
         plan, claim = self._plan(), self._claim()
         if claim is not None and self._may_be_disclaimed(claim, now, live):
             return []
-        is_new = not claim and not self._unfinished_round()
-        if is_new and self._has_work and (plan.left_out or not plan.reducers):
-            effects += self._leave_out(plan)
-            if not plan.reducers:
-                return effects
+        is_new = self._has_work and not claim and not self._unfinished_round()
+        effects = self._leave_out(plan) if is_new else []
+        if is_new and not plan.reducers:
+            return effects
         if self._enough(self._ready) or (is_cut_off and self._may_go_on_alone(self._ready)):
             effects += self._begin(claim, now)
         return effects
