@@ -1,15 +1,13 @@
 """One of our peers whose inner steps only take time: `python -m benchmarks.streaming_peer`, started by the benchmarks.
 
 Everything is as in a volunteer's machine (driver, transport, codec, outer step, and a worker's way through a cycle),
-but for the model: an inner step sleeps, as a GPU is busy without the processors, and what was learned is noise. Whoever
-starts it says on its standard input how many cycles there are to be in all; it says when one is over.
+but for the model: an inner step sleeps, as a GPU is busy without the processors, and what was learned is noise. It says
+when a cycle is over, and trains until its standard input ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,15 +110,12 @@ class FragmentPlaces(NamedTuple):
 
 
 class SleepingReplica:
-    """What `InnerLoops` asks of a replica. Its inner steps sleep. It rests before a cycle, never in one: other peers
-    would take it for late."""
+    """What `InnerLoops` asks of a replica. Its inner steps sleep."""
 
     learning_rate = 0.0
 
     def __init__(self, part: Part, theta: Vector) -> None:
         self.layout = FragmentPlaces(part.parts(theta.size))
-        self._cycles: float = 0  # that there are to be
-        self._told = threading.Condition()
         self._part = part
         self._theta = theta
         self._stores = 0
@@ -135,18 +130,10 @@ class SleepingReplica:
         stop_wanted: Callable[[], bool],
     ) -> InnerSteps:
         def take(batch: NDArray[np.int64], step: int, tokens: int) -> StepTaken:
-            with self._told:
-                self._told.wait_for(lambda: index < self._cycles)
             time.sleep(self._part.step_seconds)
             return StepTaken(1.0, 1.0, stop_wanted())
 
         return InnerSteps(take, cast(Any, NoSamples()), self._part.config.training, index, lease, steps, tokens)
-
-    def train_up_to(self, cycles: float) -> None:
-        """Have so many cycles in all."""
-        with self._told:
-            self._cycles = cycles
-            self._told.notify_all()
 
     def store(self, flat: Vector, fragment: int) -> None:
         self._stores += 1
@@ -174,28 +161,17 @@ class SleepingWorker(ThreadedWorker):
 
 async def take_part(transport: HivemindTransport, identity: Identity, part: Part) -> None:
     """One peer's life, until standard input ends."""
-    lines: asyncio.Queue[str] = asyncio.Queue()
     vectors = await asyncio.to_thread(create_vectors, part.values)
-    worker = SleepingWorker(part, vectors)
-    workload = LocalWorkload(worker, part.config)
+    workload = LocalWorkload(SleepingWorker(part, vectors), part.config)
     driver = Driver(identity, transport, workload, part.settings, Keeping(await workload.state_digest()))
 
     def tell(header: Header, state_digest: bytes) -> None:
         say("cycle", index=header.index, state=state_digest.hex(), peers=len(header.roster))
 
-    async def obey() -> None:
-        while True:
-            worker.replica.train_up_to(int(await lines.get()))
-
-    def leave() -> None:
-        worker.replica.train_up_to(math.inf)
-        driver.leave(at_once=True)
-
     driver.on_entry = tell
-    tasks = [asyncio.create_task(read_lines(lines, leave)), asyncio.create_task(obey())]
+    reading = asyncio.create_task(read_lines(asyncio.Queue(), lambda: driver.leave(at_once=True)))
     await driver.run()
-    for task in tasks:
-        task.cancel()
+    reading.cancel()
 
 
 async def run_peer(part: Part) -> None:

@@ -1,9 +1,10 @@
 """How much of their time peers compute: `python -m benchmarks.utilisation --namespaces a,b,c,d`.
 
-Four swarms take turns on the same links: DiLoCo, which waits for each round; Streaming DiLoCo, which waits for each
-fragment; with an overlap; and with four bits as well. Peers are real but for their inner steps, which sleep; a cycle
-has as many of them as a round of DiLoCo is planned to take. Beside what is measured stands what `diloco-peer plan` says
-of links as fast as iperf3 finds these. Figures are medians over all turns, of which the first two cycles do not count.
+Four ways to train take turns on the same links, each time as a new swarm: DiLoCo, which waits for each round; Streaming
+DiLoCo, which waits for each fragment; with an overlap; and with four bits as well. Peers are real but for their inner
+steps, which sleep; a cycle has as many of them as a round of DiLoCo is planned to take. Beside what is measured stands
+what `diloco-peer plan` says of links as fast as iperf3 finds these. Figures are medians over all turns, of which the
+first two cycles do not count.
 
 The bars: at least 0.97 with overlap and four bits; and no swarm more than 0.1 away from what was planned.
 """
@@ -31,10 +32,11 @@ from opendiloco.plan.methods import Method, Shape, diloco, streaming
 from opendiloco.plan.rounds import LINK_SHARE, Peer, Swarm, round_of
 
 PEER = "benchmarks.streaming_peer"
-START_SECONDS, CYCLE_SECONDS = 180.0, 120.0
+CYCLE_SECONDS = 300.0
+"""Within which a cycle ends, the founding included."""
 WARM_UP = 2
-"""Cycles of a turn that do not count: a swarm gets going again, and only from its second one on fragments are taken
-before they are due."""
+"""Cycles of a turn that do not count: a swarm gets going, and only from its second one on fragments are taken before
+they are due."""
 LEAST, OFF = 0.97, 0.1
 
 
@@ -70,30 +72,35 @@ class Setting:
 
 
 @dataclass
-class Group:
-    """The peers of one way, and the shares of each turn's time in which they computed."""
+class Series:
+    """The turns of one way: the shares of each one's time in which its peers computed."""
 
     way: Way
     setting: Setting
-    peers: Sequence[PeerProcess]
     shares: list[float] = field(default_factory=list)
-    _cycles: int = 0
 
-    async def take_turn(self, cycles: int) -> None:
-        """Train so many cycles that count. Raises: PeerProcessError."""
-        self._cycles += WARM_UP + cycles
-        for peer in self.peers:
-            peer.tell(str(self._cycles))
-        said = [await asyncio.gather(*map(self._cycle, self.peers)) for _ in range(WARM_UP + cycles)]
+    async def take_turn(self, places: Sequence[Place], cycles: int) -> None:
+        """Have a swarm train for so many cycles that count. Raises: PeerProcessError."""
+        async with AsyncExitStack() as stack:
+            logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="utilisation-")))
+            peers = await start_peers(stack, [self._command(place, len(places)) for place in places], places, logs)
+            said = [await asyncio.gather(*map(_next_cycle, peers)) for _ in range(WARM_UP + cycles)]
         for events in said:
-            if {event["peers"] for event in events} != {len(self.peers)} or len({e["state"] for e in events}) > 1:
+            if {event["peers"] for event in events} != {len(peers)} or len({event["state"] for event in events}) > 1:
                 raise PeerProcessError(f"{self.way.name}: not all peers averaged together: {events}")
         spans = [last["time"] - first["time"] for first, last in zip(said[WARM_UP - 1], said[-1], strict=True)]
         computed = cycles * self.setting.inner_steps * self.setting.step_seconds
         self.shares.append(statistics.median(computed / span for span in spans))
 
-    async def _cycle(self, peer: PeerProcess) -> dict[str, Any]:
-        return await peer.event("cycle", CYCLE_SECONDS)
+    def _command(self, place: Place, peers: int) -> list[object]:
+        command: list[object] = [PEER, "--values", self.setting.values, "--peers", peers]
+        command += ["--inner-steps", self.setting.inner_steps, "--step-seconds", self.setting.step_seconds]
+        command += ["--fragments", self.way.fragments, "--overlap", self.way.overlap, "--codec", self.way.codec]
+        return [*command, *place.ours]
+
+
+async def _next_cycle(peer: PeerProcess) -> dict[str, Any]:
+    return await peer.event("cycle", CYCLE_SECONDS)
 
 
 def ways(fragments: int, overlap: int) -> list[Way]:
@@ -107,33 +114,24 @@ def ways(fragments: int, overlap: int) -> list[Way]:
 
 async def measure(
     each: Sequence[Way], setting: Setting, places: Sequence[Place], turns: int, cycles: int
-) -> list[Group]:
-    """All swarms' cycles, interleaved."""
-    async with AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="utilisation-")))
-        groups = []
-        for number, way in enumerate(each):
-            (own_logs := logs / str(number)).mkdir()
-            command: list[object] = [PEER, "--values", setting.values, "--peers", len(places)]
-            command += ["--inner-steps", setting.inner_steps, "--step-seconds", setting.step_seconds]
-            command += ["--fragments", way.fragments, "--overlap", way.overlap, "--codec", way.codec]
-            commands = [[*command, *place.ours] for place in places]
-            groups.append(Group(way, setting, await start_peers(stack, commands, places, own_logs)))
-        for _ in range(turns):
-            for group in groups:
-                await group.take_turn(cycles)
-    return groups
+) -> list[Series]:
+    """The turns of all ways, interleaved."""
+    found = [Series(way, setting) for way in each]
+    for _ in range(turns):
+        for series in found:
+            await series.take_turn(places, cycles)
+    return found
 
 
-def row_of(group: Group, planned: Forecast) -> dict[str, Any]:
+def row_of(series: Series, planned: Forecast) -> dict[str, Any]:
     """Return one line of the table."""
     return {
-        "swarm": group.way.name,
-        "fragments": group.way.fragments,
-        "bits": group.way.bits,
-        "computes": statistics.median(group.shares),
-        "least": min(group.shares),
-        "most": max(group.shares),
+        "swarm": series.way.name,
+        "fragments": series.way.fragments,
+        "bits": series.way.bits,
+        "computes": statistics.median(series.shares),
+        "least": min(series.shares),
+        "most": max(series.shares),
         "planned": planned.utilisation,
         "round s, planned": planned.round_seconds,
         "cycle s, planned": planned.cycle_seconds,
@@ -151,12 +149,12 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 
 @click.command(help=__doc__)
 @click.option("--namespaces", required=True, help="Network namespaces, two or more, joined by links. Needs root.")
-@click.option("--values", default=10_000_000, show_default=True, help="fp32 values of the model.")
+@click.option("--values", default=25_000_000, show_default=True, help="fp32 values of the model.")
 @click.option("--fragments", default=8, show_default=True, help="Of the swarms that stream.")
-@click.option("--overlap", default=3, show_default=True, help="τ: inner steps while a fragment is averaged.")
-@click.option("--step-seconds", default=0.2, show_default=True, help="What an inner step takes.")
-@click.option("--turns", default=3, show_default=True, help="Of each swarm.")
-@click.option("--cycles", default=3, show_default=True, help="That count in a turn.")
+@click.option("--overlap", default=5, show_default=True, help="τ: inner steps while a fragment is averaged.")
+@click.option("--step-seconds", default=0.5, show_default=True, help="What an inner step takes.")
+@click.option("--turns", default=2, show_default=True, help="Of each swarm.")
+@click.option("--cycles", default=2, show_default=True, help="That count in a turn.")
 @click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
 def main(
@@ -179,10 +177,9 @@ def main(
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(swarm, values, each[0].bits).seconds / step_seconds))
     plan = Plan(Shape.even(1, values), swarm, inner_steps, 1, 1.0, 1)
-    groups = asyncio.run(
-        measure(each, Setting(values, inner_steps, step_seconds), list(map(place_in, names)), turns, cycles)
-    )
-    rows = [row_of(group, forecast(plan, group.way.method(values, inner_steps))) for group in groups]
+    setting, places = Setting(values, inner_steps, step_seconds), list(map(place_in, names))
+    found = asyncio.run(measure(each, setting, places, turns, cycles))
+    rows = [row_of(series, forecast(plan, series.way.method(values, inner_steps))) for series in found]
     links = f"{link / 1e6:.0f} Mbit/s, {latency * 1e3:.0f} ms there and back"
     cycle = f"{values / 1e6:g} M values, {inner_steps} inner steps of {step_seconds:g} s"
     title = f"utilisation: {len(names)} peers, {links}, {cycle}"
