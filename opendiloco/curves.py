@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -47,6 +48,8 @@ class Curves:
             "pause_seconds": step.pause_seconds,
             "sent_bytes": costs.sent_bytes - self._before.sent_bytes,
             "received_bytes": costs.received_bytes - self._before.received_bytes,
+            "peak_sent_rate": costs.peak_sent or math.nan,
+            "peak_received_rate": costs.peak_received or math.nan,
         }
         self._before = costs
         self._telemetry.outer_step(step.index, values)

@@ -51,6 +51,8 @@ OUTER_VALUES = {
     "pause_seconds": "Seconds from the end of training until theta was new; NaN: this machine trained on meanwhile",
     "sent_bytes": "Bytes that this machine sent in rounds since the outer step before",
     "received_bytes": "Bytes that this machine received in rounds since the outer step before",
+    "peak_sent_rate": "Bytes a second that this machine sent at most in its last rounds; NaN: not measured",
+    "peak_received_rate": "Bytes a second that this machine received at most in its last rounds; NaN: not measured",
 }
 """Of one outer step as this machine took it: the same in metrics, and in trackers as outer_step/…"""
 
@@ -229,5 +231,8 @@ def outer_line_of(values: Mapping[str, float]) -> str:
     said.append(f"{values['round_seconds']:.1f} s in rounds")
     if "pause_seconds" in known:
         said.append(f"{values['pause_seconds']:.1f} s without training")
-    megabytes = values["sent_bytes"] / 1e6, values["received_bytes"] / 1e6
-    return ", ".join([*said, "{:.1f} MB sent, {:.1f} MB received".format(*megabytes)])
+    for way in ("sent", "received"):
+        peak = known.get(f"peak_{way}_rate")
+        at_most = f" at {8 * peak / 1e6:.1f} Mbit/s at most" if peak is not None else ""
+        said.append(f"{values[f'{way}_bytes'] / 1e6:.1f} MB {way}{at_most}")
+    return ", ".join(said)

@@ -29,11 +29,14 @@ class RoundTransport(StreamTransport, PullTransport, Protocol):
 
 
 class RoundCosts(NamedTuple):
-    """What all rounds of one peer have cost so far: seconds in them, and bytes of chunks."""
+    """What all rounds of one peer have cost so far: seconds in them, and bytes of chunks. Of the last rounds, the best
+    rate of each direction in any half second, in bytes a second; 0: not measured."""
 
     seconds: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
+    peak_sent: float = 0.0
+    peak_received: float = 0.0
 
 
 class Rounds:
@@ -60,7 +63,8 @@ class Rounds:
     def costs(self) -> RoundCosts:
         """Return the costs of all rounds until now, the present one's included."""
         present = 0.0 if self._began_at is None else now() - self._began_at
-        return RoundCosts(self._seconds + present, self.traffic.sent_bytes, self.traffic.received_bytes)
+        traffic = self.traffic
+        return RoundCosts(self._seconds + present, traffic.sent_bytes, traffic.received_bytes, *traffic.peaks)
 
     async def serve(self) -> None:
         await self.traffic.serve()

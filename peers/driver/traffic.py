@@ -64,9 +64,14 @@ class Traffic:
         return self._incoming.received_bytes
 
     @property
+    def peaks(self) -> tuple[float, float]:
+        """Bytes a second that the link was seen to carry away, and to bring, in rounds; 0: not known."""
+        return self._uplink.meter.rate, self._incoming.meter.rate
+
+    @property
     def rate(self) -> int:
         """Bytes a second that the link was seen to carry each way in rounds; 0: not known."""
-        return int(self._transport.caps.of_both(self._uplink.meter.rate, self._incoming.meter.rate))
+        return int(self._transport.caps.of_both(*self.peaks))
 
     @property
     def rates(self) -> dict[str, int]:

@@ -46,6 +46,8 @@ TAKEN = {
     "pause_seconds": 4.5,
     "sent_bytes": 2e6,
     "received_bytes": 1e6,
+    "peak_sent_rate": 2.5e6,
+    "peak_received_rate": 1.25e6,
 }
 
 
@@ -65,29 +67,25 @@ def test_one_training_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog: 
 def test_an_outer_step_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog: pytest.LogCaptureFixture) -> None:
     telemetry, tracker = Telemetry(inner_steps=10), NotingTracker()
     telemetry.track_with([tracker], {"run_id": "small-1"})
+    unknown = {"pseudo_gradient_norm", "cosine", "pause_seconds", "peak_received_rate"}
     with caplog.at_level(logging.INFO):
         telemetry.outer_step(7, TAKEN)
         assert {name: REGISTRY.get_sample_value(f"diloco_peer_outer_{name}") for name in OUTER_VALUES} == TAKEN
-        telemetry.outer_step(8, TAKEN | dict.fromkeys(("pseudo_gradient_norm", "cosine", "pause_seconds"), math.nan))
+        telemetry.outer_step(8, TAKEN | dict.fromkeys(unknown, math.nan))
     assert caplog.messages == [
         "outer step 7: learning rate 0.7, pseudo-gradient norm 0.5, cosine to the average 0.750, average norm 0.25, "
-        "momentum norm 2, 3.0 s in rounds, 4.5 s without training, 2.0 MB sent, 1.0 MB received",
-        "outer step 8: learning rate 0.7, average norm 0.25, momentum norm 2, 3.0 s in rounds, 2.0 MB sent, "
-        "1.0 MB received",
+        "momentum norm 2, 3.0 s in rounds, 4.5 s without training, 2.0 MB sent at 20.0 Mbit/s at most, "
+        "1.0 MB received at 10.0 Mbit/s at most",
+        "outer step 8: learning rate 0.7, average norm 0.25, momentum norm 2, 3.0 s in rounds, 2.0 MB sent at "
+        "20.0 Mbit/s at most, 1.0 MB received",
     ]
     assert TAKEN.keys() == OUTER_VALUES.keys()
     gauges = {name: REGISTRY.get_sample_value(f"diloco_peer_outer_{name}") or 0.0 for name in TAKEN}
-    assert {name for name, value in gauges.items() if math.isnan(value)} == {
-        "pseudo_gradient_norm",
-        "cosine",
-        "pause_seconds",
-    }
+    assert {name for name, value in gauges.items() if math.isnan(value)} == unknown
     assert tracker.configurations == [{"run_id": "small-1"}]
     (step, values), (_, fewer) = tracker.records
     assert (step, values) == (80, {f"outer_step/{name}": value for name, value in TAKEN.items()})
-    assert fewer.keys() == values.keys() - {
-        f"outer_step/{name}" for name in ("pseudo_gradient_norm", "cosine", "pause_seconds")
-    }
+    assert fewer.keys() == values.keys() - {f"outer_step/{name}" for name in unknown}
 
 
 def test_prometheus_has_the_configuration_of_the_run(small_config: RunConfig) -> None:

@@ -22,6 +22,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.sent_bytes = self.received_bytes = 0
+        self.peaks = 0.0, 0.0
 
     def begin(self, round_name: object, others: int) -> None:
         self.sent_bytes += 10
