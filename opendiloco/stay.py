@@ -96,6 +96,7 @@ class Stay:
                     view.say(f"what outlives this process is in {folder.path}")
                     view.say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave")
                     volunteer.admitted_by(entrance)
+                    volunteer.be_in_team(settings.team or "")
                     volunteer.checkpoint_with(checkpointer)
                     volunteer.remember_with(remembered)
                     if self._journal is not None:

@@ -124,6 +124,10 @@ class Volunteer:
         """Keep the addresses of other peers, so that this machine finds the run again without its bootstrap nodes."""
         self._remembered = remembered
 
+    def be_in_team(self, team: str) -> None:
+        """Have the others hear that our work is a team's; an empty name: nobody's."""
+        self._driver.be_in_team(team)
+
     def admitted_by(self, entrance: Entrance | None) -> None:
         """Stay for as long as this lets us."""
         self._entrance = entrance

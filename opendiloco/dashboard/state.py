@@ -13,6 +13,7 @@ from typing import Any
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.dashboard.chronicle import KEPT, Absence, Chronicle, Record
 from opendiloco.dashboard.curve import MOST_POINTS, Curve
+from opendiloco.dashboard.teams import Teams
 from opendiloco.dashboard.timeline import Timeline
 from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
@@ -42,6 +43,7 @@ class RunView:
         self.me = me
         self.timeline = Timeline()
         self._chronicle = Chronicle()
+        self._teams = Teams()
         self._has_log = False
         self._no_log = no_log
         self._held_out = held_out or HeldOutCurve()
@@ -58,6 +60,7 @@ class RunView:
         self._looked_at = at
         last = min(self.run.config.total_outer_steps, LARGEST_STEP)
         self._beats = [bounded(beat, last) for beat in heartbeats if beat.state is not PeerState.LEAVING]
+        self._teams.observe(self._beats, self._chronicle.contributions.keys())
         for beat in self._beats:
             known = self._seen.get(beat.peer)
             if known is None or beat.sequence > known[0].sequence:
@@ -212,11 +215,24 @@ class RunView:
     def _contributions(self) -> Plain:
         shown = sorted(self._chronicle.contributions.items(), key=lambda one: (-one[1].tokens, one[0]))
         rows = [
-            {"peer": peer, "tokens": found.tokens, "entries": found.entries, "last": found.last}
+            {
+                "peer": peer,
+                "team": self._teams.of(peer),
+                "tokens": found.tokens,
+                "entries": found.entries,
+                "last": found.last,
+            }
             for peer, found in shown[:SHOWN_PEERS]
         ]
-        more = max(0, len(shown) - SHOWN_PEERS)
-        return {"rows": rows, "more": more, "tokens": self._chronicle.tokens, "first": self._chronicle.first}
+        board = self._teams.board(self._chronicle.contributions)
+        teams = [{"team": team, "tokens": found.tokens, "peers": found.peers} for team, found in board.items()]
+        return {
+            "rows": rows,
+            "more": max(0, len(shown) - SHOWN_PEERS),
+            "teams": teams[:SHOWN_PEERS],
+            "tokens": self._chronicle.tokens,
+            "first": self._chronicle.first,
+        }
 
 
 def bounded(beat: Heartbeat, last_step: int) -> Heartbeat:

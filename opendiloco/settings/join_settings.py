@@ -11,6 +11,7 @@ from opendiloco.owner.conditions import Condition, Hours, parse_conditions, pars
 from opendiloco.settings.setting import Settings, setting
 from opendiloco.workers.options import WorkerOptions, parse_overlap
 from opendiloco.workers.trackers import Choice
+from peers.values.teams import check_team
 
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
 MOST_GIGABYTES = 1e9
@@ -59,6 +60,12 @@ class RunSettings(Settings):
         "What admits this machine to a run by invitation; needed once, then kept with what else --state keeps.",
         None,
         metavar="TICKET|FILE",
+    )
+    team: str | None = setting(
+        "Say that this machine's work is a team's; dashboards add up what its peers have contributed.",
+        None,
+        metavar="NAME",
+        check=check_team,
     )
     data: tuple[Path, ...] = setting(
         "Train on the text in this folder. Given for each of the run's sources that is a local folder, in their order.",

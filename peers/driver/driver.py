@@ -205,6 +205,10 @@ class Driver:
             await waiter
 
     # What this peer says of itself ----------------------------------------------------------------------------
+    def be_in_team(self, team: str) -> None:
+        """Tell the others a team's name with each heartbeat."""
+        self._pulse.team = team
+
     def evaluated(self, held_out: HeldOutLoss) -> None:
         """Tell others from now on what this peer found about theta."""
         self._pulse.held_out = held_out

@@ -65,6 +65,7 @@ class Pulse:
         self._sequence = 0
         self._beats = 0
         self.held_out: HeldOutLoss | None = None
+        self.team = ""
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
@@ -143,6 +144,7 @@ class Pulse:
             ticket=ticket,
             revocations=revocations,
             anchors=self._transport.anchors_of(peer.settings.run).digest,
+            team=self.team,
         )
 
     async def _connect(self, stranger: Heartbeat) -> None:

@@ -14,6 +14,7 @@ from peers.errors import RemoteProtocolError
 from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
 from peers.values.signing import Signature
+from peers.values.teams import Team
 from peers.values.tickets import CHAIN_BYTES
 from peers.values.wire import (
     PROTOCOL_VERSION,
@@ -122,7 +123,7 @@ class Heartbeat(Value):
 
     In a run by invitation its `ticket` is the chain of grants that admits it, and `revocations` the number of the
     newest list of revoked tickets that it has. `anchors` names all that it knows of what the run's anchors have signed
-    (see `Anchors.digest`); empty: nothing.
+    (see `Anchors.digest`); empty: nothing. `team` is whom it wants its work to count for, as it says itself.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -155,6 +156,7 @@ class Heartbeat(Value):
     ticket: Annotated[bytes, Field(strict=True, max_length=CHAIN_BYTES)] = b""
     revocations: Count = 0
     anchors: Annotated[bytes, Field(strict=True, max_length=ANCHORS_DIGEST_BYTES)] = b""
+    team: Team = ""
 
     @property
     def expires(self) -> float:

@@ -307,7 +307,7 @@ function signatures(row) {
 // Contributions --------------------------------------------------------------------------------------------------
 function showBoard() {
   if (!known.contributions) return;
-  const { rows, more, tokens, first } = known.contributions;
+  const { rows, more, teams, tokens, first } = known.contributions;
   byId("board-empty").textContent = known.run.no_log;
   show("board-empty", !rows.length);
   show("board", rows.length);
@@ -315,10 +315,16 @@ function showBoard() {
     const bar = element("div");
     bar.style.width = size(row.tokens / Math.max(1, rows[0].tokens));
     return element("li", {}, element("span", { className: "rank", textContent: `${place + 1}.` }),
-      element("span", {}, nameOf(row.peer), row.peer === known.run.me ? badge() : null),
+      element("span", {}, nameOf(row.peer), row.team ? element("span", { className: "team", textContent: row.team }) : null,
+        row.peer === known.run.me ? badge() : null),
       element("span", { textContent: `${count(row.tokens)} tokens, ${percent(row.tokens / Math.max(1, tokens))}` }),
       element("div", { className: "share", title: `in ${plural(row.entries, "entry").replace("entrys", "entries")}` }, bar));
   }));
+  show("teams-part", teams.length);
+  byId("teams").replaceChildren(...teams.map((row, place) => element("li", {},
+    element("span", { className: "rank", textContent: `${place + 1}.` }),
+    element("span", { textContent: `${row.team} (${plural(row.peers, "peer")})` }),
+    element("span", { textContent: `${count(row.tokens)} tokens, ${percent(row.tokens / Math.max(1, tokens))}` }))));
   const notes = [];
   if (first) notes.push(`Counted from entry ${count(first)} on: this node does not have what came before.`);
   if (more) notes.push(`And ${plural(more, "more peer")}.`);

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent.parent.parent
 HOSTILE = "</td><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"
 """What somebody says of itself, in the hope that a page takes it for more than text."""
 NOW = 1_800_000_000.0
+TEAM = "<b>team</b> 1"
 
 
 def identity(number: int) -> Identity:
@@ -156,6 +157,7 @@ class Story:
                 relays=("/ip4/198.51.100.7/tcp/31338",) if place == 1 else (),
                 relayed=(PEERS[3][-8:],) if place == 1 else (),
                 trouble=HOSTILE if place == 3 else "",
+                team="" if place == 0 else TEAM,
             )
             for place in (0, 1, 3)
         ]

@@ -58,6 +58,7 @@ def test_a_run_is_shown_and_goes_on_live_and_what_peers_say_stays_text(port: int
         assert await page.evaluate("document.querySelector('#run-name').textContent") == "tiny"
         await page.until("document.querySelector('#figures').innerText.includes('12 of 40')")
         assert await page.evaluate("document.querySelectorAll('#board li').length") == 4
+        assert await page.evaluate("document.querySelector('#teams').textContent.includes('<b>team</b> 1 (2 peers)')")
         assert await page.evaluate("document.querySelectorAll('#log-rows tr').length") == 12
         story.step()
         await page.until("document.title.startsWith('13/40')")

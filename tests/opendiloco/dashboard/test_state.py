@@ -19,7 +19,7 @@ from opendiloco.dashboard.timeline import SHOWN, Timeline
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
 from peers.values.wire import digest_of
-from tests.opendiloco.dashboard.invented import HOSTILE, NOW, PEERS, InventedLog, Story, invented_run, said
+from tests.opendiloco.dashboard.invented import HOSTILE, NOW, PEERS, TEAM, InventedLog, Story, invented_run, said
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,20 @@ def test_the_whole_view_is_plain_values(story: Story) -> None:
     assert found["contributions"]["rows"][0]["entries"] == 14
     assert found["losses"]["held_out"][0][0] == 14
     assert len(found["rounds"]["rows"]) == 14
+
+
+def test_teams_have_what_their_peers_have_contributed_also_when_these_are_gone(story: Story) -> None:
+    view, found = view_of(story), read(story.invented.log).contributions
+    both = found[PEERS[1]].tokens + found[PEERS[3]].tokens
+    contributions = sections(view)["contributions"]
+    assert {row["peer"] for row in contributions["rows"] if row["team"] == TEAM} == {PEERS[1], PEERS[3]}
+    assert contributions["teams"] == [{"team": TEAM, "tokens": both, "peers": 2}]
+    end = story.invented.end
+    view.observe([said(story.run, end, PEERS[0], 9, team="b"), said(story.run, end, PEERS[4], 9, team="c")], NOW + 1e6)
+    teams = sections(view)["contributions"]["teams"]
+    assert [(row["team"], row["peers"]) for row in teams] == [(TEAM, 2), ("b", 1)], "who contributed nothing is in none"
+    view.observe([said(story.run, end, PEERS[1], 10)], NOW + 1e6)
+    assert [row["peers"] for row in sections(view)["contributions"]["teams"]] == [1, 1], "one is in none any more"
 
 
 def test_what_is_not_known_is_said() -> None:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from peers.errors import RemoteProtocolError
 from peers.presence.heartbeat import SIGNING_CONTEXT, SIZE_LIMIT, Heartbeat, HeldOutLoss, PeerState, SignedHeartbeat
 from peers.values.identity import Identity
+from peers.values.teams import check_team
 from peers.values.wire import PROTOCOL_VERSION, decode, pack
 
 IDENTITY = Identity.generate()
@@ -56,10 +57,18 @@ def test_largest_heartbeat_fits() -> None:
     most = 2**62 - 1
     counts = dict.fromkeys(("sequence", "index", "lineage_tokens", "inner_step", "roster_size"), most)
     held_out = HeldOutLoss(index=most, loss=1e300)
-    largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, held_out=held_out, **counts)
+    largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, held_out=held_out, team="t" * 32, **counts)
     signed = largest.sign(IDENTITY)
     assert len(signed) <= SIZE_LIMIT
     assert Heartbeat.verify(signed) == largest
+
+
+@pytest.mark.parametrize("name", ["x" * 33, " a", "a ", "a\nb", "ä", "a\x1b[1m"])
+def test_a_teams_name_is_short_and_plain(name: str) -> None:
+    with pytest.raises(ValueError, match="team"):
+        heartbeat(team=name)
+    with pytest.raises(ValueError, match="no name of a team"):
+        check_team(name)
 
 
 def test_only_the_peer_itself_signs() -> None:
