@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from opendiloco.stages import at_stage, watched_by
 from opendiloco.volunteer import Volunteer, connected, volunteering
 from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.trackers import tracking
+from peers.links.neighbours import announced
 from peers.links.own_network import everywhere
 from peers.links.settings import LinkSettings
 from peers.net.transport import HivemindTransport
@@ -88,6 +90,7 @@ class Stay:
                 at_stage(CHECKING)
                 kept = folder if settings.keeps_anything else None
                 async with (
+                    self._announced(transport, run.run_id),
                     listening(transport, run.run_id) as sole,
                     volunteering(run, key, transport, settings.workers, kept, trackers, nodes) as volunteer,
                     Checkpointer(self._keeping(folder)) as checkpointer,
@@ -104,6 +107,11 @@ class Stay:
                     self._watch.begin(volunteer, run.settings.timing.grace, may_come_back=not nodes.others)
                     when_ready(volunteer, transport)
                     await view.accompany(volunteer, self._watch)
+
+    def _announced(self, transport: HivemindTransport, run_id: str) -> AbstractAsyncContextManager[None]:
+        if not self._settings.local_network:
+            return nullcontext()
+        return announced(self._key.peer_id, run_id, transport.addresses)
 
     def _as_wanted(self, run: Run) -> Run:
         """Return the run with what its owner chooses here. Raises: DataError."""

@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ["DILOCO_CONFIG"] = os.devnull  # whoever runs the tests may have settings of their own
+os.environ["DILOCO_LOCAL_NETWORK"] = "no"  # nor is it the local network's business
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # whose tests look for what theirs have left in the folder for temporary files
     own_folder = tempfile.mkdtemp(prefix="tests-")

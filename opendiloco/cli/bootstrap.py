@@ -16,6 +16,7 @@ from opendiloco.cli.options import (
     dashboard_option,
     data_port_option,
     listen_option,
+    local_network_option,
     metrics_host_option,
     metrics_port_option,
     open_dashboard,
@@ -46,6 +47,7 @@ RELAY_MEGABITS = 100.0
     show_default=True,
     help="Pass on no more than so many megabits a second, in all, between volunteers that have no other way.",
 )
+@local_network_option
 @click.option("--no-relay", is_flag=True, help="Introduce volunteers to each other, and pass nothing on.")
 @metrics_port_option
 @metrics_host_option
@@ -68,6 +70,7 @@ def command(
     initial_peers: tuple[str, ...],
     data_port: int,
     relay_limit: float,
+    local_network: bool,
     no_relay: bool,
     metrics_port: int | None,
     metrics_host: str,
@@ -104,6 +107,10 @@ def command(
 
             kept = Archive(key, archive)
             beside.append(kept)
+        if local_network:
+            from opendiloco.nearby import Nearby
+
+            beside.append(Nearby())
         if listening is not None:
             from opendiloco.dashboard.node import NodeDashboard
 

@@ -35,6 +35,7 @@ PATH = click.Path(path_type=Path)
 
 initial_peers_option = join_option("initial_peers")
 run_option = join_option("run")
+local_network_option = join_option("local_network")
 
 
 def identity_option(whose: str) -> Callable[[Command], Command]:
@@ -215,7 +216,8 @@ def reader(path: Path | None) -> Iterator[Identity]:
 
 def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = None) -> Invite:
     """Return the run and the addresses for it: those of the invite and of the option, or else of the environment
-    or the configuration file, or else those that this machine remembers of the run, in the `state` folder.
+    or the configuration file, or else those that this machine remembers of the run, in the `state` folder, or what the
+    local network says.
 
     Raises: ManifestError; UsageError when there are no addresses.
     """
@@ -228,8 +230,18 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
     if not addresses:
         from opendiloco.checkpoints.run_folder import remembered_addresses
 
-        addresses = remembered_addresses(invite.run_id, state)
+        addresses = remembered_addresses(invite.run_id, state) or _nearby(invite.run_id)
     return Invite(invite.run_id, known_addresses(addresses, "a run id does not say where the swarm is"))
+
+
+def _nearby(run_id: str) -> tuple[str, ...]:
+    """Return what the local network says of a run."""
+    import asyncio
+
+    from peers.links.neighbours import neighbours
+
+    click.echo("No address is known here: looking for the run in the local network", err=True)
+    return asyncio.run(neighbours(run_id))
 
 
 def known_addresses(addresses: tuple[str, ...], why: str = "nobody here knows where the swarm is") -> tuple[str, ...]:

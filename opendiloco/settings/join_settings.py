@@ -100,6 +100,11 @@ class NetworkSettings(Settings):
         least=0,
         most=65535,
     )
+    local_network: bool = setting(
+        "Say in the local network where this machine is, so that `join --run` with the run's id alone finds the run "
+        "there. Nothing is said where this machine has a public address.",
+        True,
+    )
     relay_limit: float | None = setting(
         "Pass on so many megabits a second between volunteers that have no other way.",
         None,

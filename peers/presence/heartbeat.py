@@ -14,7 +14,7 @@ from peers.errors import RemoteProtocolError
 from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
 from peers.values.signing import Signature
-from peers.values.teams import Team
+from peers.values.teams import TEAM, TEAM_LENGTH
 from peers.values.tickets import CHAIN_BYTES
 from peers.values.wire import (
     PROTOCOL_VERSION,
@@ -60,6 +60,7 @@ Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern
 """An IP address and a TCP port: 203.0.113.5:31338 or [2001:db8::5]:31338."""
 Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, pattern=r"^[A-Za-z0-9]+$")]
 Vote = Annotated[str, Field(strict=True, pattern=rf"^([A-Za-z0-9]{{{TAIL}}})?$")]
+Team = Annotated[str, Field(strict=True, max_length=TEAM_LENGTH, pattern=TEAM)]
 Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
 
 

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, other_nodes_option, parse_run, run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
+from peers.links import neighbours
 from peers.net.remembered import FILE_NAME, FORMAT
 from peers.values.identity import Identity
 
@@ -54,11 +55,28 @@ def test_the_invite_comes_before_the_variable_and_beside_the_option(run_id: str)
     assert shown("--run", invite, "--initial-peer", OF_OPTION).output.split() == [OF_INVITE, OF_OPTION]
 
 
-def test_without_any_the_error_says_how_to_get_one(run_id: str) -> None:
+def heard(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Have the local network say this."""
+
+    async def found(run: str) -> tuple[str, ...]:
+        return addresses
+
+    monkeypatch.setattr(neighbours, "neighbours", found)
+
+
+def test_without_any_the_error_says_how_to_get_one(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard(monkeypatch)
     done = shown("--run", run_id, environment={INITIAL_PEERS: None, "XDG_STATE_HOME": "/nowhere"})
     assert done.exit_code == 2
     for way in ("--initial-peer", INITIAL_PEERS, "the invite"):
         assert way in done.stderr
+
+
+def test_the_local_network_is_asked_last(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard(monkeypatch, SECOND)
+    nowhere = {INITIAL_PEERS: None, "XDG_STATE_HOME": "/nowhere"}
+    assert shown("--run", run_id, environment=nowhere).stdout.split() == [SECOND]
+    assert shown("--run", run_id, "--initial-peer", FIRST, environment=nowhere).output.split() == [FIRST]
 
 
 def test_a_node_may_have_a_name(run_id: str) -> None:
