@@ -155,7 +155,7 @@ def absences(before: LogState, header: Header, certificate: Certificate | None) 
         Absence(peer, "died", f"lost while it sent: {count} of its chunks lack, and its samples are trained again")
         for peer, count in missed.items()
     ]
-    for peer in dict.fromkeys((*before.by_standing, *faults)):
+    for peer in dict.fromkeys((*before.leaders, *faults)):
         if peer in faults:
             found.append(Absence(peer, "lied", f"excluded for a proven lie: {faults[peer]}"))
         elif peer in header.peers:

@@ -13,6 +13,11 @@ from functools import cached_property
 
 from peers.log.header import BYSTANDER_LIMIT, Bystander, Header, Member
 
+TERM = 16
+"""Outer steps for which one member leads, if nothing is wrong with it. A leader that leaves somebody out, or gives
+newcomers no samples, does so no longer; and each has to find out for itself who holds rounds up, which costs an entry's
+time."""
+
 
 class Electorate:
     """What a log's end says of peers. Part of `LogState`."""
@@ -69,11 +74,12 @@ class Electorate:
         return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
 
     @cached_property
-    def by_standing(self) -> tuple[str, ...]:
-        """Who leads before whom: the voters, members first, and then those on probation."""
-        if not self.probation:
-            return self.voters
-        return (*self.voters, *(peer for peer in self.roster if self.is_on_probation(peer)))
+    def leaders(self) -> tuple[str, ...]:
+        """Who leads before whom: the members that vote, in turn, each for a term; then bystanders, who may be late or
+        hold rounds up; and then those on probation."""
+        members = self.voting_members
+        first = self.last.index // TERM % len(members) if self.last and members else 0
+        return tuple(dict.fromkeys((*members[first:], *members[:first], *self.voters, *self.roster)))
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
         """The roster as it counts: of those on probation nothing, unless all of them are."""

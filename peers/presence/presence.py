@@ -11,9 +11,8 @@ from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.distrust import Distrust
 from peers.presence.election import broken_pairs, elect, most_named, quorum
-from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
+from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.membership import DONATING, Membership, Roll
-from peers.presence.overlooking import Overlooking
 from peers.presence.reachability import Reachability
 from peers.presence.standing import FORGIVEN, Standing
 
@@ -36,7 +35,6 @@ class Presence:
         self.membership = Membership(me, expiry)
         self.reachability = Reachability(expiry)
         self.standing = Standing(bar)
-        self._overlooking = Overlooking()
         self.rate = 0
         """Bytes a second that our link was seen to carry each way; 0: not measured yet."""
         self.vote: str | None = None
@@ -278,24 +276,12 @@ class Presence:
             self.distrusted,
             self.unreached,
             self.vain,
-            self._overlooking.turns,
         )
         if not _is_same(asked, self._elected[0]):
             vote = self._choose(log, at_work)
             self._elected = asked, (vote, self._leader_of_most(log, at_work, vote) or vote)
         self.vote, leader = self._elected[1]
         return leader
-
-    def entry_made(self, log: LogState, members: Collection[str], leader: str) -> None:
-        """An entry was made where the log ended. Whoever was not in it, and says that it was ready, was left out; so
-        were we, if we were not; and whoever has no say there, and would be in an entry."""
-        self.standing.work_came(members, log.leases)
-        here = [beat for beat in self.live().trainers if beat.head == log.position.head]
-        able = {
-            beat.peer for beat in here if beat.state is PeerState.READY or not log.counts(beat.peer, beat.incarnation)
-        }
-        able -= self.unreached | log.excluded.keys()
-        self._overlooking.entry_made(leader, able | ({self._me} & log.starts.keys()), members)
 
     def _leader_of_most(self, log: LogState, at_work: Collection[str], vote: str | None) -> str | None:
         """Whom more than half of those who are here vote for, we included: of the last roster; before the first entry,
@@ -321,19 +307,25 @@ class Presence:
         able = {beat.peer for beat in live.at_work if beat.index + 1 >= index}
         able |= {peer for peer in at_work if peer == self._me or peer in live}
         failing = distrusted | log.excluded.keys()
-        able -= failing | {peer for peer in self.vain & live.keys() if live[peer].index > index}  # not from there
+        further = [beat for beat in live.at_work if beat.index > index]
+        able -= {beat.peer for beat in further if beat.peer in self.vain or beat.lineage_tokens <= log.lineage_tokens}
+        able -= failing
         joining = () if able else (beat.peer for beat in live.trainers if beat.index == index)
-        order = (*self._overlooking.order(log.voting_members), *log.by_standing)
-        return elect(order, able, {*joining, self._me} - failing, self._broken_pairs(live))
+        return elect(log.leaders, able, {*joining, self._me} - failing, self._broken_pairs(live, log))
 
-    def _broken_pairs(self, live: Roll) -> Mapping[str, int]:
+    def _broken_pairs(self, live: Roll, log: LogState) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since
-        whoever knew more than the others would elect another leader."""
+        whoever knew more than the others would elect another leader. One member weighs more than all who join: else
+        whom the others can do without already would change who leads, and so who else is left out."""
         unreached = {beat.peer: beat.unreached for beat in live.trainers if beat.unreached}
         if self.unreached:
             unreached[self._me] = name_peers(self.unreached)
-        others = (beat.peer for beat in live.trainers)
-        return broken_pairs(unreached, {*others, self._me}, TAIL) if unreached else {}
+        if not unreached:
+            return {}
+        peers = {self._me, *(beat.peer for beat in live.trainers)}
+        pairs = broken_pairs(unreached, peers, TAIL)
+        among_members = broken_pairs(unreached, peers.intersection(log.roster), TAIL)
+        return {peer: count + len(peers) * among_members[peer] for peer, count in pairs.items()}
 
 
 def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[bytes] = ()) -> bytes | None:

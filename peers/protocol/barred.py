@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from peers.protocol.messages import Ready
 
@@ -54,8 +54,13 @@ class Barred:
         self._times.update(self.pardoned.keys() & set(members))
         self.pardoned = {}
 
-    def take_back(self) -> dict[str, Ready]:
-        """Return those who were taken in for an attempt that did not begin: others may come that need them not."""
-        taken_back, self.pardoned = self.pardoned, {}
-        self.ready = taken_back | self.ready
-        return taken_back
+    def take_back(self, admitted: Collection[str]) -> list[str]:
+        """Return those who were taken in for an attempt that did not begin: others may come that need them not. Who was
+        not `admitted` has had its answer, and has to say Ready again."""
+        taken_back = {peer: said for peer, said in self.pardoned.items() if peer in admitted}
+        self.ready, self.pardoned = taken_back | self.ready, {}
+        return list(taken_back)
+
+    def forget(self, starts: Mapping[str, int]) -> None:
+        """Whoever lives as another start has said something else, or says so soon."""
+        self.ready = {peer: said for peer, said in self.ready.items() if starts.get(peer) == said.incarnation}

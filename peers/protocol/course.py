@@ -276,7 +276,8 @@ class Course:
         return is_here and (sender == self._me or self.presence.is_live(sender))
 
     def gives_lease(self, joiner: str, slot: Slot) -> bool:
-        return slot.log.closes and self.joiner.may_start() and slot.leadership.gives_lease(joiner)
+        may_give = slot.log.closes and self.joiner.may_start() and not self.joiner.holds_back()
+        return may_give and slot.leadership.gives_lease(joiner)
 
     def answer_elsewhere(self, sender: str, message: Message | Unread) -> None:
         """The sender is at a place that we have left, or have not reached."""

@@ -129,9 +129,9 @@ class Gathering:
         """Who is ready says so again and again. Who is gone, or has another leader, is not ready for us."""
         still = {peer for peer, since in self._said_at.items() if now - since < self._schedule.death}
         still &= live.keys() | {self._me}
-        for known in (self._ready, self._barred.ready):
-            for peer in known.keys() - still:
-                del known[peer]
+        for peer in self._ready.keys() - still:
+            del self._ready[peer]
+        self._barred.forget({peer: live[peer].incarnation for peer in still & live.keys()})
         if self._log.roster:  # whoever has been shown to have lied meanwhile
             for peer in self._standing.barred(now) & self._ready.keys() - {self._me}:
                 del self._ready[peer]
@@ -141,17 +141,18 @@ class Gathering:
         barred = self._barred.hopeful()
         if not (barred and self._log.roster):
             return bool(barred) and is_time
-        since = max(self.awaited.times.first, self._barred.hopeful_since)
+        others = self._counted(self._ready)
+        since = max(self.awaited.times.of_all(others), self._barred.hopeful_since)
         has_waited = is_time or now - since >= self.awaited.grace + self._schedule.death
         counted = {peer for peer, said in barred.items() if self._counts(peer, said.incarnation)}
-        return has_waited and quorum(self._log.voters, self.departed, counted | self._counted(self._ready))
+        return has_waited and quorum(self._log.voters, self.departed, counted | others)
 
     def _pardon(self, now: float) -> list[Effect]:
         return [one for barred in self._barred.pardon().items() for one in self._take_in(*barred, now)]
 
     def _take_pardons_back(self) -> None:
-        for peer in self._barred.take_back():
-            self._ready.pop(peer, None)
+        for peer in self._barred.take_back(self._ready):
+            del self._ready[peer]
 
     def _take_in(self, sender: str, ready: Ready, now: float) -> list[Effect]:
         if len(self._ready) >= MEMBER_LIMIT and sender not in self._ready:
@@ -366,7 +367,7 @@ class Gathering:
         further on will show what was made here, unless they have said so in vain."""
         if self.awaited.is_hopeless(now):
             return False
-        absent = self._ready.keys() | self._barred.ready.keys() | set(self.unreached)
+        absent = self._ready.keys() | self._barred.ready.keys() | self._barred.pardoned.keys() | set(self.unreached)
         here = [peer for peer in self._log.voters if peer in live and peer not in absent]
         index = self._log.position.index
         here = [peer for peer in here if live[peer].index <= index or peer not in self.vain]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from peers.log.state import LogError
+from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk, Repetition
 from peers.protocol.effects import Dropped, Send
@@ -21,6 +22,7 @@ class Joiner:
         self._replica = replica
         self._troubles = troubles
         self._asked: tuple[str, float] | None = None  # who founds the run, as we take it, and since when we ask it
+        self._held_back_since: float | None = None
 
     @property
     def may_ask(self) -> bool:
@@ -44,7 +46,7 @@ class Joiner:
         if not (self._replica.is_settled and self.may_start() and self.question.is_due):
             return
         self.question.said()
-        if leader is not None:
+        if leader is not None and not (leader == self._desk.me and self.holds_back()):
             self._wait_for(leader)
             request = LeaseRequest(
                 position=self._replica.log.of(self._replica.log.fragments - 1).position,
@@ -56,16 +58,39 @@ class Joiner:
 
     def _wait_for(self, leader: str) -> None:
         """A founder that gives nobody samples has as long as one that does not begin. Once a run goes on, most of its
-        peers know better than a newcomer who leads; and whoever can't reach a founder waits, as it may have founded."""
-        beat = self._presence.live().get(leader)
-        is_founding = self._replica.log.last is None and beat is not None and beat.index == 0
-        if not (is_founding and self._presence.can_hear(leader)):
+        peers know better than a newcomer who leads."""
+        if self._replica.log.last is not None or leader == self._desk.me:
             self._asked = None
         elif self._asked is None or self._asked[0] != leader:
             self._asked = leader, self._desk.now
-        elif self._desk.now - self._asked[1] > self._desk.schedule.begin(everyone_is_ready=True):
+        elif self._desk.now - self._asked[1] > self._patience(leader):
             self._asked = None
             self._presence.distrust(leader)
+
+    def _patience(self, founder: str) -> float:
+        """Who can't be reached from here, or has founded, as it says, is waited for as long as those who seem at work:
+        else we would found another run beside it. What it says never makes the time begin anew."""
+        beat = self._presence.live().get(founder)
+        is_mute = beat is not None and beat.index == 0 and founder not in self._presence.unreached
+        return self._desk.schedule.begin(everyone_is_ready=is_mute)
+
+    def holds_back(self) -> bool:
+        """Whether we do not found the run yet, since somebody is about to or has, whom we can't reach at the moment."""
+        founders = self._founders_out_of_reach()
+        if not founders:
+            self._held_back_since = None
+            return False
+        self._held_back_since = self._held_back_since or self._desk.now
+        return self._desk.now - self._held_back_since <= self._desk.schedule.begin(everyone_is_ready=False)
+
+    def _founders_out_of_reach(self) -> set[str]:
+        if self._replica.log.last is not None:
+            return set()
+        expiry = self._desk.settings.timing.heartbeat_expiry
+        heard = self._presence.membership.spoke_within(expiry, self._desk.now)
+        at_work = {beat.peer for beat in heard if beat.state in PARTICIPATING or beat.index > 0}
+        reached = self._presence.live().keys() - self._presence.unreached
+        return at_work - reached - self._presence.distrusted
 
     def accepts(self, leader: str, grant: LeaseGrant) -> bool:
         """Whether others will accept the leader's lease from us."""

@@ -86,6 +86,10 @@ class ReadyTimes:
         """Return since when anybody is ready; infinity if nobody is."""
         return min(self._times.values(), default=math.inf)
 
+    def of_all(self, peers: Set[str]) -> float:
+        """Return since when all of these have been ready; minus infinity if there are none."""
+        return max((self._times[peer] for peer in peers & self._times.keys()), default=-math.inf)
+
     def of_most(self, voters: Set[str], ready: Set[str]) -> float:
         """Return since when more than half of these voters are ready, or anybody where there are none; infinity if they
         are not. Those are `ready` that have not taken it back.

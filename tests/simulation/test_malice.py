@@ -10,11 +10,12 @@ from math import inf
 
 import pytest
 
+from peers.log.electorate import TERM
 from peers.log.settings import Timing
-from peers.presence.overlooking import OFTEN
+from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.schedule import Schedule
 from peers.simulator.history import InvariantError
-from peers.simulator.leading_lies import LEADERS_LIES
+from peers.simulator.leading_lies import LEADERS_LIES, GivesNoLease
 from peers.simulator.liars import Liar
 from peers.simulator.malice import KINDS, Deceit, plant
 from peers.simulator.schedules import (
@@ -207,6 +208,34 @@ def test_whoever_gives_false_leases_at_the_founding_keeps_nobody_from_it(kind: s
     live(Life(seed, 6, replace(CALM, longest_delay=0.05), (), timing, pace=FAST, liars=(liar,)))
 
 
+@pytest.mark.parametrize(
+    ("said", "every"),
+    [({"unreached": tuple(f"peer{name:04}" for name in range(1, 5))}, 1), ({"index": 1}, 30), ({"index": 1}, 1)],
+    ids=["it reaches nobody", "it has founded, now and then", "it has founded"],
+)
+def test_whatever_a_founder_says_of_itself_it_is_given_up(
+    said: dict[str, object], every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the time for which others wait for its samples began anew, or never ended."""
+
+    class Says(GivesNoLease):
+        beats_told = 0
+
+        def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
+            self.beats_told += 1
+            more = said if self.beats_told % every == 0 else {}
+            return heartbeat.model_copy(update={"state": PeerState.TRAINING, **more})
+
+    monkeypatch.setitem(KINDS, "says", Says)
+    swarm = Swarm(1, replace(SETTINGS, timing=Timing(), minimum_peers=3), unevenness=EVENLY, traced=False)
+    plant(swarm, (Deceit("peer0", ("says",), 0, inf),))
+    for number in range(5):
+        swarm.start(f"peer{number}")
+    schedule = Schedule(Timing())
+    limit = schedule.begin(everyone_is_ready="index" not in said or every > 1) + schedule.progress(LONGEST_TRAINING, 1)
+    assert swarm.run(limit, until=lambda: swarm.longest >= 2)
+
+
 def test_nobody_founds_a_run_alone_while_others_wait_to_do_so() -> None:
     """Regression: whoever founds a run alone certifies that by its own signature."""
     live(replace(life_with("unasked commits", QUICK), liars=(Deceit("peer0", ("unasked commits",), 0, inf),)))
@@ -241,14 +270,14 @@ def test_liars_that_claim_the_heaviest_log_in_turn_keep_no_newcomer_out(seed: in
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_leader_that_gives_no_samples_keeps_no_newcomer_out(seed: int) -> None:
-    """Regression: it did so for as long as it led. Others have their turn once enough entries are made without one."""
+    """Regression: it did so for as long as it led."""
     swarm = Swarm(seed, replace(SETTINGS, timing=Timing()), unevenness=EVENLY, traced=False)
     plant(swarm, (Deceit("peer0", ("keeps newcomers out",), 1, inf),))
     for number in range(4):
         swarm.start(f"peer{number}")
     assert swarm.run(200.0, until=lambda: swarm.longest >= 3)
     swarm.start("late")
-    goal = swarm.longest + OFTEN + 4
+    goal = swarm.longest + TERM
     swarm.run(1000.0, until=lambda: swarm.longest >= goal)
     assert swarm.history.counted["late"]
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from peers.log.certificate import electorate
+from peers.log.electorate import TERM
 from peers.log.exclusions import Fault
 from peers.log.header import BYSTANDER_LIMIT, MEMBER_LIMIT, Header, Member
 from peers.log.outcome import follow, outcome_of
@@ -111,9 +112,14 @@ def test_of_too_many_bystanders_those_stay_that_were_in_an_entry_last() -> None:
     assert follow(crowd, outcome_of(crowd, header)).last == header
 
 
-def test_members_lead_before_bystanders() -> None:
-    log = FOUNDED.append(entry(FOUNDED, "bcde"))
-    assert log.by_standing == tuple("bcdea")
+@pytest.mark.parametrize(("terms", "leaders"), [(0, "bcdea"), (1, "cdeba"), (3, "ebcda"), (4, "bcdea")])
+def test_each_member_leads_for_a_term_before_bystanders(terms: int, leaders: str) -> None:
+    """Regression: a leader that left somebody out, or gave newcomers no samples, did so for as long as it was there."""
+    last = FOUNDED.append(entry(FOUNDED, "bcde")).last
+    assert last is not None
+    for index in (terms * TERM, terms * TERM + TERM - 1):
+        log = replace(FOUNDED, last=last.model_copy(update={"index": index}))
+        assert log.leaders == tuple(leaders)
 
 
 def test_those_on_probation_do_not_vote_and_lead_last() -> None:
@@ -121,5 +127,5 @@ def test_those_on_probation_do_not_vote_and_lead_last() -> None:
     roster = log.weighed([log.expected("a"), log.expected("z", 0)])
     log = log.append(log.next_header(roster, PAYLOAD, (), "cde"))
     assert log.voters == ("a", "b")
-    assert log.by_standing[-1] == "z"
+    assert log.leaders[-1] == "z"
     assert not log.counts("z", 0)

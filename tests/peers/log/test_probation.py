@@ -37,7 +37,7 @@ def founded(names: str = "abc") -> LogState:
 def test_founders_have_served() -> None:
     log = founded()
     assert not any(map(log.is_on_probation, "abc"))
-    assert log.voters == log.roster == log.by_standing == tuple("abc")
+    assert log.voters == log.roster == log.leaders == tuple("abc")
     assert log.last is not None
     assert log.last.tokens_of("a") > 0
 
@@ -83,7 +83,7 @@ def test_sybils_are_no_quorum() -> None:
     assert electorate(log, log.last) == (("a", 0),)
     assert [log.counts(peer, 0) for peer in "as"] == [True, False]
     log = after(founded("a"), "sa")
-    assert log.by_standing == ("a", "s"), "nor does one of them lead"
+    assert log.leaders == ("a", "s"), "nor does one of them lead"
 
 
 def test_signatures_of_newcomers_certify_nothing() -> None:

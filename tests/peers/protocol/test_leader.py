@@ -924,6 +924,41 @@ def test_a_pardon_leaves_the_grace_to_those_who_still_train() -> None:
     assert [peer for peer, _ in sends(lead.tick(after=STEP), Begin)] == ["a", "b"]
 
 
+def test_one_that_is_ready_early_makes_a_pardon_no_sooner() -> None:
+    """Regression: two liars, of which one was barred, had each entry made with the fastest of the others alone."""
+    roster = [member(name, 20 * place, 20 * place + 20) for place, name in enumerate("abcde")]
+    lead = Lead(EMPTY.append(EMPTY.next_header(roster, digest_of(b"payload"))))
+    others = "bcde"
+    for _ in range(4):
+        lead.leader._bar("e", lead.now)  # longer each time
+    lead.ready("d")
+    for _ in range(int((TIMING.grace + SCHEDULE.death) / STEP) + 1):
+        lead.ready("e")
+        lead.tick(others, after=STEP)
+    lead.ready("a")
+    assert lead.tick(others, after=STEP) == []
+    lead.ready("bc")
+    assert [peer for peer, _ in sends(lead.tick(others, after=STEP), Begin)] == list("abcd")
+
+
+def test_who_is_refused_where_it_is_needed_is_refused_once() -> None:
+    """Regression: it was pardoned at each tick, and each of its Readys cost a tick."""
+    lead = Lead()
+    lead.leader._bar("c", lead.now)
+    lead.ready("a")
+    lead.ready("c", state_digest=OTHER)
+    said = [effect for _ in range(5) for effect in lead.tick("c", after=STEP)]
+    assert [to for to, _ in sends(said, Refuse)] == ["c"]
+
+
+def test_who_has_started_again_is_not_taken_in_for_what_it_said_before() -> None:
+    lead = Lead()
+    lead.leader._bar("c", lead.now)
+    lead.ready("ac")
+    lead.starts["c"] = 1
+    assert lead.tick("c") == []
+
+
 def test_a_pardon_is_taken_back_where_no_attempt_begins() -> None:
     """Regression: whoever was taken in stayed, though a majority came without it."""
     lead = Lead()
