@@ -80,6 +80,7 @@ class Leadership:
         if self._leader is not None:
             awaited = self._leader.awaited
             awaited.grace, awaited.shortest_grace = self._trainer.grace(), self._trainer.shortest_grace()
+            awaited.slack = self._trainer.slack(self._presence.standing.round_seconds)
             self._leader.unreached = self._presence.unreached
             self._leader.is_behind = self._replica.is_behind
             self._leader.met = self._presence.membership.met
