@@ -3,19 +3,24 @@ waits for those who are far away."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
+from peers.protocol.effects import ReduceChunk
+from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm
 from peers.values.wire import digest_of
 
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 100, 200, 10, 1, Timing())
 STEP_SECONDS = 3.0
+BLOCKS, KEPT_BYTES = 7, 200
 SPEEDS = (1.0, 0.95, 0.9, 0.85)
 
 
@@ -52,6 +57,16 @@ def test_a_peer_that_is_never_ready_does_not_hold_up_each_round() -> None:
     assert max(seconds[3:]) < 615
 
 
+class Watched(SimulatedPeer):
+    """Remembers what everybody's blocks counted with where it averaged them."""
+
+    weights: ClassVar[set[tuple[str, float]]] = set()
+
+    def _average(self, reduce: ReduceChunk) -> None:
+        self.weights.update(reduce.weights)
+        super()._average(reduce)
+
+
 class Uneven:
     """A run of four fast peers, one that is five times slower, and one that is sixteen times slower."""
 
@@ -62,6 +77,7 @@ class Uneven:
         settings = replace(SETTINGS, minimum_peers=4, staleness=2, contributions=contributions)
         step = training / settings.inner_steps
         self.swarm = Swarm(1, settings, speeds=self.SPEEDS, step_seconds=step, unevenness=0.03, traced=False)
+        self.swarm.peer_of = lambda name, swarm, clock: Watched(name, swarm, BLOCKS, KEPT_BYTES, clock)
         self.entries: dict[int, Header] = {}
         self.swarm.on_apply = self._see
         for place in range(len(self.SPEEDS)):
@@ -94,6 +110,7 @@ def test_an_asynchronous_run_does_not_wait_for_those_who_are_far_away(training: 
 
 
 def test_whoever_is_late_in_an_asynchronous_run_trains_all_the_time_and_all_of_it_counts() -> None:
+    Watched.weights.clear()
     going = Uneven(0.5, 100.0, cycles=30)
     entries = [going.entries[index] for index in sorted(going.entries)]
     late = [header.index for header in entries if header.tokens_of(going.SLOWEST)]
@@ -102,6 +119,10 @@ def test_whoever_is_late_in_an_asynchronous_run_trains_all_the_time_and_all_of_i
     trained = [piece for header in entries for one in header.roster for piece in one.samples]
     given = sum(piece.stop - piece.start for piece in trained)
     assert given == len({sample for piece in trained for sample in range(piece.start, piece.stop)}), "none twice"
+    counted = {weight for peer, weight in Watched.weights if peer == going.SLOWEST}
+    tokens = {header.tokens_of(going.SLOWEST) for header in entries[late[1] :]} - {0}
+    assert {count / math.sqrt(3) for count in tokens} <= counted, "it is two entries old"
+    assert not tokens & counted
     kept = sum(piece.stop - piece.start for lease in entries[-1].leases for piece in lease.samples)
     free = sum(piece.stop - piece.start for piece in entries[-1].free)
     assert entries[-1].cursor == given + kept + free, "none is skipped"
