@@ -25,6 +25,8 @@ class Awaited:
         self.peers: set[str] = set()
         self.times = ReadyTimes()
         self.grace = self.shortest_grace = self.slack = settings.timing.grace
+        self.own = 0, 0.0
+        """At which inner step we are ourselves, and how fast; no speed: nobody knows."""
         self._me = me
         self._log = log
         self._standing = standing
@@ -41,26 +43,31 @@ class Awaited:
         expected = at_work | {peer for peer in granted if peer in live} | {self._me}
         self.peers = expected - self._standing.barred(now) - set(unreached)
         if self._settings.contributions is not None:
-            self._away = {peer: self._seconds_away(peer, live[peer]) for peer in self.peers - {self._me}}
+            self._away = {peer: self._seconds_away(peer, *self._told(live[peer])) for peer in self.peers - {self._me}}
+            self._away[self._me] = self._seconds_away(self._me, *self.own)
 
     def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
         """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""
         is_older = beat.index < self._log.position.index
         return beat.state in PARTICIPATING or (is_older and peer in self._log.roster)
 
-    def _seconds_away(self, peer: str, beat: Heartbeat) -> float:
-        """Return in how many seconds a peer will have trained what the entry takes of it, by its heartbeat: that may be
-        as old as the next one lets it become. 0 where it does not tell."""
-        lease, speed = self._log.leases.get(peer), beat.tokens_per_second or beat.speed
+    def _told(self, beat: Heartbeat) -> tuple[int, float]:
+        """Return at which inner step a peer is, and how fast; no speed where its heartbeat does not tell."""
         is_told = beat.state is PeerState.TRAINING and beat.index == self._log.position.index
-        if lease is None or not speed or not is_told:
+        return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_told else 0.0
+
+    def _seconds_away(self, peer: str, inner_step: int, speed: float) -> float:
+        """Return in how many seconds at least a peer will have trained what the entry takes of it, or 0 where nobody
+        knows. What it has told is of before its next inner step, and as old as two heartbeats let it become."""
+        lease = self._log.leases.get(peer)
+        if lease is None or not speed:
             return 0.0
         settings = self._settings
         samples = sample_count(lease)
         if not self._log.age(peer):  # else it takes part in the entry that closes the cycle alone
             samples = samples * (self._log.fragment + 1) // self._log.fragments
-        samples -= (beat.inner_step + settings.overlap) * settings.samples_per_lease // settings.inner_steps
-        return samples * settings.tokens_per_sample / speed - settings.timing.heartbeat
+        samples -= (inner_step + 1 + settings.overlap) * settings.samples_per_lease // settings.inner_steps
+        return samples * settings.tokens_per_sample / speed - 2 * settings.timing.heartbeat
 
     def is_time(self, now: float, ready: Set[str], contributing: Set[str]) -> bool:
         """Whether those who are ready begin, given those of them who contribute."""

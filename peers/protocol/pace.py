@@ -62,9 +62,11 @@ class Pace:
 
     def _steps_of_late(self, own: float) -> int:
         """Return what fills as many whole cycles as the smallest lease needs, given how many inner steps one has room
-        for: whoever is too late for an entry would idle until the next one."""
-        cycles = math.ceil(self.least_steps / own)
-        return min(self.inner_steps, int(cycles * own) if cycles <= 1 + self.staleness else self.least_steps)
+        for, but for what speeds are off by: whoever is too late for an entry would idle until the next one, or lose its
+        lease."""
+        sure = (1 - LATE_SHARE) * own
+        cycles = math.ceil(self.least_steps / sure)
+        return min(self.inner_steps, int(cycles * sure) if cycles <= 1 + self.staleness else self.least_steps)
 
     def _is_in_time(self, speed: float, fastest: float) -> bool:
         """Whether a peer makes all inner steps before half of the fastest peer's grace is over. The other half is for

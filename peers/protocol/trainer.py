@@ -199,9 +199,13 @@ class Trainer(Part):
         """How long to wait for those that are late again and again."""
         return self.grace() if self._seconds is None else self._pace.shortest_grace(self._seconds)
 
-    def slack(self, round: float) -> float:
-        """How long to wait for those who come soon in an asynchronous run, where a round takes so many seconds."""
-        return self.grace() if self._seconds is None else self._pace.slack(self._seconds, round)
+    def slack(self, round: float, usual: float) -> float:
+        """How long to wait for those who come soon in an asynchronous run, where a round takes so many seconds, and
+        most others train so many tokens a second: whoever leads may itself train for several cycles."""
+        if self._seconds is None:
+            return self.grace()
+        training = min(self._seconds, self._pace.lease_tokens / usual) if usual else self._seconds
+        return self._pace.slack(training, round)
 
     def inner_step(self) -> int:
         """How far we are with the lease."""

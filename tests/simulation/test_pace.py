@@ -105,8 +105,8 @@ def test_an_asynchronous_run_does_not_wait_for_those_who_are_far_away(training: 
     waiting, going = Uneven(None, training), Uneven(0.5, training)
     assert len(going.entries) >= gain * len(waiting.entries)
     for place in range(4):
-        assert going.count_of(f"peer{place}") >= 0.9 * len(going.entries), "all fast ones come in time"
-    assert going.count_of("peer4") >= 0.9 * len(going.entries), "so does who trains less"
+        assert going.count_of(f"peer{place}") >= 0.85 * len(going.entries), "all fast ones come in time, but by chance"
+    assert going.count_of("peer4") >= 0.85 * len(going.entries), "so does who trains less"
 
 
 def test_whoever_is_late_in_an_asynchronous_run_trains_all_the_time_and_all_of_it_counts() -> None:

@@ -90,9 +90,18 @@ def test_the_last_one_that_is_waited_for_need_not_wait_for_the_clock() -> None:
     assert not leading.awaited.are_all_in({"a", "b"})
 
 
+def test_a_leader_that_is_far_away_itself_is_not_waited_for_either() -> None:
+    leading, c = Leading().ready("bc"), Leading().at(0)
+    assert not leading.is_time(0.0, "bc", c), "it has just begun, and does not know its speed"
+    leading.awaited.own = 0, SPEED
+    assert leading.is_time(0.0, "bc", c)
+    leading.awaited.own = SETTINGS.inner_steps - 1, SPEED
+    assert not leading.is_time(0.0, "bc", c)
+
+
 def test_a_fragment_needs_less_than_a_lease() -> None:
     log = replace(first_log(), fragments=2)
-    step = 3
+    step = 0
     early, closing = Leading(log=log.of(0)), Leading(log=log.of(1))
     assert not early.ready("ab").is_time(0.0, "ab", early.at(step)), "it is there"
     assert closing.ready("ab").is_time(0.0, "ab", closing.at(step))

@@ -127,9 +127,11 @@ def test_a_grant_is_trained_in_time_where_nobody_waits(contributions: float | No
 
 def test_the_slack_of_an_asynchronous_run_is_a_part_of_what_training_took() -> None:
     bench = Bench(replace(SETTINGS, contributions=0.5, overlap=2))
-    assert bench.trainer.slack(0.0) == TIMING.grace
-    assert bench.training().trained(after=100.0).trainer.slack(0.0) == 20.0
-    assert bench.trainer.slack(5.0) == 15.0
+    assert bench.trainer.slack(0.0, FASTEST) == TIMING.grace
+    assert bench.training().trained(after=100.0).trainer.slack(0.0, usual=0.0) == 20.0
+    assert bench.trainer.slack(5.0, usual=0.0) == 15.0
+    lease = SETTINGS.samples_per_lease * SETTINGS.tokens_per_sample
+    assert bench.trainer.slack(0.0, usual=lease / 50.0) == 10.0, "most others train for half as long"
 
 
 def test_the_grace_is_a_part_of_what_training_took() -> None:
