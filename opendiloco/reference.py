@@ -11,13 +11,14 @@ leaves something open:
   comes of it is merged within the cycle. In the cycle that it begins with theta, and in the run's last one, it is
   synchronised when it is due.
 - The theta that a pseudo-gradient is taken from is the one after the fragment's last outer step (line 15).
-- Averages are weighted by the tokens of the cycle's leases.
+- Averages are weighted by the tokens of the cycle's leases; in an asynchronous run old ones count less (`aged`).
 - A replica that took no part in the cycle before begins with theta, and nothing is left to be merged into it.
 - A replica with no more inner steps than its overlap merges a fragment before that is synchronised again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,17 +38,28 @@ from opendiloco.outer.residuals import Residuals
 from opendiloco.outer.rounding import RunRounding
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
+from peers.protocol.weights import aged
 from peers.values.leases import SampleRange
 
 
 @dataclass(frozen=True)
 class Work:
-    """One replica's part in one outer step. `overlap` is its own τ (the paper's section 3.3.2), if not the run's."""
+    """One replica's part in one outer step. `overlap` is its own τ (the paper's section 3.3.2), if not the run's. `age`
+    is how many outer steps were taken while it trained, in a run that is asynchronous and does not stream."""
 
     replica: str
     samples: tuple[SampleRange, ...]
     steps: int
     overlap: int | None = None
+    age: int = 0
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What an outer step began with: theta, and the run's tokens."""
+
+    theta: Vector
+    tokens: int
 
 
 class Replica(Fragmented, Protocol):
@@ -68,17 +80,21 @@ class Member(Cycles):
         self.replica = replica
         self.residuals = Residuals(error_feedback, replica.layout.fragments)
         self._last_index: int | None = None
+        self.base: Vector | None = None
+        """The theta that this cycle's work began with, where others have changed it since."""
+        self.began_at = 0
+        """The outer step for which it trained."""
 
-    def take_part(
-        self, work: Work, theta: Vector, index: int, tokens: int, overlap: int, is_last: bool = False
-    ) -> None:
+    def take_part(self, work: Work, beginning: Beginning, index: int, overlap: int, is_last: bool = False) -> None:
         """Begin a cycle. A replica that took no part in the cycle before begins with theta."""
-        goes_on = self._last_index is not None and index == self._last_index + 1
-        self._last_index, self.samples = index, work.samples
-        begin_with = None if goes_on else theta
+        goes_on = self._last_index is not None and index == self._last_index + 1 and not work.age
+        self._last_index, self.began_at, self.work = index, index - work.age, work
+        self.base = beginning.theta if work.age else None
+        begin_with = None if goes_on else beginning.theta
         if not goes_on:
             self.residuals.forget_all()
-        self._inner_steps = self.replica.inner_steps(begin_with, index, work.samples, work.steps, tokens)
+        lease = work.samples, work.steps
+        self._inner_steps = self.replica.inner_steps(begin_with, self.began_at, *lease, beginning.tokens)
         self.begin(self._inner_steps, overlap, goes_on, is_last)
 
     @property
@@ -97,15 +113,22 @@ class StreamingDiLoCo:
         self.state = OuterState(theta, config.outer_optimizer, layout.fragments)
         self.members: dict[str, Member] = {}
         self._rounding = RunRounding.of(config.codec)
+        self._is_asynchronous = config.rounds.enough is not None
+        self._keeps = config.rounds.staleness if self._is_asynchronous and config.streaming.is_plain else 0
+        self._beginnings: deque[Beginning] = deque(maxlen=1 + self._keeps)
         self.index = 0
         self.tokens = 0
         self._new_replica = new_replica
         self._local = np.zeros_like(theta)
 
     def outer_step(self, roster: Sequence[Work]) -> bytes:
-        """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest."""
+        """One outer step, its members in roster order (the order matters to the last bit). Returns the state digest.
+
+        Raises: IndexError for work that is older than any that counts.
+        """
         streaming, theta = self.config.streaming, self.state.theta
         is_last = self.index + 1 == self.config.total_outer_steps
+        self._beginnings.append(Beginning(theta.copy() if self._keeps else theta, self.tokens))
         members = []
         for work in roster:
             if work.replica not in self.members:
@@ -113,7 +136,7 @@ class StreamingDiLoCo:
                 self.members[work.replica] = Member(self._new_replica(), streaming.mixing, streaming.overlap, feedback)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
-            members[-1].take_part(work, theta, self.index, self.tokens, overlap, is_last)
+            members[-1].take_part(work, self._beginnings[-1 - work.age], self.index, overlap, is_last)
         for fragment in range(len(self.state.fragments)):
             for member in members:
                 is_there = member.train_up_to(fragment, theta)
@@ -128,19 +151,23 @@ class StreamingDiLoCo:
         return self.state.digest()
 
     def synchronise(self, fragment: int, members: Sequence[Member]) -> None:
-        """Average a fragment's pseudo-gradients, each quantized, weighted by tokens, and take its outer step."""
+        """Average a fragment's pseudo-gradients, each quantized, by their weights, and take its outer step."""
         part = self.state.fragments[fragment]
         theta, local = self.state.theta[part], self._local[part]
         payload = kernels.Payload(kernels.FORMATS[self.config.codec.kind], theta.size)
         accumulator = np.zeros_like(theta)
         for member in members:
             member.store(self._local, fragment)
-            rounding = self._rounding.of_contribution(self.index, fragment, member.samples)
-            kernels.quantize_difference(theta, local, payload, rounding, member.residuals.of(fragment))
-            kernels.accumulate(payload, member.tokens, accumulator)
+            rounding = self._rounding.of_contribution(member.began_at, fragment, member.work.samples)
+            base = theta if member.base is None else member.base[part]
+            kernels.quantize_difference(base, local, payload, rounding, member.residuals.of(fragment))
+            kernels.accumulate(payload, self._weight(member), accumulator)
         rounding = self._rounding.of_average(self.index, fragment)
-        kernels.finish_average(accumulator, sum(member.tokens for member in members), payload, rounding)
+        kernels.finish_average(accumulator, sum(map(self._weight, members)), payload, rounding)
         self.state.apply(payload, self.index, fragment)
+
+    def _weight(self, member: Member) -> float:
+        return aged(member.tokens, member.work.age) if self._is_asynchronous else member.tokens
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
         """The state digest after each outer step."""

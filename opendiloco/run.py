@@ -74,6 +74,8 @@ class Run:
             smallest_share=rounds.smallest_share,
             clip=rounds.clip,
             exclusion=rounds.exclusion,
+            contributions=rounds.enough,
+            overlap=self.config.streaming.overlap,
             snapshot_every=self.config.snapshots.every,
             goes_on_alone=self.goes_on_alone,
             fragments=len(self.config.streaming.sizes or (1,)),

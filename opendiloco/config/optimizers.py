@@ -176,10 +176,13 @@ class ScheduleSection(OuterScheduleSection):
 class OuterOptimizerSection(Section):
     """Nesterov SGD on pseudo-gradients (DiLoCo's best outer optimizer, section 3.2 of arXiv 2311.08105).
 
-    `schedule` is that of its learning rate, in outer steps; without one, it is constant.
+    `schedule` is that of its learning rate, in outer steps; without one, it is constant. With `momentum_every` N above
+    1 the momentum moves theta in each Nth outer step only, and each pseudo-gradient by an Nth of the learning rate:
+    delayed Nesterov, for outer steps that late work is part of (Algorithm 3 of arXiv 2401.09135, with c = 0).
     """
 
     kind: Literal["nesterov"] = "nesterov"
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 0.7
     momentum: Fraction = 0.9
+    momentum_every: Annotated[int, Field(ge=1, le=1000)] = 1
     schedule: OuterScheduleSection | None = None

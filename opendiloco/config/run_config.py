@@ -96,6 +96,10 @@ class CodecSection(Section):
         return self
 
 
+HALF = 0.5
+"""Of those who train: the smallest share that is no minority."""
+
+
 class RoundsSection(Section):
     """Timing of membership and rounds, in seconds."""
 
@@ -109,6 +113,10 @@ class RoundsSection(Section):
     """How long one attempt at a round may take before the members that hold it up are left out."""
     partition_grace_seconds: Seconds = Timing.partition_grace
     """How long a minority of the last roster waits for the rest before it goes on alone."""
+    policy: Literal["synchronous", "asynchronous"] = "synchronous"
+    """Whether an outer step waits for all who train until the grace is over, or for `contributions` of them."""
+    contributions: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of those who train, the share whose work is enough for an asynchronous outer step; by default half."""
     minimum_peers: Positive = 1
     """Peers that must be there for an outer step."""
     staleness: Annotated[int, Field(ge=0, le=16)] = 1
@@ -121,6 +129,11 @@ class RoundsSection(Section):
     """Outer steps for which a peer is excluded that is proven to have lied; 0: none."""
 
     @property
+    def enough(self) -> float | None:
+        """Return the share of those who train whose work is enough for an outer step; None: all are waited for."""
+        return None if self.policy == "synchronous" else self.contributions or HALF
+
+    @property
     def timing(self) -> Timing:
         """Return the times of these, as the protocol has them."""
         return Timing(
@@ -130,6 +143,19 @@ class RoundsSection(Section):
             round_timeout=self.round_timeout_seconds,
             partition_grace=self.partition_grace_seconds,
         )
+
+    @model_validator(mode="after")
+    def check_policy(self) -> Self:
+        if self.policy == "synchronous" and self.contributions is not None:
+            raise ValueError(
+                f"contributions = {self.contributions:g} is for asynchronous outer steps; remove it, or give "
+                'policy = "asynchronous"'
+            )
+        if self.policy == "asynchronous" and self.staleness == 0:
+            raise ValueError(
+                "staleness = 0 would lose the work of whoever is late for an asynchronous outer step; make it 1 or more"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_expiry(self) -> Self:

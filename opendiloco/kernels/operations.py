@@ -206,6 +206,18 @@ def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: in
     )
 
 
+def gradient_step(payload: Payload, theta: Floats, learning_rate: float, threads: int = 1) -> None:
+    """Plain gradient descent on the decoded pseudo-gradient, in place: `theta = theta - learning_rate * decoded`.
+
+    Raises: CorruptPayloadError, as `outer_step` does.
+    """
+    _check_scalar("learning_rate", learning_rate)
+    parameters = view_floats("theta", theta, writable=True)
+    _check_source(payload, "theta", parameters)
+    arguments = payload.format.index, payload.address, -learning_rate, parameters.size, parameters.address, threads
+    _raise_corrupt(lib.diloco_accumulate(*arguments))
+
+
 def outer_step(
     payload: Payload,
     theta: Floats,

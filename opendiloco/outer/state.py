@@ -7,6 +7,12 @@ An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with N
     theta = theta - learning_rate * (g + mu * m)
 
 Of a run that streams, each fragment takes its own (Algorithm 2, line 20, of arXiv 2501.18512).
+
+With a momentum that is delayed, of N outer steps only the last one moves theta by it (`OuterState.apply`):
+
+    m     = mu * m + the sum of the N averages
+    theta = theta - learning_rate / N * g                in each of them
+    theta = theta - learning_rate / N * mu * m           in the last one
 """
 
 from __future__ import annotations
@@ -44,8 +50,14 @@ class OuterState:
     def apply(self, payload: kernels.Payload, index: int, fragment: int = 0) -> None:
         """Take outer step `index` of the run, counted from 0, of one fragment, with an average: a whole payload of the
         fragment that is known to be one (`BlockCodec.checked`)."""
-        rate, coefficient, part = self.learning_rate(index), self._optimizer.momentum, self.fragments[fragment]
-        kernels.outer_step(payload, self.theta[part], self.momentum[part], rate, coefficient)
+        coefficient, every, part = self._optimizer.momentum, self._optimizer.momentum_every, self.fragments[fragment]
+        rate, theta, momentum = self.learning_rate(index) / every, self.theta[part], self.momentum[part]
+        if (index + 1) % every == 0:
+            kernels.outer_step(payload, theta, momentum, rate, coefficient)
+            return
+        kernels.gradient_step(payload, theta, rate)
+        if coefficient:  # with which all that is here is multiplied in the last one
+            kernels.accumulate(payload, 1 / coefficient, momentum)
 
     def learning_rate(self, index: int) -> float:
         """Return the learning rate of outer step `index`. Bit-identical on every machine."""

@@ -29,11 +29,21 @@ class Plan:
     snapshot_every: int
     timing: Timing = field(default_factory=Timing)
     staleness: int = 1
+    contributions: float | None = None
+    overlap: int = 0
 
     @property
     def pace(self) -> Pace:
         """Return the pace that peers keep."""
-        return Pace(self.inner_steps, self.inner_steps * self.tokens_per_step, self.smallest_share, self.timing)
+        return Pace(
+            self.inner_steps,
+            self.inner_steps * self.tokens_per_step,
+            self.smallest_share,
+            self.timing,
+            self.staleness,
+            contributions=self.contributions,
+            overlap=self.overlap,
+        )
 
     def own_steps(self, peer: Peer) -> int:
         """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""
@@ -46,9 +56,14 @@ class Plan:
 
     @property
     def closes_after(self) -> float:
-        """Return the seconds after which nobody is waited for any more: the grace begins when most are ready."""
+        """Return the seconds after which nobody is waited for any more: the grace begins when most are ready; in an
+        asynchronous run the slack, when enough are."""
         trainings = sorted(self.training_seconds(peer) for peer in self.swarm.peers for _ in range(peer.count))
-        return trainings[len(trainings) // 2] + self.pace.grace(trainings[0])
+        most = len(trainings) // 2
+        if self.contributions is None:
+            return trainings[most] + self.pace.grace(trainings[0])
+        enough = math.ceil(self.contributions * len(trainings)) - 1
+        return trainings[max(most, enough)] + self.pace.slack(trainings[0])
 
 
 @dataclass(frozen=True)

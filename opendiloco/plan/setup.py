@@ -42,6 +42,8 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
         snapshot_every=config.snapshots.every,
         timing=config.rounds.timing,
         staleness=config.rounds.staleness,
+        contributions=config.rounds.enough,
+        overlap=config.streaming.overlap,
     )
 
 

@@ -54,6 +54,10 @@ class RunSettings:
     """Outer steps in whose rosters a new identity neither counts nor votes."""
     exclusion: int = 1000
     """Cycles for which a proven lie excludes a peer; 0: the log names nobody."""
+    contributions: float | None = None
+    """Of those at work, the share whose contributions are enough for a round to begin; None: the run is synchronous."""
+    overlap: int = 0
+    """Inner steps for which a peer goes on training while a fragment is averaged."""
 
     @property
     def empty_log(self) -> LogState:

@@ -182,6 +182,16 @@ class LogState(Electorate):
             raise LogError(f"{peer}: samples {samples[0].start}..{samples[-1].stop} do not begin a lease of its own")
         return lease
 
+    def age(self, peer: str) -> int:
+        """Return how many cycles were closed without a peer since it was given its lease; 0 for one that has none."""
+        given = self._given_at.get(peer)
+        return 0 if given is None else self.position.index - 1 - given
+
+    @cached_property
+    def _given_at(self) -> dict[str, int]:
+        """Which entry gave each peer its lease."""
+        return {lease.peer: lease.since for lease in self.last.leases} if self.last else {}
+
     def check_member(self, member: Member) -> None:
         """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""
         if member == self.foreseen.get(member.peer):

@@ -27,6 +27,8 @@ class Standing:
 
     def __init__(self, bar: float) -> None:
         """`bar`: seconds for which the first strike leaves a peer out; the second twice as long, and so on."""
+        self.round_seconds = 0.0
+        """How long the last round took that we have led."""
         self._bar = bar
         self._strikes: Counter[str] = Counter()
         self._barred_until: dict[str, float] = {}

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
 
+from peers.log.settings import RunSettings
 from peers.log.state import LogState
-from peers.presence.heartbeat import Heartbeat
+from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.standing import Standing
 from peers.protocol.pace import ReadyTimes
 from peers.protocol.schedule import Schedule
+from peers.values.leases import sample_count
 
 
 class Awaited:
-    """Of one position. `peers` are those whom the leader expected when time passed last, ready or not."""
+    """Of one position. `peers` are those whom the leader expected when time passed last, ready or not.
 
-    def __init__(self, me: str, log: LogState, standing: Standing, schedule: Schedule) -> None:
+    A synchronous run waits for all of them until the grace is over. An asynchronous one has enough contributions
+    earlier, and then waits, for as long as it has `slack`, for those alone who can be ready in it.
+    """
+
+    def __init__(self, me: str, log: LogState, standing: Standing, settings: RunSettings) -> None:
         self.peers: set[str] = set()
         self.times = ReadyTimes()
-        self.grace = self.shortest_grace = schedule.timing.grace
+        self.grace = self.shortest_grace = self.slack = settings.timing.grace
+        self.own = 0, 0.0
+        """At which inner step we are ourselves, and how fast; no speed: nobody knows."""
         self._me = me
         self._log = log
         self._standing = standing
-        self._schedule = schedule
+        self._settings = settings
+        self._schedule = Schedule(settings.timing)
+        self._away: dict[str, float] = {}  # seconds until each can be ready, where its heartbeat tells
+        self._passed_over = set[str]()  # whom we do not wait for, though they are at work
 
     def look(
         self, now: float, live: Mapping[str, Heartbeat], granted: Collection[str], unreached: Collection[str]
@@ -31,23 +42,56 @@ class Awaited:
         at_work = {peer for peer in self._log.leases if peer in live and self._is_at_work(peer, live[peer])}
         expected = at_work | {peer for peer in granted if peer in live} | {self._me}
         self.peers = expected - self._standing.barred(now) - set(unreached)
+        if self._settings.contributions is not None:
+            self._away = {peer: self._seconds_away(peer, *self._told(live[peer])) for peer in self.peers - {self._me}}
+            self._away[self._me] = self._seconds_away(self._me, *self.own)
 
     def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
         """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""
         is_older = beat.index < self._log.position.index
         return beat.state in PARTICIPATING or (is_older and peer in self._log.roster)
 
-    def is_time(self, now: float, ready: Set[str]) -> bool:
-        """Whether all of them are ready, or the grace is over."""
+    def _told(self, beat: Heartbeat) -> tuple[int, float]:
+        """Return at which inner step a peer is, and how fast; no speed where its heartbeat does not tell."""
+        is_told = beat.state is PeerState.TRAINING and beat.index == self._log.position.index
+        return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_told else 0.0
+
+    def _seconds_away(self, peer: str, inner_step: int, speed: float) -> float:
+        """Return in how many seconds at least a peer will have trained what the entry takes of it, or 0 where nobody
+        knows. What it has told is of before its next inner step, and as old as two heartbeats let it become."""
+        lease = self._log.leases.get(peer)
+        if lease is None or not speed:
+            return 0.0
+        settings = self._settings
+        samples = sample_count(lease)
+        if not self._log.age(peer):  # else it takes part in the entry that closes the cycle alone
+            samples = samples * (self._log.fragment + 1) // self._log.fragments
+        samples -= (inner_step + 1 + settings.overlap) * settings.samples_per_lease // settings.inner_steps
+        return samples * settings.tokens_per_sample / speed - 2 * settings.timing.heartbeat
+
+    def is_time(self, now: float, ready: Set[str], contributing: Set[str]) -> bool:
+        """Whether those who are ready begin, given those of them who contribute."""
         voters, late = self.peers.intersection(self._log.voters), self.peers - ready
         patience = min(self.grace, self.shortest_grace) if self._standing.are_often_late(late) else self.grace
-        is_over = now - self.times.of_most(voters, ready) >= patience
+        begun = self.times.of_most(voters, ready)
+        is_over = now - begun >= patience or self._are_enough(now, begun, ready, contributing)
         return self.peers <= ready or is_over or self.is_hopeless(now)
+
+    def _are_enough(self, now: float, begun: float, ready: Set[str], contributing: Set[str]) -> bool:
+        """Whether an asynchronous run has enough contributions, and nobody else comes while there is slack. Most voters
+        are ready since it has `begun`."""
+        share = self._settings.contributions
+        if share is None:
+            return False
+        since = max(begun, self.times.of_share(share, self.peers - (ready - contributing), contributing))
+        left = self.slack - (now - since)
+        self._passed_over = {peer for peer in self.peers - ready if self._away.get(peer, 0.0) > left}
+        return since <= now and (left <= 0 or self.peers <= ready | self._passed_over)
 
     def is_hopeless(self, now: float) -> bool:
         """Whether somebody has been ready for so long that those who still seem at work are not waited for."""
         return now - self.times.first >= self._schedule.hopeless
 
     def are_all_in(self, ready: Set[str]) -> bool:
-        """Whether all of them are ready by now."""
-        return len(ready) >= len(self.peers) and self.peers <= ready
+        """Whether all of them are ready by now, but for those whom we do not wait for."""
+        return len(ready) >= len(self.peers) - len(self._passed_over) and self.peers <= ready | self._passed_over

@@ -25,19 +25,23 @@ class Contributions:
     """The squared norm that the averages of one reducer may have: a mean is no longer than what it is made of."""
     signature: bytes | None = None
     """Our own, of what we contribute: our chunks show it."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """What the members count with, where that is not their tokens."""
 
     @classmethod
-    def of(cls, begin: Begin, clip: float, signature: bytes | None = None) -> Contributions:
+    def of(
+        cls, begin: Begin, clip: float, weights: Mapping[str, float], signature: bytes | None = None
+    ) -> Contributions:
         """Return what follows from the commitments. A member that reduces nothing is told none, and needs none."""
         members = begin.round.contributors
         if len(begin.commitments) != len(members):
-            return cls(signature=signature)
+            return cls(signature=signature, weights=weights)
         said = {member.peer: commitment for member, commitment in zip(members, begin.commitments, strict=True)}
-        tokens = {member.peer: member.tokens for member in members}
         squares = {peer: commitment.squares for peer, commitment in said.items()}
-        factors = clipped(tokens, squares, clip)
+        factors = clipped(weights, squares, clip)
         counted = (squares[peer] * factors.get(peer, 1.0) ** 2 for peer in squares)
-        return cls(begin.round.chunks, said, factors, ROUNDING**2 * max(counted, default=0.0), signature)
+        longest = ROUNDING**2 * max(counted, default=0.0)
+        return cls(begin.round.chunks, said, factors, longest, signature, weights)
 
     def has(self, sender: str, chunk: int, digest: bytes, proof: ChunkProof) -> bool:
         """Return whether a chunk with this digest is what the sender committed to."""

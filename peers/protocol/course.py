@@ -190,7 +190,7 @@ class Course:
             if self.troubles.readmitted():
                 self.look_for_trouble()
             self.slot.leadership.granted_by = leader
-            self._begin(grant.samples, min(grant.steps, self.trainer.steps_at_our_speed(self.presence.fastest)))
+            self._begin(grant.samples, self.trainer.steps_of_grant(grant.steps, self.presence.fastest))
 
     def await_lease(self) -> None:
         """There is something new to ask for."""

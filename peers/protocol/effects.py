@@ -51,13 +51,13 @@ class SendChunk:
 
 @dataclass(frozen=True)
 class ReduceChunk:
-    """Average the blocks of these members, in this order, with these tokens; ends in ReducedArrived or BadBlocks.
+    """Average the blocks of these members, in this order, with these weights; ends in ReducedArrived or BadBlocks.
 
     Of those that are `clipped` the blocks count times the factor that is given, and no less is divided by."""
 
     round_name: Attempt
     chunk: int
-    members: tuple[tuple[str, int], ...]
+    members: tuple[tuple[str, float], ...]
     absent: tuple[str, ...]
     clipped: Mapping[str, float] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class ReduceChunk:
     def weights(self) -> list[tuple[str, float]]:
         """What each member's blocks are multiplied with."""
         return [
-            (peer, tokens * self.clipped[peer] if peer in self.clipped else tokens) for peer, tokens in self.members
+            (peer, weight * self.clipped[peer] if peer in self.clipped else weight) for peer, weight in self.members
         ]
 
 

@@ -60,7 +60,8 @@ class Exchange:
         self._me = me
         self._keys = keys
         self._committed: dict[str, Commitment] = {}
-        self._tokens = {member.peer: member.tokens for member in round.roster if member.tokens}  # of who contributes
+        weights = contributions.weights
+        self._weights = {member.peer: weights.get(member.peer, member.tokens) for member in round.contributors}
         reducing = [share for share in round.shares if share.chunks]
         self._line = tuple(share.member.peer for share in reducing)  # in which lost chunks are passed on
         self._parts = dict(zip(self._line, parts_of([share.chunks for share in reducing]), strict=True))
@@ -106,7 +107,7 @@ class Exchange:
     def _settle_who_is_left(self) -> None:
         """Give the chunks of the lost to the next in line."""
         self._remaining = frozenset(self.round.remaining)
-        self._awaited = self._tokens.keys() & self._remaining
+        self._awaited = self._weights.keys() & self._remaining
         for peer in self._line:
             heir = self._heir(peer)
             if peer in self._remaining or heir is None:
@@ -272,7 +273,7 @@ class Exchange:
     def may_lack(self, absent: Iterable[str]) -> bool:
         """Whether a chunk may ever be averaged without these: somebody must be left."""
         names = list(absent)
-        return len(set(names)) == len(names) and set(names) < self._tokens.keys()
+        return len(set(names)) == len(names) and set(names) < self._weights.keys()
 
     def are_lost(self, absent: Iterable[str]) -> bool:
         """Whether all these are lost, as far as we have heard: of nobody else's blocks one may do without."""
@@ -313,7 +314,7 @@ class Exchange:
 
     @property
     def _contributes(self) -> bool:
-        return self._me in self._tokens
+        return self._me in self._weights
 
     def _contribute(self) -> list[Effect]:
         if not self._contributes:
@@ -334,12 +335,12 @@ class Exchange:
             arrived = self._arrived[chunk]
             if len(arrived) >= len(self._awaited) and self._reduces(chunk) and self._awaited <= arrived:
                 self._reducing.add(chunk)
-                effects.append(self.reduction_of(chunk, tuple(peer for peer in self._tokens if peer not in arrived)))
+                effects.append(self.reduction_of(chunk, tuple(peer for peer in self._weights if peer not in arrived)))
         return effects
 
     def reduction_of(self, chunk: int, absent: tuple[str, ...]) -> ReduceChunk:
         """How the average of a chunk is made without the blocks of these."""
-        members = tuple(item for item in self._tokens.items() if item[0] not in absent)
+        members = tuple(item for item in self._weights.items() if item[0] not in absent)
         factors = self.contributions.clipped
         clipped = {peer: factors[peer] for peer, _ in members if peer in factors}
         return ReduceChunk(self.name, chunk, members, absent, clipped)

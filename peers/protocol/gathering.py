@@ -76,7 +76,7 @@ class Gathering:
         self.is_behind = False
         """Whether others are further on: we are to join them, however long it takes us."""
         self.lease: Lease | None = None  # our own
-        self.awaited = Awaited(me, log, standing, self._schedule)
+        self.awaited = Awaited(me, log, standing, settings)
         self._overtaken = Counter[str]()
         self._together_at, self._ticked_at = -float("inf"), float("inf")
         self._minimum = settings.minimum_peers
@@ -210,7 +210,7 @@ class Gathering:
         if not self._ready or (self._log.closes and not self._has_work):
             return False
         self.awaited.look(now, live, self._granted, self.unreached)
-        return self.awaited.is_time(now, self._ready.keys())
+        return self.awaited.is_time(now, self._ready.keys(), self._counting())
 
     @property
     def _has_work(self) -> bool:

@@ -385,6 +385,7 @@ class Leader(Gathering):
             return self._leave_behind(unsigned, "did not sign what they say", now)
         commit = Commit(header=header, certificate=self._certifier.certify(header, name, signed))
         self._standing.entry_made(self._members)
+        self._standing.round_seconds = now - self._began_at
         self._standing.work_came((), self._granted.keys() - self._log.leases.keys() - set(self._members))
         round = running.round if isinstance(running, Begin) else None
         passed_on = len(passers(round, header)) > OPEN_LIMIT and self._me in self._members

@@ -14,6 +14,7 @@ from peers.protocol.minority import are_most
 from peers.protocol.replica import Replica
 from peers.protocol.rounds import Round, Stance
 from peers.protocol.trainer import Trainer
+from peers.protocol.weights import weights_of
 from peers.values.sum_tree import Sum
 from peers.values.workload import Trained
 
@@ -97,7 +98,9 @@ class Offer:
     def contributions(self, begin: Begin) -> Contributions:
         """Return what is known of the contributions to a round that begins, our own signature included."""
         signature = self._committed[2].signature if self._committed else None
-        return Contributions.of(begin, self._desk.settings.clip, signature)
+        settings = self._desk.settings
+        weights = weights_of(begin.round.contributors, self._log, settings)
+        return Contributions.of(begin, settings.clip, weights, signature)
 
     def is_in(self, round: Round, alone: bool) -> bool:
         """Whether we take part in a round, a minority's if it is `alone`."""

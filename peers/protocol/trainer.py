@@ -174,6 +174,13 @@ class Trainer(Part):
         """Inner steps that we make while the fastest peer makes all, as heartbeats tell. A newcomer finds out: all."""
         return self._pace.steps(self.speed, fastest) if self.speed else self._pace.inner_steps
 
+    def steps_of_grant(self, steps: int, fastest: float) -> int:
+        """Inner steps that we make of a grant of so many. Nobody keeps it for us: in an asynchronous run, which does
+        not wait, we make as many as we have time for until the fastest peer has made them."""
+        if self._pace.contributions is None or not self.speed or self.speed >= fastest:
+            return min(steps, self.steps_at_our_speed(fastest))
+        return max(1, int(steps * self.speed / fastest))
+
     def wants(self, fastest: float) -> int:
         """The samples of the next lease that we finish together with the others; 0: a whole one."""
         settings, steps = self._desk.settings, self.steps_at_our_speed(fastest)
@@ -191,6 +198,14 @@ class Trainer(Part):
     def shortest_grace(self) -> float:
         """How long to wait for those that are late again and again."""
         return self.grace() if self._seconds is None else self._pace.shortest_grace(self._seconds)
+
+    def slack(self, round: float, usual: float) -> float:
+        """How long to wait for those who come soon in an asynchronous run, where a round takes so many seconds, and
+        most others train so many tokens a second: whoever leads may itself train for several cycles."""
+        if self._seconds is None:
+            return self.grace()
+        training = min(self._seconds, self._pace.lease_tokens / usual) if usual else self._seconds
+        return self._pace.slack(training, round)
 
     def inner_step(self) -> int:
         """How far we are with the lease."""

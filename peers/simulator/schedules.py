@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
-from itertools import count, repeat
+from functools import partial
+from itertools import count
 
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.schedule import Schedule
@@ -60,11 +61,14 @@ class Life:
     liars: tuple[Deceit, ...] = ()
     pace: float = 1.0
     """How much faster than usual all train."""
+    contributions: float | None = None
+    """The share of them whose contributions are enough; None: the run is synchronous."""
 
     def __str__(self) -> str:
         blows = "".join(f"\n  {what}" for what in (*self.blows, *self.liars))
         what = f"{self.peers} peers, {self.faults}, {self.timing}, {self.fragments} fragments, pace {self.pace:g}"
-        return f"seed {self.seed}, {what}{blows}"
+        policy = "" if self.contributions is None else f", {self.contributions:g} of all contributions are enough"
+        return f"seed {self.seed}, {what}{policy}{blows}"
 
 
 def draw_life(seed: int, fragments: int = 1, kinds: tuple[str, ...] = ()) -> Life:
@@ -131,6 +135,7 @@ def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
     """
     manifest, founders = digest_of(b"manifest"), life.peers - sum(not liar.entries for liar in life.liars)
     settings = RunSettings("simulated", manifest, INNER_STEPS, 10, 10, founders, life.timing, fragments=life.fragments)
+    settings = replace(settings, contributions=life.contributions)
     speeds = tuple(life.pace * speed for speed in SPEEDS)
     swarm = Swarm(life.seed, settings, life.faults, one_child=not life.liars, speeds=speeds)
     if life.liars:
@@ -245,8 +250,12 @@ def _look_seldom_for_garbage() -> None:
     gc.freeze()
 
 
-def failing_seeds(seeds: range, fragments: int, kinds: tuple[str, ...]) -> list[int]:
-    return [seed for seed in seeds if failure(draw_life(seed, fragments, kinds))]
+def failing_seeds(seeds: range, draw: Callable[[int], Life]) -> list[int]:
+    return [seed for seed in seeds if failure(draw(seed))]
+
+
+def _draw(seed: int, fragments: int, kinds: tuple[str, ...], contributions: float | None) -> Life:
+    return replace(draw_life(seed, fragments, kinds), contributions=contributions)
 
 
 def main() -> None:
@@ -256,6 +265,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
     parser.add_argument("--fragments", type=int, default=1, help="of the state; plain DiLoCo has one")
+    parser.add_argument("--contributions", type=float, help="of all, that are enough: the runs are asynchronous")
     parser.add_argument(
         "--liars",
         nargs="*",
@@ -265,16 +275,14 @@ def main() -> None:
     )
     options = parser.parse_args()
     kinds = () if options.liars is None else tuple(options.liars or KINDS)
+    draw = partial(_draw, fragments=options.fragments, kinds=kinds, contributions=options.contributions)
     stop = options.first + options.seeds
     batches = [range(first, min(first + BATCH, stop)) for first in range(options.first, stop, BATCH)]
     with ProcessPoolExecutor(options.jobs, initializer=_look_seldom_for_garbage) as pool:
-        found = pool.map(failing_seeds, batches, repeat(options.fragments), repeat(kinds))
+        found = pool.map(partial(failing_seeds, draw=draw), batches)
         failed = [seed for seeds in found for seed in seeds]
     if failed:
-        raise SystemExit(
-            f"{report(draw_life(failed[0], options.fragments, kinds))}\n"
-            f"{len(failed)} of {options.seeds} seeds failed: {failed[:20]}"
-        )
+        raise SystemExit(f"{report(draw(failed[0]))}\n{len(failed)} of {options.seeds} seeds failed: {failed[:20]}")
     print(f"{options.seeds} schedules from seed {options.first} on: no invariant was broken")
 
 

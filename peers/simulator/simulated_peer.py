@@ -50,7 +50,14 @@ from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.simulated_log import Frozen, SimulatedLog, restored
-from peers.simulator.simulated_workload import Fragment, SimulatedWorkload, digest_of_states, run_now
+from peers.simulator.simulated_workload import (
+    Fragment,
+    SimulatedTraining,
+    SimulatedWorkload,
+    digest_of_states,
+    run_now,
+    trained_in,
+)
 from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
@@ -58,7 +65,6 @@ from peers.transfer.chunk_average import average_chunk
 from peers.transfer.inspection import payload_kind
 from peers.transfer.snapshot_fetch import Offered, Vouched
 from peers.transfer.snapshots import SnapshotOffer
-from peers.values.leases import sample_count
 from peers.values.reach import Reach
 from peers.values.workload import Progress, SnapshotError, Trained
 
@@ -90,10 +96,8 @@ class SimulatedPeer:
     is_honest = True
 
     def __init__(self, name: str, world: World, block_count: int, kept_bytes: int, clock: tuple[float, float]) -> None:
-        self.name = name
-        self.world = world
+        self.name, self.world, self.clock = name, world, clock
         self.fragments = [Fragment(name, block_count, kept_bytes) for _ in range(world.settings.fragments)]
-        self.clock = clock
         self.speed = world.speeds[ord(name[-1]) % len(world.speeds)]
         self._keys = SimulatedKeys(name)
         self.peer = Peer(
@@ -106,20 +110,20 @@ class SimulatedPeer:
             self._keys,
         )
         self.packer = Packer(self.peer)
-        self.alive = True
-        self._has_stopped = False
-        self.sequence = 0
+        self.alive, self._has_stopped, self.sequence = True, False, 0
         self.heartbeat: Heartbeat | None = None
         speed = world.tokens_per_second(self.speed)
-        self._first_heartbeat = Heartbeat.model_construct(run=world.settings.run, peer=name, speed=speed)
+        self._first_heartbeat = Heartbeat.model_construct(
+            run=world.settings.run, peer=name, speed=speed, tokens_per_second=speed
+        )
         self.reach: dict[str, Reach] = {}  # as its links see it
         self._trained: Trained | None = None
+        self._training = SimulatedTraining()
         self._captured: list[Captured] = []
         self._newest = Frozen(None, (), self.states)
         self._frozen: Frozen | None = None
-        self._was_averaging = False
         self._sent, self._received = RateMeter(lambda: world.now), RateMeter(lambda: world.now)
-        self._is_digesting = False
+        self._was_averaging = self._is_digesting = False
         self._last_of_cycle: Header | None = None  # the entry that was applied last in it
         self._postponed: deque[Apply | FetchSnapshot] = deque()
         self.entries = SimulatedLog(world.settings.empty_log)
@@ -177,6 +181,7 @@ class SimulatedPeer:
                 "state_digest": peer.state_digest,
                 "lineage_tokens": peer.settled.lineage_tokens,
                 "unreached": name_peers(peer.presence.unreached),
+                "inner_step": self._training.inner_step(self.world.now) if self._trained else 0,
                 "vote": (peer.presence.vote or "")[-TAIL:],
                 "trouble": peer.troubles.told,
             }
@@ -226,19 +231,17 @@ class SimulatedPeer:
     # The training side ----------------------------------------------------------------------------------------
     def _begin_training(self, train: Train) -> None:
         settings = self.world.settings
-        count = sample_count(train.samples)
-        trained = Trained(train.samples, settings.tokens_per_sample * count, 1.0)
+        steps, trained = trained_in(train, settings)
         *others, closing = [fragment.commit_to(trained) for fragment in self.fragments]
         self._trained = replace(trained, contribution=closing)
         self.world.soon(self, TrainingProgress(Progress(1, 1.0, self.world.tokens_per_second(self.speed))))
-        steps = min(train.steps, count * settings.inner_steps // settings.samples_per_lease)
         seconds = self.world.training_time(steps) / self.speed
-        whole = len(self.fragments)
+        self._training = SimulatedTraining(self.world.now, seconds, steps)
         self._captured = [
             Captured(number, Trained((), trained.tokens, 1.0, contribution=root)) for number, root in enumerate(others)
         ]
         for captured in self._captured:
-            self.world.later(self, captured, seconds * (captured.fragment + 1) / whole)
+            self.world.later(self, captured, seconds * (captured.fragment + 1) / len(self.fragments))
         self.world.later(self, TrainingDone(self._trained), seconds)
 
     def _stop(self, stop: effects.Stop) -> None:

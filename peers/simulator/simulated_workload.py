@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from operator import mul
 from typing import TypeVar
 
+from peers.log.settings import RunSettings
+from peers.protocol.effects import Train
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import inspection, offer
+from peers.values.leases import prefix, sample_count
 from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocks, Reduction, Trained
@@ -56,6 +60,26 @@ class SimulatedWorkload:
     def apply(self, payload: bytes) -> bytes:
         self.state = stepped(self.state, payload)
         return self.state
+
+
+@dataclass(frozen=True)
+class SimulatedTraining:
+    """When a training began, and how many seconds and inner steps it takes."""
+
+    began: float = 0.0
+    seconds: float = 1.0
+    steps: int = 0
+
+    def inner_step(self, now: float) -> int:
+        """Return how many of them are made."""
+        return min(self.steps, int(self.steps * (now - self.began) / self.seconds))
+
+
+def trained_in(train: Train, settings: RunSettings) -> tuple[int, Trained]:
+    """Return how many inner steps a training takes, and what it comes to."""
+    steps = min(train.steps, sample_count(train.samples) * settings.inner_steps // settings.samples_per_lease)
+    samples = prefix(train.samples, steps * settings.samples_per_lease // settings.inner_steps)
+    return steps, Trained(samples, settings.tokens_per_sample * sample_count(samples), 1.0)
 
 
 def digest_of_states(states: Sequence[bytes]) -> bytes:

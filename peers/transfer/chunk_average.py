@@ -31,7 +31,7 @@ async def average_chunk(
     if not buffers.round(round_name):
         return None
     contributions = buffers.contributions(round_name, chunk, me, reduce.weights)
-    tokens = sum(tokens for _, tokens in reduce.members)
+    tokens = sum(weight for _, weight in reduce.members)
     first_block = buffers.chunking.blocks(chunk)[0]
     room = buffers.room(len(contributions[0][0]))
     place = round_name.position

@@ -102,7 +102,7 @@ class SpotCheck:
             return None
         buffers = self._buffers_of(exchange)
         first_block = buffers.chunking.blocks(average.chunk)[0]
-        room, tokens = bytearray(len(contributions[0][0])), sum(tokens for _, tokens in reduce.members)
+        room, tokens = bytearray(len(contributions[0][0])), sum(weight for _, weight in reduce.members)
         place = exchange.name.position
         reduction = Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index)
         try:

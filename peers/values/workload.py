@@ -73,14 +73,15 @@ class Reduction:
     """What there is to average for outer step `index`: checked blocks of a fragment, from `first_block` on, each with
     its owner's weight.
 
-    Weights are tokens, or less for a contribution that is clipped; the sum is divided by `tokens`, by default the sum
-    of the weights. The average may lie in `out`, which has as many bytes as each contribution.
+    Weights are tokens, or less for a contribution that is old or clipped; the sum is divided by `tokens`, which is the
+    sum of the weights before anything is clipped, and by default the sum of the weights. The average may lie in `out`,
+    which has as many bytes as each contribution.
     """
 
     contributions: Sequence[tuple[Blocks, float]]
     first_block: int
     out: memoryview | None = None
-    tokens: int | None = None
+    tokens: float | None = None
     fragment: int = 0
     index: int = 0
 

@@ -14,7 +14,7 @@ from opendiloco.config.data import DataSection
 from opendiloco.config.run_config import RoundsSection, RunConfig
 from opendiloco.run import Run
 from peers.errors import ManifestError
-from peers.log.settings import Timing
+from peers.log.settings import RunSettings, Timing
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 
@@ -124,6 +124,9 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         ),
         ("rounds", {"minimum_peers": 0}, "rounds.minimum_peers = 0: too small. Use 1 or more."),
         ("rounds", {"heartbeat_seconds": 5.0}, "rounds: heartbeat_expiry_seconds = 10 would bury a peer"),
+        ("rounds", {"contributions": 0.5}, "rounds: contributions = 0.5 is for asynchronous outer steps; remove it"),
+        ("rounds", {"policy": "asynchronous", "staleness": 0}, "rounds: staleness = 0 would lose the work of whoever"),
+        ("rounds", {"contributions": 1.5}, "rounds.contributions = 1.5: too large. Use 1.0 or less."),
         ("name", "Big Run", "name = 'Big Run': not usable. Use 1 to 40 lower-case letters, digits and dashes."),
         ("name", "a" * 41, f"name = '{'a' * 41}': not usable. Use 1 to 40 lower-case"),
         ("training", 3, "training = 3: not a table. Write its keys below a line [training]."),
@@ -284,3 +287,13 @@ def test_what_the_documentation_shows_of_data_is_accepted(small_content: dict[st
     assert [section.source for section in configs[0].data.all_sources] == ["stdlib"]
     assert configs[1].data.shares == (14, 5, 1), "as it says below"
     assert configs[2].tokenizer.kind == "file"
+
+
+def test_half_is_enough_where_an_asynchronous_run_does_not_say_how_much(small_content: dict[str, Any]) -> None:
+    def settings(**rounds: Any) -> RunSettings:
+        config = RunConfig.from_manifest_content(small_content | {"rounds": rounds})
+        return Run.sign(config, Identity.generate()).settings
+
+    assert settings().contributions is None
+    assert settings(policy="asynchronous").contributions == 0.5
+    assert settings(policy="asynchronous", contributions=1.0).contributions == 1.0

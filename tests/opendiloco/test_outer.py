@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from blake3 import blake3
 
@@ -25,6 +26,41 @@ def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:
         parameter.grad = torch.from_numpy(decoded)
         optimizer.step()
     np.testing.assert_allclose(state.theta, parameter.detach().numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_a_delayed_momentum_moves_theta_in_each_nth_outer_step_only(momentum: float) -> None:
+    """Algorithm 3 of arXiv 2401.09135 with c = 0, whose momentum is a third of ours, in double precision."""
+    source, every, rate = np.random.default_rng(0), 3, 0.7
+    section = OuterOptimizerSection(learning_rate=rate, momentum=momentum, momentum_every=every)
+    state = OuterState(source.standard_normal(3000).astype(np.float32), section)
+    theta, velocity, seen = state.theta.astype(np.float64), np.zeros(3000), np.zeros(3000)
+    for index in range(7):
+        payload, decoded = kernels.Payload(kernels.INT8, 3000), np.empty(3000, np.float32)
+        kernels.quantize(source.standard_normal(3000).astype(np.float32), payload)
+        kernels.dequantize(payload, decoded)
+        state.apply(payload, index)
+        seen += decoded
+        theta -= rate * decoded / every
+        if (index + 1) % every == 0:
+            velocity = momentum * velocity + seen / every
+            theta -= rate * momentum * velocity
+            seen[:] = 0
+        if momentum and (index + 1) % every == 0:
+            np.testing.assert_allclose(state.momentum, every * velocity, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(state.theta, theta, rtol=1e-5, atol=1e-5)
+
+
+def test_a_momentum_in_each_outer_step_is_nesterovs_to_the_bit() -> None:
+    source = np.random.default_rng(0).standard_normal(3000).astype(np.float32)
+    payload = kernels.Payload(kernels.INT8, 3000)
+    kernels.quantize(source, payload)
+    state, theta, velocity = OuterState(source.copy(), OuterOptimizerSection()), source.copy(), np.zeros_like(source)
+    for index in range(2):
+        state.apply(payload, index)
+        kernels.outer_step(payload, theta, velocity, 0.7, 0.9)
+    assert np.array_equal(state.theta, theta)
+    assert np.array_equal(state.momentum, velocity)
 
 
 def test_the_digest_covers_theta_and_momentum() -> None:

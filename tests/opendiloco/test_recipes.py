@@ -23,6 +23,7 @@ PUBLISHED = {  # inner steps, outer learning rate and momentum
     "INTELLECT-1": (100, 0.7, 0.9),  # arXiv 2412.01152
     "Streaming DiLoCo": (100, 0.4, 0.9),  # arXiv 2501.18512
     "MuLoCo": (30, 0.8, 0.9),  # arXiv 2505.23725
+    "Uneven machines": (100, 0.7, 0.9),  # ours
     "A few inner steps": (10, 0.7, 0.6),  # examples/tiny.toml
 }
 

@@ -1,19 +1,26 @@
-"""Swarms of uneven machines whose training takes long: nobody is late for long, and nobody's work is left out."""
+"""Swarms of uneven machines: nobody is late for long, nobody's work is left out, and where runs are asynchronous nobody
+waits for those who are far away."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 
+from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
+from peers.protocol.effects import ReduceChunk
+from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm
 from peers.values.wire import digest_of
 
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 100, 200, 10, 1, Timing())
 STEP_SECONDS = 3.0
+BLOCKS, KEPT_BYTES = 7, 200
 SPEEDS = (1.0, 0.95, 0.9, 0.85)
 
 
@@ -48,3 +55,74 @@ def test_a_peer_that_is_never_ready_does_not_hold_up_each_round() -> None:
     seconds = [later - earlier for earlier, later in pairwise(made)]
     assert max(seconds[:2]) > 630, "it might still come"
     assert max(seconds[3:]) < 615
+
+
+class Watched(SimulatedPeer):
+    """Remembers what everybody's blocks counted with where it averaged them."""
+
+    weights: ClassVar[set[tuple[str, float]]] = set()
+
+    def _average(self, reduce: ReduceChunk) -> None:
+        self.weights.update(reduce.weights)
+        super()._average(reduce)
+
+
+class Uneven:
+    """A run of four fast peers, one that is five times slower, and one that is sixteen times slower."""
+
+    SPEEDS = (1.0, 0.97, 0.94, 0.9, 0.2, 1 / 16)
+    SLOWEST = "peer5"
+
+    def __init__(self, contributions: float | None, training: float, cycles: int = 20) -> None:
+        settings = replace(SETTINGS, minimum_peers=4, staleness=2, contributions=contributions)
+        step = training / settings.inner_steps
+        self.swarm = Swarm(1, settings, speeds=self.SPEEDS, step_seconds=step, unevenness=0.03, traced=False)
+        self.swarm.peer_of = lambda name, swarm, clock: Watched(name, swarm, BLOCKS, KEPT_BYTES, clock)
+        self.entries: dict[int, Header] = {}
+        self.swarm.on_apply = self._see
+        for place in range(len(self.SPEEDS)):
+            self.swarm.start(f"peer{place}")
+        self.swarm.run(cycles * training)
+
+    def _see(self, name: str) -> None:
+        header = self.swarm.peers[name].peer.log.last
+        assert header is not None
+        self.entries[header.index] = header
+
+    def count_of(self, peer: str) -> int:
+        """Return the entries that the peer's work counts in."""
+        return sum(header.tokens_of(peer) > 0 for header in self.entries.values())
+
+    def seconds_of(self, peer: str) -> float:
+        """Return the seconds for which the peer has trained what counts."""
+        tokens = sum(header.tokens_of(peer) for header in self.entries.values())
+        return tokens / self.swarm.tokens_per_second(self.SPEEDS[int(peer[-1])])
+
+
+@pytest.mark.parametrize(("training", "gain"), [(30.0, 1.15), (100.0, 1.05)])
+def test_an_asynchronous_run_does_not_wait_for_those_who_are_far_away(training: float, gain: float) -> None:
+    """The shorter the training, the longer a part of it is the grace."""
+    waiting, going = Uneven(None, training), Uneven(0.5, training)
+    assert len(going.entries) >= gain * len(waiting.entries)
+    for place in range(4):
+        assert going.count_of(f"peer{place}") >= 0.85 * len(going.entries), "all fast ones come in time, but by chance"
+    assert going.count_of("peer4") >= 0.85 * len(going.entries), "so does who trains less"
+
+
+def test_whoever_is_late_in_an_asynchronous_run_trains_all_the_time_and_all_of_it_counts() -> None:
+    Watched.weights.clear()
+    going = Uneven(0.5, 100.0, cycles=30)
+    entries = [going.entries[index] for index in sorted(going.entries)]
+    late = [header.index for header in entries if header.tokens_of(going.SLOWEST)]
+    assert {later - earlier for earlier, later in pairwise(late)} == {3}, "it may miss two of them"
+    assert going.seconds_of(going.SLOWEST) >= 0.8 * going.swarm.now
+    trained = [piece for header in entries for one in header.roster for piece in one.samples]
+    given = sum(piece.stop - piece.start for piece in trained)
+    assert given == len({sample for piece in trained for sample in range(piece.start, piece.stop)}), "none twice"
+    counted = {weight for peer, weight in Watched.weights if peer == going.SLOWEST}
+    tokens = {header.tokens_of(going.SLOWEST) for header in entries[late[1] :]} - {0}
+    assert {count / math.sqrt(3) for count in tokens} <= counted, "it is two entries old"
+    assert not tokens & counted
+    kept = sum(piece.stop - piece.start for lease in entries[-1].leases for piece in lease.samples)
+    free = sum(piece.stop - piece.start for piece in entries[-1].free)
+    assert entries[-1].cursor == given + kept + free, "none is skipped"

@@ -98,6 +98,15 @@ def test_outer_step_is_nesterovs(format: Format, length: int) -> None:
     assert same_bits(theta, expected_theta)
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_gradient_step_has_no_momentum(format: Format, length: int) -> None:
+    payload, theta = encode(format, normal(length)), normal(length, 1)
+    expected = theta - np.float32(0.7) * reference.decode(format.name, payload, length)
+    kernels.gradient_step(Payload(format, length, payload), theta, 0.7, threads=2)
+    assert same_bits(theta, expected)
+
+
 @pytest.mark.parametrize(("learning_rate", "coefficient"), [(0.7, 0.9), (0.7, 0.6), (1.0, 0.5)])
 def test_outer_step_agrees_with_torch(learning_rate: float, coefficient: float) -> None:
     theta, momentum = normal(3000, 1), np.zeros(3000, np.float32)

@@ -90,6 +90,17 @@ def test_nobody_waits_longer_than_the_grace() -> None:
     assert [each.cycles for each in patient.peers] == [1, 1, 2, 3]
 
 
+def test_in_an_asynchronous_run_whoever_is_late_fills_its_cycles() -> None:
+    fast = peer(step_seconds=1.0, count=3)
+    uneven = replace(plan(fast, peer(step_seconds=1.2), peer(step_seconds=12.0)), contributions=0.5)
+    found = forecast(uneven, diloco(SHAPE, 100, 8))
+    assert [each.inner_steps for each in found.peers] == [100, 84, 15]
+    assert [each.cycles for each in found.peers] == [1, 1, 2]
+    assert found.peers[2].utilisation > 0.8
+    assert uneven.closes_after == 105.0, "what speeds are off by"
+    assert replace(uneven, contributions=1.0).closes_after == 15 * 12 + 5
+
+
 def test_an_entry_needs_most_of_the_peers_however_slow_they_are() -> None:
     slow = plan(peer(step_seconds=1.0), peer(step_seconds=12.0), peer(step_seconds=13.0))
     found = forecast(slow, diloco(SHAPE, 100, 8))

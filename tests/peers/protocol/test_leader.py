@@ -214,6 +214,26 @@ def test_grace_ends_the_wait_for_those_who_still_train() -> None:
     assert [peer for peer, _ in sends(lead.tick(after=1), Begin)] == ["a", "b"]
 
 
+def test_an_asynchronous_run_begins_with_enough_but_never_without_most_voters() -> None:
+    def lead_with(names: str) -> Lead:
+        lead = Lead(settings=replace(SETTINGS, contributions=0.1))
+        lead.leader.awaited.slack = 0.0
+        lead.ready(names)
+        return lead
+
+    assert [peer for peer, _ in sends(lead_with("ab").tick(), Begin)] == ["a", "b"]
+    assert sends(lead_with("a").tick(after=TIMING.grace), Begin) == [], "one of three is no quorum"
+
+
+def test_a_leader_remembers_how_long_its_round_took() -> None:
+    lead = Lead()
+    lead.ready("abc")
+    begin = sends(lead.tick(), Begin)[0][1]
+    lead.now += 7.0
+    lead.all_complete("abc", begin)
+    assert lead.leader._standing.round_seconds == 7.0
+
+
 def test_the_dead_are_not_waited_for() -> None:
     lead = Lead()
     lead.ready("ab")

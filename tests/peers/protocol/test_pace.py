@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,42 @@ def test_a_peer_makes_as_many_inner_steps_as_it_makes_in_time(training: float, s
     assert pace(training).steps(speed * FASTEST, FASTEST) == steps
 
 
+@pytest.mark.parametrize(
+    ("speed", "steps"),
+    [
+        (0.95, 95),
+        (0.99, 100),
+        (0.2, 20),
+        (0.12, 22),  # two cycles of 12, less 5 %; the smallest share, 13, would idle for most of the second
+        (1 / 16, 17),  # three cycles of 6.25, less 5 %
+        (0.04, 13),  # more cycles than it may be late
+    ],
+)
+def test_whoever_is_late_in_an_asynchronous_run_fills_whole_cycles(speed: float, steps: int) -> None:
+    lasting = replace(pace(300.0), contributions=0.5, staleness=2)
+    assert lasting.steps(speed * FASTEST, FASTEST) == steps
+
+
+@pytest.mark.parametrize(
+    ("training", "overlap", "round", "slack"),
+    [
+        (300.0, 0, 0.0, 15.0),  # what speeds are off by
+        (20.0, 0, 0.0, 2.0),  # a heartbeat
+        (100.0, 9, 0.0, 9.0),  # nobody idles before
+        (100.0, 9, 3.0, 6.0),
+        (100.0, 9, 30.0, 5.0),
+        (100.0, 50, 0.0, 10.0),  # as long as in a synchronous run
+    ],
+)
+def test_the_slack_is_what_costs_nobody_anything(training: float, overlap: int, round: float, slack: float) -> None:
+    lasting = replace(pace(training), contributions=0.5, overlap=overlap)
+    assert lasting.slack(training, round) == slack
+
+
+def test_fragments_come_so_much_more_often() -> None:
+    assert replace(pace(300.0), contributions=0.5, fragments=3).slack(300.0) == 5.0
+
+
 def test_nobody_makes_more_than_all_of_them() -> None:
     assert pace(300.0).steps(2 * FASTEST, FASTEST) == 100
     assert pace(300.0).steps(FASTEST, 0.0) == 100, "nobody else has said how fast it is"
@@ -78,3 +115,14 @@ def test_the_grace_begins_when_most_voters_are_ready() -> None:
     assert times.of_most(set(), everybody) == times.first == 10.0
     times.restart(400.0)
     assert times.of_most({"a", "b", "late"}, everybody) == 400.0
+
+
+def test_enough_contribute_when_a_share_of_those_who_can_is_ready() -> None:
+    times, able = ReadyTimes(), {"a", "b", "c", "d"}
+    for now, peer in enumerate("abz"):
+        times.note(peer, float(now))
+    assert times.of_share(0.25, able, {"a", "b"}) == 0.0
+    assert times.of_share(0.5, able, {"a", "b"}) == 1.0
+    assert times.of_share(0.51, able, {"a", "b"}) == math.inf, "it takes three"
+    assert times.of_share(0.5, able, {"b"}) == math.inf, "a has taken it back"
+    assert times.of_share(0.1, set(), {"b"}) == 1.0, "at least one"

@@ -115,6 +115,25 @@ def test_who_is_so_slow_that_no_lease_is_done_in_time_knows_it() -> None:
     assert not bench.at_step(1, speed=0.0).trainer.is_too_slow(FASTEST), "nobody knows yet"
 
 
+@pytest.mark.parametrize(
+    ("contributions", "speed", "steps"), [(None, 20.0, 2), (0.5, 20.0, 1), (0.5, 500.0, 4), (0.5, 0.0, 8)]
+)
+def test_a_grant_is_trained_in_time_where_nobody_waits(contributions: float | None, speed: float, steps: int) -> None:
+    """Regression: nobody keeps a grant for its peer, so one that trained the smallest share of it came too late each
+    time, and was never let in."""
+    bench = Bench(replace(SETTINGS, smallest_share=0.2, contributions=contributions)).training()
+    assert bench.at_step(1, speed).trainer.steps_of_grant(8, FASTEST) == steps
+
+
+def test_the_slack_of_an_asynchronous_run_is_a_part_of_what_training_took() -> None:
+    bench = Bench(replace(SETTINGS, contributions=0.5, overlap=2))
+    assert bench.trainer.slack(0.0, FASTEST) == TIMING.grace
+    assert bench.training().trained(after=100.0).trainer.slack(0.0, usual=0.0) == 20.0
+    assert bench.trainer.slack(5.0, usual=0.0) == 15.0
+    lease = SETTINGS.samples_per_lease * SETTINGS.tokens_per_sample
+    assert bench.trainer.slack(0.0, usual=lease / 50.0) == 10.0, "most others train for half as long"
+
+
 def test_the_grace_is_a_part_of_what_training_took() -> None:
     bench = Bench()
     assert bench.trainer.grace() == TIMING.grace

@@ -1,0 +1,23 @@
+"""How much each contribution counts in an average. Pure functions of the log, so that all reducers compute the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from peers.log.header import Member
+from peers.log.settings import RunSettings
+from peers.log.state import LogState
+
+
+def weights_of(members: Iterable[Member], log: LogState, settings: RunSettings) -> dict[str, float]:
+    """Return what the members of the next entry count with: their tokens; in an asynchronous run less for old work."""
+    if settings.contributions is None:
+        return {member.peer: member.tokens for member in members}
+    return {member.peer: aged(member.tokens, log.age(member.peer)) for member in members}
+
+
+def aged(tokens: int, age: int) -> float:
+    """Return what tokens count with that are `age` outer steps old: divided by sqrt(1 + age), as FedBuff has it
+    (arXiv 2106.06639). Bit-identical on every machine: both operations round correctly."""
+    return tokens / math.sqrt(1 + age) if age else tokens

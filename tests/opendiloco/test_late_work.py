@@ -1,0 +1,89 @@
+"""Work that is late for an asynchronous run's outer step: a swarm's training side and the reference agree on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.local_workload import LocalWorkload
+from opendiloco.reference import Reference, Work
+from opendiloco.workers.options import WorkerOptions
+from peers.protocol.weights import aged
+from peers.values.leases import SampleRange
+from peers.values.workload import InnerLoop, Progress, Reduction
+
+LATE = Work("b", (SampleRange(24, 30),), 3, age=1)
+OUTER_STEPS = [
+    [Work("a", (SampleRange(0, 8),), 4), Work("b", (SampleRange(8, 16),), 4)],
+    [Work("a", (SampleRange(16, 24),), 4)],
+    [Work("a", (SampleRange(30, 38),), 4), LATE],
+    [Work("a", (SampleRange(38, 46),), 4), Work("b", (SampleRange(46, 54),), 4)],
+]
+TOKENS = 16
+"""Of a sample."""
+
+
+def ignore(progress: Progress) -> None:
+    pass
+
+
+def count_of(work: Work) -> int:
+    return TOKENS * sum(piece.stop - piece.start for piece in work.samples)
+
+
+class PairOfPeers:
+    """a and b; b trains `LATE` while a makes the outer step before."""
+
+    def __init__(self, peers: Sequence[LocalWorkload]) -> None:
+        self.peers = dict(zip("ab", peers, strict=True))
+        self.began = [0]  # the run's tokens when each outer step began
+
+    async def outer_step(self, index: int, roster: Sequence[Work], later: Work | None) -> bytes:
+        """Take an outer step. One peer's work is `later`: it trains now, for the next one."""
+        for work in (*roster, *((later,) if later else ())):
+            if work.age == 0 or work is later:
+                loop = InnerLoop(index, work.samples, work.steps, self.began[-1])
+                await self.peers[work.replica].run_inner_loop(loop, ignore)
+        payloads = [(await self.peers[work.replica].contribution(), aged(count_of(work), work.age)) for work in roster]
+        payload = await self.peers["a"].reduce(Reduction(payloads, 0, index=index))
+        for name, peer in self.peers.items():
+            is_in = name in [work.replica for work in roster]
+            await peer.apply(payload, index, keeps_work=not is_in, counts=is_in)
+        self.began.append(self.began[-1] + sum(map(count_of, roster)))
+        digests = {await peer.state_digest() for peer in self.peers.values()}
+        assert len(digests) == 1
+        return digests.pop()
+
+
+def test_late_work_counts_from_where_it_began_and_less_the_older_it_is(small_content: dict[str, Any]) -> None:
+    """Also what payloads leave out: of late work only what it has left out itself."""
+    rounds = {"policy": "asynchronous"}
+    content = small_content | {"outer_steps": 4, "rounds": rounds, "codec": {"error_feedback": 0.9}}
+    config = RunConfig.from_manifest_content(content)
+    expected = list(Reference(config).run(OUTER_STEPS))
+
+    async def story() -> None:
+        peers = await asyncio.gather(*(LocalWorkload.start(config, WorkerOptions(device="cpu")) for _ in "ab"))
+        pair = PairOfPeers(peers)
+        try:
+            later = [None, LATE, None, None]
+            digests = [await pair.outer_step(index, roster, later[index]) for index, roster in enumerate(OUTER_STEPS)]
+            assert digests == expected
+        finally:
+            await asyncio.gather(*(peer.close() for peer in peers))
+
+    asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
+    early = [*OUTER_STEPS[:2], [OUTER_STEPS[2][0], replace(LATE, age=0)], OUTER_STEPS[3]]
+    assert list(Reference(config).run(early))[2] != expected[2]
+
+
+def test_work_that_is_too_old_is_no_part_of_an_outer_step(small_content: dict[str, Any]) -> None:
+    config = RunConfig.from_manifest_content(small_content | {"rounds": {"policy": "asynchronous"}})
+    reference = Reference(config)
+    with pytest.raises(IndexError):
+        reference.outer_step([LATE])

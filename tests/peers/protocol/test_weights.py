@@ -1,0 +1,37 @@
+"""How much contributions count with, by their age."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from peers.protocol.contributions import Contributions
+from peers.protocol.exchange import Exchange
+from peers.protocol.weights import aged, weights_of
+from tests.peers.builders import PAYLOAD, SETTINGS, attempt, first_log, member, round_of
+
+ASYNCHRONOUS = replace(SETTINGS, contributions=0.5)
+
+
+def test_old_work_counts_less() -> None:
+    assert aged(400, 0) == 400
+    assert aged(400, 1) == 400 / math.sqrt(2)
+    assert aged(400, 3) == 200.0
+
+
+def test_an_age_follows_from_the_log_and_nothing_that_a_peer_says() -> None:
+    log = replace(first_log(), staleness=2)
+    assert [log.age(peer) for peer in ("a", "b", "stranger")] == [0, 0, 0]
+    log = log.append(log.next_header([member("a", 60, 80)], PAYLOAD))
+    assert [log.age(peer) for peer in ("a", "b", "stranger")] == [0, 1, 0]
+    members = [member("b", 80, 100)]
+    assert weights_of(members, log, SETTINGS) == {"b": 100}
+    assert weights_of(members, log, ASYNCHRONOUS) == {"b": 100 / math.sqrt(2)}
+
+
+def test_an_average_is_made_with_these_weights() -> None:
+    log = first_log()
+    at = attempt(log)
+    members = [member("a", 60, 80), member("b", 80, 100)]
+    exchange = Exchange("a", at, round_of(at, members), Contributions(weights={"b": 50.0}))
+    assert exchange.reduction_of(0, ()).weights == [("a", 100), ("b", 50.0)]
