@@ -37,6 +37,7 @@ from opendiloco.outer.residuals import Residuals
 from opendiloco.outer.rounding import RunRounding
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
+from peers.values.amendments import Amendment
 from peers.values.leases import SampleRange
 
 
@@ -99,6 +100,8 @@ class StreamingDiLoCo:
         self._rounding = RunRounding.of(config.codec)
         self.index = 0
         self.tokens = 0
+        self.amendment: Amendment | None = None
+        """The one that is in force from the next outer step on; set it where the log takes one in."""
         self._new_replica = new_replica
         self._local = np.zeros_like(theta)
 
@@ -140,7 +143,7 @@ class StreamingDiLoCo:
             kernels.accumulate(payload, member.tokens, accumulator)
         rounding = self._rounding.of_average(self.index, fragment)
         kernels.finish_average(accumulator, sum(member.tokens for member in members), payload, rounding)
-        self.state.apply(payload, self.index, fragment)
+        self.state.apply(payload, self.index, fragment, self.amendment)
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
         """The state digest after each outer step."""

@@ -54,6 +54,8 @@ class RunSettings:
     """Outer steps in whose rosters a new identity neither counts nor votes."""
     exclusion: int = 1000
     """Cycles for which a proven lie excludes a peer; 0: the log names nobody."""
+    organiser: str = ""
+    """The peer whose amendments the log takes in."""
 
     @property
     def empty_log(self) -> LogState:
@@ -67,4 +69,5 @@ class RunSettings:
             self.fragments,
             self.probation,
             self.exclusion,
+            self.organiser,
         )

@@ -1,4 +1,4 @@
-"""What a leader makes of an accusation: whether what is shown convinces everybody."""
+"""What a leader makes of an accusation: whether what is shown convinces everybody. And what an entry says besides."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from peers.log.exclusions import Fault, Faults
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
+from peers.protocol.amending import Amending
 from peers.protocol.docket import Docket, FalseProofError
 from peers.protocol.exchange import Exchange
 from peers.protocol.faults import BadContribution, FaultProof, SignedAverage, TwoAverages
@@ -15,6 +16,7 @@ from peers.protocol.messages import Accuse, Prove, Ready
 from peers.protocol.rounds import Round
 from peers.protocol.showings import Showings
 from peers.protocol.signed_averages import Averaged
+from peers.values.amendments import Amendment
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Judge:
 
     log: LogState
     docket: Docket
+    amending: Amending
     lineage: Lineage
     exchange: Callable[[], Exchange | None]
     showings: Showings
@@ -69,6 +72,12 @@ class Judge:
     def annex(self, members: Collection[str]) -> tuple[Fault, ...]:
         """Return the faults to be named in an entry with these members."""
         return self.docket.provable(self.log, self.lineage, members)
+
+    @property
+    def amendment(self) -> Amendment | None:
+        """Return the amendment that the entry is to take in, if it closes a cycle. It proves itself: nobody is shown
+        anything else before it signs."""
+        return self.amending.proposed(self.log) if self.log.closes else None
 
     def shown(
         self, faults: Faults, peers: Iterable[str], ready: Mapping[str, Ready], now: float

@@ -138,7 +138,8 @@ class Leader(Gathering):
         shares = self._shares()
         members = {share.member.peer for share in shares}
         faults = () if name.alone else self._judge.annex(members)
-        return Round(name=name, shares=shares, lost=(), faults=faults, gone=self._gone(members, faults))
+        gone, amendment = self._gone(members, faults), self._judge.amendment
+        return Round(name=name, shares=shares, lost=(), faults=faults, gone=gone, amendment=amendment)
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""

@@ -179,6 +179,8 @@ class SimulatedPeer:
                 "unreached": name_peers(peer.presence.unreached),
                 "vote": (peer.presence.vote or "")[-TAIL:],
                 "trouble": peer.troubles.told,
+                "amendment": peer.settled.amendment,
+                "proposed": peer.proposed_amendment,
             }
         )
         return self.heartbeat
@@ -307,7 +309,7 @@ class SimulatedPeer:
             if kept is None:
                 raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
             payload = bytes(kept.data)
-            fragment.workload.apply(payload)
+            fragment.workload.apply(payload, apply.amendment)
         self.world.recorded(self, apply, payload)
         self.entries.append(header, apply.certificate, log)
         if not log.made:

@@ -22,6 +22,7 @@ from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
 from peers.transfer.storage import MemoryStorage
+from peers.values.amendments import Amendment
 from peers.values.anchors import AnchoredHead, Anchors
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
@@ -102,7 +103,14 @@ class Donor:
 
 class FollowedWorkload(FakeWorkload):
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
         chunks = [digest_of(payload[start : start + BLOCK]) for start in range(0, len(payload), BLOCK)]
         self.state = after(self.state, Payload(memoryview(payload), tuple(chunks)))
