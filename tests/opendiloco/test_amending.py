@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import inf, nan
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,9 +181,7 @@ def test_it_is_an_error_where_nobody_takes_it(run: Run, monkeypatch: pytest.Monk
         amended(Network(run, [saying("b"), saying("d", state=PeerState.ARCHIVING)]), run, monkeypatch)
 
 
-def test_the_command_wants_to_know_what_to_change(run: Run, tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        main, ["run", "amend", "--run", run.run_id, "--initial-peer", "/ip4/1.2.3.4/tcp/1/p2p/Q"]
-    )
+def test_the_command_wants_to_know_what_to_change(run: Run) -> None:
+    result = CliRunner().invoke(main, ["run", "amend", "--run", run.run_id])
     assert result.exit_code == 2
     assert "--outer-lr, --outer-momentum or both" in result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_the_newest_one_waits_until_the_log_has_it() -> None:
     assert known.proposed(log_with(amendment(3))) is None
 
 
-def seen(rig: Rig, **said: Amendment) -> None:
+def seen(rig: Rig, **said: Any) -> None:
     """c's heartbeat tells of these."""
     rig.sequence += 1
     rig.do(HeartbeatsSeen((beat("c", rig.peer.log, sequence=rig.sequence, **said),)))

@@ -64,6 +64,7 @@ class FragmentedWorkload(FakeWorkload):
     def __init__(self) -> None:
         super().__init__(GENESIS)
         self.applied: list[tuple[int, int]] = []
+        self.amendments: list[Amendment | None] = []
 
     @property
     def fragments(self) -> Sequence[Blocked]:
@@ -81,6 +82,7 @@ class FragmentedWorkload(FakeWorkload):
     ) -> None:
         self.state = stepped(self.state, fragment, bytes(payload))
         self.applied.append((index, fragment))
+        self.amendments.append(amendment)
 
 
 def stepped(state: bytes, fragment: int, payload: bytes) -> bytes:
