@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
+GIVEN_TO = 16
+"""Peers, at most, that are given an amendment. They tell all others."""
+
 
 @click.command(short_help="Change the outer learning rate or momentum from now on.")
 @run_option
@@ -67,7 +70,8 @@ async def give_amendment(
         beats = await transport.heartbeats(run.run_id)
         signed = next_amendment(run, key, beats, learning_rate, momentum)
         at_work = [beat for beat in beats if beat.state not in (PeerState.LEAVING, PeerState.ARCHIVING)]
-        there = [beat.peer for beat in at_work if await transport.connect(beat.peer, beat.addresses)]
+        at_work.sort(key=lambda beat: beat.lineage_tokens, reverse=True)
+        there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
         told = await give(transport, run.run_id, signed, there)
     if not told:
         raise SwarmUnreachableError(
