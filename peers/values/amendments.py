@@ -55,7 +55,7 @@ class Amendment(Value):
         return _is_signed(self, run, organiser)
 
 
-@lru_cache(maxsize=256)  # heartbeats and headers repeat the same one; a signature costs 0.1 ms to check
+@lru_cache(maxsize=4096)  # heartbeats and headers repeat the same one; a signature costs 0.1 ms to check
 def _is_signed(amendment: Amendment, run: str, organiser: str) -> bool:
     text = _text(run, amendment.number, amendment.learning_rate, amendment.momentum)
     return verify(organiser, text, amendment.signature)
