@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from peers.log.exclusions import Fault, Faults
+from peers.log.exclusions import Faults
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.protocol.amending import Amending
@@ -69,15 +69,11 @@ class Judge:
         return True
 
     # The annex ------------------------------------------------------------------------------------------------
-    def annex(self, members: Collection[str]) -> tuple[Fault, ...]:
-        """Return the faults to be named in an entry with these members."""
-        return self.docket.provable(self.log, self.lineage, members)
-
-    @property
-    def amendment(self) -> Amendment | None:
-        """Return the amendment that the entry is to take in, if it closes a cycle. It proves itself: nobody is shown
-        anything else before it signs."""
-        return self.amending.proposed(self.log) if self.log.closes else None
+    def annex(self, members: Collection[str], alone: bool) -> tuple[Faults, Amendment | None]:
+        """Return the faults to be named in an entry with these members, and the amendment that it takes in. A minority
+        that goes on alone names nobody. An amendment proves itself: nobody is shown anything before it signs that."""
+        faults = () if alone else self.docket.provable(self.log, self.lineage, members)
+        return faults, self.amending.proposed(self.log) if self.log.closes else None
 
     def shown(
         self, faults: Faults, peers: Iterable[str], ready: Mapping[str, Ready], now: float

@@ -137,9 +137,8 @@ class Leader(Gathering):
         """Those whom all others reach reduce parts, sized so that all links are done together."""
         shares = self._shares()
         members = {share.member.peer for share in shares}
-        faults = () if name.alone else self._judge.annex(members)
-        gone, amendment = self._gone(members, faults), self._judge.amendment
-        return Round(name=name, shares=shares, lost=(), faults=faults, gone=gone, amendment=amendment)
+        faults, amendment = self._judge.annex(members, name.alone)
+        return Round(name=name, shares=shares, faults=faults, gone=self._gone(members, faults), amendment=amendment)
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""

@@ -106,7 +106,7 @@ class Round(Value):
 
     name: Attempt
     shares: Annotated[tuple[Share, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
-    lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+    lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)] = ()
     faults: Faults = ()
     gone: Annotated[tuple[PeerId, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
     amendment: Amendment | None = None
