@@ -40,6 +40,7 @@ from peers.streams.throttle import Caps
 from peers.transfer.following import Following
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot
 from peers.transfer.storage import FolderStorage, MemoryStorage
+from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.leases import sample_count
 from peers.values.wire import digest_of
@@ -136,10 +137,17 @@ class VectorWorkload(LocalWorkload):
         return blocks
 
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
         self.agreed_at = time.monotonic()
-        await super().apply(payload, index, fragment, keeps_work, counts)
+        await super().apply(payload, index, fragment, keeps_work, counts, amendment=amendment)
         self.stepped_at = time.monotonic()
         self.cpu = cpu_seconds()
 

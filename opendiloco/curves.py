@@ -40,6 +40,7 @@ class Curves:
         statistics = step.statistics
         values = {
             "learning_rate": step.learning_rate,
+            "momentum": step.momentum,
             "pseudo_gradient_norm": statistics.pseudo_gradient_norm,
             "average_norm": statistics.average_norm,
             "cosine": statistics.cosine,

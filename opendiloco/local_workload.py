@@ -38,6 +38,7 @@ from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.health import HEALTH
 from peers.presence.heartbeat import HeldOutLoss
+from peers.values.amendments import Amendment
 from peers.values.workload import Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
 
 if TYPE_CHECKING:
@@ -155,14 +156,21 @@ class TrainingWorkload(LocalState):
         return self._codecs[fragment].squared_norm(blocks, first_block)
 
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
         """Raises: BadBlocksError, and changes nothing."""
         await self.measuring.finished()
-        await asyncio.to_thread(self._apply_beside_work, payload, index, fragment, keeps_work)
+        await asyncio.to_thread(self._apply_beside_work, payload, index, fragment, keeps_work, amendment)
         if not counts:
             await asyncio.to_thread(self._residuals.forget, fragment)
-        self.measuring.taken(payload, index, fragment, keeps_work)
+        self.measuring.taken(payload, index, fragment, keeps_work, amendment)
 
     async def unchanged(self, index: int, fragment: int) -> None:
         """Nobody waits for a fragment here, where there is one."""
@@ -176,13 +184,15 @@ class TrainingWorkload(LocalState):
         self._residuals.forget_all()
         self.measuring.forget()
 
-    def _apply_beside_work(self, payload: Blocks, index: int, fragment: int, keeps_work: bool) -> None:
+    def _apply_beside_work(
+        self, payload: Blocks, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None
+    ) -> None:
         checked = self._codecs[fragment].checked(payload)
         if keeps_work:
             self._bases.keep(fragment)
         else:
             self._bases.drop(fragment)
-        self._state.apply(checked, index, fragment)
+        self._state.apply(checked, index, fragment, amendment)
 
 
 class LocalWorkload(TrainingWorkload):
@@ -261,11 +271,18 @@ class LocalWorkload(TrainingWorkload):
         return contribution
 
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
         await self.workers.weights.theta_is_sent()  # or a machine would get some of the old theta, some of the new
         async with self._state_lock:
-            await super().apply(payload, index, fragment, keeps_work, counts)
+            await super().apply(payload, index, fragment, keeps_work, counts, amendment=amendment)
             if self._streams:
                 await self._handover.decided(index, fragment, is_changed=True)
 
@@ -311,9 +328,11 @@ class LocalWorkload(TrainingWorkload):
         HEALTH.over("workers")
         await self.workers.close()
 
-    def _apply_beside_work(self, payload: Blocks, index: int, fragment: int, keeps_work: bool) -> None:
+    def _apply_beside_work(
+        self, payload: Blocks, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None
+    ) -> None:
         keeps_work = keeps_work and not self._handover.hands_over(index, fragment)
-        super()._apply_beside_work(payload, index, fragment, keeps_work)
+        super()._apply_beside_work(payload, index, fragment, keeps_work, amendment)
 
     def _put_bases_into_local(self) -> None:
         """The theta that training began with. An entry may be applied meanwhile, but keeps the base before it does."""

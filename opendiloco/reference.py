@@ -39,6 +39,7 @@ from opendiloco.outer.rounding import RunRounding
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
 from peers.protocol.weights import aged
+from peers.values.amendments import Amendment
 from peers.values.leases import SampleRange
 
 
@@ -118,6 +119,8 @@ class StreamingDiLoCo:
         self._beginnings: deque[Beginning] = deque(maxlen=1 + self._keeps)
         self.index = 0
         self.tokens = 0
+        self.amendment: Amendment | None = None
+        """The one that is in force from the next outer step on; set it where the log takes one in."""
         self._new_replica = new_replica
         self._local = np.zeros_like(theta)
 
@@ -164,7 +167,7 @@ class StreamingDiLoCo:
             kernels.accumulate(payload, self._weight(member), accumulator)
         rounding = self._rounding.of_average(self.index, fragment)
         kernels.finish_average(accumulator, sum(map(self._weight, members)), payload, rounding)
-        self.state.apply(payload, self.index, fragment)
+        self.state.apply(payload, self.index, fragment, self.amendment)
 
     def _weight(self, member: Member) -> float:
         return aged(member.tokens, member.work.age) if self._is_asynchronous else member.tokens

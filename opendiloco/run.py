@@ -66,6 +66,7 @@ class Run:
         return RunSettings(
             run=self.run_id,
             manifest_digest=self.manifest.digest,
+            organiser=self.manifest.organiser,
             inner_steps=training.inner_steps,
             samples_per_lease=training.inner_steps * training.batch_size,
             tokens_per_sample=training.sequence_length,

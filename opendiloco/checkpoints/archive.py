@@ -174,6 +174,7 @@ class ArchivedRun:
             ticket=ticket,
             revocations=revocations,
             anchors=self._anchors.digest,
+            amendment=end.amendment,
         )
         await self._transport.publish(heartbeat.sign(self._identity), self.run.run_id)
 

@@ -28,6 +28,7 @@ from peers.log.folder import LogFolderError
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.protocol.faults import BadContribution, Court, read_proof
+from peers.values.amendments import Amendment, newest
 from peers.values.anchors import AnchorError, Anchors
 from peers.values.identity import verify
 from peers.values.wire import WireError
@@ -78,12 +79,16 @@ def entries(indices: Iterable[int]) -> str:
 class States:
     """Computes the state after each outer step again, from where there is one."""
 
-    def __init__(self, config: RunConfig, start: OuterState, index: int, origin: str) -> None:
-        """The state after `index` outer steps, which is the checkpoint's or whatever `origin` says."""
+    def __init__(
+        self, config: RunConfig, start: OuterState, index: int, origin: str, amendment: Amendment | None = None
+    ) -> None:
+        """The state after `index` outer steps, which is the checkpoint's or whatever `origin` says. `amendment` is in
+        force there."""
         self._state = start
         format = kernels.FORMATS[config.codec.kind]
         self._codecs = [BlockCodec(format, part.stop - part.start) for part in start.fragments]
         self._next = index
+        self._amendment = amendment
         self._origin = origin
         self._broken = ""  # why there is no state any more
 
@@ -96,6 +101,7 @@ class States:
         self._apply(entry, payload, findings)
         if entry.fragment < len(self._codecs) - 1:
             return
+        self._amendment = newest(self._amendment, entry.content.amendment)  # an outcome has only what it takes in
         if self._broken:
             findings.is_unverified(f"states, {self._broken}", index)
         elif entry.state_digest is None:
@@ -114,7 +120,8 @@ class States:
             self._broken = f"without the payload of entry {entry.index}"
             return
         try:
-            self._state.apply(self._codecs[entry.fragment].checked(payload), entry.index, entry.fragment)
+            checked = self._codecs[entry.fragment].checked(payload)
+            self._state.apply(checked, entry.index, entry.fragment, self._amendment)
         except BadBlocksError as error:
             findings.wrong.append((entry.index, f"its payload cannot be applied: {error}"))
             self._broken = f"which follow from the wrong entry {entry.index}"
@@ -331,4 +338,4 @@ def _states_from(checkpoint: Checkpoint, run: Run, chain: Chain, findings: Findi
     momentum, theta = np.frombuffer(checkpoint.state, np.float32).reshape(2, -1).copy()
     state = OuterState(theta, run.config.outer_optimizer, run.config.streaming.fragments)
     state.replace(theta, momentum)
-    return States(run.config, state, place.index, origin)
+    return States(run.config, state, place.index, origin, checkpoint.last.amendment if checkpoint.last else None)

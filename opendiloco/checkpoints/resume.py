@@ -94,7 +94,8 @@ async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> t
             if not all(payloads.values()):
                 logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
                 break
-            await step(workload, index, {part: payload.data for part, payload in payloads.items() if payload})
+            found_here = {part: payload.data for part, payload in payloads.items() if payload}
+            await step(workload, index, found_here, at.amendment)
             state_digest = await workload.state_digest()
         except (LogError, BadBlocksError) as error:
             logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)

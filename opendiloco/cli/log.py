@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 IN_PLACE = click.Path(exists=True, file_okay=False, path_type=Path)
-HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state")
-"""Of the columns: `in all` are the tokens of the lineage, and the last three are beginnings of digests."""
+HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state", "amended to")
+"""Of the columns: `in all` are the tokens of the lineage, and the three after it are beginnings of digests. `amended
+to` are the outer learning rate and momentum from the next outer step on; "-": the manifest's."""
 NUMBERS = HEADINGS[:4]
 
 
@@ -165,7 +166,7 @@ def find_manifest(log: Path, manifest: Path | None) -> Run:
 def cells(entry: Entry, header: Header) -> tuple[str, ...]:
     """An entry as the table shows it."""
     digests = (header.payload, header.digest, entry.state_digest)
-    fragment = f"/{header.fragment}" if header.fragment else ""
+    fragment, amended = f"/{header.fragment}" if header.fragment else "", header.amendment
     in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # said where a cycle is closed
     return (
         f"{header.index:,}{fragment}",
@@ -173,11 +174,14 @@ def cells(entry: Entry, header: Header) -> tuple[str, ...]:
         f"{sum(member.tokens for member in header.roster):,}",
         in_all,
         *("-" if digest is None else digest.hex()[:8] for digest in digests),
+        f"{amended.learning_rate:g} {amended.momentum:g}" if amended else "-",
     )
 
 
 def plain(entry: Entry, header: Header) -> dict[str, object]:
     """An entry as JSON can say it, digests in hexadecimal."""
+    from opendiloco.amending import plain_amendment
+
     return {
         "index": header.index,
         "fragment": header.fragment,
@@ -188,6 +192,7 @@ def plain(entry: Entry, header: Header) -> dict[str, object]:
         "payload": header.payload.hex(),
         "header": header.digest.hex(),
         "state": None if entry.state_digest is None else entry.state_digest.hex(),
+        "amendment": plain_amendment(header.amendment),
     }
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from opendiloco.cli.amend import amend
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, INITIAL_PEERS, identity_option, initial_peers_option, spelled_out
 
@@ -23,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 @click.group()
 def command() -> None:
-    """Create runs, and look at them."""
+    """Create runs, look at them, and amend them."""
+
+
+command.add_command(amend)
 
 
 @command.command()

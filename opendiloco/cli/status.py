@@ -61,6 +61,7 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
 
     from rich.console import Console
 
+    from opendiloco.amending import Amended
     from opendiloco.anchorage import ask_for_anchors
     from opendiloco.run import find_run
     from opendiloco.volunteer import connected
@@ -74,7 +75,9 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
     if as_json:
         peers = [plain(beat, run.config) for beat in heartbeats]
         agree, anchored = agreement.verdict, plain_anchors(anchors)
-        shown = {"run": run.run_id, "agree": agree, "anchored": anchored, "peers": peers, "here": here}
+        outer = Amended.seen_in(run, heartbeats).plain(run)
+        shown: dict[str, object] = {"run": run.run_id, "agree": agree, "anchored": anchored, "outer_optimizer": outer}
+        shown |= {"peers": peers, "here": here}
         click.echo(json.dumps(shown, indent=2))
     else:
         Console().print(picture(run, heartbeats, agreement, anchors), *here_lines(here), sep="\n")
@@ -133,13 +136,16 @@ async def live_heartbeats(transport: HeartbeatsTransport, run: Run) -> list[Hear
 def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement, anchors: Anchors) -> Group:
     from rich.console import Group
 
+    from opendiloco.amending import Amended
     from opendiloco.anchorage import anchor_lines
     from opendiloco.screen import held_out_lines, peers_table, reach_lines, row_of
 
     if not heartbeats:
         return Group(run.run_id, NOBODY, *anchor_lines(anchors))
     table = peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id)
-    return Group(table, *held_out_lines(heartbeats), *reach_lines(heartbeats), *anchor_lines(anchors), str(agreement))
+    amended = Amended.seen_in(run, heartbeats).lines()
+    told = *held_out_lines(heartbeats), *reach_lines(heartbeats), *amended, *anchor_lines(anchors)
+    return Group(table, *told, str(agreement))
 
 
 def volunteers_here(run_id: str) -> list[dict[str, object]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from opendiloco import kernels
 from opendiloco.outer.state import OuterState
 from opendiloco.outer.statistics import OuterStatistics, measure, together
+from peers.values.amendments import Amendment
 from peers.values.workload import Blocks
 
 
@@ -21,6 +22,7 @@ class OuterStepTaken:
 
     index: int
     learning_rate: float
+    momentum: float
     pause_seconds: float
     statistics: OuterStatistics
 
@@ -48,7 +50,9 @@ class Measuring:
         """No outer step takes what has been trained."""
         self._trained_at.clear()
 
-    def taken(self, payload: Blocks, index: int, fragment: int, keeps_work: bool) -> None:
+    def taken(
+        self, payload: Blocks, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None = None
+    ) -> None:
         """Measure the outer step that a fragment has just taken, if somebody listens. One that `keeps_work` until a
         later cycle does not take our contribution."""
         is_last = fragment == len(self._contributions) - 1
@@ -57,7 +61,7 @@ class Measuring:
             return
         pause = math.nan if trained_at is None or self._trains_on else time.monotonic() - trained_at
         own = None if trained_at is None else self._contributions[fragment]
-        self._measuring = asyncio.create_task(self._measure(payload, index, fragment, own, pause))
+        self._measuring = asyncio.create_task(self._measure(payload, index, fragment, own, amendment, pause))
 
     async def finished(self) -> None:
         """Wait until nobody reads the momentum and the contributions of the last outer step any more."""
@@ -66,7 +70,13 @@ class Measuring:
             self._measuring = None
 
     async def _measure(
-        self, payload: Blocks, index: int, fragment: int, own: kernels.Payload | None, pause: float
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int,
+        own: kernels.Payload | None,
+        amendment: Amendment | None,
+        pause: float,
     ) -> None:
         own_or_any = self._contributions[fragment]
         average = kernels.Payload(own_or_any.format, own_or_any.values, payload)
@@ -76,4 +86,5 @@ class Measuring:
         self._parts[fragment] = await asyncio.to_thread(measure, average, momentum, own)
         if len(self._parts) == len(self._contributions) and self.on_outer_step is not None:
             statistics = together(list(self._parts.values()))
-            self.on_outer_step(OuterStepTaken(index, self._state.learning_rate(index), pause, statistics))
+            rate, coefficient = self._state.learning_rate(index, amendment), self._state.coefficient(amendment)
+            self.on_outer_step(OuterStepTaken(index, rate, coefficient, pause, statistics))

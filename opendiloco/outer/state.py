@@ -6,6 +6,8 @@ An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with N
     m     = mu * m + g
     theta = theta - learning_rate * (g + mu * m)
 
+The learning rate and mu are the manifest's, or those of the organiser's amendment that the log has in force.
+
 Of a run that streams, each fragment takes its own (Algorithm 2, line 20, of arXiv 2501.18512).
 
 With a momentum that is delayed, of N outer steps only the last one moves theta by it (`OuterState.apply`):
@@ -30,6 +32,7 @@ from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.rounding import RunRounding
 from opendiloco.shared_memory import Vector
 from peers.transfer.state_chunks import digest_of_state
+from peers.values.amendments import Amendment
 from peers.values.workload import Blocked, Blocks, SnapshotError
 
 PIECE = 1 << 20  # values checked at once, so that it takes no memory to speak of
@@ -47,11 +50,14 @@ class OuterState:
         self.momentum: Vector = np.zeros_like(theta)
         self._optimizer = optimizer
 
-    def apply(self, payload: kernels.Payload, index: int, fragment: int = 0) -> None:
+    def apply(
+        self, payload: kernels.Payload, index: int, fragment: int = 0, amendment: Amendment | None = None
+    ) -> None:
         """Take outer step `index` of the run, counted from 0, of one fragment, with an average: a whole payload of the
-        fragment that is known to be one (`BlockCodec.checked`)."""
-        coefficient, every, part = self._optimizer.momentum, self._optimizer.momentum_every, self.fragments[fragment]
-        rate, theta, momentum = self.learning_rate(index) / every, self.theta[part], self.momentum[part]
+        fragment that is known to be one (`BlockCodec.checked`). `amendment` is the one that the log has in force: where
+        that changes mu amid the steps of a delayed momentum, their averages before weigh by the new mu over the old."""
+        coefficient, every, part = self.coefficient(amendment), self._optimizer.momentum_every, self.fragments[fragment]
+        rate, theta, momentum = self.learning_rate(index, amendment) / every, self.theta[part], self.momentum[part]
         if (index + 1) % every == 0:
             kernels.outer_step(payload, theta, momentum, rate, coefficient)
             return
@@ -59,10 +65,15 @@ class OuterState:
         if coefficient:  # with which all that is here is multiplied in the last one
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
-    def learning_rate(self, index: int) -> float:
-        """Return the learning rate of outer step `index`. Bit-identical on every machine."""
-        peak, schedule = self._optimizer.learning_rate, self._optimizer.schedule
+    def learning_rate(self, index: int, amendment: Amendment | None = None) -> float:
+        """Return the learning rate of outer step `index`, with this amendment in force. Bit-identical on every
+        machine."""
+        peak, schedule = (amendment or self._optimizer).learning_rate, self._optimizer.schedule
         return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
+
+    def coefficient(self, amendment: Amendment | None = None) -> float:
+        """Return mu, with this amendment in force."""
+        return (amendment or self._optimizer).momentum
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
         """Take over another peer's state."""
@@ -106,9 +117,11 @@ class LocalState:
     def fragments(self) -> Sequence[Blocked]:
         return self._codecs
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0) -> None:
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
+    ) -> None:
         """Raises: BadBlocksError, and changes nothing."""
-        await asyncio.to_thread(self._apply, payload, index, fragment)
+        await asyncio.to_thread(self._apply, payload, index, fragment, amendment)
 
     async def state_digest(self) -> bytes:
         return await asyncio.to_thread(self._state.digest)
@@ -124,8 +137,8 @@ class LocalState:
         """Raises: SnapshotError, and changes nothing."""
         await asyncio.to_thread(self._restore, state, state_digest)
 
-    def _apply(self, payload: Blocks, index: int, fragment: int) -> None:
-        self._state.apply(self._codecs[fragment].checked(payload), index, fragment)
+    def _apply(self, payload: Blocks, index: int, fragment: int, amendment: Amendment | None) -> None:
+        self._state.apply(self._codecs[fragment].checked(payload), index, fragment, amendment)
 
     def _restore(self, state: Blocks, state_digest: bytes) -> None:
         if len(state) != self.state_size or digest_of_state([state]) != state_digest:

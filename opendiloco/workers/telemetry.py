@@ -43,6 +43,7 @@ VALUES = {
 
 OUTER_VALUES = {
     "learning_rate": "Outer learning rate",
+    "momentum": "Coefficient of the outer momentum",
     "pseudo_gradient_norm": "Norm of this machine's pseudo-gradient; NaN: it had none for that step",
     "average_norm": "Norm of the averaged pseudo-gradient",
     "cosine": "Cosine between this machine's pseudo-gradient and the average; NaN: it had none for that step",
@@ -222,7 +223,7 @@ def line_of(values: Mapping[str, float]) -> str:
 def outer_line_of(values: Mapping[str, float]) -> str:
     """Return `OUTER_VALUES` for people, as far as they are known."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
-    said = [f"learning rate {values['learning_rate']:.3g}"]
+    said = [f"learning rate {values['learning_rate']:.3g}, momentum {values['momentum']:.3g}"]
     if "pseudo_gradient_norm" in known:
         said.append(f"pseudo-gradient norm {values['pseudo_gradient_norm']:.3g}")
     if "cosine" in known:

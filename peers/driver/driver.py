@@ -160,8 +160,9 @@ class Driver:
                 async with asyncio.timeout(timing.heartbeat_expiry):
                     seen = await self._pulse.beat()
                     self.handle(self._pulse.anchors(self.entries))
-                    if (heads := self._pulse.heads(self.entries)) is not None:
-                        self.handle(heads)
+                    for told in (self._pulse.amendment(), self._pulse.heads(self.entries)):
+                        if told is not None:
+                            self.handle(told)
                     self.handle(seen)
             self._scout.look()
             await asyncio.sleep(timing.heartbeat)

@@ -15,9 +15,10 @@ from peers.log.lineage import RECENT_ENTRIES
 from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice
-from peers.protocol.events import AnchorsSeen, HeadsSeen, HeartbeatsSeen
+from peers.protocol.events import AmendmentSeen, AnchorsSeen, HeadsSeen, HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
+from peers.values.amendments import Amendment
 from peers.values.anchors import Anchors
 from peers.values.clock import now
 from peers.values.identity import Identity
@@ -42,6 +43,7 @@ class PulseTransport(Protocol):
     def pace(self, run_id: str) -> Pace: ...
     def credentials(self, run_id: str) -> tuple[bytes, int]: ...
     def anchors_of(self, run_id: str) -> Anchors: ...
+    def amendment_of(self, run_id: str) -> Amendment | None: ...
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
     def silences(self, run_id: str) -> dict[str, float]: ...
@@ -73,6 +75,11 @@ class Pulse:
         """Return what is known of the run's anchors, and what `log` has where they have signed."""
         anchors = self._transport.anchors_of(self._peer.settings.run)
         return AnchorsSeen(anchors, log.heads_at(anchors.indices))
+
+    def amendment(self) -> AmendmentSeen | None:
+        """Return what the run's organiser has given to this machine; None: nothing."""
+        given = self._transport.amendment_of(self._peer.settings.run)
+        return None if given is None else AmendmentSeen(given)
 
     def heads(self, log: RunLog) -> HeadsSeen | None:
         """Return what `log` has of the time before the peer's lineage; None where nothing lacks there."""
@@ -145,6 +152,8 @@ class Pulse:
             revocations=revocations,
             anchors=self._transport.anchors_of(peer.settings.run).digest,
             team=self.team,
+            amendment=log.amendment,
+            proposed=peer.proposed_amendment,
         )
 
     async def _connect(self, stranger: Heartbeat) -> None:

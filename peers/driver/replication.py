@@ -108,7 +108,8 @@ class Replication:
                 await self._workload.unchanged(header.index, header.fragment)
             else:
                 counts = header.tokens_of(self._peer.me) > 0
-                await self._workload.apply(kept.data, header.index, header.fragment, apply.keeps_work, counts)
+                step = header.index, header.fragment, apply.keeps_work, counts
+                await self._workload.apply(kept.data, *step, amendment=apply.amendment)
             self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
             if header.fragment == len(self._stores.buffers) - 1:  # those of a cycle are in each of its entries

@@ -107,11 +107,13 @@ def newest(log: LogState) -> Header:
 def _on_trust(log: LogState, header: Header) -> LogState:
     """The log with an entry of the first cycle that is known of it: nothing before vouches for it.
 
-    Raises: LogError when it is not of one cycle with the entries before it.
+    Raises: LogError when it is not of one cycle with the entries before it, or names an amendment that is not signed.
     """
     made = (*log.made, header)
     if {(one.index, one.previous) for one in made} != {(header.index, header.previous)}:
         raise LogError(f"entry {header.index} is not of the cycle that begins here")
+    if not log.is_truly_amended(header):
+        raise LogError(f"entry {header.index}: its amendment is not signed by the run's organiser")
     whole = len(made) == log.fragments
     return log.at(header, tuple(one.digest for one in made)) if whole else replace(log, made=made)
 

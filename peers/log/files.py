@@ -49,6 +49,7 @@ def first_line(log: LogState) -> bytes:
             "fragments": log.fragments,
             "probation": log.probation,
             "exclusion": log.exclusion,
+            "organiser": log.organiser,
         }
     )
 
@@ -58,8 +59,8 @@ def read_first_line(line: bytes) -> LogState:
     try:
         fields = json.loads(line)
         names = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion")
-        numbers = (fields[name] for name in names)
-        log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), *numbers)
+        besides = (fields[name] for name in (*names, "organiser"))
+        log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), *besides)
         is_ours = first_line(log) == line
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LogError("it is corrupt, cut short, or of an older version") from error

@@ -14,6 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.log.exclusions import Exclusions, Faults
+from peers.values.amendments import Amendment
 from peers.values.leases import PIECE_LIMIT
 from peers.values.wire import DIGEST_BYTES, Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
 
@@ -86,7 +87,8 @@ class Header(Value):
     run has no probation. `state` is the digest of theta and momentum when its cycle began: whoever signs the entry
     vouches for it, too. `faults` is its annex: the lies that were proven since the entry before; `excluded` are the
     peers that are excluded from the next cycle for these and earlier ones. `bystanders` have a say in the next entry,
-    as the roster has."""
+    as the roster has. `amendment` is the one that is in force from the next cycle on: the one that this entry
+    takes in, or else that of the header before."""
 
     run: RunId
     index: Count
@@ -103,6 +105,7 @@ class Header(Value):
     faults: Faults = ()
     excluded: Exclusions = ()
     bystanders: Annotated[tuple[Bystander, ...], Field(max_length=BYSTANDER_LIMIT)] = ()
+    amendment: Amendment | None = None
 
     @cached_property
     def digest(self) -> bytes:

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 from peers.log.exclusions import Faults
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState
+from peers.values.amendments import Amendment
 from peers.values.leases import prefix, sample_count
 from peers.values.wire import Count, Digest, PeerId, Value
 
@@ -82,7 +83,7 @@ class Turnout(Value):
 
 class Outcome(Value):
     """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` as in the header.
-    `gone` are the places of the voters that have no say any more."""
+    `gone` are the places of the voters that have no say any more, `amendment` is the one that it takes in."""
 
     previous: Digest
     fragment: Count
@@ -91,6 +92,7 @@ class Outcome(Value):
     payload: Digest
     faults: Faults = ()
     gone: Places = ()
+    amendment: Amendment | None = None
 
 
 def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
@@ -159,6 +161,7 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
         payload=header.payload,
         faults=header.faults,
         gone=places_of(log.gone_in(header), log),
+        amendment=log.taken_in(header),
     )
 
 
@@ -166,7 +169,8 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
 def _header_of(log: LogState, outcome: Outcome) -> Header:
     """One entry is told by each of those who hold it."""
     roster, gone = outcome.turnout.roster(log), voters_at(outcome.gone, log)
-    return log.in_state(outcome.state).next_header(roster, outcome.payload, outcome.faults, gone)
+    besides = outcome.faults, gone, outcome.amendment
+    return log.in_state(outcome.state).next_header(roster, outcome.payload, *besides)
 
 
 def places_of(voters: Iterable[str], log: LogState) -> tuple[int, ...]:

@@ -58,6 +58,8 @@ class RunSettings:
     """Of those at work, the share whose contributions are enough for a round to begin; None: the run is synchronous."""
     overlap: int = 0
     """Inner steps for which a peer goes on training while a fragment is averaged."""
+    organiser: str = ""
+    """The peer whose amendments the log takes in."""
 
     @property
     def empty_log(self) -> LogState:
@@ -71,4 +73,5 @@ class RunSettings:
             self.fragments,
             self.probation,
             self.exclusion,
+            self.organiser,
         )

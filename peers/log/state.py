@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from peers.log.amended import Amended
 from peers.log.electorate import Electorate, wrong_in_gone
 from peers.log.exclusions import Fault, exclusions_after, fault_in_annex
 from peers.log.header import (
@@ -31,6 +32,7 @@ from peers.log.header import (
     cycle_head,
 )
 from peers.log.tenures import tenures_after
+from peers.values.amendments import Amendment
 from peers.values.leases import Grants, Lease, SamplePool, SampleRange, prefix, sample_count
 
 
@@ -50,7 +52,7 @@ def _grants(pool: SamplePool, samples_per_lease: int) -> Grants:
 
 
 @dataclass(frozen=True)
-class LogState(Electorate):
+class LogState(Electorate, Amended):
     """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state.
 
     `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
@@ -66,6 +68,7 @@ class LogState(Electorate):
     fragments: int = 1
     probation: int = 0
     exclusion: int = 1000
+    organiser: str = ""
     last: Header | None = None
     ends: tuple[bytes, ...] = ()
     made: tuple[Header, ...] = ()
@@ -242,21 +245,29 @@ class LogState(Electorate):
             raise LogError(str(error)) from error
 
     def next_header(
-        self, roster: Sequence[Member], payload: bytes, faults: Sequence[Fault] = (), gone: Sequence[str] = ()
+        self,
+        roster: Sequence[Member],
+        payload: bytes,
+        faults: Sequence[Fault] = (),
+        gone: Sequence[str] = (),
+        amendment: Amendment | None = None,
     ) -> Header:
-        """The only header that may follow, given who took part, what came out, which faults are proven, and which
-        voters are gone. Raises: LogError.
-        """
-        return _next_header(self, tuple(roster), payload, tuple(faults), tuple(gone))
+        """The only header that may follow, given who took part, what came out, which faults are proven, which voters
+        are gone, and which amendment it takes in. Raises: LogError."""
+        return _next_header(self, tuple(roster), payload, tuple(faults), tuple(gone), amendment)
 
     def make_header(
-        self, roster: Sequence[Member], payload: bytes, faults: tuple[Fault, ...], gone: tuple[str, ...]
+        self,
+        roster: Sequence[Member],
+        payload: bytes,
+        faults: tuple[Fault, ...],
+        gone: tuple[str, ...],
+        amendment: Amendment | None,
     ) -> Header:
         """`next_header`, worked out. Raises: LogError."""
-        has_trained = any(member.tokens for member in roster)
+        has_trained, peers = any(member.tokens for member in roster), [member.peer for member in roster]
         if has_trained == (payload == NO_PAYLOAD) or (self.closes and not has_trained):
             raise LogError("nobody in the roster has trained anything" if not has_trained else "it lacks a payload")
-        peers = [member.peer for member in roster]
         if len(set(peers)) != len(peers):
             raise LogError("a peer is in the roster twice")
         if self.probation and self.weighed(roster) != tuple(roster):
@@ -267,6 +278,7 @@ class LogState(Electorate):
             raise LogError("only the entry that closes a cycle says who is gone")
         wrong = fault_in_annex(faults, self.known, peers)
         wrong = wrong or wrong_in_gone(gone, self.voters, {*peers, *(fault.peer for fault in faults)})
+        wrong = wrong or self.wrong_in_amendment(amendment, self.closes)
         if wrong is not None:
             raise LogError(wrong)
         try:
@@ -279,6 +291,7 @@ class LogState(Electorate):
                 roster=tuple(roster),
                 payload=payload,
                 faults=faults,
+                amendment=(amendment or self.amendment) if self.closes else None,
                 **_closing(self, tuple(roster), faults, gone),
             )
         except ValidationError as error:
@@ -343,8 +356,8 @@ class LogState(Electorate):
         """Whether a cycle may be closed by this entry and have entries with these digests."""
         if header is None:
             return not ends
-        is_all = len(ends) == self.fragments and ends[-1] == header.digest
-        return self.is_closing(header) and (is_all or (self.fragments == 1 and not ends))
+        is_all = (len(ends) == self.fragments and ends[-1] == header.digest) or (self.fragments == 1 and not ends)
+        return self.is_closing(header) and self.is_truly_amended(header) and is_all
 
 
 @lru_cache(maxsize=8)
@@ -357,10 +370,15 @@ def _closing(
 
 @lru_cache(maxsize=8)
 def _next_header(
-    log: LogState, roster: tuple[Member, ...], payload: bytes, faults: tuple[Fault, ...], gone: tuple[str, ...]
+    log: LogState,
+    roster: tuple[Member, ...],
+    payload: bytes,
+    faults: tuple[Fault, ...],
+    gone: tuple[str, ...],
+    amendment: Amendment | None,
 ) -> Header:
     """A round asks several times for what follows from one outcome, and with many members that is much work."""
-    return log.make_header(roster, payload, faults, gone)
+    return log.make_header(roster, payload, faults, gone, amendment)
 
 
 @lru_cache(maxsize=8)
@@ -371,7 +389,8 @@ def _append(log: LogState, header: Header) -> LogState:
     if log.made and header.state != log.made[0].state:
         raise LogError(f"entry {header.index}: it is for another state than the others of its cycle")
     before = log.opening(header.fragment).in_state(header.state)
-    expected = before.next_header(header.roster, header.payload, header.faults, before.gone_in(header))
+    besides = header.faults, before.gone_in(header), before.taken_in(header)
+    expected = before.next_header(header.roster, header.payload, *besides)
     for field in Header.model_fields:
         if getattr(header, field) != getattr(expected, field):
             raise LogError(f"entry {header.index}: its {field} does not follow from the log")

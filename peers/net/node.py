@@ -18,6 +18,7 @@ from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, RemoteProtocolError
 from peers.links.network_watch import NetworkWatch
 from peers.links.own_network import is_behind_nat
+from peers.net.amendments import AMENDMENTS, Amendments
 from peers.net.anchorage import ANCHORS, Anchorage
 from peers.net.daemon import (
     HIVEMIND,
@@ -38,6 +39,7 @@ from peers.net.foothold import Foothold
 from peers.net.records import heartbeats_key, manifest_key, record_is_valid
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.streams.channel import PeerUnreachableError
+from peers.values.amendments import Amendment
 from peers.values.anchors import Anchors
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -89,6 +91,8 @@ class HivemindNode:
         """Who may come into which run."""
         self.anchorage = Anchorage()
         """What the anchors of runs have signed."""
+        self.amendments = Amendments()
+        """What organisers have given us to put into the logs of their runs."""
         self._daemon = daemon
         self._node = node
         self._foothold: Foothold | None = None
@@ -239,12 +243,14 @@ class HivemindNode:
         places under the run's key."""
         self.doors.learn(manifest)
         self.anchorage.learn(manifest)
+        self.amendments.learn(manifest)
         self._name(manifest.run_id, {manifest.organiser, *manifest.anchors})
 
     def forget(self, run_id: str) -> None:
         """Forget a run that was learned."""
         self.doors.forget(run_id)
         self.anchorage.forget(run_id)
+        self.amendments.forget(run_id)
         self._name(run_id, ())
 
     def _name(self, run_id: str, peers: Collection[str]) -> None:
@@ -252,12 +258,20 @@ class HivemindNode:
 
     @property
     def told(self) -> dict[str, Callable[[str, bytes], Coroutine[None, None, bytes]]]:
-        """What answers those that ask for what organisers and anchors have signed, by the name of the call."""
-        return {REVOCATIONS: self.doors.answer, ANCHORS: self.anchorage.answer}
+        """What answers those that ask for what organisers and anchors have signed, or tell it, by the call's name."""
+        return {
+            REVOCATIONS: self.doors.answer,
+            ANCHORS: self.anchorage.answer,
+            AMENDMENTS: self.amendments.answer,
+        }
 
     def anchors_of(self, run_id: str) -> Anchors:
         """Return what is known of what a run's anchors have signed."""
         return self.anchorage.of(run_id)
+
+    def amendment_of(self, run_id: str) -> Amendment | None:
+        """Return the newest amendment that a run's organiser has given us."""
+        return self.amendments.of(run_id)
 
     def check_admitted(self, run_id: str, peer_id: str) -> None:
         """Raises: RefusalError unless the peer may take part in the run, as far as we know."""

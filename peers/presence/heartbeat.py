@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from peers.errors import RemoteProtocolError
+from peers.values.amendments import Amendment
 from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
 from peers.values.signing import Signature
@@ -125,6 +126,8 @@ class Heartbeat(Value):
     In a run by invitation its `ticket` is the chain of grants that admits it, and `revocations` the number of the
     newest list of revoked tickets that it has. `anchors` names all that it knows of what the run's anchors have signed
     (see `Anchors.digest`); empty: nothing. `team` is whom it wants its work to count for, as it says itself.
+
+    `amendment` is the organiser's that is in force at its position, `proposed` a newer one that it knows of.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -158,6 +161,8 @@ class Heartbeat(Value):
     revocations: Count = 0
     anchors: Annotated[bytes, Field(strict=True, max_length=ANCHORS_DIGEST_BYTES)] = b""
     team: Team = ""
+    amendment: Amendment | None = None
+    proposed: Amendment | None = None
 
     @property
     def expires(self) -> float:

@@ -95,4 +95,4 @@ class Voice:
 
 def _urgent(heartbeat: Heartbeat) -> tuple[object, ...]:
     """Return what others act upon."""
-    return heartbeat.state, heartbeat.index, heartbeat.head, heartbeat.vote, heartbeat.trouble
+    return heartbeat.state, heartbeat.index, heartbeat.head, heartbeat.vote, heartbeat.trouble, heartbeat.proposed

@@ -6,6 +6,8 @@ is ready; the slot concludes (`entry_made`), so the work ends, the replica appli
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from peers.log.certificate import Certificate
 from peers.log.header import Header
 from peers.log.lineage import Lineage
@@ -22,6 +24,7 @@ from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer, TrainerState
 from peers.protocol.troubles import Troubles
+from peers.values.amendments import Amendment
 from peers.values.leases import Lease
 from peers.values.workload import Trained
 
@@ -260,6 +263,12 @@ class Course:
         self.presence.refuse(reducer)
         self._desk.emit(Note("warning", text))
         self.on_links_changed()
+
+    def hear_amendments(self, amendments: Iterable[Amendment | None]) -> None:
+        """Take in what the organiser has signed, to tell others of it, and to put it into an entry when we lead."""
+        news = [amendment for amendment in amendments if self._desk.amending.hear(amendment)]
+        if news and (proposed := self._desk.amending.proposed(self.replica.log)) is not None:
+            self._desk.emit(Note("info", f"the organiser has signed {proposed}; it waits for an entry"))
 
     def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
         self.catching_up.search.forget()

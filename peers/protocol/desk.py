@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from peers.log.certificate import Departure
 from peers.log.settings import RunSettings
 from peers.protocol.acceptor import Memory
+from peers.protocol.amending import Amending
 from peers.protocol.docket import Docket
 from peers.protocol.effects import Effect, Send
 from peers.protocol.events import Event, Received
@@ -33,6 +34,7 @@ class Desk:
         self.me = me
         self.keys = keys
         self.docket = Docket(Court(keys.verify, payloads))
+        self.amending = Amending(settings.run, settings.organiser)
         self.memory = Memory(me, settings.run, incarnation, keys)
         self.settings = settings
         self.payloads = payloads

@@ -10,6 +10,7 @@ from peers.log.header import Header
 from peers.protocol.messages import Message
 from peers.protocol.rounds import Attempt, Round
 from peers.protocol.signed_averages import Origin
+from peers.values.amendments import Amendment
 from peers.values.workload import InnerLoop
 
 
@@ -92,11 +93,12 @@ class Apply:
     """Take the outer step with the kept payload whose digest is `header.payload`; none where that is NO_PAYLOAD.
 
     The certificate is kept with the entry, and so are the `proofs` of its annex that are known here. With `keeps_work`,
-    what is being trained, or has been, is for a later entry.
+    what is being trained, or has been, is for a later entry. `amendment` is the one that was in force in its cycle.
     """
 
     header: Header
     keeps_work: bool = False
+    amendment: Amendment | None = None
     certificate: Certificate | None = field(default=None, compare=False)
     proofs: tuple[bytes, ...] = field(default=(), compare=False)
 

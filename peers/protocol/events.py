@@ -13,6 +13,7 @@ from peers.protocol.commitment import Evidence
 from peers.protocol.messages import Message, Unread
 from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Origin
+from peers.values.amendments import Amendment
 from peers.values.anchors import Anchors
 from peers.values.reach import Reach
 from peers.values.workload import Progress, Trained
@@ -250,6 +251,13 @@ class AnchorsSeen:
 
 
 @dataclass(frozen=True)
+class AmendmentSeen:
+    """An amendment that the run's organiser has given to this machine."""
+
+    amendment: Amendment
+
+
+@dataclass(frozen=True)
 class HeadsSeen:
     """What named the log after consecutive cycles up to `index`, oldest first, as the log that is kept here has it: a
     peer that began with a state knows of the time before no more than that."""
@@ -292,6 +300,7 @@ Event = (
     | LineageSeen
     | LineageNotSeen
     | AnchorsSeen
+    | AmendmentSeen
     | HeadsSeen
     | LeaveRequested
 )

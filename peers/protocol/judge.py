@@ -1,13 +1,14 @@
-"""What a leader makes of an accusation: whether what is shown convinces everybody."""
+"""What a leader makes of an accusation: whether what is shown convinces everybody. And what an entry says besides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from peers.log.exclusions import Fault, Faults
+from peers.log.exclusions import Faults
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
+from peers.protocol.amending import Amending
 from peers.protocol.docket import Docket, FalseProofError
 from peers.protocol.exchange import Exchange
 from peers.protocol.faults import BadContribution, FaultProof, SignedAverage, TwoAverages
@@ -15,6 +16,7 @@ from peers.protocol.messages import Accuse, Prove, Ready
 from peers.protocol.rounds import Round
 from peers.protocol.showings import Showings
 from peers.protocol.signed_averages import Averaged
+from peers.values.amendments import Amendment
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Judge:
 
     log: LogState
     docket: Docket
+    amending: Amending
     lineage: Lineage
     exchange: Callable[[], Exchange | None]
     showings: Showings
@@ -66,9 +69,11 @@ class Judge:
         return True
 
     # The annex ------------------------------------------------------------------------------------------------
-    def annex(self, members: Collection[str]) -> tuple[Fault, ...]:
-        """Return the faults to be named in an entry with these members."""
-        return self.docket.provable(self.log, self.lineage, members)
+    def annex(self, members: Collection[str], alone: bool) -> tuple[Faults, Amendment | None]:
+        """Return the faults to be named in an entry with these members, and the amendment that it takes in. A minority
+        that goes on alone names nobody. An amendment proves itself: nobody is shown anything before it signs that."""
+        faults = () if alone else self.docket.provable(self.log, self.lineage, members)
+        return faults, self.amending.proposed(self.log) if self.log.closes else None
 
     def shown(
         self, faults: Faults, peers: Iterable[str], ready: Mapping[str, Ready], now: float

@@ -93,8 +93,7 @@ class Leader(Gathering):
         is_time = self._is_time(now, live)
         is_needed = not (is_cut_off or self._enough(self._ready)) and self._needs_barred(now, is_time)
         effects = self._pardon(now) if is_needed else []
-        if is_time or is_needed:
-            effects += self._begin_if_possible(is_cut_off, now, live)
+        effects += self._begin_if_possible(is_cut_off, now, live) if is_time or is_needed else []
         if not self.running:
             self._take_pardons_back()
         return effects
@@ -137,8 +136,8 @@ class Leader(Gathering):
         """Those whom all others reach reduce parts, sized so that all links are done together."""
         shares = self._shares()
         members = {share.member.peer for share in shares}
-        faults = () if name.alone else self._judge.annex(members)
-        return Round(name=name, shares=shares, lost=(), faults=faults, gone=self._gone(members, faults))
+        faults, amendment = self._judge.annex(members, name.alone)
+        return Round(name=name, shares=shares, faults=faults, gone=self._gone(members, faults), amendment=amendment)
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""

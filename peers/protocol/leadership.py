@@ -153,7 +153,8 @@ class Leadership:
             payload = self._desk.payloads[self._log.fragment].size
             standing, log = self._presence.standing, self._log.in_state(digest)
             showings = Showings(settings.timing.resend)
-            judge = Judge(log, self._desk.docket, self._replica.lineage, lambda: self._work.exchange, showings)
+            desk, lineage = self._desk, self._replica.lineage
+            judge = Judge(log, desk.docket, desk.amending, lineage, lambda: self._work.exchange, showings)
             told = log, digest, settings, payload, standing, self._certifier, judge
             self._leader = Leader(self._desk.me, *told)
             self._leader.since = self._since

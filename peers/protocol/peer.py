@@ -28,6 +28,7 @@ from peers.protocol.course import Course
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Effect
 from peers.protocol.events import (
+    AmendmentSeen,
     AnchorsSeen,
     Applied,
     AverageRefuted,
@@ -81,6 +82,7 @@ from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.troubles import Troubles
+from peers.values.amendments import Amendment
 from peers.values.signing import Keys
 from peers.values.workload import PayloadKind
 
@@ -135,12 +137,15 @@ class Peer:
                 self._take(event.round_name.position.fragment, event)
             case HeartbeatsSeen(heartbeats, silences):
                 self.membership.observe(heartbeats, self._desk.now, silences)
+                course.hear_amendments(known for beat in heartbeats for known in (beat.amendment, beat.proposed))
                 course.catching_up.check_state()
                 course.catching_up.look()
                 course.look_for_trouble()
                 self._abstention.look(self.slots.values())
             case AnchorsSeen():
                 self.replica.hear_anchors(event)
+            case AmendmentSeen(amendment):
+                course.hear_amendments([amendment])
             case HeadsSeen(index, heads):
                 self.lineage.recall(index, heads)
             case ReachSeen(reach, rates, sought):
@@ -290,6 +295,11 @@ class Peer:
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""
         return self.presence.is_live(peer)
+
+    @property
+    def proposed_amendment(self) -> Amendment | None:
+        """The organiser's amendment that is in no entry of our log yet."""
+        return self._desk.amending.proposed(self.settled)
 
     @property
     def incarnation(self) -> int:

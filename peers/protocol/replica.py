@@ -123,12 +123,12 @@ class Replica(Part):
     def _apply(self, made: EntryMade) -> None:
         if made.certificate is not None and self.log.is_closing(made.header):
             self._presence.standing.work_came(made.header.peers, self.log.leases)
-        self.log = self.log.append(made.header)
+        amendment, self.log = self.log.amendment, self.log.append(made.header)
         self.lineage.append(made.header, self.log, made.certificate)
         self._behind, self._advanced_at = None, self._desk.now
         self._enter(APPLYING)
         proofs = tuple(known.data for known in self._desk.docket.behind(made.header.faults))
-        self._desk.emit(Apply(made.header, made.keeps_work, made.certificate, proofs))
+        self._desk.emit(Apply(made.header, made.keeps_work, amendment, made.certificate, proofs))
 
     def _apply_or_wait(self, made: EntryMade) -> None:
         if made.header == self.replaying:
@@ -145,6 +145,8 @@ class Replica(Part):
             index, roster = self.log.position.index, self.log.roster
             self.undigested = self.log
             self._desk.emit(Note("info", f"outer step {index} applied, {len(roster)} peers"))
+            if self.log.amendment not in (None, self.settled.amendment):
+                self._desk.emit(Note("info", f"from now on: {self.log.amendment}"))
         self._go_on()
 
     def _go_on(self) -> None:

@@ -13,8 +13,9 @@ from peers.log.exclusions import Faults
 from peers.log.header import MEMBER_LIMIT, Header, Member, Position
 from peers.log.state import LogState
 from peers.protocol.commitment import Author
+from peers.values.amendments import Amendment
 from peers.values.signing import Signature
-from peers.values.wire import Count, Digest, PeerId, Value, pack
+from peers.values.wire import Count, Digest, PeerId, Value, field_names, pack
 
 STANCE_CONTEXT = b"diloco-peer stance\0"
 
@@ -100,14 +101,15 @@ class Round(Value):
 
     Everybody in it sends everybody else the blocks of that one's chunks. The chunks of who is lost fall to the next in
     line; blocks of its own that had arrived count, the others don't. `faults` is the annex of the entry that it makes.
-    `gone` are the voters that have no say in the next one.
+    `gone` are the voters that have no say in the next one. `amendment` is the one that the entry takes in.
     """
 
     name: Attempt
     shares: Annotated[tuple[Share, ...], Field(min_length=1, max_length=MEMBER_LIMIT)]
-    lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+    lost: Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)] = ()
     faults: Faults = ()
     gone: Annotated[tuple[PeerId, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
+    amendment: Amendment | None = None
 
     @cached_property
     def roster(self) -> tuple[Member, ...]:
@@ -138,13 +140,20 @@ class Round(Value):
 
     def entry(self, log: LogState, missed: Mapping[str, int], payload: bytes) -> Header:
         """Return what the round leads to, at this end of the log. Raises: LogError when it can lead to no entry."""
-        return log.next_header(self.entry_roster(missed), payload, self.faults, self.gone)
+        return log.next_header(self.entry_roster(missed), payload, self.faults, self.gone, self.amendment)
 
     def without(self, lost: Iterable[str]) -> Round:
         """The same round with more peers lost."""
         all_lost = {*self.lost, *lost}
         lost = tuple(peer for peer in self.peers if peer in all_lost)
-        return Round(name=self.name, shares=self.shares, lost=lost, faults=self.faults, gone=self.gone)
+        return Round(
+            name=self.name,
+            shares=self.shares,
+            lost=lost,
+            faults=self.faults,
+            gone=self.gone,
+            amendment=self.amendment,
+        )
 
     def author(self, member: Member) -> Author:
         """Return as whom a member has committed to what it contributes."""
@@ -153,5 +162,4 @@ class Round(Value):
 
     def is_same(self, other: Round) -> bool:
         """Whether it leads to the same entry, whoever is lost. Two rounds of one leader may have one name."""
-        ours, theirs = (self.name, self.shares, self.faults), (other.name, other.shares, other.faults)
-        return (*ours, self.gone) == (*theirs, other.gone)
+        return all(getattr(self, field) == getattr(other, field) for field in field_names(Round) if field != "lost")

@@ -19,6 +19,7 @@ from peers.log.state import LogError, LogState
 from peers.protocol.chunk_sets import chunk_set, chunks_in
 from peers.protocol.messages import Disclaimers, Holders, Missed, Peers, Rates
 from peers.protocol.rounds import Attempt, Disclaimer, Held, Holder, Round, Share
+from peers.values.amendments import Amendment
 from peers.values.signing import Signature
 from peers.values.wire import Count, Digest, PeerId, Value, from_plain
 
@@ -66,6 +67,7 @@ class ShortRound(Value):
     lost: PeerSet
     faults: Faults
     gone: Places
+    amendment: Amendment | None
 
 
 class ShortPeers(Value):
@@ -208,6 +210,7 @@ def _short_round(round: Round, log: LogState) -> ShortRound:
         lost=chunk_set(places[peer] for peer in round.lost),
         faults=round.faults,
         gone=places_of(round.gone, log),
+        amendment=round.amendment,
     )
 
 
@@ -224,7 +227,7 @@ def _in_full(short: ShortRound, log: LogState) -> Round:
     shares = tuple(Share(member=member, chunks=chunks) for member, chunks in zip(roster, short.chunks, strict=True))
     lost = tuple(_at([member.peer for member in roster], short.lost))
     name = _attempt(short.name, log.position)
-    besides = {"faults": short.faults, "gone": voters_at(short.gone, log)}
+    besides = {"faults": short.faults, "gone": voters_at(short.gone, log), "amendment": short.amendment}
     return from_plain(Round, {"name": name, "shares": shares, "lost": lost, **besides})
 
 

@@ -11,6 +11,7 @@ from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.simulator.simulated_workload import GENESIS, stepped
+from peers.values.amendments import Amendment
 
 Place = tuple[bytes, frozenset[bytes]]
 """The head of a cycle, and the digests of those of its entries that are applied."""
@@ -40,6 +41,8 @@ class History:
         """Tokens that count of each peer, in all lineages together."""
         self.named: Counter[str] = Counter()
         """Faults by their kind, once for each peer that has applied their entry."""
+        self.amendments: dict[bytes, Amendment | None] = {}
+        """What is in force in the cycle that follows a head."""
         self.longest = 0
         self.smallest_roster = 0
         self._keys = SimulatedKeys("")
@@ -53,7 +56,10 @@ class History:
             return
         states = list(before)
         if payload is not None:
-            states[header.fragment] = stepped(states[header.fragment], payload)
+            amendment = self.amendments.get(header.previous)
+            states[header.fragment] = stepped(states[header.fragment], payload, amendment)
+        if not log.made:
+            self.amendments[log.position.head] = log.amendment
         self.states[place] = tuple(states)
 
     def certified(self, header: Header, certificate: Certificate | None, before: LogState | None) -> None:

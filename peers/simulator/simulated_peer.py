@@ -184,6 +184,8 @@ class SimulatedPeer:
                 "inner_step": self._training.inner_step(self.world.now) if self._trained else 0,
                 "vote": (peer.presence.vote or "")[-TAIL:],
                 "trouble": peer.troubles.told,
+                "amendment": peer.settled.amendment,
+                "proposed": peer.proposed_amendment,
             }
         )
         return self.heartbeat
@@ -310,7 +312,7 @@ class SimulatedPeer:
             if kept is None:
                 raise InvariantError(f"{self.name} applies an entry whose payload it does not have")
             payload = bytes(kept.data)
-            fragment.workload.apply(payload)
+            fragment.workload.apply(payload, apply.amendment)
         self.world.recorded(self, apply, payload)
         self.entries.append(header, apply.certificate, log)
         if not log.made:

@@ -11,9 +11,10 @@ from peers.log.settings import RunSettings
 from peers.protocol.effects import Train
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import inspection, offer
+from peers.values.amendments import Amendment
 from peers.values.leases import prefix, sample_count
 from peers.values.sum_tree import Sum
-from peers.values.wire import digest_of
+from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Blocks, Reduction, Trained
 
 T = TypeVar("T")
@@ -22,9 +23,9 @@ BLOCK_BYTES = 8
 GENESIS = digest_of(b"genesis")
 
 
-def stepped(state: bytes, payload: bytes) -> bytes:
-    """Return what a payload makes of a state."""
-    return digest_of(state + payload)
+def stepped(state: bytes, payload: bytes, amendment: Amendment | None = None) -> bytes:
+    """Return what a payload makes of a state, with an amendment in force."""
+    return digest_of(state + payload + (pack(amendment) if amendment else b""))
 
 
 class SimulatedWorkload:
@@ -57,8 +58,8 @@ class SimulatedWorkload:
         plain = [(bytes(blocks), weight) for blocks, weight in reduction.contributions]
         return digest_of(repr((plain, reduction.tokens)).encode())[: len(plain[0][0])]
 
-    def apply(self, payload: bytes) -> bytes:
-        self.state = stepped(self.state, payload)
+    def apply(self, payload: bytes, amendment: Amendment | None = None) -> bytes:
+        self.state = stepped(self.state, payload, amendment)
         return self.state
 
 

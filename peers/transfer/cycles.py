@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from peers.values.amendments import Amendment
 from peers.values.workload import BadBlocksError, Blocks, ReplicatedState
 
 
-async def step(state: ReplicatedState, index: int, payloads: Mapping[int, Blocks]) -> None:
-    """Take outer step `index` of each fragment of which there is a payload. The others stay as they are.
+async def step(state: ReplicatedState, index: int, payloads: Mapping[int, Blocks], amendment: Amendment | None) -> None:
+    """Take outer step `index` of each fragment of which there is a payload. The others stay as they are. `amendment` is
+    the one that is in force before the cycle.
 
     Raises: BadBlocksError, and changes nothing.
     """
@@ -20,4 +22,4 @@ async def step(state: ReplicatedState, index: int, payloads: Mapping[int, Blocks
                 raise BadBlocksError(f"{len(payload)} bytes are no payload of fragment {fragment}")
             await asyncio.to_thread(blocked.check, payload, 0)
     for fragment in sorted(payloads):
-        await state.apply(payloads[fragment], index, fragment)
+        await state.apply(payloads[fragment], index, fragment, amendment=amendment)

@@ -232,7 +232,8 @@ class Following:
             header = found.log.last
             assert header is not None
             try:
-                await step(self._state, index, await self._payloads([header for header, _ in found.entries], donors))
+                payloads = await self._payloads([header for header, _ in found.entries], donors)
+                await step(self._state, index, payloads, self.log.amendment)
                 state_digest = await self._state.state_digest()
             except (PayloadError, BadBlocksError) as error:
                 reasons.append(f"{found.donor}: {error}")

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from peers.values.amendments import Amendment
 from peers.values.chunks import PayloadSize
 from peers.values.leases import SampleRange
 from peers.values.sum_tree import Sum
@@ -110,8 +111,11 @@ class ReplicatedState(Protocol):
     def fragments(self) -> Sequence[Blocked]:
         """How each fragment's payloads are cut up. Plain DiLoCo has one fragment."""
 
-    async def apply(self, payload: Blocks, index: int, fragment: int = 0) -> None:
-        """Take outer step `index` of one fragment from the payload's bytes, whole or not at all.
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
+    ) -> None:
+        """Take outer step `index` of one fragment from the payload's bytes, whole or not at all, with the learning rate
+        and the momentum of the `amendment` that the log has in force there; None: with the manifest's.
 
         Raises: BadBlocksError, and changes nothing.
         """
@@ -169,7 +173,14 @@ class Workload(ReplicatedState, Protocol):
         """
 
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
         """See `ReplicatedState.apply`. With `keeps_work`, what is being trained, or has been, goes on counting from the
         theta that it began with. `counts`: what this peer has contributed is in the average."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,12 +19,14 @@ from peers.log.folder import RunLog
 from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogState
+from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 
 BLOCK_BYTES = kernels.INT8.block_bytes
 IDENTITIES = tuple(Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)) for number in range(2))
 PEERS = tuple(identity.peer_id for identity in IDENTITIES)
+NO_AMENDMENTS: Mapping[int, Amendment] = {}
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,10 @@ class RecordedRun:
             log.append(self.headers[index], state_digest, self.payloads[index], self.certificates[index])
 
 
-def record(run: Run, theta: Vector, entries: int, seed: int = 1) -> RecordedRun:
-    """Entries with random payloads, applied to this theta, which is left as it is."""
+def record(
+    run: Run, theta: Vector, entries: int, seed: int = 1, amendments: Mapping[int, Amendment] = NO_AMENDMENTS
+) -> RecordedRun:
+    """Entries with random payloads, applied to this theta, which is left as it is. Some take in `amendments`."""
     random = np.random.default_rng(seed)
     recorded = RecordedRun(run)
     state = OuterState(theta.copy(), run.config.outer_optimizer)
@@ -71,10 +75,10 @@ def record(run: Run, theta: Vector, entries: int, seed: int = 1) -> RecordedRun:
         codec.encode_difference(random.normal(size=theta.size).astype(np.float32), np.zeros_like(theta), average)
         payload = Payload.cut(memoryview(bytes(average)), BLOCK_BYTES)
         log = log.in_state(recorded.states[-1].state_digest)
-        header = log.next_header(roster(run.config, log), payload.digest)
+        header = log.next_header(roster(run.config, log), payload.digest, amendment=amendments.get(index))
         recorded.certificates.append(certificate(log, header))
+        state.apply(average, index, amendment=log.amendment)
         log = log.append(header)
-        state.apply(average, index)
         recorded.headers.append(header)
         recorded.payloads.append(payload)
         recorded.states.append(saved(state, header))

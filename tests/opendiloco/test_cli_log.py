@@ -26,6 +26,7 @@ from peers.log.header import Position
 from peers.log.payload import Payload
 from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
 from peers.protocol.faults import BadContribution, TwoCommitments
+from peers.values.amendments import Amendment
 from peers.values.anchors import AnchoredHead, AnchoredHeads
 from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys
@@ -93,6 +94,31 @@ def checkpoint(folder: RunFolder, recorded: RecordedRun, index: int) -> Path:
     return path
 
 
+def test_amendments_are_verified_and_shown(small_config: RunConfig, tmp_path: Path) -> None:
+    """From the manifest, from a checkpoint at which one is in force, and by the log alone."""
+    run = Run.sign(small_config, ORGANISER)
+    signed = {
+        index: Amendment.sign(run.run_id, number, learning_rate, 0.5, ORGANISER)
+        for index, number, learning_rate in ((1, 1, 0.4), (3, 7, 0.2))
+    }
+    amended = record(run, initial_theta(small_config), ENTRIES_OF_RUN, amendments=signed)
+    plain = record(run, initial_theta(small_config), ENTRIES_OF_RUN)
+    same = [one.state_digest == other.state_digest for one, other in zip(amended.states, plain.states, strict=True)]
+    assert same == [True, True, True, False, False, False], "from the outer step after the entry on"
+    folder = RunFolder.open(run, "peer", tmp_path)
+    amended.fill(LogFolder.open(folder.log, amended.empty_log, BLOCK_BYTES))
+    assert "verified: states, from the manifest on: entries 0 to 4" in verify(folder)
+    for index in (1, 2, 3, 4):
+        path = checkpoint(folder, amended, index)
+        said = verify(folder, "--checkpoint", path)
+        last = f"entries {index} to 4" if index < 4 else "entry 4"
+        assert f"verified: states, from the checkpoint of outer step {index} on: {last}" in said
+    lines = log("show", "--folder", folder.path).stdout.splitlines()
+    assert [line.rpartition("amended to ")[2] for line in lines] == ["-", "0.4 0.5", "0.4 0.5", "0.2 0.5", "0.2 0.5"]
+    shown = json.loads(log("show", "--folder", folder.path, "--json").stdout)
+    assert shown[2]["amendment"] == {"number": 1, "learning_rate": 0.4, "momentum": 0.5}
+
+
 # Show -------------------------------------------------------------------------------------------------------------
 def test_show_prints_a_line_per_entry(folder: RunFolder, recorded: RecordedRun) -> None:
     result = log("show", "--run", recorded.run.run_id)
@@ -101,7 +127,7 @@ def test_show_prints_a_line_per_entry(folder: RunFolder, recorded: RecordedRun) 
     header, state = recorded.headers[3], recorded.states[4].state_digest
     assert lines[3] == (
         f"entry 3, peers 2, tokens 256, in all 1,024, payload {header.payload.hex()[:8]}, "
-        f"header {header.digest.hex()[:8]}, state {state.hex()[:8]}"
+        f"header {header.digest.hex()[:8]}, state {state.hex()[:8]}, amended to -"
     )
 
 
@@ -115,6 +141,7 @@ def test_show_prints_json(folder: RunFolder, recorded: RecordedRun) -> None:
         assert shown["header"] == recorded.headers[-1].digest.hex()
         assert shown["payload"] == recorded.headers[-1].payload.hex()
         assert shown["state"] == recorded.states[-1].state_digest.hex()
+        assert shown["amendment"] is None
 
 
 def test_show_has_a_table_for_a_terminal(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +149,8 @@ def test_show_has_a_table_for_a_terminal(recorded: RecordedRun, capsys: pytest.C
 
     print_table([cells(Entry.whole(header, None), header) for header in recorded.headers[:2]])
     heading, first, _ = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["entry", "peers", "tokens", "in", "all", "payload", "header", "state"]
-    assert first.split()[-2:] == [recorded.headers[0].digest.hex()[:8], "-"]
+    assert heading.split() == ["entry", "peers", "tokens", "in", "all", "payload", "header", "state", "amended", "to"]
+    assert first.split()[-3:] == [recorded.headers[0].digest.hex()[:8], "-", "-"]
 
 
 def test_show_ends_where_a_line_is_damaged(folder: RunFolder) -> None:

@@ -9,6 +9,7 @@ from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection, OuterScheduleSection
 from opendiloco.outer.state import OuterState
 from peers.transfer.state_chunks import digest_of_state
+from peers.values.amendments import Amendment
 
 
 def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:
@@ -94,3 +95,21 @@ def test_the_outer_learning_rate_is_that_of_the_steps_place_in_the_run() -> None
     before = scheduled.theta.copy()
     scheduled.apply(payload, 5)  # the schedule is over
     assert np.array_equal(scheduled.theta, before)
+
+
+def test_an_amendment_stands_in_place_of_the_manifests_values_and_the_schedule_goes_on() -> None:
+    schedule = OuterScheduleSection(warmup_steps=2, stable_steps=1, decay_steps=2)
+    of_run = OuterState(np.ones(5, np.float32), OuterOptimizerSection(learning_rate=1.0, schedule=schedule))
+    amended = OuterOptimizerSection(learning_rate=0.4, momentum=0.5, schedule=schedule)
+    expected = OuterState(np.ones(5, np.float32), amended)
+    amendment = Amendment(number=1, learning_rate=0.4, momentum=0.5, signature=bytes(64))
+    payload = kernels.Payload(kernels.INT8, 5)
+    kernels.quantize(np.arange(5, dtype=np.float32), payload)
+    for index in range(4):
+        assert of_run.learning_rate(index, amendment) == expected.learning_rate(index)
+        of_run.apply(payload, index, amendment=amendment)
+        expected.apply(payload, index)
+        assert of_run.digest() == expected.digest()
+    of_run.apply(payload, 4)
+    expected.apply(payload, 4)
+    assert of_run.digest() != expected.digest()

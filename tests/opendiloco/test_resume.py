@@ -16,6 +16,7 @@ from opendiloco.run import Run
 from peers.log.files import PAYLOADS, payload_path
 from peers.log.folder import LogFolder, MemoryLog
 from peers.log.payload import Payload
+from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from peers.values.workload import SnapshotError
@@ -58,6 +59,20 @@ def assert_reaches(
         assert await workload.state_digest() == recorded.states[index].state_digest
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("start", [None, 1, 2, 3, 4])
+def test_amendments_are_replayed_with_the_log(
+    start: int | None, small_config: RunConfig, workload: LocalWorkload, tmp_path: Path
+) -> None:
+    """A checkpoint's last header says what is in force there."""
+    organiser = Identity.generate()
+    run = Run.sign(small_config, organiser)
+    signed = {index: Amendment.sign(run.run_id, index, 0.4 / index, 0.5, organiser) for index in (1, 3)}
+    amended = record(run, np.ones(VALUES, np.float32), ENTRIES, amendments=signed)
+    log = LogFolder.open(tmp_path, amended.empty_log, BLOCK_BYTES)
+    amended.fill(log)
+    assert_reaches(ENTRIES, amended, workload, log, start)
 
 
 @pytest.mark.parametrize("start", [None, 0, 1, 4, 5])

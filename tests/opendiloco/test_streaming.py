@@ -24,6 +24,7 @@ from opendiloco.reference import Reference, StreamingDiLoCo, Work
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from peers.errors import ManifestError
+from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from tests.opendiloco import streaming_by_hand as by_hand
@@ -167,8 +168,10 @@ ROSTERS = (
 )
 
 
-def algorithm_1(config: RunConfig) -> Iterator[tuple[Vector, Vector]]:
-    """DiLoCo as arXiv 2311.08105 has it: each replica begins each outer step with theta."""
+def algorithm_1(
+    config: RunConfig, amendments: Sequence[Amendment | None] = (None,) * len(ROSTERS)
+) -> Iterator[tuple[Vector, Vector]]:
+    """DiLoCo as arXiv 2311.08105 has it: each replica begins each outer step with theta. `amendments` are in force."""
     like = Reference(config)
     state = OuterState(like.state.theta.copy(), config.outer_optimizer)
     replicas: dict[str, ModelReplica] = {}
@@ -185,7 +188,7 @@ def algorithm_1(config: RunConfig) -> Iterator[tuple[Vector, Vector]]:
             kernels.accumulate(payload, trained.tokens, sums)
             total += trained.tokens
         kernels.finish_average(sums, total, payload)
-        state.apply(payload, index)
+        state.apply(payload, index, amendment=amendments[index])
         tokens += total
         yield state.theta.copy(), state.momentum.copy()
 
@@ -201,6 +204,21 @@ def test_one_fragment_without_overlap_is_plain_diloco(
         reference.outer_step(roster)
         assert np.array_equal(reference.state.theta, theta)
         assert np.array_equal(reference.state.momentum, momentum)
+
+
+def test_the_reference_steps_with_what_the_log_amends(small_content: dict[str, Any]) -> None:
+    config = model_config(small_content)
+    lowered = [Amendment(number=1, learning_rate=rate, momentum=0.5, signature=bytes(64)) for rate in (0.4, 0.2)]
+    amendments = [None, None, *(lowered[index % 2] for index in range(2, len(ROSTERS)))]
+    reference, states = Reference(config), list[Vector]()
+    for roster, amendment, (theta, momentum) in zip(ROSTERS, amendments, algorithm_1(config, amendments), strict=True):
+        reference.amendment = amendment
+        reference.outer_step(roster)
+        assert np.array_equal(reference.state.theta, theta)
+        assert np.array_equal(reference.state.momentum, momentum)
+        states.append(theta)
+    plain = [theta for theta, _ in algorithm_1(config)]
+    assert [np.array_equal(*both) for both in zip(states, plain, strict=True)] == [one is None for one in amendments]
 
 
 def weights_of(reference: Reference, name: str) -> Vector:

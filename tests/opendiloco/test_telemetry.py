@@ -38,6 +38,7 @@ EXPECTED = {
 STEP = InnerStepDone(inner_step=1, loss=2.0, gradient_norm=0.1, learning_rate=0.01, tokens_per_second=5.0)
 TAKEN = {
     "learning_rate": 0.7,
+    "momentum": 0.9,
     "pseudo_gradient_norm": 0.5,
     "average_norm": 0.25,
     "cosine": 0.75,
@@ -73,11 +74,11 @@ def test_an_outer_step_is_the_same_in_the_log_in_metrics_and_to_trackers(caplog:
         assert {name: REGISTRY.get_sample_value(f"diloco_peer_outer_{name}") for name in OUTER_VALUES} == TAKEN
         telemetry.outer_step(8, TAKEN | dict.fromkeys(unknown, math.nan))
     assert caplog.messages == [
-        "outer step 7: learning rate 0.7, pseudo-gradient norm 0.5, cosine to the average 0.750, average norm 0.25, "
-        "momentum norm 2, 3.0 s in rounds, 4.5 s without training, 2.0 MB sent at 20.0 Mbit/s at most, "
-        "1.0 MB received at 10.0 Mbit/s at most",
-        "outer step 8: learning rate 0.7, average norm 0.25, momentum norm 2, 3.0 s in rounds, 2.0 MB sent at "
-        "20.0 Mbit/s at most, 1.0 MB received",
+        "outer step 7: learning rate 0.7, momentum 0.9, pseudo-gradient norm 0.5, cosine to the average 0.750, "
+        "average norm 0.25, momentum norm 2, 3.0 s in rounds, 4.5 s without training, 2.0 MB sent at 20.0 Mbit/s at "
+        "most, 1.0 MB received at 10.0 Mbit/s at most",
+        "outer step 8: learning rate 0.7, momentum 0.9, average norm 0.25, momentum norm 2, 3.0 s in rounds, 2.0 MB "
+        "sent at 20.0 Mbit/s at most, 1.0 MB received",
     ]
     assert TAKEN.keys() == OUTER_VALUES.keys()
     gauges = {name: REGISTRY.get_sample_value(f"diloco_peer_outer_{name}") or 0.0 for name in TAKEN}

@@ -15,6 +15,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogState
 from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.protocol.amending import Amending
 from peers.protocol.commitment import Author, ChunkProof, Commitment, Contribution, Evidence, commit_to
 from peers.protocol.docket import Docket
 from peers.protocol.effects import Effect, FetchLineage, Send
@@ -242,7 +243,9 @@ COURT = Court(SimulatedKeys("a").verify, PAYLOADS)
 
 
 def judge(log: LogState, exchange: Callable[[], Exchange | None] = lambda: None) -> Judge:
-    return Judge(log, Docket(COURT), Lineage(log), exchange, Showings(SETTINGS.timing.resend))
+    return Judge(
+        log, Docket(COURT), Amending(log.run, log.organiser), Lineage(log), exchange, Showings(SETTINGS.timing.resend)
+    )
 
 
 class Rig:

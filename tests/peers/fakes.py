@@ -13,6 +13,7 @@ from peers.protocol.peer import Peer
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.streams.throttle import Caps, LinkTime
 from peers.transfer.state_chunks import digest_of_state
+from peers.values.amendments import Amendment
 from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.reach import Reach
 from peers.values.workload import (
@@ -66,6 +67,7 @@ class FakeTransport:
         self.reach: dict[str, Reach] = {}
         self.meddle: Meddle | None = None  # with what we give
         self.anchors = NO_ANCHORS
+        self.amendment: Amendment | None = None
 
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         self.serve[name] = serve
@@ -77,6 +79,9 @@ class FakeTransport:
 
     def anchors_of(self, run_id: str) -> Anchors:
         return self.anchors
+
+    def amendment_of(self, run_id: str) -> Amendment | None:
+        return self.amendment
 
     def reach_of(self, peer_id: str) -> Reach | None:
         return self.reach.get(peer_id)
@@ -174,6 +179,13 @@ class FakeWorkload:
         raise NotImplementedError
 
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
         raise NotImplementedError

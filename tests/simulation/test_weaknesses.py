@@ -30,6 +30,7 @@ from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulation import Swarm
 from peers.transfer.snapshot_fetch import Offered, Vouched
 from peers.transfer.snapshots import SnapshotOffer
+from peers.values.amendments import Amendment
 from peers.values.wire import digest_of
 from tests.simulation.test_broken_links import Tally
 
@@ -185,8 +186,8 @@ def test_one_flipped_bit_in_the_leaders_state_costs_nobody_else_anything() -> No
     swarm.history.check = lambda *state: None  # type: ignore[method-assign]  # of which there are two now
     apply, flipped = wrong.workload.apply, list[bytes]()
 
-    def flip_once(payload: bytes) -> bytes:
-        state = apply(payload)
+    def flip_once(payload: bytes, amendment: Amendment | None = None) -> bytes:
+        state = apply(payload, amendment)
         if not flipped:
             flipped.append(state)
             wrong.workload.state = state = digest_of(state + b"flipped")

@@ -33,6 +33,7 @@ from peers.protocol.messages import Message
 from peers.simulator.liars import LiarsPacker, Lie, Means
 from peers.streams.channel import Buffer, Serve
 from peers.streams.throttle import Caps
+from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of
@@ -62,9 +63,16 @@ class HonestWorkload(UnhurriedWorkload):
         self.payload = b""
 
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
-        await super().apply(payload, index, fragment, keeps_work, counts)
+        await super().apply(payload, index, fragment, keeps_work, counts, amendment=amendment)
         self.payload = bytes(payload)
 
     def tell(self, header: Header, state_digest: bytes) -> None:

@@ -15,9 +15,12 @@ from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.log.files import ENTRIES, read_chain
 from peers.log.folder import LogFolder
+from peers.log.header import UNKNOWN_STATE
 from peers.net.transport import HivemindTransport
+from peers.protocol.events import AmendmentSeen
 from peers.transfer.following import Following
 from peers.transfer.storage import MemoryStorage
+from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from tests.swarm.test_driver import LOCAL, SETTINGS, Swarm, Volunteer, digests_by_position
 from tests.swarm.vector_workload import VectorWorkload
@@ -28,7 +31,10 @@ FRAGMENTS = 3
 TRAINING_SECONDS = 0.1
 NAMES = ("first", "second")
 TIMING = replace(SETTINGS.timing, partition_grace=3.0)  # which peers that start anew wait for with each fragment
-STREAMING = replace(SETTINGS, fragments=FRAGMENTS, minimum_peers=2, snapshot_every=2, timing=TIMING)
+ORGANISER = Identity.generate()
+STREAMING = replace(
+    SETTINGS, fragments=FRAGMENTS, minimum_peers=2, snapshot_every=2, timing=TIMING, organiser=ORGANISER.peer_id
+)
 
 
 class UnhurriedWorkload(VectorWorkload):
@@ -154,6 +160,32 @@ def test_a_run_goes_on_from_its_volunteers_disks(tmp_path: Path) -> None:
             assert {one.workload.state.digest() for one in again} == states
             await past(again, 1)
             await settle(again)
+
+    asyncio.run(scenario())
+
+
+def test_an_amendment_is_in_force_for_all_fragments_and_after_a_restart(tmp_path: Path) -> None:
+    """Whoever replays a log holds each state against the one that was recorded when it was first reached."""
+
+    async def scenario() -> None:
+        async with swarm(tmp_path) as run:
+            volunteers = [await run.start(name) for name in NAMES]
+            await past(volunteers, 1)
+            signed = Amendment.sign(STREAMING.run, 1, 0.1, 0.2, ORGANISER)
+            volunteers[1].driver.handle(AmendmentSeen(signed))
+            await wait_until(
+                volunteers,
+                lambda: {one.driver.peer.log.amendment for one in volunteers} == {signed},
+                "the amendment to be in force",
+            )
+            await past(volunteers, 2)
+            await settle(volunteers)
+            for one in volunteers:
+                await one.driver._replication.finish()  # until the last entry is on the disk
+            for name in NAMES:
+                log, replayed = run.log(name), VectorWorkload(fragments=FRAGMENTS)
+                assert await resume(replayed, log) == volunteers[0].driver.peer.log.in_state(UNKNOWN_STATE)
+                assert replayed.state.digest() == volunteers[0].workload.state.digest()
 
     asyncio.run(scenario())
 

@@ -12,6 +12,7 @@ from opendiloco.kernels import INT8
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
 from peers.transfer.state_chunks import digest_of_state
+from peers.values.amendments import Amendment
 from peers.values.leases import sample_count
 from peers.values.workload import (
     Blocks,
@@ -86,9 +87,16 @@ class VectorWorkload:
         return self.fragments[fragment].squared_norm(blocks, first_block)
 
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
-        self.state.apply(self.fragments[fragment].checked(payload), index, fragment)
+        self.state.apply(self.fragments[fragment].checked(payload), index, fragment, amendment)
         self.may_go_on[fragment].set()
 
     async def unchanged(self, index: int, fragment: int) -> None:

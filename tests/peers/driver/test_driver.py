@@ -31,6 +31,7 @@ from peers.streams.channel import Channel
 from peers.transfer.buffers import PayloadBuffers, RoundBuffers
 from peers.transfer.inspection import offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads
+from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, unpack
 from peers.values.workload import Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
@@ -133,7 +134,14 @@ class FussyWorkload(FakeWorkload):
         return bytes(len(reduction.contributions[0][0]))
 
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
         self.applied.append(bytes(payload))
 

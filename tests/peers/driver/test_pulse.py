@@ -17,6 +17,7 @@ from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace
 from peers.protocol.events import AnchorsSeen, HeadsSeen, HeartbeatsSeen
 from peers.protocol.peer import Peer
+from peers.values.amendments import Amendment
 from peers.values.anchors import NO_ANCHORS, AnchoredHead, Anchors
 from peers.values.identity import Identity
 from peers.values.reach import Reach
@@ -45,6 +46,7 @@ class Network:
         self.connected: list[str] = []
         self.patience = math.inf
         self.anchors = NO_ANCHORS
+        self.amendment: Amendment | None = None
 
     def expect_answers_within(self, seconds: float) -> None:
         self.patience = seconds
@@ -78,6 +80,9 @@ class Network:
 
     def anchors_of(self, run_id: str) -> Anchors:
         return self.anchors
+
+    def amendment_of(self, run_id: str) -> Amendment | None:
+        return self.amendment
 
     def silences(self, run_id: str) -> dict[str, float]:
         return self.silent

@@ -23,6 +23,7 @@ from peers.transfer.snapshot_fetch import ask_offer
 from peers.transfer.snapshots import Snapshot, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
 from peers.transfer.storage import MemoryStorage
+from peers.values.amendments import Amendment
 from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Blocked, Blocks
 from tests.peers.builders import RUN, SETTINGS, beat, chain_of
@@ -63,16 +64,25 @@ class FragmentedWorkload(FakeWorkload):
     def __init__(self) -> None:
         super().__init__(GENESIS)
         self.applied: list[tuple[int, int]] = []
+        self.amendments: list[Amendment | None] = []
 
     @property
     def fragments(self) -> Sequence[Blocked]:
         return PARTS
 
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
         self.state = stepped(self.state, fragment, bytes(payload))
         self.applied.append((index, fragment))
+        self.amendments.append(amendment)
 
 
 def stepped(state: bytes, fragment: int, payload: bytes) -> bytes:
@@ -194,7 +204,7 @@ def test_a_payload_of_another_length_changes_nothing() -> None:
     workload = FragmentedWorkload()
     short = {0: bytes(payload(0, 0).data), 1: bytes(payload(0, 1).data)[:-1]}
     with pytest.raises(BadBlocksError, match="no payload of fragment 1"):
-        asyncio.run(step(workload, 0, short))
+        asyncio.run(step(workload, 0, short, None))
     assert workload.state == GENESIS
 
 
@@ -220,5 +230,19 @@ def test_there_is_no_payload_of_a_fragment_that_is_not_there() -> None:
             request = pack(PayloadRequest(run=RUN, fragment=fragment, payload=wanted, first=0, last=0))
             with pytest.raises(PeerRefusedError, match="not kept"):
                 await swarm.pull("a", PAYLOAD, request, 1 << 20, 1.0)
+
+    asyncio.run(scenario())
+
+
+def test_one_amendment_is_in_force_for_all_fragments_of_a_cycle() -> None:
+    async def scenario() -> None:
+        workload, amendment = (
+            FragmentedWorkload(),
+            Amendment(number=1, learning_rate=0.4, momentum=0.9, signature=bytes(64)),
+        )
+        whole = {fragment: bytes(payload(0, fragment).data) for fragment in range(FRAGMENTS)}
+        await step(workload, 0, whole, None)
+        await step(workload, 1, whole, amendment)
+        assert workload.amendments == [None] * FRAGMENTS + [amendment] * FRAGMENTS
 
     asyncio.run(scenario())

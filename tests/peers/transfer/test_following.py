@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -22,14 +23,17 @@ from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
 from peers.transfer.storage import MemoryStorage
+from peers.values.amendments import Amendment
 from peers.values.anchors import AnchoredHead, Anchors
+from peers.values.identity import Identity
 from peers.values.leases import SampleRange
-from peers.values.wire import digest_of
+from peers.values.wire import digest_of, pack
 from peers.values.workload import Blocks
 from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, beat, chain_of, member
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload
 
 GENESIS = bytes(32)
+NO_AMENDMENTS: Mapping[int, Amendment] = {}
 UNSIGNED = replace(SETTINGS, timing=replace(SETTINGS.timing, partition_grace=0.0))
 """Nobody signs the entries of these runs, and nobody waits for signatures."""
 
@@ -39,21 +43,28 @@ def payload(index: int, lineage: bytes) -> Payload:
     return Payload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
 
 
-def after(state: bytes, payload: Payload) -> bytes:
-    return digest_of(state + payload.digest)
+def after(state: bytes, payload: Payload, amendment: Amendment | None = None) -> bytes:
+    return digest_of(state + payload.digest + (pack(amendment) if amendment else b""))
 
 
 class Run:
     """Some entries, with the logs, payloads and states that they make."""
 
-    def __init__(self, entries: int, lineage: bytes = b"", tokens: int = 100) -> None:
-        self.logs, self.states, self.payloads = [LOG], [GENESIS], list[Payload]()
+    def __init__(
+        self,
+        entries: int,
+        lineage: bytes = b"",
+        tokens: int = 100,
+        log: LogState = LOG,
+        amendments: Mapping[int, Amendment] = NO_AMENDMENTS,
+    ) -> None:
+        self.logs, self.states, self.payloads = [log], [GENESIS], list[Payload]()
         for index in range(entries):
             log, made = self.logs[-1], payload(index, lineage)
             roster = [member("a", *self._samples(log), tokens)]
             self.payloads.append(made)
-            self.logs.append(log.append(log.next_header(roster, made.digest)))
-            self.states.append(after(self.states[-1], made))
+            self.logs.append(log.append(log.next_header(roster, made.digest, amendment=amendments.get(index))))
+            self.states.append(after(self.states[-1], made, log.amendment))
 
     @staticmethod
     def _samples(log: LogState) -> tuple[int, int]:
@@ -95,17 +106,24 @@ class Donor:
 
     async def serve(self) -> FakeTransport:
         await serve_snapshots(self.transport, {RUN: self})
-        await serve_headers(self.transport, {RUN: chain_of(self.run.headers).stretch})
+        await serve_headers(self.transport, {RUN: chain_of(self.run.headers, self.run.logs[0]).stretch})
         await serve_payloads(self.transport, {RUN: [self.buffers]})
         return self.transport
 
 
 class FollowedWorkload(FakeWorkload):
     async def apply(
-        self, payload: Blocks, index: int, fragment: int = 0, keeps_work: bool = False, counts: bool = True
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int = 0,
+        keeps_work: bool = False,
+        counts: bool = True,
+        *,
+        amendment: Amendment | None = None,
     ) -> None:
         chunks = [digest_of(payload[start : start + BLOCK]) for start in range(0, len(payload), BLOCK)]
-        self.state = after(self.state, Payload(memoryview(payload), tuple(chunks)))
+        self.state = after(self.state, Payload(memoryview(payload), tuple(chunks)), amendment)
 
 
 class Swarm(FakeTransport):
@@ -150,6 +168,26 @@ def test_a_snapshot_and_then_entry_after_entry() -> None:
             swarm.assert_is_at(run, index)
         assert await swarm.following.advance() is None
         assert sorted(swarm.connected) == ["a", "b"], "once each"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("frozen", [1, 3, 4])
+def test_a_follower_steps_with_what_the_log_amends(frozen: int) -> None:
+    """Also one that begins with a snapshot in which an amendment is in force."""
+    organiser = Identity.generate()
+    settings = replace(UNSIGNED, organiser=organiser.peer_id)
+    signed = {index: Amendment.sign(RUN, index, 0.4 / index, 0.9, organiser) for index in (2, 4)}
+    run = Run(7, log=settings.empty_log, amendments=signed)
+
+    async def scenario() -> None:
+        swarm = Swarm(settings)
+        await swarm.add("a", Donor(run, frozen))
+        await swarm.following.begin()
+        for index in range(frozen + 1, 8):
+            assert await swarm.following.advance() is not None
+            swarm.assert_is_at(run, index)
+        assert swarm.following.log.amendment == signed[4]
 
     asyncio.run(scenario())
 

@@ -1,0 +1,32 @@
+"""The organiser's newest amendment that one peer knows, until the log has it.
+
+Peers hear of it in heartbeats, and tell of it in theirs. Whoever leads takes it into the next entry that closes a
+cycle. Nobody waits for it: a leader that leaves it out delays it until another one leads.
+"""
+
+from __future__ import annotations
+
+from peers.log.state import LogState
+from peers.values.amendments import Amendment, newest
+
+
+class Amending:
+    """Of one peer, for as long as it runs."""
+
+    def __init__(self, run: str, organiser: str) -> None:
+        self._run = run
+        self._organiser = organiser
+        self._newest: Amendment | None = None
+
+    def hear(self, amendment: Amendment | None) -> bool:
+        """Take in an amendment that somebody tells of. Returns whether it is newer than ours and the organiser's."""
+        if amendment is None or newest(self._newest, amendment) is self._newest:
+            return False
+        if not amendment.is_signed(self._run, self._organiser):
+            return False
+        self._newest = amendment
+        return True
+
+    def proposed(self, log: LogState) -> Amendment | None:
+        """Return the amendment that the log does not have yet; None: it has the newest one that we know."""
+        return self._newest if newest(log.amendment, self._newest) is not log.amendment else None

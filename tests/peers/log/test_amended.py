@@ -1,0 +1,118 @@
+"""An amendment is in force from the cycle after the entry that takes it in, as follows from the log alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from peers.log.chain import Chain, Entry
+from peers.log.header import Header
+from peers.log.outcome import header_of, outcome_of
+from peers.log.state import LogError, LogState
+from peers.values.amendments import Amendment
+from peers.values.identity import Identity
+from peers.values.wire import pack, unpack
+from tests.peers.builders import LOG, PAYLOAD, RUN, member
+
+ORGANISER, STRANGER = Identity.of_seed(bytes(32)), Identity.of_seed(bytes(31) + b"1")
+EMPTY = replace(LOG, organiser=ORGANISER.peer_id)
+
+
+def amendment(number: int = 1, learning_rate: float = 0.4, by: Identity = ORGANISER) -> Amendment:
+    return Amendment.sign(RUN, number, learning_rate, 0.9, by)
+
+
+def entry(log: LogState, taken_in: Amendment | None = None) -> Header:
+    """a and b make the next entry of the log's fragment."""
+    roster = [log.expected(name) for name in "ab"] if log.last else [member("a", 0, 20), member("b", 20, 40)]
+    if not log.closes:
+        roster = [one.model_copy(update={"samples": ()}) for one in roster]
+    return log.next_header(roster, PAYLOAD, amendment=taken_in)
+
+
+def cycle(log: LogState, taken_in: Amendment | None = None) -> LogState:
+    for fragment in range(log.fragments):
+        at = log.of(fragment)
+        log = at.append(entry(at, taken_in if at.closes else None)).of(0)
+    return log
+
+
+def changed(header: Header, named: Amendment | None) -> Header:
+    fields = {field: getattr(header, field) for field in Header.model_fields}
+    return Header(**(fields | {"amendment": named}))
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_it_is_in_force_from_the_next_cycle_on_until_another_one_is(fragments: int) -> None:
+    log = cycle(replace(EMPTY, fragments=fragments))
+    assert log.amendment is None
+    log = cycle(log, amendment())
+    assert log.amendment == amendment()
+    log = cycle(cycle(log))
+    assert log.amendment == amendment(), "headers carry it on"
+    log = cycle(log, amendment(5, 0.1))
+    assert log.amendment == amendment(5, 0.1), "numbers may be left out"
+
+
+def test_the_first_entry_may_have_one() -> None:
+    assert cycle(EMPTY, amendment()).amendment == amendment()
+
+
+@pytest.mark.parametrize("given", [amendment(), amendment(1, 0.5), amendment(2), amendment(2, 0.5)])
+def test_nothing_is_replayed_and_of_two_with_one_number_the_first_counts(given: Amendment) -> None:
+    log = cycle(EMPTY, amendment(2))
+    with pytest.raises(LogError, match=f"amendment {given.number} does not come after 2, which is in force"):
+        entry(log, given)
+
+
+@pytest.mark.parametrize(
+    "forged", [amendment(by=STRANGER), Amendment.sign("another", 1, 0.4, 0.9, ORGANISER)], ids=["forged", "another's"]
+)
+def test_nobody_else_amends_a_run(forged: Amendment) -> None:
+    with pytest.raises(LogError, match="amendment 1 is not signed by the run's organiser"):
+        entry(cycle(EMPTY), forged)
+
+
+def test_only_the_entry_that_closes_a_cycle_takes_one_in() -> None:
+    log = replace(EMPTY, fragments=2)
+    with pytest.raises(LogError, match="only the entry that closes a cycle"):
+        entry(log, amendment())
+    with pytest.raises(LogError, match="only the entry that closes a cycle"):
+        log.append(changed(entry(log), amendment()))
+
+
+@pytest.mark.parametrize("named", [None, amendment(1), amendment(2, 0.5), amendment(3, by=STRANGER)])
+def test_no_header_drops_or_changes_what_is_in_force(named: Amendment | None) -> None:
+    log = cycle(EMPTY, amendment(2))
+    with pytest.raises(LogError, match="amendment"):
+        log.append(changed(entry(log), named))
+
+
+@pytest.mark.parametrize("taken_in", [None, amendment(2)])
+def test_an_entry_in_brief_has_what_it_takes_in_and_no_more(taken_in: Amendment | None) -> None:
+    log = cycle(EMPTY, amendment(1))
+    header = entry(log, taken_in)
+    outcome = outcome_of(log, header)
+    assert outcome.amendment == taken_in
+    assert header_of(log, type(outcome).model_validate(outcome)) == header
+    assert unpack(Header, pack(header)) == header
+
+
+def test_whoever_begins_amid_the_log_has_it_from_one_header() -> None:
+    log = cycle(cycle(EMPTY, amendment()))
+    assert log.last is not None
+    assert EMPTY.at(log.last).amendment == amendment()
+    assert EMPTY.may_end_with(log.last, ())
+    chain = Chain(EMPTY)
+    chain.add(Entry.whole(log.last, None))
+    assert chain.end.amendment == amendment()
+
+
+def test_a_header_that_is_taken_on_trust_names_no_forged_one() -> None:
+    last = cycle(cycle(EMPTY)).last
+    assert last is not None
+    forged = changed(last, amendment(by=STRANGER))
+    assert not EMPTY.may_end_with(forged, ())
+    with pytest.raises(LogError, match="its amendment is not signed"):
+        Chain(EMPTY).add(Entry.whole(forged, None))
