@@ -131,16 +131,19 @@ class StreamingDiLoCo:
         """Average a fragment's pseudo-gradients, each quantized, weighted by tokens, and take its outer step."""
         part = self.state.fragments[fragment]
         theta, local = self.state.theta[part], self._local[part]
-        payload = kernels.Payload(kernels.FORMATS[self.config.codec.kind], theta.size)
-        accumulator = np.zeros_like(theta)
-        for member in members:
+        format = kernels.FORMATS[self.config.codec.kind]
+        payloads = [kernels.Payload(format, theta.size) for _ in members]
+        average, accumulator = kernels.Payload(format, theta.size), np.zeros_like(theta)
+        for member, payload in zip(members, payloads, strict=True):
             member.store(self._local, fragment)
             rounding = self._rounding.of_contribution(self.index, fragment, member.samples)
             kernels.quantize_difference(theta, local, payload, rounding, member.residuals.of(fragment))
             kernels.accumulate(payload, member.tokens, accumulator)
         rounding = self._rounding.of_average(self.index, fragment)
-        kernels.finish_average(accumulator, sum(member.tokens for member in members), payload, rounding)
-        self.state.apply(payload, self.index, fragment)
+        kernels.finish_average(accumulator, sum(member.tokens for member in members), average, rounding)
+        for member, payload in zip(members, payloads, strict=True):
+            member.residuals.take_back(fragment, payload, average)
+        self.state.apply(average, self.index, fragment)
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
         """The state digest after each outer step."""
