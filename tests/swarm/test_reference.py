@@ -41,9 +41,12 @@ error_feedback = 0.9
 """
 
 
-SPARSE = STREAMING.partition("[codec]")[0] + """[codec]
+SPARSE = (
+    STREAMING.partition("[codec]")[0]
+    + """[codec]
 kind = "sparse"
 """
+)
 
 
 def write_run(folder: Path, streaming: str) -> Path:
