@@ -38,8 +38,8 @@
  *
  * sparse keeps the values of the largest magnitudes, of equal ones those of the lower indices, and none that is 0 or
  * subnormal. A kept value is high if its magnitude is above the mean of those of all kept values. low and high are the
- * means of both sides, rounded to fp32, and then to bfloat16, ties to even. If these are equal, or no value is high,
- * high is low. Sums are in double, in the order of indices.
+ * means of both sides, rounded to fp32, and then to bfloat16, ties to even. If these are equal, no code is high; where no
+ * magnitude is above the mean, high is low. Sums are in double, in the order of indices.
  *
  * To nearest: to the nearest code, a tie to the even one. For e2m1 and e3m0 the tie is seen on t = |w| + max(|w|, 2),
  * with w = v for e2m1 and 2v for e3m0, which has one binade for each step of the exponent; fp32 rounds |w| + 2.
