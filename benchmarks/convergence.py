@@ -37,6 +37,8 @@ def streaming(overlap: int, **changes: Any) -> dict[str, Any]:
 
 
 E3M0: dict[str, Any] = {"codec": {"kind": "e3m0"}}
+# Error feedback stands for the outer momentum, as in SparseLoCo.
+SPARSE = {"codec": {"kind": "sparse"}, "outer_optimizer": {"learning_rate": 2.0, "momentum": 0.0}}
 METHODS = (
     Method("one worker, all tokens", "steps"),
     Method("data-parallel", "batches"),
@@ -51,6 +53,7 @@ METHODS = (
     Method("Streaming int8, τ = 5", changes=streaming(5)),
     Method("Streaming int8, τ = 1 and 5", changes=streaming(1), overlaps=(1, 5)),
     Method("Streaming e3m0, τ = 1", changes=streaming(1, **E3M0)),
+    Method("DiLoCo sparse", changes=SPARSE),
 )
 BASE = "DiLoCo fp32"
 BARS = (

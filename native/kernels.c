@@ -10,35 +10,30 @@
 /* Above this many values a result is written past the caches, which it would only sweep. */
 enum { STREAMED_VALUES = 1 << 20 };
 
-static inline int64_t tiles_of(int64_t count)
+static inline int64_t tiles_of(int32_t format, int64_t count)
 {
-    return count / TILE + (count % TILE != 0);
+    return count / values_of_tile(format) + (count % values_of_tile(format) != 0);
 }
 
-static inline int64_t tile_length(int64_t count, int64_t tile)
+static inline int64_t tile_length(int32_t format, int64_t count, int64_t start)
 {
-    return count - tile * TILE < TILE ? count - tile * TILE : TILE;
-}
-
-/* Only the last tile can be short, and the scalar set takes any length. */
-static inline const struct tile_kernels *kernels_for(const struct tile_kernels *chosen, int64_t length)
-{
-    return length == TILE ? chosen : &diloco_scalar;
+    return count - start < values_of_tile(format) ? count - start : values_of_tile(format);
 }
 
 static inline int64_t blocks_in_tile(int32_t format)
 {
-    return TILE / diloco_formats[format].values;
+    return values_of_tile(format) / diloco_formats[format].values;
 }
 
 static inline int64_t bytes_of_tile(int32_t format)
 {
-    return bytes_of_values(&diloco_formats[format], TILE);
+    return bytes_of_values(&diloco_formats[format], values_of_tile(format));
 }
 
-static inline void add_ahead(struct ahead *ahead, const void *array, int64_t tile, int64_t bytes)
+/* The tile of an array that begins with value `next`. */
+static inline void add_ahead(struct ahead *ahead, const void *array, int64_t next, int64_t bytes_a_value)
 {
-    ahead->tiles[ahead->arrays++] = (const uint8_t *)((uintptr_t)array + (uintptr_t)((tile + 1) * bytes));
+    ahead->tiles[ahead->arrays++] = (const uint8_t *)((uintptr_t)array + (uintptr_t)(next * bytes_a_value));
 }
 
 static int64_t block_of(int32_t format, int64_t tile, int64_t refused_in_tile)
@@ -48,8 +43,8 @@ static int64_t block_of(int32_t format, int64_t tile, int64_t refused_in_tile)
 
 struct encoding {
     const struct tile_kernels *chosen;
-    /* Floats of a tile: either where they lie, or in `room`; NULL: there are none. */
-    const float *(*source)(const struct encoding *encoding, const struct tile_kernels *kernels, int64_t tile,
+    /* Floats of the tile that begins with value `start`: either where they lie, or in `room`; NULL: there are none. */
+    const float *(*source)(const struct encoding *encoding, const struct tile_kernels *kernels, int64_t start,
                            int64_t length, float *room);
     int32_t format;
     struct rounding rounding;
@@ -65,43 +60,44 @@ struct encoding {
     uint8_t *payload;
 };
 
-static const float *plain_values(const struct encoding *e, const struct tile_kernels *kernels, int64_t tile,
+static const float *plain_values(const struct encoding *e, const struct tile_kernels *kernels, int64_t start,
                                  int64_t length, float *room)
 {
     (void)kernels, (void)length, (void)room;
-    return e->values + tile * TILE;
+    return e->values + start;
 }
 
-static const float *difference(const struct encoding *e, const struct tile_kernels *kernels, int64_t tile,
+static const float *difference(const struct encoding *e, const struct tile_kernels *kernels, int64_t start,
                                int64_t length, float *room)
 {
-    const float *theta = e->values + tile * TILE;
+    const float *theta = e->values + start;
     if (e->local_is_bfloat16) {
-        kernels->widen((const uint16_t *)e->local + tile * TILE, length, room);
+        kernels->widen((const uint16_t *)e->local + start, length, room);
         kernels->subtract(theta, room, length, room);
     } else {
-        kernels->subtract(theta, (const float *)e->local + tile * TILE, length, room);
+        kernels->subtract(theta, (const float *)e->local + start, length, room);
     }
     if (e->residual != NULL)
-        kernels->add(e->residual + tile * TILE, length, room);
+        kernels->add(e->residual + start, length, room);
     return room;
 }
 
-static const float *average(const struct encoding *e, const struct tile_kernels *kernels, int64_t tile, int64_t length,
+static const float *average(const struct encoding *e, const struct tile_kernels *kernels, int64_t start, int64_t length,
                             float *room)
 {
-    kernels->divide(e->values + tile * TILE, e->divisor, length, room);
+    kernels->divide(e->values + start, e->divisor, length, room);
     return room;
 }
 
 /* Each payload's tile is in the first-level cache when it is added, and so is their sum. */
-static const float *average_of_payloads(const struct encoding *e, const struct tile_kernels *kernels, int64_t tile,
+static const float *average_of_payloads(const struct encoding *e, const struct tile_kernels *kernels, int64_t start,
                                         int64_t length, float *room)
 {
     const struct ahead nothing = {0};
+    int64_t offset = bytes_of_values(&diloco_formats[e->format], start);
     memset(room, 0, (size_t)length * sizeof *room);
     for (int32_t i = 0; i < e->payload_count; i++) {
-        const uint8_t *added = (const uint8_t *)(e->payloads[i] + (uintptr_t)(tile * bytes_of_tile(e->format)));
+        const uint8_t *added = (const uint8_t *)(e->payloads[i] + (uintptr_t)offset);
         if (kernels->check(e->format, added, length))
             return NULL;
         kernels->accumulate(e->format, added, e->weights[i], length, &nothing, room);
@@ -110,27 +106,27 @@ static const float *average_of_payloads(const struct encoding *e, const struct t
     return room;
 }
 
-static struct ahead ahead_of_encoding(const struct encoding *e, int64_t tile)
+static struct ahead ahead_of_encoding(const struct encoding *e, int64_t next)
 {
     struct ahead ahead = {0};
     if (e->values != NULL)
-        add_ahead(&ahead, e->values, tile, TILE * sizeof(float));
+        add_ahead(&ahead, e->values, next, sizeof(float));
     if (e->local != NULL)
-        add_ahead(&ahead, e->local, tile, TILE * (e->local_is_bfloat16 ? sizeof(uint16_t) : sizeof(float)));
+        add_ahead(&ahead, e->local, next, e->local_is_bfloat16 ? sizeof(uint16_t) : sizeof(float));
     if (e->residual != NULL)
-        add_ahead(&ahead, e->residual, tile, TILE * sizeof(float));
+        add_ahead(&ahead, e->residual, next, sizeof(float));
     return ahead;
 }
 
 static int64_t encode_tile(const struct encoding *e, int64_t tile, struct stream *stream)
 {
-    float room[TILE], decoded[TILE];
-    int64_t length = tile_length(e->count, tile);
-    const struct tile_kernels *kernels = kernels_for(e->chosen, length);
-    const struct ahead ahead = ahead_of_encoding(e, tile), nothing = {0};
+    float room[LARGEST_TILE], decoded[LARGEST_TILE];
+    int64_t start = tile * values_of_tile(e->format), length = tile_length(e->format, e->count, start);
+    const struct tile_kernels *kernels = kernels_for(e->chosen, e->format, length);
+    const struct ahead ahead = ahead_of_encoding(e, start + values_of_tile(e->format)), nothing = {0};
     struct rounding rounding = e->rounding;
     rounding.first_block += tile * blocks_in_tile(e->format);
-    const float *values = e->source(e, kernels, tile, length, room);
+    const float *values = e->source(e, kernels, start, length, room);
     if (values == NULL)
         return block_of(e->format, tile, 1);
     uint8_t *encoded = room_in_stream(stream);
@@ -139,7 +135,7 @@ static int64_t encode_tile(const struct encoding *e, int64_t tile, struct stream
         return block_of(e->format, tile, refused);
     if (e->residual != NULL) {
         kernels->decode(e->format, encoded, length, &nothing, decoded);
-        kernels->subtract(values, decoded, length, e->residual + tile * TILE);
+        kernels->subtract(values, decoded, length, e->residual + start);
     }
     advance_stream(stream, bytes_of_values(&diloco_formats[e->format], length));
     return 0;
@@ -167,7 +163,7 @@ static int64_t run_encoding(struct encoding *encoding, int32_t threads)
     if (encoding->rounding.is_stochastic && !diloco_formats[format].is_stochastic)
         return -1;
     encoding->chosen = diloco_chosen_kernels();
-    return diloco_run_tiles(encode_tiles, encoding, tiles_of(encoding->count), threads);
+    return diloco_run_tiles(encode_tiles, encoding, tiles_of(format, encoding->count), threads);
 }
 
 int64_t diloco_quantize(int32_t format, int32_t is_stochastic, uint64_t seed, int64_t first_block, uintptr_t values,
@@ -240,7 +236,7 @@ struct decoding {
     const struct tile_kernels *chosen;
     /* What becomes of a tile's blocks, once they are checked. NULL: nothing. */
     void (*sink)(const struct decoding *decoding, const struct tile_kernels *kernels, const uint8_t *payload,
-                 int64_t tile, int64_t length, const struct ahead *ahead);
+                 int64_t start, int64_t length, const struct ahead *ahead);
     int32_t format;
     const uint8_t *payload;
     int64_t count;
@@ -249,10 +245,10 @@ struct decoding {
     float weight, learning_rate, mu;
 };
 
-static void store(const struct decoding *d, const struct tile_kernels *kernels, const uint8_t *payload, int64_t tile,
+static void store(const struct decoding *d, const struct tile_kernels *kernels, const uint8_t *payload, int64_t start,
                   int64_t length, const struct ahead *ahead)
 {
-    float room[TILE], *to = d->values + tile * TILE;
+    float room[LARGEST_TILE], *to = d->values + start;
     if (d->count < STREAMED_VALUES) {
         kernels->decode(d->format, payload, length, ahead, to);
     } else {
@@ -262,25 +258,25 @@ static void store(const struct decoding *d, const struct tile_kernels *kernels, 
 }
 
 static void add_weighted(const struct decoding *d, const struct tile_kernels *kernels, const uint8_t *payload,
-                         int64_t tile, int64_t length, const struct ahead *ahead)
+                         int64_t start, int64_t length, const struct ahead *ahead)
 {
-    kernels->accumulate(d->format, payload, d->weight, length, ahead, d->values + tile * TILE);
+    kernels->accumulate(d->format, payload, d->weight, length, ahead, d->values + start);
 }
 
-static void step(const struct decoding *d, const struct tile_kernels *kernels, const uint8_t *payload, int64_t tile,
+static void step(const struct decoding *d, const struct tile_kernels *kernels, const uint8_t *payload, int64_t start,
                  int64_t length, const struct ahead *ahead)
 {
-    kernels->outer_step(d->format, payload, d->learning_rate, d->mu, length, ahead, d->values + tile * TILE,
-                        d->momentum + tile * TILE);
+    kernels->outer_step(d->format, payload, d->learning_rate, d->mu, length, ahead, d->values + start,
+                        d->momentum + start);
 }
 
-static struct ahead ahead_of_decoding(const struct decoding *d, int64_t tile)
+static struct ahead ahead_of_decoding(const struct decoding *d, int64_t next)
 {
     struct ahead ahead = {0};
     if (d->values != NULL && d->sink != store)
-        add_ahead(&ahead, d->values, tile, TILE * sizeof(float));
+        add_ahead(&ahead, d->values, next, sizeof(float));
     if (d->momentum != NULL)
-        add_ahead(&ahead, d->momentum, tile, TILE * sizeof(float));
+        add_ahead(&ahead, d->momentum, next, sizeof(float));
     return ahead;
 }
 
@@ -290,14 +286,14 @@ static int64_t decode_tiles(const void *operation, int64_t first, int64_t last)
     int64_t bytes = bytes_of_tile(d->format);
     for (int64_t tile = first; tile < last; tile++) {
         const uint8_t *payload = d->payload + tile * bytes;
-        int64_t length = tile_length(d->count, tile);
-        const struct tile_kernels *kernels = kernels_for(d->chosen, length);
-        const struct ahead ahead = ahead_of_decoding(d, tile);
+        int64_t start = tile * values_of_tile(d->format), length = tile_length(d->format, d->count, start);
+        const struct tile_kernels *kernels = kernels_for(d->chosen, d->format, length);
+        const struct ahead ahead = ahead_of_decoding(d, start + values_of_tile(d->format));
         int64_t refused = kernels->check(d->format, payload, length);
         if (refused)
             return block_of(d->format, tile, refused);
         if (d->sink != NULL)
-            d->sink(d, kernels, payload, tile, length, &ahead);
+            d->sink(d, kernels, payload, start, length, &ahead);
     }
     end_writing_past_caches();
     return 0;
@@ -308,7 +304,7 @@ static int64_t run_decoding(struct decoding *decoding, int32_t threads)
     if (decoding->format < 0 || decoding->format >= FORMATS)
         return -1;
     decoding->chosen = diloco_chosen_kernels();
-    return diloco_run_tiles(decode_tiles, decoding, tiles_of(decoding->count), threads);
+    return diloco_run_tiles(decode_tiles, decoding, tiles_of(decoding->format, decoding->count), threads);
 }
 
 int64_t diloco_check_payload(int32_t format, uintptr_t payload, int64_t count, int32_t threads)

@@ -37,10 +37,11 @@ static int64_t add_squares(int32_t format, const uint8_t *tile, int64_t count, d
 {
     const struct tile_kernels *chosen = diloco_chosen_kernels();
     const struct ahead nothing = {0};
-    float values[TILE];
-    for (int64_t start = 0; start < count; start += TILE) {
-        int64_t length = count - start < TILE ? count - start : TILE;
-        const struct tile_kernels *kernels = length == TILE ? chosen : &diloco_scalar;
+    float values[LARGEST_TILE];
+    int64_t most = values_of_tile(format);
+    for (int64_t start = 0; start < count; start += most) {
+        int64_t length = count - start < most ? count - start : most;
+        const struct tile_kernels *kernels = kernels_for(chosen, format, length);
         int64_t refused = kernels->check(format, tile, length);
         if (refused)
             return start / diloco_formats[format].values + refused;
@@ -50,7 +51,7 @@ static int64_t add_squares(int32_t format, const uint8_t *tile, int64_t count, d
             kernels->decode(format, tile, length, &nothing, values);
             *squared += squared_floats(values, length);
         }
-        tile += bytes_of_values(&diloco_formats[format], TILE);
+        tile += bytes_of_values(&diloco_formats[format], most);
     }
     return 0;
 }

@@ -218,6 +218,8 @@ static void decode_fp16(const uint8_t *block, int64_t length, float *values)
     }
 }
 
+#include "sparse.h"
+
 static const struct {
     encode_block *encode;
     check_block *check;
@@ -229,6 +231,7 @@ static const struct {
     [E2M1] = {encode_e2m1, check_e2m1, decode_e2m1},
     [E3M0] = {encode_e3m0, check_e3m0, decode_e3m0},
     [FP16] = {encode_fp16, check_fp16, decode_fp16},
+    [SPARSE] = {encode_sparse, check_sparse, decode_sparse},
 };
 
 static inline int64_t block_length(const struct format *format, int64_t start, int64_t length)
@@ -276,7 +279,7 @@ static void decode(int format, const uint8_t *payload, int64_t length, const str
 static void accumulate(int format, const uint8_t *payload, float weight, int64_t length, const struct ahead *ahead,
                        float *sum)
 {
-    float values[TILE];
+    float values[LARGEST_TILE];
     decode(format, payload, length, ahead, values);
     for (int64_t i = 0; i < length; i++)
         accumulate_value(values[i], weight, &sum[i]);
@@ -285,7 +288,7 @@ static void accumulate(int format, const uint8_t *payload, float weight, int64_t
 static void outer_step(int format, const uint8_t *payload, float learning_rate, float mu, int64_t length,
                        const struct ahead *ahead, float *theta, float *momentum)
 {
-    float gradient[TILE];
+    float gradient[LARGEST_TILE];
     decode(format, payload, length, ahead, gradient);
     for (int64_t i = 0; i < length; i++)
         step_value(gradient[i], learning_rate, mu, &theta[i], &momentum[i]);

@@ -1,7 +1,8 @@
-/* What an instruction set has to offer: work on one tile, 1024 values that stay in the first-level cache.
+/* What an instruction set has to offer: work on one tile, values that stay in the first-level cache.
  *
- * A tile is a whole number of blocks in every format. Only the last tile of an array can be shorter; the scalar set
- * takes it, so the others know their loops' lengths.
+ * A tile is 1024 values, a whole number of blocks; of a format with longer blocks it is one block, and the scalar set
+ * takes it. Only the last tile of an array can be shorter; the scalar set takes that, too, so the others know their
+ * loops' lengths.
  */
 #ifndef DILOCO_TILE_H
 #define DILOCO_TILE_H
@@ -23,7 +24,12 @@
 #error "fast-math changes results"
 #endif
 
-enum { TILE = 1024 };
+enum { TILE = 1024, LARGEST_TILE = 4096 };
+
+static inline int64_t values_of_tile(int32_t format)
+{
+    return diloco_formats[format].values > TILE ? diloco_formats[format].values : TILE;
+}
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -68,6 +74,12 @@ struct tile_kernels {
 };
 
 extern const struct tile_kernels diloco_scalar, diloco_avx2, diloco_avx512, diloco_neon;
+
+/* Who takes a tile of this length. */
+static inline const struct tile_kernels *kernels_for(const struct tile_kernels *chosen, int32_t format, int64_t length)
+{
+    return length == TILE && values_of_tile(format) == TILE ? chosen : &diloco_scalar;
+}
 
 static inline uint32_t bits_of(float value)
 {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ALIGNMENT = 1024
-"""Values. A fragment begins at a multiple of them, so with a block of its own in every codec."""
+"""Values. A fragment begins at a multiple of them. It is encoded by itself, with blocks of its own in every codec."""
 
 
 def next_fragment(end: int) -> int:

@@ -19,6 +19,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.errors import WorkerError
 from opendiloco.evaluation_turns import bits_per_byte, is_our_turn
+from opendiloco.kernels import Payload
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.model.initial_weights import check_initial_weights
@@ -168,7 +169,10 @@ class TrainingWorkload(LocalState):
         """Raises: BadBlocksError, and changes nothing."""
         await self.measuring.finished()
         await asyncio.to_thread(self._apply_beside_work, payload, index, fragment, keeps_work, amendment)
-        if not counts:
+        if counts:
+            own = self._contributions[fragment]
+            await asyncio.to_thread(self._residuals.take_back, fragment, own, Payload(own.format, own.values, payload))
+        else:
             await asyncio.to_thread(self._residuals.forget, fragment)
         self.measuring.taken(payload, index, fragment, keeps_work, amendment)
 

@@ -157,17 +157,20 @@ class StreamingDiLoCo:
         """Average a fragment's pseudo-gradients, each quantized, by their weights, and take its outer step."""
         part = self.state.fragments[fragment]
         theta, local = self.state.theta[part], self._local[part]
-        payload = kernels.Payload(kernels.FORMATS[self.config.codec.kind], theta.size)
-        accumulator = np.zeros_like(theta)
-        for member in members:
+        format = kernels.FORMATS[self.config.codec.kind]
+        payloads = [kernels.Payload(format, theta.size) for _ in members]
+        average, accumulator = kernels.Payload(format, theta.size), np.zeros_like(theta)
+        for member, payload in zip(members, payloads, strict=True):
             member.store(self._local, fragment)
             rounding = self._rounding.of_contribution(member.began_at, fragment, member.work.samples)
             base = theta if member.base is None else member.base[part]
             kernels.quantize_difference(base, local, payload, rounding, member.residuals.of(fragment))
             kernels.accumulate(payload, self._weight(member), accumulator)
         rounding = self._rounding.of_average(self.index, fragment)
-        kernels.finish_average(accumulator, sum(map(self._weight, members)), payload, rounding)
-        self.state.apply(payload, self.index, fragment, self.amendment)
+        kernels.finish_average(accumulator, sum(map(self._weight, members)), average, rounding)
+        for member, payload in zip(members, payloads, strict=True):
+            member.residuals.take_back(fragment, payload, average)
+        self.state.apply(average, self.index, fragment, self.amendment)
 
     def _weight(self, member: Member) -> float:
         return aged(member.tokens, member.work.age) if self._is_asynchronous else member.tokens

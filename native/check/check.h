@@ -11,7 +11,7 @@
 
 #define ADDRESS(pointer) ((uintptr_t)(pointer))
 
-enum { FORMATS = 6, LARGEST_ERROR_TEXT = 200 };
+enum { FORMATS = 7, LARGEST_ERROR_TEXT = 200 };
 
 extern int passed, failed;
 

@@ -13,7 +13,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
-BLOCK = {"int8": 1024, "uint4": 256, "e2m1-block32": 32, "e2m1": 1024, "e3m0": 1024, "fp16": 1024}
+BLOCK = {"int8": 1024, "uint4": 256, "e2m1-block32": 32, "e2m1": 1024, "e3m0": 1024, "fp16": 1024, "sparse": 4096}
+KEPT = 64  # one value in so many of a sparse block
 LEVELS = {"e2m1": np.array([0, 1, 2, 3, 4, 6, 8, 12]), "e3m0": np.array([0, 1, 2, 4, 8, 16, 32, 64])}
 SMALLEST_UNIT = np.finfo(np.float32).tiny
 
@@ -66,11 +67,52 @@ def _unit(span: np.float32, largest: int) -> tuple[np.float32, np.float32]:
     return (unit, np.float32(largest) / span) if unit >= SMALLEST_UNIT else (np.float32(0), np.float32(0))
 
 
+def _bfloat16(value: np.float64) -> int:
+    """The nearest to what fp32 makes of a positive value: of 16 bits, exponent and 7 bits of mantissa."""
+    mantissa, exponent = np.frexp(np.float64(np.float32(value)))
+    return (int(exponent) + 126 << 7) + int(np.rint(mantissa * 256)) - 128
+
+
+def _mean(values: npt.NDArray[np.float64]) -> np.float64:
+    """The mean of what is added up one after the other, as `sum` does not."""
+    mean: np.float64 = np.cumsum(values)[-1] / values.size
+    return mean
+
+
+def _encode_sparse(values: Floats) -> bytes:
+    count = -(-values.size // KEPT)
+    magnitudes = np.abs(values).astype(np.float64)
+    kept = np.sort(np.argsort(-magnitudes, kind="stable")[:count])
+    kept = kept[magnitudes[kept] >= SMALLEST_UNIT]
+    if not kept.size:
+        return bytes(4 + (14 * count + 7) // 8)
+    is_high = magnitudes[kept] > _mean(magnitudes[kept])
+    low = high = _bfloat16(_mean(magnitudes[kept[~is_high]]))
+    if is_high.any():
+        high = _bfloat16(_mean(magnitudes[kept[is_high]]))
+    codes = kept + (is_high & (low < high)) * 4096 + (values[kept] < 0) * 8192
+    bits = sum(int(code) << 14 * place for place, code in enumerate(codes))
+    return np.array([low, high], np.uint16).tobytes() + bits.to_bytes((14 * count + 7) // 8, "little")
+
+
+def _decode_sparse(block: bytes, count: int) -> Floats:
+    values = np.zeros(count, np.float32)
+    levels = np.frombuffer(bytes(2) + block[:2] + bytes(2) + block[2:4], np.float32)
+    bits = int.from_bytes(block[4:], "little")
+    for place in range(-(-count // KEPT) if levels[0] else 0):
+        code = bits >> 14 * place & 0x3FFF
+        if code or place == 0:
+            values[code % 4096] = levels[code >> 12 & 1] * (-1 if code >> 13 else 1)
+    return values
+
+
 def encode_block(name: str, values: Floats, random: Integers | None) -> bytes:
     """One block. `random`: the values' random bits, or None to round to nearest."""
     absmax = np.abs(values).max()
     if name == "fp16":
         return values.astype(np.float16).tobytes()
+    if name == "sparse":
+        return _encode_sparse(values)
     if name == "int8":
         unit, inverse = _unit(absmax, 127)
         return unit.tobytes() + _linear(values * inverse, random).astype(np.int8).tobytes()
@@ -90,6 +132,8 @@ def decode_block(name: str, block: bytes, count: int) -> Floats:
     """The values of one block that an encoder made."""
     if name == "fp16":
         return np.frombuffer(block, "<f2").astype(np.float32)
+    if name == "sparse":
+        return _decode_sparse(block, count)
     unit = np.frombuffer(block[:4], np.float32)
     if name == "int8":
         return unit * np.frombuffer(block[4:], np.int8).astype(np.float32)
@@ -116,8 +160,9 @@ def decode(name: str, payload: bytes, count: int) -> Floats:
     values = []
     for start in range(0, count, BLOCK[name]):
         length = min(BLOCK[name], count - start)
-        bits = {"int8": 8, "fp16": 16}.get(name, 4)
-        size = {"uint4": 8, "fp16": 0}.get(name, 4) + (length * bits + 7) // 8
+        codes = -(-length // KEPT) if name == "sparse" else length
+        bits = {"int8": 8, "fp16": 16, "sparse": 14}.get(name, 4)
+        size = {"uint4": 8, "fp16": 0}.get(name, 4) + (codes * bits + 7) // 8
         values.append(decode_block(name, payload[:size], length))
         payload = payload[size:]
     return np.concatenate([np.zeros(0, np.float32), *values])

@@ -3,12 +3,12 @@
 
 #include <math.h>
 
-enum { COUNT = 3 * 1024 + 100 };
+enum { COUNT = 3 * 4096 + 100 };
 
 static void check_bad_values(const char *set, int32_t format)
 {
     const float bad[] = {NAN, -NAN, INFINITY, -INFINITY, 0x1.000002p63f, -0x1p127f};
-    const int64_t places[] = {0, 1, 31, 32, 700, 1023, 1024, 2047, 3072, COUNT - 1};
+    const int64_t places[] = {0, 1, 31, 32, 700, 1023, 1024, 4095, 4096, COUNT - 1};
     int64_t block = diloco_block_values(format);
     uint8_t *payload = new_bytes(diloco_payload_size(format, COUNT));
     for (int k = 0; k < 6; k++)
@@ -68,6 +68,9 @@ static void check_bad_payloads(const char *set, int32_t format)
     if (strcmp(diloco_format_name(format), "fp16") == 0) {
         REFUSE(10, (uint16_t)0x7c00, "an infinite half");
         REFUSE(20, (uint16_t)0xfe01, "a half that is NaN");
+    } else if (strcmp(diloco_format_name(format), "sparse") == 0) {
+        REFUSE(0, (uint16_t)0xbf80, "a negative level");
+        REFUSE(4, UINT64_MAX, "indices that do not ascend");
     } else {
         REFUSE(0, -1.0f, "a negative unit");
         REFUSE(0, -0.0f, "a unit of minus zero");
@@ -93,6 +96,62 @@ static void check_bad_payloads(const char *set, int32_t format)
     free(values), free(sound);
 }
 
+/* A sparse block of 192 values: three codes, of 42 bits. */
+static void check_sparse_block(const char *set, int32_t format, int is_sound, uint16_t low, uint16_t high,
+                               uint64_t codes, const char *what)
+{
+    enum { VALUES = 192, SIZE = 10 };
+    uint8_t *block = new_bytes(SIZE), *again = new_bytes(SIZE);
+    float *values = new_floats(VALUES);
+    memcpy(block, &low, 2);
+    memcpy(block + 2, &high, 2);
+    memcpy(block + 4, &codes, 6);
+    expect(diloco_check_payload(format, ADDRESS(block), VALUES, 1) == !is_sound, "%s sparse: %s is %s", set, what,
+           is_sound ? "refused" : "not refused");
+    expect(diloco_dequantize(format, ADDRESS(block), VALUES, ADDRESS(values), 1) == !is_sound, "%s sparse: %s", set,
+           what);
+    if (is_sound) {
+        diloco_quantize(format, 0, 0, 0, ADDRESS(values), VALUES, ADDRESS(again), 1);
+        expect(memcmp(block, again, SIZE) == 0, "%s sparse: %s has another encoding", set, what);
+    }
+    free(block), free(again), free(values);
+}
+
+static void check_sparse_blocks(const char *set, int32_t format)
+{
+    enum { ONE = 0x3f80, TWO = 0x4000, LARGEST = 0x5f00, HIGH = 1 << 12, NEGATIVE = 1 << 13 };
+#define CODES(first, second, third) ((uint64_t)(first) | (uint64_t)(second) << 14 | (uint64_t)(third) << 28)
+#define EXPECT_SOUND(low, high, codes, what) check_sparse_block(set, format, 1, low, high, codes, what)
+#define EXPECT_REFUSED(low, high, codes, what) check_sparse_block(set, format, 0, low, high, codes, what)
+    EXPECT_SOUND(ONE, ONE, CODES(5, NEGATIVE | 9, 191), "one level");
+    EXPECT_SOUND(ONE, TWO, CODES(5, HIGH | NEGATIVE | 9, 191), "two levels");
+    EXPECT_SOUND(ONE, ONE, CODES(0, 0, 0), "the first value alone");
+    EXPECT_SOUND(ONE, ONE, CODES(NEGATIVE, 7, 0), "two values");
+    EXPECT_SOUND(0x0080, LARGEST, CODES(HIGH, 7, 0), "the smallest and the largest level");
+    EXPECT_SOUND(0, 0, 0, "nothing");
+    EXPECT_REFUSED(0, 0, CODES(5, 0, 0), "a code without a level");
+    EXPECT_REFUSED(0, ONE, 0, "a low level of zero");
+    EXPECT_REFUSED(0x8000, 0x8000, 0, "a level of minus zero");
+    EXPECT_REFUSED(0xbf80, 0xbf80, CODES(5, 0, 0), "a negative level");
+    EXPECT_REFUSED(0x0040, 0x0040, CODES(5, 0, 0), "a subnormal level");
+    EXPECT_REFUSED(0x7f80, 0x7f80, CODES(5, 0, 0), "an infinite level");
+    EXPECT_REFUSED(0x7fc0, 0x7fc0, CODES(5, 0, 0), "a level that is NaN");
+    EXPECT_REFUSED(ONE, LARGEST + 1, CODES(5, HIGH | 9, 0), "a level beyond all encoders'");
+    EXPECT_REFUSED(TWO, ONE, CODES(5, HIGH | 9, 0), "a high level below the low one");
+    EXPECT_REFUSED(ONE, ONE, CODES(5, HIGH | 9, 0), "a high code where there is one level");
+    EXPECT_REFUSED(ONE, TWO, CODES(5, 9, 0), "a high level that no code has");
+    EXPECT_REFUSED(ONE, TWO, CODES(HIGH | 5, HIGH | 9, 0), "a low level that no code has");
+    EXPECT_REFUSED(ONE, ONE, CODES(9, 5, 0), "indices that descend");
+    EXPECT_REFUSED(ONE, ONE, CODES(5, 5, 0), "an index twice");
+    EXPECT_REFUSED(ONE, ONE, CODES(5, NEGATIVE, 0), "a second code for the first value");
+    EXPECT_REFUSED(ONE, ONE, CODES(5, 0, 9), "a code after one that is left over");
+    EXPECT_REFUSED(ONE, ONE, CODES(5, 9, 192), "an index beyond the block");
+    EXPECT_REFUSED(ONE, ONE, CODES(5, 9, 11) | (uint64_t)1 << 42, "a padding bit");
+#undef CODES
+#undef EXPECT_SOUND
+#undef EXPECT_REFUSED
+}
+
 /* Whatever the bytes are, nothing outside is touched (the sanitizer sees to it), what passes is finite, and all sets
  * agree on what passes. */
 static void check_arbitrary_bytes(const char *set, int32_t format)
@@ -106,7 +165,7 @@ static void check_arbitrary_bytes(const char *set, int32_t format)
         for (int64_t i = 0; i < size; i++)
             payload[i] = (uint8_t)(next_random(&seed) >> (round % 8));
         for (int64_t i = 3; round % 2 && i < size; i += block_bytes)
-            payload[i] = 0x3b; /* a sound exponent, so that the codes are looked at */
+            payload[i] = 0x3b; /* a sound exponent (fp32's, or sparse's high one), so that the codes are looked at */
         int64_t refused = check_of(format, payload);
         diloco_choose_kernels("scalar");
         expect(check_of(format, payload) == refused, "%s %s: another block is refused", set,
@@ -132,7 +191,9 @@ static void check_unknown_formats(void)
         expect(diloco_quantize(format, 0, 0, 0, ADDRESS(&value), 1, ADDRESS(payload), 1) == -1, "format %d", format);
         expect(diloco_check_payload(format, ADDRESS(payload), 1, 1) == -1, "format %d is checked", format);
     }
-    expect(diloco_quantize(5, 1, 0, 0, ADDRESS(&value), 1, ADDRESS(payload), 1) == -1, "fp16 is rounded by chance");
+    for (int32_t format = 5; format <= 6; format++)
+        expect(diloco_quantize(format, 1, 0, 0, ADDRESS(&value), 1, ADDRESS(payload), 1) == -1,
+               "%s is rounded by chance", diloco_format_name(format));
 }
 
 void check_refusals(void)
@@ -146,6 +207,7 @@ void check_refusals(void)
             check_bad_payloads(sets[i], format);
             check_arbitrary_bytes(sets[i], format);
         }
+        check_sparse_blocks(sets[i], 6);
     }
     check_unknown_formats();
     expect(diloco_choose_kernels("mmx") == 1, "an unknown set can be chosen");

@@ -173,6 +173,9 @@ def check(config: RunConfig) -> None:
     from opendiloco.model.build import build_skeleton
 
     check_inner_optimizer(config.inner_optimizer)
+    momentum = config.outer_optimizer.momentum
+    if config.codec.kind == "sparse" and momentum > 0:
+        logger.warning("outer_optimizer.momentum = %g overshoots beside codec.kind = 'sparse'; make it 0", momentum)
     for source in local_sources(config.data):
         if not Path(source).exists():
             logger.warning("data.source = %r is not on this machine; each volunteer names a folder with --data", source)

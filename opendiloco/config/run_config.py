@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
+from opendiloco.config.codec import CodecSection
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
 from opendiloco.config.errors import explain_validation_error, read_toml
 from opendiloco.config.optimizers import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
@@ -78,22 +79,6 @@ class TrainingSection(Section):
     gradient_reduction: Literal["fp32", "bf16"] = "fp32"
     micro_batch: Positive | None = None
     activation_checkpointing: bool = False
-
-
-class CodecSection(Section):
-    """How payloads are encoded on the wire: a name of `opendiloco.kernels.FORMATS`; docs/codecs.md helps to choose."""
-
-    kind: Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16"] = "int8"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    """To the nearest code, or by chance to one of the two beside it, so that nothing is lost on average."""
-    error_feedback: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The share of what a payload has left out that its peer adds to its next one; for 4 bytes a parameter."""
-
-    @model_validator(mode="after")
-    def check_rounding(self) -> Self:
-        if self.kind == "fp16" and self.rounding == "stochastic":
-            raise ValueError('kind = "fp16" rounds to nearest; remove rounding, or choose another kind')
-        return self
 
 
 HALF = 0.5

@@ -14,7 +14,7 @@ import os
 
 from opendiloco.kernels.arrays import BFloat16s, FloatArray, Floats, FloatView, Payload, PayloadBytes
 from opendiloco.kernels.errors import CorruptPayloadError, KernelError, NonFiniteError
-from opendiloco.kernels.formats import E2M1, E2M1_BLOCK32, E3M0, FORMATS, FP16, INT8, UINT4, Format
+from opendiloco.kernels.formats import E2M1, E2M1_BLOCK32, E3M0, FORMATS, FP16, INT8, SPARSE, UINT4, Format
 from opendiloco.kernels.operations import (
     NEAREST,
     Rounding,
@@ -41,6 +41,7 @@ __all__ = [
     "INT8",
     "KERNEL_SETS",
     "NEAREST",
+    "SPARSE",
     "UINT4",
     "BFloat16s",
     "CorruptPayloadError",

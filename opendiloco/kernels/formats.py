@@ -54,7 +54,7 @@ def _format(index: int) -> Format:
     )
 
 
-INT8, UINT4, E2M1_BLOCK32, E2M1, E3M0, FP16 = (_format(index) for index in range(6))
+INT8, UINT4, E2M1_BLOCK32, E2M1, E3M0, FP16, SPARSE = (_format(index) for index in range(7))
 
-FORMATS: dict[str, Format] = {each.name: each for each in (INT8, UINT4, E2M1_BLOCK32, E2M1, E3M0, FP16)}
+FORMATS: dict[str, Format] = {each.name: each for each in (INT8, UINT4, E2M1_BLOCK32, E2M1, E3M0, FP16, SPARSE)}
 """All of them, by name."""

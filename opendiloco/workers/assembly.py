@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from opendiloco.config.run_config import CodecSection, RunConfig, TrainingSection
+from opendiloco.config.codec import CodecSection
+from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.run import next_lines
+from opendiloco.cli.run import check, next_lines
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from peers.values.identity import Identity
@@ -58,6 +58,17 @@ def test_a_run_by_invitation_needs_a_ticket(small_content: dict[str, Any], ident
         "Give out such tickets with",
         "  diloco-peer invite create run.manifest" + (" --identity organiser.pem" if identity else ""),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "momentum", "is_warned"), [("sparse", 0.9, True), ("sparse", 0.0, False), ("int8", 0.9, False)]
+)
+def test_momentum_beside_sparse_payloads_is_warned_of(
+    small_content: dict[str, Any], caplog: pytest.LogCaptureFixture, kind: str, momentum: float, is_warned: bool
+) -> None:
+    outer = {"learning_rate": 1.0, "momentum": momentum}
+    check(RunConfig.from_manifest_content(small_content | {"codec": {"kind": kind}, "outer_optimizer": outer}))
+    assert ("outer_optimizer.momentum = 0.9 overshoots" in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize("command", [["create", "--identity", "organiser.pem", "--initial-peer", ADDRESS], ["needs"]])

@@ -13,6 +13,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import HostMemory
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.outer.residuals import Residuals
+from peers.errors import ManifestError
 from tests.opendiloco.threaded_workers import ThreadedWorkers
 
 PARTS = (slice(0, 3), slice(1024, 1026))
@@ -39,8 +40,69 @@ def test_without_it_there_is_none_and_it_takes_no_memory() -> None:
     assert residuals.of(0) is None
 
 
+SHARED, OURS, NOBODYS = 5, 4090, 4100  # of 4096 + 64 values: each in the payload or not
+
+
+def sparse(values: dict[int, float]) -> kernels.Payload:
+    vector = np.zeros(4096 + 64, np.float32)
+    for place, value in values.items():
+        vector[place] = value
+    payload = kernels.Payload(kernels.SPARSE, vector.size)
+    kernels.quantize(vector, payload)
+    return payload
+
+
+def test_what_a_sparse_average_left_out_is_taken_back() -> None:
+    residuals = Residuals(0.5, [slice(0, 4096 + 64)])
+    residual = residuals.of(0)
+    assert residual is not None
+    residual[SHARED] = 3
+    own, average = sparse({SHARED: 2, OURS: -1, 4099: 2}), sparse({SHARED: 1, NOBODYS: 1})
+    residuals.take_back(0, own, average)
+    assert {int(place): float(residual[place]) for place in np.flatnonzero(residual)} == {SHARED: 3, OURS: -1, 4099: 2}
+    residuals.take_back(0, own, average)
+    assert residual[OURS] == -1, "each payload is in one average"
+    residuals.of(0)
+    residuals.forget(0)
+    residuals.take_back(0, own, average)
+    assert not residual.any(), "an average without our payload took nothing of it"
+
+
+def test_what_all_take_back_is_what_the_average_lost() -> None:
+    """But for the rounding of what it kept."""
+    draw, size, members = np.random.default_rng(3), 3 * 4096 + 700, 3
+    residuals = [Residuals(1.0, [slice(0, size)]) for _ in range(members)]
+    payloads, average = (
+        [kernels.Payload(kernels.SPARSE, size) for _ in range(members)],
+        kernels.Payload(kernels.SPARSE, size),
+    )
+    total, sent = np.zeros(size, np.float64), np.zeros((members, size), np.float32)
+    for own, payload, values in zip(residuals, payloads, sent, strict=True):
+        difference = draw.standard_normal(size).astype(np.float32)
+        kernels.quantize_difference(difference, np.zeros_like(difference), payload, residual=own.of(0))
+        kernels.dequantize(payload, values)
+        total += difference
+    kernels.average([(payload, 1.0) for payload in payloads], average)
+    applied = np.zeros(size, np.float32)
+    kernels.dequantize(average, applied)
+    kept = applied != 0
+    for own, payload in zip(residuals, payloads, strict=True):
+        own.take_back(0, payload, average)
+    left = sum(vector.astype(np.float64) for own in residuals if (vector := own.of(0)) is not None)
+    np.testing.assert_allclose((left + members * applied)[~kept], total[~kept], atol=1e-5)
+    assert kept.sum() < (sent != 0).any(axis=0).sum()
+
+
 def config_with(small_content: dict[str, Any], **codec: Any) -> RunConfig:
     return RunConfig.from_manifest_content(small_content | {"codec": {"kind": "e3m0"} | codec})
+
+
+def test_a_sparse_run_has_error_feedback_unless_it_says_how_much(small_content: dict[str, Any]) -> None:
+    assert config_with(small_content, kind="sparse").codec.error_feedback == 0.95
+    assert config_with(small_content, kind="sparse", error_feedback=0.5).codec.error_feedback == 0.5
+    assert config_with(small_content).codec.error_feedback == 0
+    with pytest.raises(ManifestError, match=r"63 of 64 values.* remove error_feedback, whose default is 0\.95"):
+        config_with(small_content, kind="sparse", error_feedback=0.0)
 
 
 def test_it_takes_four_bytes_a_parameter(small_content: dict[str, Any]) -> None:

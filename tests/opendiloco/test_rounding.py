@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from opendiloco import kernels
-from opendiloco.config.run_config import CodecSection, RunConfig
+from opendiloco.config.codec import CodecSection
+from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import NEAREST, Rounding
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.rounding import RunRounding
@@ -18,7 +19,7 @@ from peers.values.leases import SampleRange
 VALUES = 8 * 1024
 CHANCE = RunRounding.of(CodecSection(rounding="stochastic"))
 LEASE = (SampleRange(8, 16),)
-STOCHASTIC = [name for name in kernels.FORMATS if name != "fp16"]
+STOCHASTIC = [name for name, format in kernels.FORMATS.items() if format.is_stochastic]
 
 
 def encoded(codec: BlockCodec, values: Any, rounding: Rounding) -> bytes:
@@ -71,6 +72,7 @@ def test_on_average_nothing_is_lost() -> None:
     assert not decoded.all()
 
 
-def test_fp16_has_no_chance(small_content: dict[str, Any]) -> None:
-    with pytest.raises(ManifestError, match='codec: kind = "fp16" rounds to nearest; remove rounding'):
-        RunConfig.from_manifest_content(small_content | {"codec": {"kind": "fp16", "rounding": "stochastic"}})
+@pytest.mark.parametrize("kind", ["fp16", "sparse"])
+def test_what_has_no_chance_is_refused(small_content: dict[str, Any], kind: str) -> None:
+    with pytest.raises(ManifestError, match=f'codec: kind = "{kind}" rounds to nearest; remove rounding'):
+        RunConfig.from_manifest_content(small_content | {"codec": {"kind": kind, "rounding": "stochastic"}})

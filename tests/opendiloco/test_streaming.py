@@ -168,6 +168,12 @@ ROSTERS = (
 )
 
 
+def decoded(payload: kernels.Payload) -> Vector:
+    out = np.empty(payload.values, np.float32)
+    kernels.dequantize(payload, out)
+    return out
+
+
 def algorithm_1(
     config: RunConfig, amendments: Sequence[Amendment | None] = (None,) * len(ROSTERS)
 ) -> Iterator[tuple[Vector, Vector]]:
@@ -175,19 +181,26 @@ def algorithm_1(
     like = Reference(config)
     state = OuterState(like.state.theta.copy(), config.outer_optimizer)
     replicas: dict[str, ModelReplica] = {}
+    left_out: dict[str, Vector] = {}  # by those that took part in the outer step before
     tokens = 0
     for index, roster in enumerate(ROSTERS):
         sums, local = np.zeros_like(state.theta), np.empty_like(state.theta)
         payload = kernels.Payload(kernels.FORMATS[config.codec.kind], local.size)
+        sent: dict[str, Vector] = {}
+        share, left_out_before, left_out = np.float32(config.codec.error_feedback), left_out, {}
         total = 0
         for each in roster:
             replica = replicas.setdefault(each.replica, like.build_replica())
             trained = replica.train(state.theta, index, each.samples, each.steps, tokens)
             replica.store(local)
-            kernels.quantize_difference(state.theta, local, payload)
+            left_out[each.replica] = share * left_out_before.get(each.replica, np.zeros_like(local))
+            kernels.quantize_difference(state.theta, local, payload, residual=left_out[each.replica])
             kernels.accumulate(payload, trained.tokens, sums)
+            sent[each.replica] = decoded(payload)
             total += trained.tokens
         kernels.finish_average(sums, total, payload)
+        for name in left_out if payload.format is kernels.SPARSE else ():
+            left_out[name] += np.where(decoded(payload) == 0, sent[name], np.float32(0))
         state.apply(payload, index, amendment=amendments[index])
         tokens += total
         yield state.theta.copy(), state.momentum.copy()
@@ -306,7 +319,8 @@ def test_streams_of_every_pattern_and_codec_learn(small_content: dict[str, Any],
     before = reference.held_out_loss()
     for cycle in range(4):
         reference.outer_step((work("a", 16 * cycle), work("b", 16 * cycle + 8)))
-    assert reference.held_out_loss() < before - 0.5
+    # Four sparse averages have changed a sixteenth of all values at the most.
+    assert reference.held_out_loss() < before - (0.05 if codec == "sparse" else 0.5)
 
 
 def test_a_replica_that_was_away_is_as_good_as_a_new_one(small_content: dict[str, Any]) -> None:

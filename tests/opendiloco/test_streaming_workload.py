@@ -136,6 +136,8 @@ CASES = [
     (2, "apart", 2, 0.5, "e3m0 stochastic"),
     (4, "ends", 0, 0.0, "int8 stochastic"),
     (2, "apart", 2, 0.5, "e3m0 feedback"),
+    (2, "apart", 2, 0.5, "sparse feedback"),
+    (4, "ends", 0, 0.0, "sparse feedback"),
     (4, "ends", 0, 0.0, "uint4 stochastic feedback"),
 ]
 

@@ -41,6 +41,14 @@ error_feedback = 0.9
 """
 
 
+SPARSE = (
+    STREAMING.partition("[codec]")[0]
+    + """[codec]
+kind = "sparse"
+"""
+)
+
+
 def write_run(folder: Path, streaming: str) -> Path:
     """Write a run in which a volunteer that its machine holds up for some seconds is waited for."""
     text = TINY.read_text().replace("outer_steps = 8", f"outer_steps = {OUTER_STEPS}")
@@ -88,7 +96,7 @@ async def train_as_a_swarm(folder: Path, streaming: str) -> list[Journal]:
     return journals
 
 
-@pytest.mark.parametrize("streaming", ["", STREAMING], ids=["plain", "streaming"])
+@pytest.mark.parametrize("streaming", ["", STREAMING, SPARSE], ids=["plain", "streaming", "sparse"])
 def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(streaming: str, tmp_path: Path) -> None:
     entries, *others = [list(journal) for journal in asyncio.run(train_as_a_swarm(tmp_path, streaming))]
     assert len(entries) == OUTER_STEPS

@@ -45,6 +45,8 @@ def kernel_set(request: pytest.FixtureRequest) -> Iterator[str]:
         ("e2m1", 1027, 516 + 6),
         ("e3m0", 1024, 516),
         ("fp16", 3, 6),
+        ("sparse", 2 * 4096, 2 * 116),
+        ("sparse", 4096 + 65, 116 + 4 + 4),
         ("int8", 0, 0),
     ],
 )

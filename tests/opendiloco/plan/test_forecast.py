@@ -11,6 +11,7 @@ from opendiloco.plan.forecast import Plan, forecast
 from opendiloco.plan.methods import Shape, diloco, streaming
 from opendiloco.plan.report import how_often, too_slow_lines
 from opendiloco.plan.rounds import DELAYS, LINK_SHARE, QUANTIZED, STEPPED, Peer, Swarm, round_of
+from opendiloco.plan.setup import bits_of
 
 MBIT = 1e6
 SHAPE = Shape((16_000_000,) * 4, rest=36_000_000)
@@ -24,6 +25,10 @@ def peer(mbit: float = 200, step_seconds: float = 1.0, count: int = 1, **more: f
 
 def plan(*peers: Peer, inner_steps: int = 100) -> Plan:
     return Plan(SHAPE, Swarm(peers), inner_steps, tokens_per_step=1000, smallest_share=0.125, snapshot_every=4)
+
+
+def test_a_codecs_bits_have_their_share_of_its_blocks_headers() -> None:
+    assert [bits_of(codec) for codec in ("fp16", "e3m0", "sparse")] == [16, 4 + 32 / 1024, (64 * 14 + 32) / 4096]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
