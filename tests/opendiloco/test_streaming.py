@@ -178,7 +178,9 @@ def algorithm_1(config: RunConfig) -> Iterator[tuple[Vector, Vector]]:
         payload = kernels.Payload(kernels.FORMATS[config.codec.kind], local.size)
         total = 0
         for each in roster:
-            replica = replicas.setdefault(each.replica, like.build_replica())
+            if each.replica not in replicas:
+                replicas[each.replica] = like.build_replica()
+            replica = replicas[each.replica]
             trained = replica.train(state.theta, index, each.samples, each.steps, tokens)
             replica.store(local)
             kernels.quantize_difference(state.theta, local, payload)
