@@ -46,8 +46,8 @@ class Peak(TorchDispatchMode):
             if isinstance(one, torch.Tensor) and one.device.type == "cpu":
                 storage = one.untyped_storage()
                 self.storages[storage._cdata] = weakref.ref(storage)
-        living = [reference() for reference in self.storages.values()]
-        self.bytes = max(self.bytes, sum(storage.nbytes() for storage in living if storage is not None))
+        living = [storage.nbytes() for one in self.storages.values() if (storage := one()) is not None]
+        self.bytes = max(self.bytes, sum(living))
         return result
 
 def peak_of(options):
