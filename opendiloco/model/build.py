@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig, misfit
 from opendiloco.config.streaming import StreamingSection
@@ -20,11 +19,15 @@ from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from opendiloco.errors import first_line
 from opendiloco.model.fragments import assign_fragments
 from opendiloco.model.layout import Layout
+from opendiloco.model.light_transformers import load_transformers
 from opendiloco.model.packing import check_document_mask
 from opendiloco.model.portable_normal import PortableNormal, Undrawn
 from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import Vector
 from peers.errors import ManifestError
+
+transformers = load_transformers()
+AutoConfig, AutoModelForCausalLM = transformers.AutoConfig, transformers.AutoModelForCausalLM
 
 PLAIN = StreamingSection()
 

@@ -3,10 +3,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -230,60 +226,3 @@ def test_every_kind_survives_the_way_through_a_manifest(small_content: dict[str,
     config = RunConfig.from_manifest_content(small_content | {"inner_optimizer": {"learning_rate": 0.01} | values})
     carried = json.loads(json.dumps(config.to_manifest_content()))
     assert RunConfig.from_manifest_content(carried) == config
-
-
-SHARDED = """
-import os, sys, torch, torch.distributed as distributed
-from torch.distributed.fsdp import fully_shard
-from opendiloco.errors import MachineError
-from opendiloco.inner.optimizers import build_inner_optimizer
-from opendiloco.config.optimizers import AdafactorSection, AdamWSettings, MuonSection, TorchSection
-
-rank, store = int(sys.argv[1]), distributed.FileStore(sys.argv[2], 2)
-distributed.init_process_group("gloo", rank=rank, world_size=2, store=store)
-mesh = distributed.init_device_mesh("cpu", (2,))
-torch.Tensor.bfloat16 = lambda tensor: tensor * 1  # so that the order of sums does not matter
-
-def built():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 7))
-
-whole, sharded = built(), built()
-fully_shard(sharded, mesh=mesh)
-section = MuonSection(learning_rate=0.1, adamw=AdamWSettings(learning_rate=0.01))
-pairs = [(model, build_inner_optimizer(model, section)) for model in (whole, sharded)]
-for _ in range(3):
-    inputs = torch.randn(8, 6)
-    for model, optimizer in pairs:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-difference = max((a - b.full_tensor()).abs().max().item() for a, b in zip(whole.parameters(), sharded.parameters()))
-assert difference < 1e-5, difference
-for refused in (AdafactorSection(learning_rate=0.1), TorchSection(name="Rprop", learning_rate=0.1)):
-    try:
-        build_inner_optimizer(sharded, refused)
-    except MachineError as error:
-        assert "cannot compute" in error.message and "one worker" in error.remedy
-    else:
-        raise AssertionError(refused)
-os._exit(0)  # as workers end: an interpreter that ends while gloo's threads live may abort
-"""
-
-
-def test_muon_orthogonalizes_whole_matrices_also_of_sharded_models(tmp_path: Path) -> None:
-    """And what torch cannot compute on shards is refused."""
-    command = [sys.executable, "-c", SHARDED]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment, stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, said = rank.communicate(timeout=300)  # each starts torch and transformers, on a busy machine
-            assert rank.returncode == 0, said.decode()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()

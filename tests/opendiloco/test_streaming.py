@@ -190,7 +190,9 @@ def algorithm_1(
         share, left_out_before, left_out = np.float32(config.codec.error_feedback), left_out, {}
         total = 0
         for each in roster:
-            replica = replicas.setdefault(each.replica, like.build_replica())
+            if each.replica not in replicas:
+                replicas[each.replica] = like.build_replica()
+            replica = replicas[each.replica]
             trained = replica.train(state.theta, index, each.samples, each.steps, tokens)
             replica.store(local)
             left_out[each.replica] = share * left_out_before.get(each.replica, np.zeros_like(local))

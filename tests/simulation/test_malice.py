@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 import pytest
 
@@ -76,11 +77,25 @@ def test_lives_with_liars_are_drawn_from_all_there_is() -> None:
     assert any(2 * len(life.liars) + 1 == life.peers for life in lives), "sybils up to just below half"
 
 
+class Lived(NamedTuple):
+    """What came of a life: how often peer3 spoke, in how long, and the entries of the longest log."""
+
+    messages: int
+    seconds: float
+    entries: int
+
+
 @cache
-def messages_a_second(life: Life) -> float:
-    """Live a life, once for all tests that want it. Return how often peer3 spoke. Raises: InvariantError."""
+def lived(life: Life) -> Lived:
+    """Live a life, once for all tests that want it. Raises: InvariantError."""
     swarm = live(life)
-    return swarm.messages["peer3"] / swarm.now
+    return Lived(swarm.messages["peer3"], swarm.now, max(len(one.peer.lineage.entries) for one in swarm.peers.values()))
+
+
+def messages_a_second(life: Life) -> float:
+    """Return how often peer3 spoke. Raises: InvariantError."""
+    once = lived(life)
+    return once.messages / once.seconds
 
 
 class Pauses:
@@ -299,8 +314,8 @@ def test_lies_are_told_besides_the_truth(kind: str) -> None:
 
 def messages_an_entry(life: Life) -> float:
     """Return how often peer3 spoke for each entry that was made."""
-    swarm = live(life)
-    return swarm.messages["peer3"] / max(len(one.peer.lineage.entries) for one in swarm.peers.values())
+    once = lived(life)
+    return once.messages / once.entries
 
 
 # Planted faults ------------------------------------------------------------------------------------------------
