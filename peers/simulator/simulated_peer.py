@@ -285,8 +285,7 @@ class SimulatedPeer:
 
     def _average(self, reduce: ReduceChunk) -> None:
         fragment = self.fragments[reduce.round_name.position.fragment]
-        event = run_now(average_chunk(fragment.workload, fragment.buffers, self.name, reduce))
-        if event is not None:
+        if event := run_now(average_chunk(fragment.workload, fragment.buffers, self.name, reduce)):
             self.world.soon(self, event)
 
     def _assemble(self, assemble: AssemblePayload) -> None:
@@ -296,8 +295,7 @@ class SimulatedPeer:
 
     def _report_rate(self) -> None:
         """What the link carried, in rounds that did not come to an end, too."""
-        rate = int(min(self._sent.rate, self._received.rate))
-        if rate:
+        if rate := int(min(self._sent.rate, self._received.rate)):
             self.world.soon(self, RateMeasured(rate))
 
     # The run's state ------------------------------------------------------------------------------------------
