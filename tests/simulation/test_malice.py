@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from peers.log.electorate import TERM
+from peers.log import electorate
 from peers.log.settings import Timing
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.schedule import Schedule
@@ -284,15 +284,16 @@ def test_liars_that_claim_the_heaviest_log_in_turn_keep_no_newcomer_out(seed: in
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_leader_that_gives_no_samples_keeps_no_newcomer_out(seed: int) -> None:
+def test_a_leader_that_gives_no_samples_keeps_no_newcomer_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it did so for as long as it led."""
+    monkeypatch.setattr(electorate, "TERM", 8)
     swarm = Swarm(seed, replace(SETTINGS, timing=Timing()), unevenness=EVENLY, traced=False)
     plant(swarm, (Deceit("peer0", ("keeps newcomers out",), 1, inf),))
     for number in range(4):
         swarm.start(f"peer{number}")
     assert swarm.run(200.0, until=lambda: swarm.longest >= 3)
     swarm.start("late")
-    goal = swarm.longest + TERM
+    goal = electorate.TERM + 4
     swarm.run(1000.0, until=lambda: swarm.longest >= goal)
     assert swarm.history.counted["late"]
 
