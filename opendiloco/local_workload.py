@@ -122,6 +122,7 @@ class TrainingWorkload(LocalState):
             self.run_is_over()
             await asyncio.Event().wait()
         self.measuring.forget()
+        self._residuals.forget_unanswered()
         self._work = work
         return await self._inner_loop(work, on_progress, on_captured)
 
@@ -172,7 +173,7 @@ class TrainingWorkload(LocalState):
         if counts:
             own = self._contributions[fragment]
             await asyncio.to_thread(self._residuals.take_back, fragment, own, Payload(own.format, own.values, payload))
-        else:
+        elif not (keeps_work and fragment == len(self._contributions) - 1):  # else the next entry may take our payload
             await asyncio.to_thread(self._residuals.forget, fragment)
         self.measuring.taken(payload, index, fragment, keeps_work, amendment)
 

@@ -88,11 +88,12 @@ class Member(Cycles):
 
     def take_part(self, work: Work, beginning: Beginning, index: int, overlap: int, is_last: bool = False) -> None:
         """Begin a cycle. A replica that took no part in the cycle before begins with theta."""
-        goes_on = self._last_index is not None and index == self._last_index + 1 and not work.age
-        self._last_index, self.began_at, self.work = index, index - work.age, work
+        self.began_at, self.work = index - work.age, work
+        was_there = self._last_index is not None and self.began_at == self._last_index + 1
+        goes_on, self._last_index = was_there and not work.age, index
         self.base = beginning.theta if work.age else None
         begin_with = None if goes_on else beginning.theta
-        if not goes_on:
+        if not was_there:
             self.residuals.forget_all()
         lease = work.samples, work.steps
         self._inner_steps = self.replica.inner_steps(begin_with, self.began_at, *lease, beginning.tokens)

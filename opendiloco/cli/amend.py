@@ -101,8 +101,14 @@ def next_amendment(
     """
     from opendiloco.amending import Amended
     from opendiloco.config.run_config import RunConfig
+    from peers.errors import ManifestError
     from peers.values.amendments import Amendment
 
+    if momentum is not None and run.config.outer_optimizer.momentum_every > 1:
+        raise ManifestError(
+            f"--outer-momentum = {momentum:g}: the momentum of {run.run_id} is delayed, and stays as it is.",
+            "Amend --outer-lr alone.",
+        )
     latest = Amended.seen_in(run, beats).newest
     source, content = latest or run.config.outer_optimizer, run.config.to_manifest_content()
     values = {

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from opendiloco.config.section import Fraction, NotNegativeFloat, PositiveFloat, Section, StepCount, TokenCount
+from peers.values.amendments import check_momentum
 
 
 class AdamWSettings(Section):
@@ -183,6 +184,6 @@ class OuterOptimizerSection(Section):
 
     kind: Literal["nesterov"] = "nesterov"
     learning_rate: Annotated[float, Field(gt=0, le=100)] = 0.7
-    momentum: Fraction = 0.9
+    momentum: Annotated[Fraction, AfterValidator(check_momentum)] = 0.9
     momentum_every: Annotated[int, Field(ge=1, le=1000)] = 1
     schedule: OuterScheduleSection | None = None

@@ -56,6 +56,11 @@ class Residuals:
         if residual is not None:
             residual[:] = 0
 
+    def forget_unanswered(self) -> None:
+        """Training begins anew: payloads that no entry has taken by now are in none."""
+        for fragment in [fragment for fragment, is_sent in enumerate(self._are_sent) if is_sent]:
+            self.forget(fragment)
+
     def forget_all(self) -> None:
         for fragment in range(len(self._vectors)):
             self.forget(fragment)

@@ -54,8 +54,7 @@ class OuterState:
         self, payload: kernels.Payload, index: int, fragment: int = 0, amendment: Amendment | None = None
     ) -> None:
         """Take outer step `index` of the run, counted from 0, of one fragment, with an average: a whole payload of the
-        fragment that is known to be one (`BlockCodec.checked`). `amendment` is the one that the log has in force: where
-        that changes mu amid the steps of a delayed momentum, their averages before weigh by the new mu over the old."""
+        fragment that is known to be one (`BlockCodec.checked`). `amendment` is the one that the log has in force."""
         coefficient, every, part = self.coefficient(amendment), self._optimizer.momentum_every, self.fragments[fragment]
         rate, theta, momentum = self.learning_rate(index, amendment) / every, self.theta[part], self.momentum[part]
         if (index + 1) % every == 0:
@@ -72,8 +71,9 @@ class OuterState:
         return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
 
     def coefficient(self, amendment: Amendment | None = None) -> float:
-        """Return mu, with this amendment in force."""
-        return (amendment or self._optimizer).momentum
+        """Return mu, with this amendment in force. A delayed one stays as it is: what was averaged in a period is
+        scaled by it."""
+        return (self._optimizer if self._optimizer.momentum_every > 1 else amendment or self._optimizer).momentum
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
         """Take over another peer's state."""

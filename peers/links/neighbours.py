@@ -19,6 +19,7 @@ from zeroconf import Error, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from peers.links.own_network import SOMEWHERE, address_towards
+from peers.values.identity import is_peer_id
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ LOOK_SECONDS = 3.0
 MORE_SECONDS = 0.5
 """For how long, once one of the run is found."""
 MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0
-_ADDRESS = re.compile(r"^/ip[46]/[0-9a-f.:]+/tcp/[0-9]{1,5}/p2p/[A-Za-z0-9]{40,64}$")
+_ADDRESS = re.compile(r"^/ip[46]/(?P<ip>[0-9a-f.:]+)/tcp/(?P<port>[0-9]{1,5})/p2p/(?P<peer>[A-Za-z0-9]{40,64})$")
 TEXT_BYTES = 200  # a TXT record's string has up to 255, the key included
 
 
@@ -40,6 +41,16 @@ def local_interfaces() -> list[str]:
         return []
     found = [one.address for many in psutil.net_if_addrs().values() for one in many if one.family == socket.AF_INET]
     return [address for address in found if ip_address(address).is_private and not ip_address(address).is_loopback]
+
+
+def _can_be_dialled(address: str) -> bool:
+    """Return whether this is a whole address in a local network: a stranger could have newcomers dial others."""
+    match = _ADDRESS.match(address)
+    try:
+        is_near = match is not None and ip_address(match["ip"]).is_private
+    except ValueError:
+        return False
+    return match is not None and is_near and 0 < int(match["port"]) < 1 << 16 and is_peer_id(match["peer"])
 
 
 @asynccontextmanager
@@ -74,7 +85,7 @@ async def _say(info: AsyncServiceInfo, interfaces: Sequence[str], stack: AsyncEx
 
 def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo | None:
     """Return what to say; None where there is nothing to dial."""
-    told = [address for address in addresses if _ADDRESS.match(address) and len(address) <= TEXT_BYTES]
+    told = [address for address in addresses if _can_be_dialled(address) and len(address) <= TEXT_BYTES]
     if not told:
         return None
     text = {"run": run} | {f"a{number}": address for number, address in enumerate(told[:MOST_ADDRESSES])}
@@ -126,7 +137,7 @@ class _Listening:
         ordered = sorted(self._texts.values(), key=lambda text: text.get("run") != self._run)
         useful = [text for text in ordered if text.get("run") in (self._run, "")]
         said = [text.get(f"a{number}", "") for text in useful for number in range(MOST_ADDRESSES)]
-        return tuple(dict.fromkeys(address for address in said if _ADDRESS.match(address)))
+        return tuple(dict.fromkeys(filter(_can_be_dialled, said)))
 
     def _hear(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: object) -> None:
         if len(self._texts) < MOST_HEARD and name not in self._texts:

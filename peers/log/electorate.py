@@ -8,7 +8,7 @@ no entry that says so of a peer that they hear themselves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 
 from peers.log.header import BYSTANDER_LIMIT, Bystander, Header, Member
@@ -17,6 +17,12 @@ TERM = 64
 """Outer steps for which one member leads, if nothing is wrong with it. A leader that leaves somebody out, or gives
 newcomers no samples, does so no longer; and each has to find out for itself who holds rounds up, which costs an entry's
 time."""
+
+
+def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
+    """Roster order for the next entry: those of the last one in their old order, then newcomers by id."""
+    old = {peer: place for place, peer in enumerate(roster)}
+    return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
 
 
 class Electorate:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from peers.log.amended import Amended
-from peers.log.electorate import Electorate, wrong_in_gone
+from peers.log.electorate import Electorate, take_order, wrong_in_gone
 from peers.log.exclusions import Fault, exclusions_after, fault_in_annex
 from peers.log.header import (
     FREE_LIMIT,
@@ -268,8 +268,8 @@ class LogState(Electorate, Amended):
         has_trained, peers = any(member.tokens for member in roster), [member.peer for member in roster]
         if has_trained == (payload == NO_PAYLOAD) or (self.closes and not has_trained):
             raise LogError("nobody in the roster has trained anything" if not has_trained else "it lacks a payload")
-        if len(set(peers)) != len(peers):
-            raise LogError("a peer is in the roster twice")
+        if len(set(peers)) != len(peers) or peers != take_order(self.roster, peers):
+            raise LogError("a peer is in the roster twice, or out of order")
         if self.probation and self.weighed(roster) != tuple(roster):
             raise LogError("a peer on probation counts in the roster")
         if faults and not (self.closes and self.exclusion):

@@ -67,12 +67,6 @@ def quorum(roster: Iterable[str], departed: Collection[str], ready: Collection[s
     return 2 * sum(peer in ready for peer in remaining) > len(remaining) or not remaining
 
 
-def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
-    """Roster order for the next entry: those of the last one in their old order, then newcomers by id."""
-    old = {peer: place for place, peer in enumerate(roster)}
-    return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
-
-
 def culprits(
     members: Collection[str], complete: Collection[str], waiting: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:

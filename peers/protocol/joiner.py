@@ -21,7 +21,7 @@ class Joiner:
         self._presence = presence
         self._replica = replica
         self._troubles = troubles
-        self._asked: tuple[str, float] | None = None  # who founds the run, as we take it, and since when we ask it
+        self._asked: dict[str, float] = {}  # who founds the run, as we took it, and since when we ask each
         self._held_back_since: float | None = None
 
     @property
@@ -58,13 +58,14 @@ class Joiner:
 
     def _wait_for(self, leader: str) -> None:
         """A founder that gives nobody samples has as long as one that does not begin. Once a run goes on, most of its
-        peers know better than a newcomer who leads."""
+        peers know better than a newcomer who leads. Each has a time of its own: two could take turns."""
         if self._replica.log.last is not None or leader == self._desk.me:
-            self._asked = None
-        elif self._asked is None or self._asked[0] != leader:
-            self._asked = leader, self._desk.now
-        elif self._desk.now - self._asked[1] > self._patience(leader):
-            self._asked = None
+            self._asked.clear()
+            return
+        met = self._presence.membership.met
+        self._asked = {leader: self._desk.now, **{peer: since for peer, since in self._asked.items() if peer in met}}
+        if self._desk.now - self._asked[leader] > self._patience(leader):
+            del self._asked[leader]
             self._presence.distrust(leader)
 
     def _patience(self, founder: str) -> float:
@@ -95,7 +96,7 @@ class Joiner:
     def accepts(self, leader: str, grant: LeaseGrant) -> bool:
         """Whether others will accept the leader's lease from us."""
         whole = self._desk.settings.inner_steps
-        self._asked = None
+        self._asked.clear()
         try:
             self._replica.log.lease_of(self._desk.me, grant.samples)
             if grant.steps > whole:

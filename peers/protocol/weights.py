@@ -17,7 +17,8 @@ def weights_of(members: Iterable[Member], log: LogState, settings: RunSettings) 
     return {member.peer: aged(member.tokens, log.age(member.peer)) for member in members}
 
 
-def aged(tokens: int, age: int) -> float:
+def aged(tokens: int, age: int) -> int:
     """Return what tokens count with that are `age` outer steps old: divided by sqrt(1 + age), as FedBuff has it
-    (arXiv 2106.06639). Bit-identical on every machine: both operations round correctly."""
-    return tokens / math.sqrt(1 + age) if age else tokens
+    (arXiv 2106.06639), in whole tokens, so that sums of them are exact in any order. Bit-identical on every machine:
+    both operations round correctly."""
+    return max(1, int(tokens / math.sqrt(1 + age))) if age and tokens else tokens

@@ -15,7 +15,7 @@ from opendiloco.reference import Reference, Work
 from opendiloco.workers.options import WorkerOptions
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange
-from peers.values.workload import InnerLoop, Progress, Reduction
+from peers.values.workload import Blocks, InnerLoop, Progress, Reduction
 
 LATE = Work("b", (SampleRange(24, 30),), 3, age=1)
 OUTER_STEPS = [
@@ -37,10 +37,12 @@ def count_of(work: Work) -> int:
 
 
 class PairOfPeers:
-    """a and b; b trains `LATE` while a makes the outer step before."""
+    """a and b; b trains `LATE` while a makes the outer step before, and is done before it is made, or after."""
 
-    def __init__(self, peers: Sequence[LocalWorkload]) -> None:
+    def __init__(self, peers: Sequence[LocalWorkload], is_done_before: bool) -> None:
         self.peers = dict(zip("ab", peers, strict=True))
+        self.is_done_before = is_done_before
+        self.done: dict[str, Blocks] = {}
         self.began = [0]  # the run's tokens when each outer step began
 
     async def outer_step(self, index: int, roster: Sequence[Work], later: Work | None) -> bytes:
@@ -49,7 +51,9 @@ class PairOfPeers:
             if work.age == 0 or work is later:
                 loop = InnerLoop(index, work.samples, work.steps, self.began[-1])
                 await self.peers[work.replica].run_inner_loop(loop, ignore)
-        payloads = [(await self.peers[work.replica].contribution(), aged(count_of(work), work.age)) for work in roster]
+        if later and self.is_done_before:
+            self.done[later.replica] = await self.peers[later.replica].contribution()
+        payloads = [(await self.contribution(work), aged(count_of(work), work.age)) for work in roster]
         payload = await self.peers["a"].reduce(Reduction(payloads, 0, index=index))
         for name, peer in self.peers.items():
             is_in = name in [work.replica for work in roster]
@@ -59,17 +63,25 @@ class PairOfPeers:
         assert len(digests) == 1
         return digests.pop()
 
+    async def contribution(self, work: Work) -> Blocks:
+        """Return what a peer has trained, encoded once."""
+        peer = self.peers[work.replica]
+        return self.done.pop(work.replica) if work.replica in self.done else await peer.contribution()
 
-def test_late_work_counts_from_where_it_began_and_less_the_older_it_is(small_content: dict[str, Any]) -> None:
-    """Also what payloads leave out: of late work only what it has left out itself."""
+
+@pytest.mark.parametrize(("kind", "is_done_before"), [("int8", False), ("sparse", True)])
+def test_late_work_counts_from_where_it_began_and_less_the_older_it_is(
+    small_content: dict[str, Any], kind: str, is_done_before: bool
+) -> None:
+    """Also what payloads leave out: whenever work is done, it makes up for what the one before has left out."""
     rounds = {"policy": "asynchronous"}
-    content = small_content | {"outer_steps": 4, "rounds": rounds, "codec": {"error_feedback": 0.9}}
+    content = small_content | {"outer_steps": 4, "rounds": rounds, "codec": {"kind": kind, "error_feedback": 0.9}}
     config = RunConfig.from_manifest_content(content)
     expected = list(Reference(config).run(OUTER_STEPS))
 
     async def story() -> None:
         peers = await asyncio.gather(*(LocalWorkload.start(config, WorkerOptions(device="cpu")) for _ in "ab"))
-        pair = PairOfPeers(peers)
+        pair = PairOfPeers(peers, is_done_before)
         try:
             later = [None, LATE, None, None]
             digests = [await pair.outer_step(index, roster, later[index]) for index, roster in enumerate(OUTER_STEPS)]

@@ -9,11 +9,11 @@ from typing import Any
 from peers.log.branch import Branch
 from peers.log.certificate import Departure, Proof, ballot, certify, electorate
 from peers.log.chain import Chain, Entry
+from peers.log.electorate import take_order
 from peers.log.header import Header, Member, Position
 from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogState
-from peers.presence.election import take_order
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.amending import Amending
 from peers.protocol.commitment import Author, ChunkProof, Commitment, Contribution, Evidence, commit_to

@@ -62,7 +62,8 @@ def test_what_a_liar_says_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None
     def lying(peer: str, run: str, addresses: Sequence[str]) -> object:
         info = service(peer, run, addresses)
         assert info is not None
-        text = {"run": run, "a0": "/ip4/1.2.3.4/tcp/1/p2p/" + "x" * 100, "a1": "$(reboot)", "a2": addresses[0]}
+        text = {"run": run, "a0": f"/ip4/999.1.1.1/tcp/1/p2p/{FIRST}", "a1": f"/ip4/8.8.8.8/tcp/1/p2p/{FIRST}"}
+        text |= {"a2": f"/ip4/10.0.0.1/tcp/99999/p2p/{'x' * 52}", "a3": addresses[0]}
         return AsyncServiceInfo(
             info.type, info.name, addresses=info.addresses, port=info.port, properties=text, server=info.server
         )

@@ -104,7 +104,7 @@ def test_who_is_gone_is_told_in_brief_and_bystanders_are_kept() -> None:
 def test_of_too_many_bystanders_those_stay_that_were_in_an_entry_last() -> None:
     names = [f"peer{number:04}" for number in range(1, MEMBER_LIMIT)]
     idle = [Member(peer=name, tokens=0, samples=()) for name in names]
-    crowd = LOG.append(LOG.next_header([*idle, member("a", 0, 20)], PAYLOAD))
+    crowd = LOG.append(LOG.next_header([*idle, member("q", 0, 20)], PAYLOAD))
     crowd = crowd.append(crowd.next_header([crowd.expected("z", 0)], PAYLOAD))
     assert len(crowd.voters) == BYSTANDER_LIMIT + 1
     assert crowd.voters[:2] == ("z", "peer0001")
@@ -120,6 +120,13 @@ def test_each_member_leads_for_a_term_before_bystanders(terms: int, leaders: str
     for index in (terms * TERM, terms * TERM + TERM - 1):
         log = replace(FOUNDED, last=last.model_copy(update={"index": index}))
         assert log.leaders == tuple(leaders)
+
+
+def test_whoever_leads_does_not_choose_the_rosters_order() -> None:
+    """Regression: a liar put itself in each entry's roster where the next leader stands, and led for ever."""
+    roster = [FOUNDED.expected(name) for name in "bacde"]
+    with pytest.raises(LogError, match="out of order"):
+        FOUNDED.next_header(roster, PAYLOAD)
 
 
 def test_those_on_probation_do_not_vote_and_lead_last() -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.presence.election import culprits, elect, quorum, take_order
+from peers.log.electorate import take_order
+from peers.presence.election import culprits, elect, quorum
 
 NAMES = st.sets(st.sampled_from("abcdefg"))
 

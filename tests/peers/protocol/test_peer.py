@@ -1537,6 +1537,17 @@ def test_a_founder_that_gives_no_samples_is_given_up() -> None:
     assert of(rig.tick(), Train), "it asks itself, which is the next one"
 
 
+def test_two_founders_that_give_no_samples_in_turn_are_given_up() -> None:
+    """Regression: whenever another one was asked, the time began anew."""
+    rig, patience = Rig(), Schedule(TIMING).begin(everyone_is_ready=True)
+    for _ in range(2):
+        for founder in "ac":
+            rig.now += patience / 2
+            rig.see(others=founder)
+            rig.tick()
+    assert rig.peer.presence.distrusted == {"a", "c"}
+
+
 def test_strangers_are_not_ready() -> None:
     """Regression: anybody's Ready was taken, and with a higher number it threw out everybody else's."""
     rig = at_second()

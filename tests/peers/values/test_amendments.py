@@ -6,6 +6,7 @@ from math import inf, nan
 
 import pytest
 
+from opendiloco.config.optimizers import OuterOptimizerSection
 from peers.values.amendments import Amendment, newest
 from peers.values.identity import Identity
 from peers.values.wire import WireError, pack, unpack
@@ -56,6 +57,24 @@ def test_it_crosses_the_network_in_few_bytes() -> None:
 def test_values_out_of_bounds_are_no_amendment(field: str, value: object) -> None:
     with pytest.raises(WireError, match=field):
         unpack(Amendment, pack(amendment().model_copy(update={field: value})))
+
+
+@pytest.mark.parametrize("momentum", [0.0, -0.0])
+def test_minus_zero_is_no_other_momentum(momentum: float) -> None:
+    """Regression: equal values with other bytes shared a verdict, so that whoever repeated an amendment so had the
+    real one refused, or the false one signed."""
+    real = amendment(momentum=0.0)
+    heard = unpack(Amendment, pack(real.model_copy(update={"momentum": momentum})))
+    assert heard.is_signed(RUN, ORGANISER.peer_id)
+    assert pack(heard) == pack(real)
+
+
+@pytest.mark.parametrize("momentum", [1e-20, 0.0009])
+def test_a_momentum_is_none_or_enough_to_divide_by(momentum: float) -> None:
+    with pytest.raises(ValueError, match="too small"):
+        amendment(momentum=momentum)
+    with pytest.raises(ValueError, match="too small"):
+        OuterOptimizerSection(momentum=momentum)
 
 
 def test_the_newest_has_the_highest_number_and_of_two_the_first() -> None:
