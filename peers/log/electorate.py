@@ -14,9 +14,8 @@ from functools import cached_property
 from peers.log.header import BYSTANDER_LIMIT, Bystander, Header, Member
 
 TERM = 64
-"""Outer steps for which one member leads, if nothing is wrong with it. A leader that leaves somebody out, or gives
-newcomers no samples, does so no longer; and each has to find out for itself who holds rounds up, which costs an entry's
-time."""
+"""Outer steps for which one member leads, if nothing is wrong with it. A leader that gives newcomers no samples does so
+no longer; and each has to find out for itself who holds rounds up, which costs an entry's time."""
 
 
 def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:

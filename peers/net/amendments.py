@@ -58,7 +58,7 @@ class Amendments:
         if not request.amendment.is_signed(request.run, organiser):
             raise RefusalError(f"the organiser of {request.run} has not signed that amendment")
         known = self._given.get(request.run)
-        if known is not None and known.number >= request.amendment.number and known != request.amendment:
+        if known is not None and known.number == request.amendment.number and known != request.amendment:
             raise RefusalError(f"{known} was given here already")
         if newest(known, request.amendment) is not known:
             self._given[request.run] = request.amendment

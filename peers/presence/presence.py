@@ -13,6 +13,7 @@ from peers.presence.distrust import Distrust
 from peers.presence.election import broken_pairs, elect, most_named, quorum
 from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.membership import DONATING, Membership, Roll
+from peers.presence.overlooking import Overlooking
 from peers.presence.reachability import Reachability
 from peers.presence.standing import FORGIVEN, Standing
 
@@ -48,6 +49,7 @@ class Presence:
         self._refused_until: dict[str, float] = {}
         self._expiry = expiry
         self._passed_over: dict[str, tuple[int, float]] = {}  # how often, and until when
+        self._overlooking = Overlooking()
         self._elected: tuple[tuple[object, ...], tuple[str | None, str | None]] = ((), (None, None))
         self._ahead: tuple[tuple[object, ...], tuple[str, ...]] = ((), ())
 
@@ -276,12 +278,21 @@ class Presence:
             self.distrusted,
             self.unreached,
             self.vain,
+            self._overlooking.turns,
         )
         if not _is_same(asked, self._elected[0]):
             vote = self._choose(log, at_work)
             self._elected = asked, (vote, self._leader_of_most(log, at_work, vote) or vote)
         self.vote, leader = self._elected[1]
         return leader
+
+    def entry_made(self, log: LogState, members: Collection[str], leader: str) -> None:
+        """An entry was made where the log ended. Whoever was not in it, and says that it was ready, was left out; so
+        were we, if we were not. Of those who have no say nothing is noted: they would say who leads."""
+        self.standing.work_came(members, log.leases)
+        live, head = self.live(), log.position.head
+        ready = {peer for peer in live.ready if live[peer].head == head and log.counts(peer, live[peer].incarnation)}
+        self._overlooking.entry_made(leader, ready | ({self._me} & log.starts.keys()), members)
 
     def _leader_of_most(self, log: LogState, at_work: Collection[str], vote: str | None) -> str | None:
         """Whom more than half of those who are here vote for, we included: of the last roster; before the first entry,
@@ -311,7 +322,9 @@ class Presence:
         able -= {beat.peer for beat in further if beat.peer in self.vain or beat.lineage_tokens <= log.lineage_tokens}
         able -= failing
         joining = () if able else (beat.peer for beat in live.trainers if beat.index == index)
-        return elect(log.leaders, able, {*joining, self._me} - failing, self._broken_pairs(live, log))
+        members = log.leaders[: len(log.voting_members)]
+        order = (*self._overlooking.order(members), *log.leaders)
+        return elect(order, able, {*joining, self._me} - failing, self._broken_pairs(live, log))
 
     def _broken_pairs(self, live: Roll, log: LogState) -> Mapping[str, int]:
         """With how many others each can't talk, those that join included, as heartbeats tell: of ourselves, too, since

@@ -122,7 +122,7 @@ class Replica(Part):
 
     def _apply(self, made: EntryMade) -> None:
         if made.certificate is not None and self.log.is_closing(made.header):
-            self._presence.standing.work_came(made.header.peers, self.log.leases)
+            self._presence.entry_made(self.log, made.header.peers, made.certificate.leader)
         amendment, self.log = self.log.amendment, self.log.append(made.header)
         self.lineage.append(made.header, self.log, made.certificate)
         self._behind, self._advanced_at = None, self._desk.now

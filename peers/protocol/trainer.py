@@ -179,7 +179,7 @@ class Trainer(Part):
         not wait, we make as many as we have time for until the fastest peer has made them."""
         if self._pace.contributions is None or not self.speed or self.speed >= fastest:
             return min(steps, self.steps_at_our_speed(fastest))
-        return min(steps, max(self._pace.least_steps, int(steps * self.speed / fastest)))
+        return max(1, int(steps * self.speed / fastest))
 
     def wants(self, fastest: float) -> int:
         """The samples of the next lease that we finish together with the others; 0: a whole one."""

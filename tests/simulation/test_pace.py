@@ -121,7 +121,7 @@ def test_whoever_is_late_in_an_asynchronous_run_trains_all_the_time_and_all_of_i
     assert given == len({sample for piece in trained for sample in range(piece.start, piece.stop)}), "none twice"
     counted = {weight for peer, weight in Watched.weights if peer == going.SLOWEST}
     tokens = {header.tokens_of(going.SLOWEST) for header in entries[late[1] :]} - {0}
-    assert {count / math.sqrt(3) for count in tokens} <= counted, "it is two entries old"
+    assert {int(count / math.sqrt(3)) for count in tokens} <= counted, "it is two entries old"
     assert not tokens & counted
     kept = sum(piece.stop - piece.start for lease in entries[-1].leases for piece in lease.samples)
     free = sum(piece.stop - piece.start for piece in entries[-1].free)

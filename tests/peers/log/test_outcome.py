@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers.log.electorate import take_order
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.outcome import Outcome, Turnout, follow, header_of, outcome_of, turnout_of
 from peers.log.state import LogError, LogState
@@ -31,7 +32,7 @@ def rosters(log: LogState) -> st.SearchStrategy[tuple[Member, ...]]:
             st.lists(st.sampled_from(STRANGERS), unique=True).map(lambda drawn: set(drawn) - log.known.keys())
         )
         roster = []
-        for peer in draw(st.permutations([*known, *sorted(strangers)])):
+        for peer in take_order(log.roster, [*known, *strangers]):
             lease = log.leases[peer] if peer in log.known else log.grants[STRANGERS.index(peer)]
             samples = prefix(lease, draw(st.just(sample_count(lease)) | st.integers(0, sample_count(lease))))
             whole = sample_count(samples) * log.tokens_per_sample

@@ -82,7 +82,7 @@ def test_sybils_are_no_quorum() -> None:
     assert log.last is not None
     assert electorate(log, log.last) == (("a", 0),)
     assert [log.counts(peer, 0) for peer in "as"] == [True, False]
-    log = after(founded("a"), "sa")
+    log = after(founded("a"), "as")
     assert log.leaders == ("a", "s"), "nor does one of them lead"
 
 

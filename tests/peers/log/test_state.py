@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from peers.log import state as state_module
+from peers.log.electorate import take_order
 from peers.log.exclusions import Exclusion, Fault
 from peers.log.header import Assignment, Bystander, Header, Member, Tenure
 from peers.log.outcome import follow, outcome_of
@@ -198,7 +199,7 @@ def test_a_joiner_may_bring_samples_beyond_the_cursor() -> None:
         [member("a", 60, 80), member("b", 60, 80)],
         [member("a", 60, 80), member("b", 79, 90)],
         [member("a", 0, 20)],
-        [member("b", 80, 100), member("a", 80, 100)],
+        [member("a", 80, 100), member("b", 80, 100)],
     ],
     ids=["the same", "overlapping", "trained in an earlier entry", "another's lease"],
 )
@@ -308,6 +309,7 @@ def test_free_ranges_are_bounded_and_nothing_is_trained_twice(monkeypatch: pytes
             samples = prefix(lease, draw.randint(1, sample_count(lease)))
             wants = draw.choice((0, 0, 7, 13))
             roster.append(Member(peer=peer, tokens=1, samples=samples, wants=wants))
+        roster = [one for name in take_order(log.roster, offers) for one in roster if one.peer == name]
         before, header = log, log.next_header(roster, digest_of(b"%d" % index))
         log = log.append(header)
         assert follow(before, outcome_of(before, header)) == log, "all peers give up the same"

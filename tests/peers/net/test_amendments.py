@@ -36,11 +36,20 @@ def test_it_is_given_to_all_that_answer() -> None:
     assert [one.of(RUN) for one in nodes.values()] == [amendment()] * 2
 
 
-@pytest.mark.parametrize("later", [amendment(1), amendment(2), amendment(2, 0.5)])
+@pytest.mark.parametrize("later", [amendment(1), amendment(2)])
 def test_an_older_one_replaces_nothing(later: Amendment) -> None:
     one = node()
     for given in (amendment(2), later):
         assert asyncio.run(give(Network("organiser", {"a": one}), RUN, given, ["a"])) == 1
+    assert one.of(RUN) == amendment(2)
+
+
+def test_another_one_of_the_same_number_is_refused() -> None:
+    """Regression: whoever amended twice at once was told that both were taken."""
+    one = node()
+    asyncio.run(one.answer("organiser", pack(AmendmentRequest(run=RUN, amendment=amendment(2)))))
+    with pytest.raises(RefusalError, match="was given here already"):
+        asyncio.run(one.answer("organiser", pack(AmendmentRequest(run=RUN, amendment=amendment(2, 0.5)))))
     assert one.of(RUN) == amendment(2)
 
 

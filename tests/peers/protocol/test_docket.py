@@ -141,8 +141,8 @@ def test_a_run_without_exclusions_names_nobody() -> None:
 
 
 def test_who_floods_others_with_proofs_fills_no_memory() -> None:
-    names = [f"liar{number}" for number in range(KEPT)]
-    roster = [member(name, 20 * n, 20 * n + 20) for n, name in enumerate([*names, "c"])]
+    names = [f"liar{number:04}" for number in range(KEPT)]
+    roster = [member(name, 20 * n, 20 * n + 20) for n, name in enumerate(["c", *names])]
     log = LOG.append(LOG.next_header(roster, PAYLOAD))
     lineage, docket = Lineage(log), Docket(COURT)
     faults = []

@@ -92,7 +92,7 @@ def test_an_entry_is_applied_and_then_has_a_digest() -> None:
 @pytest.mark.parametrize(("size", "is_news"), [(OPEN_LIMIT, False), (OPEN_LIMIT + 1, True)])
 def test_an_entry_of_many_is_news_for_a_moment(size: int, is_news: bool) -> None:
     """Its commit is on its way to all: whoever asks meanwhile need not be told by its leader, too."""
-    roster = [member(f"peer{place}", 20 * place, 20 * place + 20) for place in range(size)]
+    roster = [member(f"peer{place:02}", 20 * place, 20 * place + 20) for place in range(size)]
     first = LOG.append(LOG.next_header(roster, PAYLOAD))
     second = after(first)
     assert first.last is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from peers.protocol.contributions import Contributions
@@ -15,7 +14,8 @@ ASYNCHRONOUS = replace(SETTINGS, contributions=0.5)
 
 def test_old_work_counts_less() -> None:
     assert aged(400, 0) == 400
-    assert aged(400, 1) == 400 / math.sqrt(2)
+    assert aged(400, 1) == 282
+    assert (aged(1, 3), aged(0, 3)) == (1, 0)
     assert aged(400, 3) == 200.0
 
 
@@ -26,7 +26,7 @@ def test_an_age_follows_from_the_log_and_nothing_that_a_peer_says() -> None:
     assert [log.age(peer) for peer in ("a", "b", "stranger")] == [0, 1, 0]
     members = [member("b", 80, 100)]
     assert weights_of(members, log, SETTINGS) == {"b": 100}
-    assert weights_of(members, log, ASYNCHRONOUS) == {"b": 100 / math.sqrt(2)}
+    assert weights_of(members, log, ASYNCHRONOUS) == {"b": 70}
 
 
 def test_an_average_is_made_with_these_weights() -> None:
