@@ -13,6 +13,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.dashboard.sources import Source
 from opendiloco.run import Run
 from peers.log.certificate import Certificate, ballot, certify
+from peers.log.electorate import take_order
 from peers.log.folder import MemoryLog
 from peers.log.header import Header, Member
 from peers.log.state import LogState
@@ -74,7 +75,8 @@ class InventedLog:
         self.log = MemoryLog(self.end, 0)
 
     def add(self, peers: Sequence[str], gone: Sequence[str] = (), died: str = "") -> Header:
-        roster = [one.lacking(3 * (one.peer == died)) for one in members(self.end, peers)]
+        ordered = take_order(self.end.roster, peers)
+        roster = [one.lacking(3 * (one.peer == died)) for one in members(self.end, ordered)]
         index = self.end.position.index
         header = self.end.next_header(roster, digest_of(b"payload %d" % index), (), gone)
         voters = self.end.voters or header.peers
