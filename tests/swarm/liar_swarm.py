@@ -82,8 +82,16 @@ class LiarSwarm(Swarm):
     async def restart(self, peer: Volunteer) -> None:
         """Whoever starts again comes last in the roster, and has forgotten what it applied."""
         await self.check()
-        async with peer.killed():
-            pass
+        async with peer.killed():  # until there is an entry without it, or it keeps its place
+            since, others = self.index + 1, [one for one in self.honest if one is not peer]
+            await self.until(
+                lambda: any(
+                    index >= since and peer.id not in entry.members
+                    for one in others
+                    for index, entry in one.applied.items()
+                ),
+                f"an entry without {peer.id}",
+            )
         await self.part_of(peer)
 
     async def part_of(self, peer: Volunteer) -> None:
