@@ -23,7 +23,6 @@ from benchmarks.processes import say
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.driver.messenger import CALL
-from peers.log import electorate
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.net import foothold
@@ -35,6 +34,7 @@ from peers.protocol.packing import open_envelope
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
+from tests.swarm import terms
 from tests.swarm.vector_workload import VectorWorkload
 
 VALUES = 32 * 1024  # in 32 chunks
@@ -42,9 +42,6 @@ TRAINING_SECONDS = 0.2
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=3.0, round_timeout=10.0, partition_grace=8.0, resend=0.2, leave=5.0
 )
-
-FOR_EVER = 1 << 40
-"""Of the members the first of the roster leads, for longer than any story here: stories are about who leads."""
 PEERS = 3
 SETTINGS = RunSettings("faults", digest_of(b"manifest"), 4, 8, 8, minimum_peers=PEERS, timing=TIMING)
 
@@ -178,7 +175,7 @@ async def run_peer(identity: Identity, listen: str, contact: str | None) -> None
 @click.option("--listen", required=True)
 @click.option("--contact", help="Address of the bootstrap node.")
 def main(identity: Path, listen: str, contact: str | None) -> None:
-    electorate.TERM = FOR_EVER
+    terms.let_none_end()
     foothold.LOOK_INTERVAL = 1.0  # a network that is back is noticed sooner than any user needs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     asyncio.run(run_peer(Identity.load_or_create(identity), listen, contact))

@@ -22,7 +22,6 @@ import click
 from benchmarks.processes import read_lines, say
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
-from peers.log import electorate
 from peers.log.header import Header
 from peers.log.payload import Payload
 from peers.log.settings import RunSettings, Timing
@@ -39,6 +38,7 @@ from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, Reduction
+from tests.swarm import terms
 from tests.swarm.fault_peer import UnhurriedWorkload
 from tests.swarm.real_lies import LIES, RealLie
 
@@ -54,9 +54,6 @@ EXCLUSION = 4
 SETTINGS = RunSettings(
     "liars", digest_of(b"manifest"), 4, 8, 8, minimum_peers=PEERS, timing=TIMING, snapshot_every=2, exclusion=EXCLUSION
 )
-
-FOR_EVER = 1 << 40
-"""Of the members the first of the roster leads, for longer than any story here: stories are about who leads."""
 
 
 class HonestWorkload(UnhurriedWorkload):
@@ -284,7 +281,7 @@ async def run(
 @click.option("--training", type=float, required=True, help="Seconds that a training takes.")
 @click.option("--honest", is_flag=True, help="It never lies.")
 def main(identity: Path, listen: str, contact: str, training: float, honest: bool) -> None:
-    electorate.TERM = FOR_EVER
+    terms.let_none_end()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     key = Identity.load_or_create(identity)
     asyncio.run((run_honest if honest else run_liar)(key, listen, contact, training))
