@@ -254,8 +254,9 @@ class Gathering:
         self._founders = set() if self._log.roster or is_hopeless else here - self._standing.barred(now)
         if self._are_most(here | self._ready.keys()):
             self._most_here_at = now
-        self._most_are_here = not is_hopeless and now - self._most_here_at <= self._schedule.death
-        return now - since >= self._settings.timing.partition_grace or is_hopeless
+        grace = self._settings.timing.partition_grace
+        self._most_are_here = not is_hopeless and now - self._most_here_at < max(grace, self._schedule.death)
+        return now - since >= grace or is_hopeless
 
     def _is_here(self, beat: Heartbeat) -> bool:
         """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
