@@ -34,7 +34,7 @@ from peers.log.state import LogError, LogState
 from peers.net.transport import CallHandler, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.presence.presence import state_named
+from peers.presence.presence import state_told
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.streams.channel import PeerUnreachableError, RefusalError
@@ -284,9 +284,10 @@ class ArchivedRun:
             raise LogError(f"the log of {donors[0]} is not better than the one that is kept here")
 
         async def vouch() -> Vouched:
-            nonlocal found
-            found = await compare(index + 1)
-            return Vouched(found.theirs, state_named(found.theirs.end, beats), least, is_wary=True)
+            nonlocal found, index
+            index += 1  # as far as its entry that says what state the one before led to, which may come later
+            found = await compare(index)
+            return Vouched(found.theirs, state_told(found.theirs.end, beats), least, is_wary=True)
 
         storage = FolderStorage(self._folder.download, available_memory)
         snapshot = await fetch_snapshot(

@@ -15,7 +15,7 @@ from peers.driver.recorder import Recorder
 from peers.errors import LocalProtocolError
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES
-from peers.presence.presence import state_named
+from peers.presence.presence import state_told
 from peers.protocol.effects import Apply, FetchLineage, FetchPayload, FetchSnapshot
 from peers.protocol.events import (
     Applied,
@@ -193,5 +193,5 @@ class Replication:
         if believed is None:
             raise LineageError(f"the log of {fetch.donor} is not better than ours")
         self._fetched = replace(found, theirs=believed)
-        state_at_end = state_named(believed.end, self._peer.presence.live().values())
+        state_at_end = state_told(believed.end, self._peer.presence.live().values())
         return Vouched(believed, state_at_end, fetch.least)

@@ -29,7 +29,8 @@ class Branch:
 
     `first` are those of the first cycle: by fragment, the digest and what proves it; `certificates` are theirs, whose
     signatures have been checked. `heads` name the log after each
-    cycle, from `start` on, by index; `states` the digests of the state there, as certified entries after it say.
+    cycle, from `start` on, by index; `states` the digests of the state there, as certified entries after it say, and
+    `claimed` as others do.
     `doubts` are the places that were gone on from by too few. `founders`: how many founded the run, if the branch has
     its first entry.
     """
@@ -39,6 +40,7 @@ class Branch:
     first: Mapping[int, tuple[bytes, Proof]] = field(default_factory=dict)
     heads: Mapping[int, bytes] = field(default_factory=dict)
     states: Mapping[int, bytes] = field(default_factory=dict)
+    claimed: Mapping[int, bytes] = field(default_factory=dict)
     doubts: tuple[LogState, ...] = ()
     founders: int | None = None
     certificates: Mapping[int, Certificate] = field(default_factory=dict)
@@ -69,6 +71,7 @@ class Branch:
             end=other.end,
             heads={**before.heads, **other.heads},
             states={**before.states, **other.states},
+            claimed={**before.claimed, **other.claimed},
             doubts=before.doubts + other.doubts,
         )
 
@@ -88,6 +91,7 @@ class Branch:
             certificates={} if is_empty else self.certificates,
             heads={index: head for index, head in self.heads.items() if index <= last},
             states={index: state for index, state in self.states.items() if index <= last},
+            claimed={index: state for index, state in self.claimed.items() if index < last},
             doubts=tuple(other for other in self.doubts if other.position.index < last),
         )
 
@@ -143,6 +147,7 @@ class Walk:
         self._first: dict[int, tuple[bytes, Proof]] = {}
         self._heads = {start.position.index: start.position.head}
         self._states: dict[int, bytes] = {}
+        self._claimed: dict[int, bytes] = {}
         self._doubts: list[LogState] = []
         self._founders: int | None = None
         self._certificates: dict[int, Certificate] = {}
@@ -160,14 +165,23 @@ class Walk:
                 self._certificates[header.fragment] = certificate
         if not proof.is_certified:
             self._doubts.append(log)
-        elif header.state != UNKNOWN_STATE:
-            self._states.setdefault(header.index, header.state)
+        if header.state != UNKNOWN_STATE:
+            states = self._states if proof.is_certified else self._claimed
+            states.setdefault(header.index, header.state)
         self.end = end
         self.whole = self.whole if end.made else end
         self._heads[end.position.index] = end.position.head
 
     def branch(self) -> Branch:
         """Return what has been passed."""
-        first, heads, states = dict(self._first), dict(self._heads), dict(self._states)
-        certificates = dict(self._certificates)
-        return Branch(self._start, self.end, first, heads, states, tuple(self._doubts), self._founders, certificates)
+        return Branch(
+            self._start,
+            self.end,
+            dict(self._first),
+            dict(self._heads),
+            dict(self._states),
+            dict(self._claimed),
+            tuple(self._doubts),
+            self._founders,
+            dict(self._certificates),
+        )

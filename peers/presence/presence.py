@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peers.log.branch import Branch
-from peers.log.header import MEMBER_LIMIT
+from peers.log.header import MEMBER_LIMIT, UNKNOWN_STATE
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.distrust import Distrust
@@ -348,6 +348,16 @@ def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[byt
     for digest, count in Counter([*besides, *here]).most_common(1):
         return digest if 2 * count > len(log.voters) else None
     return None
+
+
+def state_told(log: LogState, beats: Iterable[Heartbeat]) -> bytes | None:
+    """Return the digest that more than half of those of the log's roster who are here name for the state there;
+    UNKNOWN_STATE if they do not, or are elsewhere in the log; None if none of them is here."""
+    voters = [beat for beat in beats if log.counts(beat.peer, beat.incarnation)]
+    named = Counter(beat.state_digest for beat in voters if beat.head == log.position.head)
+    for digest, count in named.most_common(1):
+        return digest if 2 * count > len(voters) else UNKNOWN_STATE
+    return UNKNOWN_STATE if voters else None
 
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol
 from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
-from peers.presence.presence import state_named
+from peers.presence.presence import state_told
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.effects import (
@@ -374,7 +374,7 @@ class SimulatedPeer:
             believed = self.peer.believed(*self.entries.branches(sources[fetch.donor].entries, self._keys.verify))
             if believed is None:
                 raise SnapshotError(f"the log of {fetch.donor} is not better than ours")
-            state_at_end = state_named(believed.end, self.peer.presence.live().values())
+            state_at_end = state_told(believed.end, self.peer.presence.live().values())
             having = Vouched(believed, state_at_end, fetch.least).choose(offered)
         except SnapshotError as error:
             self.world.soon(self, SnapshotFailed(fetch.donor, str(error)))

@@ -13,13 +13,13 @@ from peers.errors import RemoteProtocolError, SwarmUnreachableError
 from peers.log.branch import UNPROVEN, Branch
 from peers.log.certificate import Certificate, Proof, prove
 from peers.log.folder import MemoryLog, RunLog
-from peers.log.header import NO_PAYLOAD, Header
+from peers.log.header import NO_PAYLOAD, UNKNOWN_STATE, Header
 from peers.log.outcome import header_of
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import DONATING
-from peers.presence.presence import state_named
+from peers.presence.presence import state_told
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.cycles import step
@@ -177,10 +177,12 @@ class Following:
         branch: Branch | None = None
 
         async def vouch() -> Vouched:
-            nonlocal branch
+            nonlocal beats, branch
+            if branch is not None and state_told(branch.end, beats) == UNKNOWN_STATE:
+                beats, branch = await self.donors.live(), None
             if branch is None:
                 branch, self._past = await best_branch(self._transport, beats, empty_log, self._anchors)
-            return Vouched(branch, state_named(branch.end, beats), least, is_wary=True)
+            return Vouched(branch, state_told(branch.end, beats), least, is_wary=True)
 
         while donors:
             try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from peers.errors import RemoteProtocolError
 from peers.log.branch import Branch
-from peers.log.header import Position
+from peers.log.header import UNKNOWN_STATE, Position
 from peers.log.state import LogState
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.donors import CHANCE, to_ask
@@ -23,6 +23,7 @@ from peers.values.workload import SnapshotError
 
 ASKED = 16  # peers that are asked what they have
 OFFER_TIMEOUT = 60.0  # seconds for that: all wait for the slowest, who may have to finish an outer step first
+PATIENCE, PAUSE = 10.0, 1.0  # seconds for which the log may not vouch yet, and before it is looked at again
 RANGES = 64  # at least, if there are as many chunks, so that the last ones are not long
 RANGE = 8  # chunks asked for at once, at most
 DIGESTS_LIMIT = 1 << 26  # bytes; of a state of two TiB
@@ -37,11 +38,17 @@ class Offered:
     chunk_digests: tuple[bytes, ...]
 
 
+class NotYetVouchedError(SnapshotError):
+    """The log vouches for none of what is offered. It may soon: of one heartbeats or the next entry say what it is."""
+
+
 @dataclass(frozen=True)
 class Vouched:
     """The snapshots that a branch of the log vouches for, of outer step `least` or later.
 
-    An entry says which state it follows. `state_at_end` is that after the branch's last one; None: nobody says.
+    An entry says which state it follows. `state_at_end` is that after the branch's last one, as `state_told` has it.
+    While those who could say do not, none is taken there, however many offer one: it may be that only liars have one
+    that is new enough.
     Whoever `is_wary` takes a snapshot before an entry that too few have signed, if there is one.
     """
 
@@ -52,9 +59,16 @@ class Vouched:
 
     def covers(self, position: Position, state_digest: bytes) -> bool:
         """Whether this may be the run's state there."""
-        branch, index = self.branch, position.index
-        state = branch.states.get(index, self.state_at_end if index == branch.end.position.index else None)
-        return self.least <= index and branch.has(position) and state in (None, state_digest)
+        is_named = self._state_at(position.index) in (None, state_digest)
+        return self.least <= position.index and self.branch.has(position) and is_named
+
+    @property
+    def _end(self) -> Position:
+        return self.branch.end.position
+
+    def _state_at(self, index: int) -> bytes | None:
+        besides = self.state_at_end if index == self._end.index else self.branch.claimed.get(index)
+        return self.branch.states.get(index, besides)
 
     def _doubts(self, position: Position) -> int:
         """Return how many entries before a place too few have signed, where that matters."""
@@ -65,7 +79,10 @@ class Vouched:
         votes = Counter((offer.position, offer.offer.state_digest) for offer in offered.values())
         good = {vote: count for vote, count in votes.items() if self.covers(*vote)}
         if not good:
-            raise SnapshotError(f"nobody has a snapshot of outer step {self.least} or later that the log vouches for")
+            soon = self.state_at_end == UNKNOWN_STATE and any(position == self._end for position, _ in votes)
+            raise (NotYetVouchedError if soon else SnapshotError)(
+                f"nobody has a snapshot of outer step {self.least} or later that the log vouches for"
+            )
         best = max(good, key=lambda vote: (-self._doubts(vote[0]), good[vote], vote[0].index, vote[1]))
         return [donor for donor, offer in offered.items() if (offer.position, offer.offer.state_digest) == best]
 
@@ -84,15 +101,15 @@ async def fetch_snapshot(
     """Fetch the snapshot of `size` bytes, of outer step `least` or later, that most donors have.
 
     `vouch` says which of them the log vouches for; it is asked when the donors have said what they have, so that it
-    knows of what is as new. Which of many donors are asked, `chance` decides, but for the first. `on_download` is told
-    of the download when it begins.
+    knows of what is as new, and again while it does not vouch yet. Which of many donors are asked, `chance` decides,
+    but for the first. `on_download` is told of the download when it begins.
 
     Raises: SnapshotError when there is none, or no donor is left before all of it is here; OSError when there is no
     room; whatever `vouch` raises.
     """
     chunking = StateChunking(size)
     offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, least, size)
-    having = (await vouch()).choose(offered)
+    having = await _choose(offered, vouch)
     chosen = offered[having[0]]
     head = chosen.position.head
     pulled = Wanted(
@@ -114,6 +131,19 @@ async def fetch_snapshot(
     storage.downloaded()
     offer = chosen.offer
     return FrozenSnapshot(offer.last, offer.state_digest, chosen.chunk_digests, memory.data, offer.ends, memory=memory)
+
+
+async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[Vouched]]) -> list[str]:
+    """Who has the snapshot to take, as soon as the log vouches for one. Raises: SnapshotError; what `vouch` raises."""
+    clock = asyncio.get_running_loop()
+    until = clock.time() + PATIENCE
+    while True:
+        try:
+            return (await vouch()).choose(offered)
+        except NotYetVouchedError:
+            if clock.time() >= until:
+                raise
+        await asyncio.sleep(PAUSE)
 
 
 async def _offers(

@@ -53,7 +53,10 @@ def test_it_names_its_places_and_the_states_there() -> None:
     assert whole.states == {1: digest_of(b"state"), 2: digest_of(b"after")}
     assert whole.newest_heads == (START.position.head, first.digest, second.digest)
     assert all(whole.has(log.position) for log in (START, START.append(first), whole.end))
-    assert walked((first, None)).states == {}, "whoever signs nothing names no state"
+    alone = walked((first, None))
+    assert alone.states == {}, "whoever signs nothing names no state"
+    assert alone.claimed == {1: digest_of(b"state")}
+    assert alone.until(START).claimed == {}, "what is not followed claims nothing"
     assert not whole.has(whole.end.append(next_of(whole.end)).position)
 
 

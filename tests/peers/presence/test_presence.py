@@ -8,14 +8,15 @@ import pytest
 
 from peers.log.branch import Branch
 from peers.log.exclusions import Fault
+from peers.log.header import UNKNOWN_STATE
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.presence.presence import LINKS_PATIENCE, VAIN, Presence
+from peers.presence.presence import LINKS_PATIENCE, VAIN, Presence, state_told
 from peers.values.leases import SampleRange
 from peers.values.reach import Reach
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, PAYLOAD, beat, first_log, member
+from tests.peers.builders import LOG, PAYLOAD, STATE, beat, first_log, member
 
 EXPIRY, DISTRUST = 10.0, 40.0
 AHEAD = first_log()
@@ -330,3 +331,21 @@ def test_less_than_half_cannot_boast_for_all(speeds: tuple[float, ...], usual: f
     presence = seeing(names="")
     presence.membership.observe([beat(f"peer{n}", AHEAD, speed=speed) for n, speed in enumerate(speeds)], 0.0)
     assert presence.usual == usual
+
+
+FALSE = digest_of(b"false")
+
+
+@pytest.mark.parametrize(
+    ("beats", "told"),
+    [
+        ([beat("a", AHEAD), beat("b", AHEAD), beat("c", AHEAD, state_digest=FALSE)], STATE),
+        ([beat("a", LOG), beat("b", LOG), beat("c", AHEAD, state_digest=FALSE)], UNKNOWN_STATE),
+        ([beat("a", AHEAD), beat("c", AHEAD, state_digest=FALSE)], UNKNOWN_STATE),
+        ([beat("a", AHEAD), beat("stranger", AHEAD, state_digest=FALSE)], STATE),
+        ([beat("a", LOG)], UNKNOWN_STATE),
+        ([beat("stranger", AHEAD, state_digest=FALSE), beat("a", AHEAD, incarnation=7)], None),
+    ],
+)
+def test_most_of_the_roster_who_are_here_tell_what_the_state_is(beats: list[Heartbeat], told: bytes | None) -> None:
+    assert state_told(AHEAD, beats) == told

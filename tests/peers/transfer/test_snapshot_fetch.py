@@ -11,12 +11,19 @@ from pathlib import Path
 import pytest
 
 from peers.log.branch import Branch
-from peers.log.header import Header
+from peers.log.header import UNKNOWN_STATE, Header
 from peers.log.state import LogState
 from peers.streams.channel import PeerUnreachableError, RefusalError
-from peers.transfer import state_chunks
+from peers.transfer import snapshot_fetch, state_chunks
 from peers.transfer.download import Download
-from peers.transfer.snapshot_fetch import ASKED, OFFER_TIMEOUT, Offered, Vouched, fetch_snapshot
+from peers.transfer.snapshot_fetch import (
+    ASKED,
+    OFFER_TIMEOUT,
+    NotYetVouchedError,
+    Offered,
+    Vouched,
+    fetch_snapshot,
+)
 from peers.transfer.snapshots import Snapshot, SnapshotOffer, SnapshotRequest, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
 from peers.transfer.storage import FolderStorage, MemoryStorage, Storage
@@ -70,7 +77,9 @@ class Source:
 class Donors:
     """Peers with a snapshot each, and the way to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *vouched: Vouched) -> None:
+        """`vouched` is what the log vouches for at first."""
+        self.vouched = list(vouched)
         self.me = FakeTransport("me")
 
     async def add(self, name: str, log: LogState, state: bytes | None = None) -> FakeTransport:
@@ -88,7 +97,7 @@ class Donors:
         names, storage = list(self.me.donors), storage or MemoryStorage()
 
         async def vouch() -> Vouched:
-            return Vouched(branch_to(ROUND[1]), least=least)
+            return self.vouched.pop(0) if self.vouched else Vouched(branch_to(ROUND[1]), least=least)
 
         snapshot = await fetch_snapshot(self.me, names, log, least, vouch, storage, SIZE, chance or NoChance())
         assert bytes(snapshot.data) == state_at(LOG.at(snapshot.last))
@@ -160,11 +169,48 @@ def test_the_state_that_the_next_entry_names_is_the_right_one_however_many_have_
     assert Vouched(branch_to(ROUND[1], states={4: named(ROUND[0])})).choose(offers) == ["c"]
     assert Vouched(branch_to(ROUND[0]), state_at_end=named(ROUND[0])).choose(offers) == ["c"]
     assert Vouched(branch_to(ROUND[1]), state_at_end=named(ROUND[0])).choose(offers) == ["a", "b"], "nobody says"
+    claimed = replace(branch_to(ROUND[1]), claimed={4: named(ROUND[0])})
+    assert Vouched(claimed).choose(offers) == ["c"]
+
+
+def test_none_is_taken_while_those_who_know_do_not_say_which_is_right() -> None:
+    """Regression: a liar alone had one that was new enough, and where entries came faster than heartbeats, nobody named
+    the state at the log's end; so the liar's was taken."""
+    wrong, old = offered(ROUND[1], b"invented"), offered(ROUND[0])
+    vouched = Vouched(branch_to(ROUND[1]), UNKNOWN_STATE)
+    with pytest.raises(NotYetVouchedError):
+        vouched.choose({"a": wrong})
+    assert vouched.choose({"a": wrong, "b": old}) == ["b"]
+    with pytest.raises(SnapshotError) as elsewhere:
+        vouched.choose({"a": offered(FORK)})
+    assert elsewhere.type is SnapshotError, "no heartbeat makes it better"
 
 
 def test_the_state_before_the_first_entry_is_of_every_lineage() -> None:
     genesis = offered(LOG)
     assert chosen({"a": genesis, "b": genesis}) == (0, ["a", "b"])
+
+
+def test_what_is_not_vouched_for_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_fetch, "PAUSE", 0.0)
+
+    async def scenario() -> None:
+        donors = Donors(*[Vouched(branch_to(ROUND[1]), UNKNOWN_STATE)] * 3)
+        await donors.add("a", ROUND[1])
+        await donors.fetch()
+        assert not donors.vouched
+
+    asyncio.run(scenario())
+
+
+def test_what_is_never_vouched_for_is_not_taken() -> None:
+    async def scenario() -> None:
+        donors = Donors(*[Vouched(branch_to(ROUND[1]), UNKNOWN_STATE)] * 100)
+        await donors.add("a", ROUND[1])
+        with pytest.raises(NotYetVouchedError):
+            await donors.fetch()
+
+    simulate(scenario())
 
 
 # Asking ---------------------------------------------------------------------------------------------------------
