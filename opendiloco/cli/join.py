@@ -201,19 +201,25 @@ async def serve_as_node(
     placement: Placement, run_id: str, settings: JoinSettings, view: JoinView, interrupts: Interrupts
 ) -> None:
     """Lend this machine to the volunteer whose peer process is on the first one. Raises: IslandError."""
+    import asyncio
+
     from opendiloco.checkpoints.loading import newest_by_peer
     from opendiloco.checkpoints.run_folder import default_state_folder
     from opendiloco.island.agent import NodeAgent
     from opendiloco.island.arrival import VolunteerLeftError, connect
 
     view.say(f"waiting for the first machine of this volunteer, {placement.host}; this is node {placement.rank}")
+    leaving = asyncio.Event()
+    interrupts.polite = leaving.set
     try:
         kept = newest_by_peer((settings.state or default_state_folder()) / run_id, run_id)
-        agent = NodeAgent(await connect(placement, run_id, kept))
+        agent = NodeAgent(await connect(placement, run_id, kept, leaving))
     except VolunteerLeftError as left:
         return view.say(f"left the run: {left}")
     view.say("this machine trains for the peer on the first one; Ctrl-C to leave with it")
     interrupts.polite = agent.ask_to_leave
+    if leaving.is_set():
+        agent.ask_to_leave()
     await agent.serve()
     view.say("left the run")
 

@@ -45,23 +45,34 @@ BELIEVING_SECONDS = 30.0
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def connect(placement: Placement, run: str, kept: Mapping[str, int] | None = None) -> Connection:
-    """Return a connection to the first machine, which has let us in. When cancelled, the others are told. For what is
-    `kept` see `Hello`.
+async def connect(
+    placement: Placement, run: str, kept: Mapping[str, int] | None = None, leaving: asyncio.Event | None = None
+) -> Connection:
+    """Return a connection to the first machine, which has let us in. For what is `kept` see `Hello`.
+
+    When cancelled, or once `leaving` is set, the others are told; but who is let in just then has to tell the first
+    machine itself.
 
     Raises: VolunteerLeftError; IslandError when it refuses us, or does not come, or another machine does not fit.
     """
     async with store_client(placement.host, placement.port) as store:
         arrival = _Arrival(placement, run, kept or {}, store)
         try:
-            return await arrival.connect()
-        except asyncio.CancelledError:
+            return await arrival.connect_unless(leaving or asyncio.Event())
+        except (asyncio.CancelledError, _AskedError):
             await asyncio.wait([asyncio.create_task(arrival.tell_leave())], timeout=TELLING_SECONDS)
             raise
 
 
 class VolunteerLeftError(IslandError):
     """Somebody has asked another machine to leave before we were let in."""
+
+
+class _AskedError(VolunteerLeftError):
+    """It is this machine."""
+
+    def __init__(self) -> None:
+        super().__init__("this machine was asked to leave.")
 
 
 class _StaleError(Exception):
@@ -76,14 +87,34 @@ class _Arrival:
         self._run = run
         self._kept = dict(kept)
         self._store = store
+        self._dialling = asyncio.Lock()
+        self._is_in = False
+
+    async def connect_unless(self, leaving: asyncio.Event) -> Connection:
+        """See `connect`."""
+        coming, asked = asyncio.create_task(self.connect()), asyncio.create_task(leaving.wait())
+        try:
+            await asyncio.wait([coming, asked], return_when=asyncio.FIRST_COMPLETED)
+            if coming.done():
+                return await coming
+            async with self._dialling:  # the first machine may have let us in, and looks into the store no more
+                if self._is_in:
+                    return await coming
+            raise _AskedError
+        finally:
+            coming.cancel()
+            asked.cancel()
 
     async def connect(self) -> Connection:
-        """See `connect`."""
+        """Dial until the first machine lets us in."""
         began = time.monotonic()
         while True:
             place = await self._place()
             try:
-                return await self._dial(place)
+                async with self._dialling:
+                    connection = await self._dial(place)
+                    self._is_in = True
+                return connection
             except (OSError, TimeoutError, _StaleError) as error:  # what the store says is of an earlier start
                 if time.monotonic() - began > PATIENCE.total_seconds():
                     raise IslandError(

@@ -235,9 +235,8 @@ class Liar(SimulatedPeer, Means):
             self.swarm.soon(self.twin, event)
         return Admitted(None, is_taken)
 
-    @property
-    def frozen(self) -> Frozen:
-        frozen = super().frozen
+    def frozen(self, least: int) -> Frozen:
+        frozen = super().frozen(least)
         for lie in self.lies:
             frozen = lie.freezes(frozen)
         return frozen

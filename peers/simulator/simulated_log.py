@@ -1,4 +1,4 @@
-"""The whole log of a simulated peer and how it compares with another one's; and states that it led to."""
+"""The whole log of a simulated peer and how it compares with another one's; and the states that it gives to others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
 from peers.protocol.events import SnapshotRestored
 from peers.simulator.simulated_workload import digest_of_states
+from peers.transfer.snapshot_fetch import Offered
+from peers.transfer.snapshots import SnapshotOffer
 from peers.values.signing import Verify
 
 
@@ -21,6 +23,35 @@ class Frozen:
     last: Header | None
     ends: tuple[bytes, ...]
     states: tuple[bytes, ...]
+
+
+class SimulatedShelf:
+    """A peer's newest state, and the one that it gives to others."""
+
+    def __init__(self, empty_log: LogState, newest: Frozen) -> None:
+        self.newest = newest
+        self.given: Frozen | None = None
+        self._empty_log = empty_log
+
+    def take(self, newest: Frozen, is_chosen: bool) -> None:
+        """Whether it is given from now on, or only to who needs one as new."""
+        self.newest = newest
+        if is_chosen:
+            self.given = newest
+
+    def frozen(self, least: int) -> Frozen:
+        """The state frozen last, or the newest one if that is older than `least`."""
+        if self.given is None or self.place(self.given).index < least:
+            self.given = self.newest
+        return self.given
+
+    def offer(self, frozen: Frozen) -> Offered:
+        offer = SnapshotOffer.model_construct(last=frozen.last, bytes=0, state_digest=digest_of_states(frozen.states))
+        return Offered(offer, self.place(frozen), ())
+
+    def place(self, frozen: Frozen) -> Position:
+        """Where in the log it is."""
+        return self._empty_log.at(frozen.last, frozen.ends).position
 
 
 class SimulatedLog:

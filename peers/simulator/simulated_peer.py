@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from peers.log.header import NO_PAYLOAD, Header, Position
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings
 from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.presence import state_told
@@ -49,7 +49,7 @@ from peers.protocol.rounds import Attempt
 from peers.protocol.states import SHOWN_AS, State
 from peers.simulator.history import InvariantError
 from peers.simulator.simulated_keys import SimulatedKeys
-from peers.simulator.simulated_log import Frozen, SimulatedLog, restored
+from peers.simulator.simulated_log import Frozen, SimulatedLog, SimulatedShelf, restored
 from peers.simulator.simulated_workload import (
     Fragment,
     SimulatedTraining,
@@ -63,8 +63,7 @@ from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
 from peers.transfer.inspection import payload_kind
-from peers.transfer.snapshot_fetch import Offered, Vouched
-from peers.transfer.snapshots import SnapshotOffer
+from peers.transfer.snapshot_fetch import PATIENCE, PAUSE, NotYetVouchedError, Vouched
 from peers.values.reach import Reach
 from peers.values.workload import Progress, SnapshotError, Trained
 
@@ -78,6 +77,7 @@ class World(Protocol):
     incarnations: Iterator[int]
 
     def note(self, *what: object) -> None: ...
+    def at(self, delay: float, action: Callable[[], None]) -> None: ...
     def handle(self, peer: SimulatedPeer, event: Event) -> None: ...
     def soon(self, peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None: ...
     def later(self, peer: SimulatedPeer, event: Event, seconds: float) -> None: ...
@@ -120,8 +120,7 @@ class SimulatedPeer:
         self._trained: Trained | None = None
         self._training = SimulatedTraining()
         self._captured: list[Captured] = []
-        self._newest = Frozen(None, (), self.states)
-        self._frozen: Frozen | None = None
+        self.shelf = SimulatedShelf(world.settings.empty_log, Frozen(None, (), self.states))
         self._sent, self._received = RateMeter(lambda: world.now), RateMeter(lambda: world.now)
         self._was_averaging = self._is_digesting = False
         self._last_of_cycle: Header | None = None  # the entry that was applied last in it
@@ -315,9 +314,8 @@ class SimulatedPeer:
         self.entries.append(header, apply.certificate, log)
         if not log.made:
             self._is_digesting, self._last_of_cycle = True, header
-            self._newest = Frozen(log.last, log.ends, self.states)
-            if log.position.index % self.world.settings.snapshot_every == 0:
-                self._frozen = self._newest
+            is_chosen = log.position.index % self.world.settings.snapshot_every == 0
+            self.shelf.take(Frozen(log.last, log.ends, self.states), is_chosen)
         self.world.soon(self, Applied(header))
 
     def go_on(self, event: Event) -> None:
@@ -331,8 +329,8 @@ class SimulatedPeer:
             case ChunkSent(chunk=chunk):
                 start, stop = self.buffers.chunk_bytes(chunk)
                 self._sent.passed(stop - start)
-            case Applied(header) if header == self._last_of_cycle and self._newest.last is not None:
-                self.world.soon(self, Digested(self._newest.last, self.state), delays=2.0)
+            case Applied(header) if header == self._last_of_cycle and self.shelf.newest.last is not None:
+                self.world.soon(self, Digested(self.shelf.newest.last, self.state), delays=2.0)
             case Digested():
                 self._is_digesting = False
                 while self._postponed and not self._is_digesting:
@@ -348,26 +346,18 @@ class SimulatedPeer:
                 return
         self.world.soon(self, PayloadNotFetched(header, "nobody has it"))
 
-    def offered(self, least: int) -> Offered:
-        """The state frozen last, or the newest one if that is older than `least`."""
-        if self._frozen is None or self._place(self._frozen).index < least:
-            self._frozen = self._newest
-        frozen = self.frozen
-        last, digest = frozen.last, digest_of_states(frozen.states)
-        offer = SnapshotOffer.model_construct(last=last, bytes=0, state_digest=digest)
-        return Offered(offer, self._place(frozen), ())
+    def frozen(self, least: int) -> Frozen:
+        """What it gives to who needs a state as new as this."""
+        return self.shelf.frozen(least)
 
-    def _place(self, frozen: Frozen) -> Position:
-        return self.peer.log.at(frozen.last, frozen.ends).position
-
-    def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:
+    def _fetch_snapshot(self, fetch: FetchSnapshot, patience: float = PATIENCE) -> None:
         if self._is_digesting:
             self._postponed.append(fetch)
             return
         self.world.note(self.name, "fetches a state of", fetch.donor)
         donors = (fetch.donor, *fetch.others)
         sources = {source.name: source for source in self.world.fetch_from(self, donors) if source.is_settled}
-        offered = {name: source.offered(fetch.least) for name, source in sources.items()}
+        states = {name: source.frozen(fetch.least) for name, source in sources.items()}
         try:
             if fetch.donor not in sources:
                 raise SnapshotError(f"{fetch.donor} does not answer")
@@ -375,15 +365,19 @@ class SimulatedPeer:
             if believed is None:
                 raise SnapshotError(f"the log of {fetch.donor} is not better than ours")
             state_at_end = state_told(believed.end, self.peer.presence.live().values())
-            having = Vouched(believed, state_at_end, fetch.least).choose(offered)
+            vouched = Vouched(believed, state_at_end, fetch.least)
+            having = vouched.choose({name: self.shelf.offer(frozen) for name, frozen in states.items()})
         except SnapshotError as error:
+            if isinstance(error, NotYetVouchedError) and patience > 0:
+                self.world.at(PAUSE, lambda: self._fetch_snapshot(fetch, patience - PAUSE) if self.is_there else None)
+                return
             self.world.soon(self, SnapshotFailed(fetch.donor, str(error)))
             return
-        frozen = sources[having[0]].frozen
+        frozen = states[having[0]]
         for fragment, state in zip(self.fragments, frozen.states, strict=True):
             fragment.workload.state = state
-        self._newest = self._frozen = frozen
-        self.entries = sources[fetch.donor].entries.until(self._place(frozen))
+        self.shelf.take(frozen, is_chosen=True)
+        self.entries = sources[fetch.donor].entries.until(self.shelf.place(frozen))
         self.world.soon(self, restored(fetch.donor, frozen, believed, self.peer.lineage.doubt), delays=5.0)
 
     def _fetch_lineage(self, fetch: FetchLineage) -> None:
@@ -392,9 +386,3 @@ class SimulatedPeer:
             self.world.soon(self, LineageSeen(fetch.donor, theirs, ours), delays=3.0)
             return
         self.world.soon(self, LineageNotSeen(fetch.donor, "it does not answer"), delays=3.0)
-
-    @property
-    def frozen(self) -> Frozen:
-        """What it offered last."""
-        assert self._frozen is not None
-        return self._frozen

@@ -422,6 +422,55 @@ def test_the_first_machine_hears_that_one_leaves_which_was_not_let_in(caplog: py
 
 
 @pytest.mark.usefixtures("_let_in_nobody")
+def test_a_machine_that_is_asked_to_leave_before_it_is_let_in_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def story() -> None:
+        leaving = asyncio.Event()
+
+        def stop() -> None:
+            first.cancel()
+
+        async with asyncio.timeout(SECONDS):
+            first = asyncio.create_task(gather(lambda nodes: asyncio.sleep(0), stop))
+            second = asyncio.create_task(connect(SECOND, "run-1", leaving=leaving))
+            await Store().get(key_of(FIRST.job))
+            leaving.set()
+            with pytest.raises(VolunteerLeftError, match="this machine was asked to leave"):
+                await second
+            with pytest.raises(asyncio.CancelledError):
+                await first
+
+    asyncio.run(story())
+    assert "node 1 is asked to leave before all machines are here: this volunteer leaves" in caplog.messages
+
+
+def test_a_machine_that_is_asked_to_leave_just_when_it_is_let_in_says_so_on_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: it hung up. The first machine had all whom it waited for, did not look into the store, and failed."""
+
+    async def story() -> None:
+        asked, leaving = asyncio.Event(), asyncio.Event()
+
+        def is_asked_amid_the_greeting() -> dict[str, str]:
+            leaving.set()
+            return own_versions()
+
+        monkeypatch.setattr(arrival_module, "versions", is_asked_amid_the_greeting)
+
+        async def second() -> None:
+            agent = NodeAgent(await connect(SECOND, "run-1", leaving=leaving))
+            agent.ask_to_leave()
+            await agent.serve()
+
+        async with asyncio.timeout(SECONDS):
+            await asyncio.gather(gather(lambda nodes: asked.wait(), asked.set), second())
+
+    asyncio.run(story())
+
+
+@pytest.mark.usefixtures("_let_in_nobody")
 def test_a_machine_that_was_not_let_in_hears_that_the_first_one_leaves() -> None:
     async def story() -> None:
         async with asyncio.timeout(SECONDS):

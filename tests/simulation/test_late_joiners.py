@@ -59,7 +59,7 @@ def test_a_late_joiner_takes_a_frozen_state_and_replays_the_rest(seed: int, past
 def test_where_payloads_are_kept_too_shortly_for_that_a_newer_state_is_frozen(seed: int) -> None:
     swarm = swarm_at(4 * EVERY - 1, every=4 * EVERY, kept_bytes=0, seed=seed)
     for one in swarm.living:
-        one.offered(0)  # somebody has asked before
+        one.frozen(0)  # somebody has asked before
     reach(swarm, swarm.longest + 10)
     late, fetches = joins(swarm)
     assert is_in_the_roster(swarm, late)
