@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from opendiloco.cli import main
 from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, other_nodes_option, parse_run, run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
@@ -107,3 +108,11 @@ def test_a_bootstrap_node_does_not_look_for_itself() -> None:
 
     assert CliRunner().invoke(node, [], env=VARIABLE).exit_code == 0
     assert seen == [()]
+
+
+@pytest.mark.parametrize("command", ["join", "status", "follow", "anchor", "run amend --outer-lr 1"])
+def test_a_command_without_its_run_says_how_to_find_one(command: str) -> None:
+    """Regression: one failed with an unexpected error, and another showed all settings that it had."""
+    done = CliRunner().invoke(main, command.split(), env={"DILOCO_RUN": None, "DILOCO_CONFIG": None})
+    assert done.exit_code == 2
+    assert "Missing option '--run'. Its organiser gives out an invite; `diloco-peer runs`" in done.output
