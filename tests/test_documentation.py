@@ -68,7 +68,7 @@ def commands(text: str) -> Iterator[list[str]]:
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["diloco-peer"]:
-                yield words[1:]
+                yield words[1 : words.index(">") if ">" in words else None]
 
 
 def assert_is_a_command(arguments: list[str]) -> None:
