@@ -40,6 +40,21 @@ class SettingOption(click.Option):
             raise click.MissingParameter(HOW_TO_FIND.get(self.name or ""), ctx, self) from error
 
 
+class SettingsCommand(click.Command):
+    """A command with all settings: its help shows them section by section, as the reference does."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                rows.setdefault(titles.get(parameter.name or "", "Options"), []).append(record)
+        for title, records in rows.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
 def file_values(context: click.Context) -> Mapping[str, Any]:
     """Return what the configuration file says, as TOML has it."""
     found: Mapping[str, Any] = context.meta.get(FILE_KEY, {})
