@@ -36,6 +36,11 @@ class Amended:
         in_force, latest = said if said in known else None, newest(*known)
         return cls(in_force, latest if newest(in_force, latest) is not in_force else None)
 
+    def as_logged(self, in_force: Amendment | None) -> Amended:
+        """Return the same by a log, at whose end this amendment is in force: what peers say of that does not count."""
+        latest = newest(in_force, self.in_force, self.proposed)
+        return Amended(in_force, latest if newest(in_force, latest) is not in_force else None)
+
     @property
     def newest(self) -> Amendment | None:
         """Return the amendment that the next one comes after."""

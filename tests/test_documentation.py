@@ -41,8 +41,11 @@ BOOTSTRAP_IMPORTS = f"""
 import sys
 from importlib.metadata import distribution, packages_distributions
 before = set(sys.modules)
-import opendiloco.checkpoints.archive, opendiloco.checkpoints.writer, opendiloco.cli.bootstrap
-import opendiloco.dashboard.node, opendiloco.identity_file, opendiloco.interrupts, peers.net.bootstrap
+import ast, importlib, opendiloco.checkpoints.writer, opendiloco.cli.bootstrap
+with open(opendiloco.cli.bootstrap.__file__) as source:  # what the command imports only when it runs, too
+    for node in ast.walk(ast.parse(source.read())):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("opendiloco", "peers"):
+            importlib.import_module(node.module)
 from peers.net.daemon import parse_addresses
 parse_addresses([{ADDRESS!r}], needs_peer_id=True)
 parse_addresses(["/dns4/bootstrap/tcp/31337", "/ip6/::1/udp/31337/quic"], needs_peer_id=False)
@@ -65,7 +68,7 @@ def commands(text: str) -> Iterator[list[str]]:
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["diloco-peer"]:
-                yield words[1:]
+                yield words[1 : words.index(">") if ">" in words else None]
 
 
 def assert_is_a_command(arguments: list[str]) -> None:
@@ -255,8 +258,17 @@ def test_compose_keeps_what_is_in_data(services: dict[str, Any]) -> None:
 
 
 def test_compose_commands_can_be_typed(services: dict[str, Any]) -> None:
-    for name in ("bootstrap", "volunteer-1", "volunteer-2"):
+    for name in ("bootstrap", "volunteer-1", "volunteer-2", "volunteer-gpu"):
         assert_is_a_command(services[name]["command"])
+
+
+def test_compose_gives_gpus_to_the_volunteer_whose_torch_has_cuda(services: dict[str, Any]) -> None:
+    reserved = {name: service["deploy"] for name, service in services.items() if "deploy" in service}
+    [device] = reserved.pop("volunteer-gpu")["resources"]["reservations"]["devices"]
+    assert (device["capabilities"], device["count"], reserved) == (["gpu"], "all", {})
+    with_cuda = {name for name, one in services.items() if one.get("build", {}).get("args", {}).get("CUDA")}
+    assert with_cuda == {"volunteer-gpu"}
+    assert services["volunteer-gpu"]["image"] != services["volunteer-1"]["image"]
 
 
 def test_compose_mounts_files_that_are_there(services: dict[str, Any]) -> None:
@@ -271,8 +283,9 @@ def test_compose_has_prometheus_scrape_what_serves_metrics(services: dict[str, A
     [job] = config["scrape_configs"]
     [targets] = [static["targets"] for static in job["static_configs"]]
     assert set(targets) == {f"{name}:9100" for name in ("bootstrap", "volunteer-1", "volunteer-2")}
+    assert [(found["names"], found["port"]) for found in job["dns_sd_configs"]] == [(["volunteer-gpu"], 9100)]
     assert {"--metrics-port=9100", "--metrics-host=0.0.0.0"} <= set(services["bootstrap"]["command"])
-    for name in ("volunteer-1", "volunteer-2"):
+    for name in ("volunteer-1", "volunteer-2", "volunteer-gpu"):
         assert services[name]["environment"]["DILOCO_METRICS_HOST"] == "0.0.0.0"
         assert services[name]["shm_size"] == "4g"
 

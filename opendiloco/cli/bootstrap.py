@@ -135,5 +135,6 @@ def show_addresses(addresses: tuple[str, ...]) -> None:
     click.echo("This node can be reached at")
     for address in addresses:
         click.echo(f"  {address}")
-    click.echo("To start a run through it, type on any machine:")
-    click.echo(f"  diloco-peer run create examples/tiny.toml --initial-peer {addresses[0]}")
+    click.echo("To start a run through it, type on any machine (the first line makes a small run.toml to begin with):")
+    click.echo("  diloco-peer run example > run.toml")
+    click.echo(f"  diloco-peer run create run.toml --initial-peer {addresses[0]}")

@@ -10,7 +10,7 @@ import click
 from opendiloco.cli.exit_codes import INTERRUPTED, UNFIT
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import parse_run, reader
-from opendiloco.cli.setting_options import is_typed, join_settings
+from opendiloco.cli.setting_options import SettingsCommand, is_typed, join_settings
 from peers.links.own_network import everywhere
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opendiloco.settings.join_settings import JoinSettings
 
 
-@click.command(short_help="Say whether this machine can train, and what keeps it from it.")
+@click.command(cls=SettingsCommand, short_help="Say whether this machine can train, and what keeps it from it.")
 @join_settings(needs_run=False)
 @click.option(
     "--trial/--no-trial",

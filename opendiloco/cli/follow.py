@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from opendiloco.tracking import Audit, Disagreement, Reached, Retrying
     from peers.net.transport import HivemindTransport
     from peers.transfer.following import Following
+    from peers.values.amendments import Amendment
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
@@ -172,6 +173,7 @@ async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder
     total = run.config.total_outer_steps
     last = total if plan.until is None else min(plan.until, total)
     following: Following | None = None
+    in_force: Amendment | None = None
     source = follower_source(run, transport, lambda: following.past if following else None)
     async with (
         dashboard(plan.dashboard, lambda: [source]),
@@ -184,6 +186,9 @@ async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder
                 show_disagreement(news, plan.as_json)
                 continue
             show_reached(news, plan.as_json)
+            if news.log.amendment != in_force:
+                show_change(run, news, in_force, plan.as_json)
+                in_force = news.log.amendment
             if model is not None and news.index % plan.every == 0:
                 await use_model(run, news, following, model, plan, folder)
 
@@ -273,6 +278,30 @@ def show_reached(reached: Reached, as_json: bool) -> None:
         f"outer step {reached.index}{' (snapshot)' if reached.is_snapshot else ''}: peers {len(roster)}, "
         f"tokens {tokens:,}, in all {reached.log.lineage_tokens:,}, "
         f"state {state[:8]}, {agreeing if reached.agreeing else 'which no peer has named yet'}"
+    )
+
+
+def show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
+    """Print how the outer optimizer goes on from here, where that is not as before (None: as the manifest says)."""
+    amendment, manifest = reached.log.amendment, run.config.outer_optimizer
+    new, old = amendment or manifest, before or manifest
+    if as_json:
+        show_json(
+            event="amendment",
+            outer_step=reached.index,
+            number=amendment.number if amendment else None,
+            learning_rate=new.learning_rate,
+            momentum=new.momentum,
+        )
+        return
+    source = f"amendment {amendment.number}" if amendment else "the run's manifest"
+    rate, momentum = (
+        f"{value:g}, as before" if value == was else f"{value:g} instead of {was:g}"
+        for value, was in ((new.learning_rate, old.learning_rate), (new.momentum, old.momentum))
+    )
+    click.echo(
+        f"outer step {reached.index}: from the next one on, by {source}, the outer learning rate is {rate}; "
+        f"the outer momentum is {momentum}"
     )
 
 

@@ -42,6 +42,14 @@ COMMANDS: Mapping[str, str] = {
 """Each command in the order of `--help`, and the module that has it under the name `command`."""
 
 
+FIRST_STEPS = (
+    ("diloco-peer demo", "See a swarm train on this machine: three minutes."),
+    ("diloco-peer doctor", "Find out whether this machine can train."),
+    ("diloco-peer join --run INVITE", "Train in a run. Its organiser gives out the invite."),
+    ("diloco-peer bootstrap", "Be the node through which the peers of a run of your own find each other."),
+)
+
+
 class Commands(click.Group):
     """Loads commands on demand. Their errors end here."""
 
@@ -65,6 +73,11 @@ class Commands(click.Group):
             alike = " or ".join(map(repr, get_close_matches(name, COMMANDS)))
             raise click.UsageError(f"No such command {name!r}." + (f" Did you mean {alike}?" if alike else ""), context)
         return super().resolve_command(context, arguments)
+
+    def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_help_text(context, formatter)
+        with formatter.section("To begin"):
+            formatter.write_dl(FIRST_STEPS)
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write(f"\nExit codes:\n{exit_code_lines()}\n")

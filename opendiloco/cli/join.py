@@ -16,7 +16,7 @@ import click
 
 from opendiloco.cli.logs import PLACE, LogOptions
 from opendiloco.cli.options import open_dashboard, parse_run
-from opendiloco.cli.setting_options import join_settings
+from opendiloco.cli.setting_options import SettingsCommand, join_settings
 
 if TYPE_CHECKING:
     import socket
@@ -37,11 +37,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @join_settings()
 @click.pass_obj
 def command(log: LogOptions, settings: JoinSettings) -> None:
-    """Train in a run with this machine until Ctrl-C."""
+    """Train in a run with this machine until Ctrl-C.
+
+    The first Ctrl-C leaves politely, the second at once. `doctor --run INVITE` says beforehand whether this machine can
+    take part, and what it costs. Each option is also an environment variable (DILOCO_HOURS) and a key of the
+    configuration file; `config show` prints all values, and where they come from.
+    """
     from opendiloco.owner.again import toggles_held_back
 
     with toggles_held_back():

@@ -39,7 +39,8 @@ def command(log: LogOptions, initial_peers: tuple[str, ...], limit: int, needs: 
         return
     for each in found:
         click.echo("\n".join(each.lines()) + "\n")
-    click.echo("To train in one of them: diloco-peer join --run ID" if found else NOTHING)
+    there = "".join(f" --initial-peer {address}" for address in initial_peers)
+    click.echo(f"To train in one of them: diloco-peer join --run ID{there}" if found else NOTHING)
 
 
 async def look(addresses: tuple[str, ...], limit: int) -> list[ListedRun]:

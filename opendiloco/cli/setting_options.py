@@ -17,6 +17,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 FILE_KEY = "opendiloco.settings.file"
 PATH_KEY = "opendiloco.settings.path"
 """Where click's contexts have what the configuration file says, and its path."""
+HOW_TO_FIND = {
+    "run": "Its organiser gives out an invite; `diloco-peer runs` lists the runs that a bootstrap node knows."
+}
+"""What to do where an option lacks that has to be given."""
 
 
 class SettingOption(click.Option):
@@ -28,6 +32,27 @@ class SettingOption(click.Option):
         if source is ParameterSource.DEFAULT and self.name in said:
             return said[self.name], ParameterSource.DEFAULT_MAP
         return value, source
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            return super().process_value(ctx, value)
+        except click.MissingParameter as error:
+            raise click.MissingParameter(HOW_TO_FIND.get(self.name or ""), ctx, self) from error
+
+
+class SettingsCommand(click.Command):
+    """A command with all settings: its help shows them section by section, as the reference does."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                rows.setdefault(titles.get(parameter.name or "", "Options"), []).append(record)
+        for title, records in rows.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def file_values(context: click.Context) -> Mapping[str, Any]:
@@ -53,9 +78,10 @@ def option_for(setting: Setting, help: str | None = None, **more: Any) -> Callab
         multiple=setting.is_repeated,
         metavar=setting.about.metavar,
         envvar=setting.variable,
-        default=None if setting.is_required or setting.is_repeated else setting.default,
         help=text,
-        **({"required": setting.is_required} | more),
+        # An option that has to be given must have no default, not even None: click would take that for given.
+        **({"required": True} if setting.is_required else {"default": None if setting.is_repeated else setting.default})
+        | more,
     )
 
 

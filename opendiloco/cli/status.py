@@ -198,6 +198,7 @@ def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
         "relays": list(beat.relays),
         "relayed": list(beat.relayed),
         "unreached": list(beat.unreached),
+        "rates": dict(beat.rates),
         "trouble": beat.trouble,
         "seen": beat.sequence / 1000,
     }

@@ -203,7 +203,8 @@ def view_for(log: LogOptions, is_plain: bool) -> JoinView:
 
     console = Console()
     if log.file is None:
-        log.send_to(RichHandler(console=console, show_path=False, show_level=False, show_time=False), "info")
+        # Beside a picture that shows what goes on, lines of every outer step are in the way.
+        log.send_to(RichHandler(console=console, show_path=False, show_level=False, show_time=False), "warning")
     else:
         log.start("info")
     return Screen(console)

@@ -13,6 +13,7 @@ from peers.log.chain import Entry
 from peers.log.folder import RunLog
 from peers.log.header import Header
 from peers.log.state import LogState
+from peers.values.amendments import Amendment
 
 SLICE_SECONDS = 0.02
 """For which a log is read at once: a long one must not hold up what else the process does."""
@@ -40,6 +41,13 @@ class Signatures:
     is_alone: bool
 
 
+class Change(NamedTuple):
+    """What an entry takes in: the outer optimizer's new values, signed, and those before (None: the manifest's)."""
+
+    amendment: Amendment
+    before: Amendment | None
+
+
 @dataclass
 class Record:
     """One entry. What is not known of it yet is None."""
@@ -54,6 +62,7 @@ class Record:
     signatures: Signatures | None
     absent: tuple[Absence, ...]
     joined: tuple[str, ...]
+    change: Change | None
 
 
 @dataclass
@@ -83,6 +92,11 @@ class Chronicle:
     @property
     def next_index(self) -> int:
         return self.first if self._end is None else self._end.position.index
+
+    @property
+    def amendment(self) -> Amendment | None:
+        """The amendment that is in force where reading has come to."""
+        return None if self._end is None else self._end.amendment
 
     def read(self, log: RunLog) -> bool:
         """Read on, for `SLICE_SECONDS`. Return whether there may be more. Raises: LogError."""
@@ -118,6 +132,7 @@ class Chronicle:
             signatures=None if before is None else signatures(certificate, before, header),
             absent=() if before is None else absences(before, header, certificate),
             joined=() if before is None else tuple(peer for peer in header.peers if peer not in before.known),
+            change=None if before is None else change(before, header),
         )
         self.records.append(record)
         if before is not None and (record.signatures is None or record.state_digest is None):
@@ -142,6 +157,13 @@ def signatures(certificate: Certificate | None, before: LogState | None, header:
         return None
     proof = weigh(certificate, before, header)
     return Signatures(proof.signers, len(electorate(before, header)), proof.is_certified, certificate.alone)
+
+
+def change(before: LogState, header: Header) -> Change | None:
+    """Return what an entry changes of the outer optimizer; None: nothing."""
+    if header.amendment is None or header.amendment == before.amendment:
+        return None
+    return Change(header.amendment, before.amendment)
 
 
 def absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[Absence, ...]:

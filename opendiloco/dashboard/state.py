@@ -10,8 +10,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from opendiloco.amending import Amended
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.dashboard.chronicle import KEPT, Absence, Chronicle, Record
+from opendiloco.dashboard.bandwidth import matrix
+from opendiloco.dashboard.chronicle import KEPT, Absence, Change, Chronicle, Record
 from opendiloco.dashboard.curve import MOST_POINTS, Curve
 from opendiloco.dashboard.teams import Teams
 from opendiloco.dashboard.timeline import Timeline
@@ -127,6 +129,7 @@ class RunView:
         return {
             "run": self._run(),
             "peers": self._peers(),
+            "bandwidth": matrix(self._beats, self.me),
             "losses": self._curves(),
             "rounds": self._rounds(),
             "contributions": self._contributions(),
@@ -155,9 +158,14 @@ class RunView:
             "seconds_per_step": self.timeline.usual_seconds,
             "archives": len(self._beats) - len(trainers),
             "anchors": self._anchors,
+            "outer_optimizer": self._amended().plain(self.run),
             "me": self.me,
             "no_log": "" if self._has_log else self._no_log or "The log has no entry yet.",
         }
+
+    def _amended(self) -> Amended:
+        said = Amended.seen_in(self.run, self._beats)
+        return said.as_logged(self._chronicle.amendment) if self._has_log else said
 
     def _peers(self) -> Plain:
         live = {beat.peer for beat in self._beats}
@@ -208,7 +216,7 @@ class RunView:
         rows = []
         for index in newest:
             record, span = entries.get(index), spans.get(index)
-            row: Plain = {"index": index} | (plain_record(record) if record else {})
+            row: Plain = {"index": index} | (plain_record(record, self.run) if record else {})
             rows.append(row | (span._asdict() if span else {}))
         return {"rows": rows}
 
@@ -251,8 +259,8 @@ def bounded_loss(loss: float) -> float:
     return max(-LARGEST_LOSS, min(loss, LARGEST_LOSS))
 
 
-def plain_record(record: Record) -> Plain:
-    """An entry as JSON can say it, digests in hexadecimal."""
+def plain_record(record: Record, run: Run) -> Plain:
+    """An entry of a run as JSON can say it, digests in hexadecimal."""
     signatures = record.signatures
     return {
         "digest": record.digest.hex(),
@@ -268,6 +276,17 @@ def plain_record(record: Record) -> Plain:
         "absent_count": len(record.absent),
         "joined": list(record.joined[:SHOWN_ABSENT]),
         "joined_count": len(record.joined),
+        "change": None if record.change is None else plain_change(record.change, run),
+    }
+
+
+def plain_change(change: Change, run: Run) -> Plain:
+    """What an entry changes of the outer optimizer."""
+    new, old = change.amendment, change.before or run.config.outer_optimizer
+    return {
+        "number": new.number,
+        "learning_rate": [old.learning_rate, new.learning_rate],
+        "momentum": [old.momentum, new.momentum],
     }
 
 

@@ -36,7 +36,7 @@ def check_ports(asked: Sequence[int], error: DilocoPeerError | None, may_be_ours
     if error is not None:
         return failed_with("ports", error)
     if not asked:
-        return passed("ports", "any free ports are taken")
+        return passed("ports", "any free ones will do: none was chosen")
     return passed("ports", f"free: {', '.join(map(str, asked))}")
 
 

@@ -12,7 +12,7 @@ from peers.health import HEALTH
 from peers.links.links import EAGER
 from peers.log.folder import RunLog
 from peers.log.lineage import RECENT_ENTRIES
-from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
+from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers, tell_rates
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice
 from peers.protocol.events import AmendmentSeen, AnchorsSeen, HeadsSeen, HeartbeatsSeen
@@ -154,6 +154,7 @@ class Pulse:
             team=self.team,
             amendment=log.amendment,
             proposed=peer.proposed_amendment,
+            rates=tell_rates(peer.presence.reachability.seen(peer.me)),
         )
 
     async def _connect(self, stranger: Heartbeat) -> None:

@@ -78,8 +78,8 @@ def is_local(endpoint: str) -> bool:
     return is_loopback(parse_endpoint(endpoint)[0])
 
 
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_numeric(host) and ip_address(host).is_loopback)
+def is_loopback(host: str | None) -> bool:
+    return host == "localhost" or (host is not None and is_numeric(host) and ip_address(host).is_loopback)
 
 
 def is_public(host: str) -> bool:

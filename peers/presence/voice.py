@@ -9,8 +9,8 @@ from peers.presence.life_signs import SLOT, SLOTS, Chain, LifeSign, tag_of
 from peers.values.identity import Identity
 
 CALM, URGENT = 0.03, 0.007
-"""Seconds from one whole heartbeat to the next, for each other peer: of some 250 bytes each, all together are then 8 KB
-a second at most, or 35 while everybody has something to tell that others act upon."""
+"""Seconds from one whole heartbeat to the next, for each other peer: of some 330 bytes each, all together are then 11
+KB a second at most, or 47 while everybody has something to tell that others act upon."""
 SIGNS = 0.003
 """Seconds from one sign of life to the next, for each other peer: at three copies of 22 bytes, 22 KB a second."""
 LONGEST_SILENCE = 0.2  # of a heartbeat's lifetime, from one sign to the next at most: others wait half of that lifetime

@@ -178,7 +178,7 @@ class Leader(Gathering):
         self._unseen_since.clear()
         self._disputes = Disputes(self._settings.timing)
         self._tally = Tally()
-        note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peers")
+        note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peer{'s' * (len(members) > 1)}")
         return [note, *self._tell(members, self._ready, now)]
 
     def _tell(self, peers: Sequence[str], ready: Mapping[str, Ready], now: float) -> list[Effect]:

@@ -144,7 +144,7 @@ class Replica(Part):
         if not self.log.made:
             index, roster = self.log.position.index, self.log.roster
             self.undigested = self.log
-            self._desk.emit(Note("info", f"outer step {index} applied, {len(roster)} peers"))
+            self._desk.emit(Note("info", f"outer step {index} applied, {len(roster)} peer{'s' * (len(roster) > 1)}"))
             if self.log.amendment not in (None, self.settled.amendment):
                 self._desk.emit(Note("info", f"from now on: {self.log.amendment}"))
         self._go_on()

@@ -10,9 +10,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from opendiloco.cli import main
 from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, other_nodes_option, parse_run, run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
+from opendiloco.settings.join_settings import JoinSettings
 from peers.links import neighbours
 from peers.net.remembered import FILE_NAME, FORMAT
 from peers.values.identity import Identity
@@ -107,3 +109,19 @@ def test_a_bootstrap_node_does_not_look_for_itself() -> None:
 
     assert CliRunner().invoke(node, [], env=VARIABLE).exit_code == 0
     assert seen == [()]
+
+
+@pytest.mark.parametrize("command", ["join", "doctor"])
+def test_the_help_of_many_settings_has_sections(command: str) -> None:
+    lines = CliRunner().invoke(main, [command, "--help"]).output.splitlines()
+    titles = [f"{section.TITLE}:" for section in JoinSettings.SECTIONS]
+    assert [line for line in lines if line in titles] == titles
+    assert lines.index("The machine's owner:") < next(at for at, line in enumerate(lines) if "--hours" in line)
+
+
+@pytest.mark.parametrize("command", ["join", "status", "follow", "anchor", "run amend --outer-lr 1"])
+def test_a_command_without_its_run_says_how_to_find_one(command: str) -> None:
+    """Regression: one failed with an unexpected error, and another showed all settings that it had."""
+    done = CliRunner().invoke(main, command.split(), env={"DILOCO_RUN": None, "DILOCO_CONFIG": None})
+    assert done.exit_code == 2
+    assert "Missing option '--run'. Its organiser gives out an invite; `diloco-peer runs`" in done.output

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.run import check, next_lines
+from opendiloco.cli.new_run import beyond_schedules, check
+from opendiloco.cli.run import next_lines
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from peers.values.identity import Identity
@@ -69,6 +70,56 @@ def test_momentum_beside_sparse_payloads_is_warned_of(
     outer = {"learning_rate": 1.0, "momentum": momentum}
     check(RunConfig.from_manifest_content(small_content | {"codec": {"kind": kind}, "outer_optimizer": outer}))
     assert ("outer_optimizer.momentum = 0.9 overshoots" in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("outer_steps", "schedule", "outer_schedule", "warned"),
+    [
+        (8, {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 20}, None, ""),
+        (9, {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 20}, None, "schedule ends after 80 inner steps"),
+        (9, {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 20, "final_fraction": 0.1}, None, ""),
+        (9, {"kind": "constant", "warmup_steps": 10}, None, ""),
+        (9, {"warmup_tokens": 10, "stable_tokens": 50, "decay_tokens": 20}, None, ""),
+        (9, {"kind": "constant", "warmup_steps": 10}, {"kind": "cosine", "warmup_steps": 0, "decay_steps": 9}, ""),
+        (
+            9,
+            {"kind": "constant", "warmup_steps": 10},
+            {"kind": "cosine", "warmup_steps": 0, "decay_steps": 8},
+            "outer_optimizer.schedule ends after 8 outer steps, and the run after 9",
+        ),
+    ],
+)
+def test_a_run_that_is_longer_than_a_schedule_is_warned_of(
+    small_content: dict[str, Any],
+    outer_steps: int,
+    schedule: dict[str, Any],
+    outer_schedule: dict[str, Any] | None,
+    warned: str,
+) -> None:
+    """Regression: somebody made outer_steps larger, and trained with a learning rate of 0."""
+    content = small_content | {"outer_steps": outer_steps, "schedule": schedule}
+    content["training"] = small_content["training"] | {"inner_steps": 10}
+    content["outer_optimizer"] = {"schedule": outer_schedule}
+    said = list(beyond_schedules(RunConfig.from_manifest_content(content)))
+    assert (len(said), warned in "".join(said)) == (bool(warned), True)
+
+
+def test_the_example_is_a_run_that_can_be_created(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["run", "example"])
+    assert done.exit_code == 0
+    (tmp_path / "run.toml").write_text(done.stdout)
+    config = RunConfig.from_toml(tmp_path / "run.toml")
+    assert list(beyond_schedules(config)) == []
+    assert {source.source for source in config.data.all_sources} == {"stdlib"}, "nothing is downloaded"
+
+
+def test_an_invite_that_leads_only_to_this_machine_says_so(small_content: dict[str, Any]) -> None:
+    run = Run.sign(RunConfig.from_manifest_content(small_content | {"data": STANDARD_LIBRARY}), Identity.generate())
+    told = {}
+    for host in ("127.0.0.1", "192.168.1.2"):
+        invite = Invite(run.run_id, (f"/ip4/{host}/tcp/1/p2p/{Identity.generate().peer_id}",))
+        told[host] = any("Other machines need an invite" in line for line in next_lines(run, invite, Path("m"), None))
+    assert told == {"127.0.0.1": True, "192.168.1.2": False}
 
 
 @pytest.mark.parametrize("command", [["create", "--identity", "organiser.pem", "--initial-peer", ADDRESS], ["needs"]])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.views import Lines, view_for
+from opendiloco.cli.views import Lines, Screen, view_for
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.screen import volunteer_picture
@@ -44,6 +45,14 @@ def test_programs_read_one_stream(caplog: pytest.LogCaptureFixture, capsys: pyte
 def test_where_there_is_no_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogOptions, "start", lambda options, level: None)
     assert isinstance(view_for(LogOptions(None, None), is_plain=False), Lines)
+
+
+def test_above_a_picture_there_are_only_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[str] = []
+    monkeypatch.setattr(LogOptions, "send_to", lambda options, handler, level: levels.append(level))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert isinstance(view_for(LogOptions(None, None), is_plain=False), Screen)
+    assert levels == ["warning"]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (80, 10)])

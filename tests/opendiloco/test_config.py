@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opendiloco.cli.run import with_anchors
+from opendiloco.cli.new_run import with_anchors
 from opendiloco.config.data import DataSection
 from opendiloco.config.run_config import RoundsSection, RunConfig
 from opendiloco.run import Run

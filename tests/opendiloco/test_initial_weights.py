@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opendiloco.cli.run import with_weights_named
+from opendiloco.cli.new_run import with_weights_named
 from opendiloco.config.run_config import ModelSection, RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.errors import MachineError

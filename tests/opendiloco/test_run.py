@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from opendiloco.checkpoints.loading import Checkpoint
 from opendiloco.cli import main
-from opendiloco.cli.run import with_held_out_text_named
+from opendiloco.cli.new_run import with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError
 from opendiloco.kept_states import Origin

@@ -95,7 +95,13 @@ def is_whole(view: Any) -> bool:
     has_log = bool(entries) and entries[-1]["voters"] == 2 and not view["run"]["no_log"]
     board = view["contributions"]
     teams = [(row["team"], row["peers"]) for row in board["teams"]]
-    return has_log and len(board["rows"]) == 2 and teams == [("blue", 1)] and bool(view["losses"]["training"])
+    is_complete = len(board["rows"]) == 2 and bool(view["losses"]["training"])
+    return has_log and is_complete and teams == [("blue", 1)] and is_told(view)
+
+
+def is_told(view: Any) -> bool:
+    """Whether each of the two peers says how fast the other's data comes."""
+    return [(sender, receiver) for sender, receiver, _ in view["bandwidth"]["rates"]] == [(1, 0), (0, 1)]
 
 
 def knows_an_archive(view: Any) -> bool:

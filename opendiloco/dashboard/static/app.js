@@ -1,6 +1,7 @@
 // Shows a list of runs, or one run, as this node tells of them by server-sent events.
 
 import { LossChart } from "./charts.js";
+import { Matrix } from "./matrix.js";
 import { ago, clock, count, duration, element, percent, shortName, size } from "./format.js";
 
 const byId = (id) => document.getElementById(id);
@@ -9,6 +10,7 @@ const show = (id, isShown) => { byId(id).hidden = !isShown; };
 const STATES = {
   training: "good", ready: "warn", averaging: "averaging", finished: "good", joining: "warn", leaving: "bad", gone: "bad",
 };
+const SECTIONS = ["run", "peers", "bandwidth", "losses", "rounds", "contributions"];
 const LOG_ROWS = 12;
 
 let source = null; // the events that are listened to
@@ -18,6 +20,7 @@ let skew = 0; // seconds that the node's clock is ahead of ours
 let known = {}; // the newest of each section
 
 const chart = new LossChart(byId("loss-chart"), byId("loss-value"));
+const matrix = new Matrix(byId("bandwidth-rows"), byId("bandwidth-value"));
 const now = () => Date.now() / 1000 + skew;
 
 // Where we are ---------------------------------------------------------------------------------------------------
@@ -27,7 +30,7 @@ function route() {
   [known, selected, logRows] = [{}, null, LOG_ROWS];
   for (const part of ["list", "run", "notice"]) show(part, false);
   document.title = "diloco-peer";
-  if (run) listen(`runs/${encodeURIComponent(run)}/events`, ["run", "peers", "losses", "rounds", "contributions"], showRun);
+  if (run) listen(`runs/${encodeURIComponent(run)}/events`, SECTIONS, showRun);
   else listen("events", ["runs"], showList);
 }
 
@@ -90,8 +93,8 @@ function showList() {
 function showRun(section) {
   show("run", true);
   const draw = {
-    run: [showHead, showRounds, showBoard], peers: [showPeers], losses: [showLosses, showHead], rounds: [showRounds],
-    contributions: [showBoard],
+    run: [showHead, showRounds, showBoard], peers: [showPeers], bandwidth: [showBandwidth],
+    losses: [showLosses, showHead], rounds: [showRounds], contributions: [showBoard],
   };
   if (known.run) for (const one of draw[section]) one();
 }
@@ -138,6 +141,9 @@ function alerts(run) {
   if (run.disagreements.length) {
     say("bad", `The peers disagree at outer step ${run.disagreements.join(", ")}: their log or state digests differ.`);
   }
+  const { amendment, proposed } = run.outer_optimizer;
+  if (amendment) say("", `In force: ${valuesOf(amendment)}.`);
+  if (proposed) say("", `Waits for an entry to take it in: ${valuesOf(proposed)}.`);
   for (const anchor of run.anchors) {
     const name = `Anchor ${shortName(anchor.anchor)}`;
     if (anchor.lies) say("bad", `${name} has signed two logs.`);
@@ -145,6 +151,9 @@ function alerts(run) {
   }
   return found;
 }
+
+const valuesOf = (one) =>
+  `amendment ${one.number} of the organiser, outer learning rate ${one.learning_rate}, outer momentum ${one.momentum}`;
 
 function showLosses() {
   const { training, held_out: heldOut } = known.losses;
@@ -192,6 +201,15 @@ function cell(label, className, text, more = "") {
 const nameOf = (peer) => element("span", { className: "mono", textContent: shortName(peer), title: peer });
 const badge = () => element("span", { className: "me", textContent: "this machine" });
 
+function showBandwidth() {
+  const { rates, more } = known.bandwidth;
+  show("bandwidth-empty", !rates.length);
+  show("bandwidth", rates.length);
+  if (rates.length) matrix.show(known.bandwidth);
+  byId("bandwidth-more").textContent = more
+    ? ` Shown are neighbours in the order of ids, of which each tells; and there ${more === 1 ? "is" : "are"} ${plural(more, "more peer")}.` : "";
+}
+
 // Rounds and the log ---------------------------------------------------------------------------------------------
 function showRounds() {
   if (!known.rounds) return;
@@ -223,7 +241,7 @@ function showTimeline(rows) {
     }
     const button = element("button", {
       type: "button", tabIndex: row === chosen ? 0 : -1, "aria-pressed": String(row === chosen), "aria-label": summary(row),
-      title: summary(row), className: `${kindOf(row)} ${row.seconds ? "" : "unseen"}`, data: { index: row.index },
+      title: summary(row), className: `${kindOf(row)} ${row.seconds ? "" : "unseen"} ${row.change ? "amended" : ""}`, data: { index: row.index },
     }, bar);
     button.addEventListener("click", () => select(row.index));
     return element("li", {}, button);
@@ -254,6 +272,7 @@ function summary(row) {
   said.push(row.seconds ? duration(row.seconds) : "time not seen");
   if (row.members) said.push(plural(row.members, "peer"));
   if (row.absent_count) said.push(`${row.absent_count} did not count`);
+  if (row.change) said.push(`amendment ${row.change.number}`);
   return said.join(", ");
 }
 
@@ -266,10 +285,17 @@ function detail(row) {
   else if (row.present) facts.push(`${plural(row.present, "peer")} there`);
   const lines = (row.absent ?? []).map((one) => element("li", {}, nameOf(one.peer), ` ${one.why}`));
   if (row.absent_count > lines.length) lines.push(element("li", { textContent: `and ${row.absent_count - lines.length} more` }));
+  if (row.change) lines.push(element("li", {}, changeOf(row)));
   if (row.joined_count) lines.push(element("li", {}, "new: ", ...row.joined.flatMap((peer) => [nameOf(peer), " "])));
   if (row.digest && !row.absent_count) lines.push(element("li", { className: "quiet", textContent: "Everybody's work counts." }));
   return [element("h3", { textContent: `Outer step ${row.index + 1}` }),
     element("p", { textContent: `${capital(facts.join("; "))}.` }), element("ul", {}, ...lines)];
+}
+
+// What the organiser changes of the outer optimizer with an entry.
+function changeOf({ index, change }) {
+  const [rate, momentum] = [change.learning_rate, change.momentum].map(([old, value]) => old === value ? `${value}, as before` : `${value} instead of ${old}`);
+  return `Amendment ${change.number} of the organiser: from outer step ${index + 2} on the outer learning rate is ${rate}, and the outer momentum ${momentum}.`;
 }
 
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
@@ -284,7 +310,7 @@ function showLog(entries) {
     digest(row.digest), digest(row.state, "wide"),
     element("td", { className: "number", textContent: count(row.members) }),
     element("td", { className: "number", textContent: count(row.tokens) }),
-    element("td", {}, signatures(row)))));
+    element("td", {}, signatures(row), row.change ? " " : null, row.change ? amendmentPill(row) : null))));
   show("log-more", newest.length > logRows);
 }
 
@@ -295,6 +321,9 @@ byId("log-more").addEventListener("click", () => {
 
 const digest = (hex, more = "") =>
   element("td", { className: `mono ${more}`, textContent: hex ? hex.slice(0, 8) : "–", title: hex ?? "not known here" });
+
+const amendmentPill = (row) =>
+  element("span", { className: "pill amended", textContent: `amendment ${row.change.number}`, title: changeOf(row) });
 
 function signatures(row) {
   if (row.signed === null) return element("span", { className: "quiet", textContent: "not known here" });

@@ -17,7 +17,8 @@ from peers.log.electorate import take_order
 from peers.log.folder import MemoryLog
 from peers.log.header import Header, Member
 from peers.log.state import LogState
-from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState, tell_rates
+from peers.values.amendments import Amendment
 from peers.values.anchors import NO_ANCHORS
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
@@ -26,6 +27,8 @@ from peers.values.wire import digest_of
 ROOT = Path(__file__).parent.parent.parent.parent
 HOSTILE = "</td><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"
 """What somebody says of itself, in the hope that a page takes it for more than text."""
+AMENDED = 5
+"""The entry that takes in an amendment."""
 NOW = 1_800_000_000.0
 TEAM = "<b>team</b> 1"
 
@@ -37,6 +40,8 @@ def identity(number: int) -> Identity:
 IDENTITIES = [identity(number) for number in range(6)]
 PEERS = [one.peer_id for one in IDENTITIES]
 KEYS = dict(zip(PEERS, IDENTITIES, strict=True))
+RATES = {0: tell_rates([(PEERS[1], 12_500_000), (PEERS[3], 400_000)]), 1: tell_rates([(PEERS[0], 2_500_000)]), 3: ()}
+"""By whom, and of whom, rates are told: kilobytes a second."""
 
 
 def invented_run(name: str = "tiny") -> Run:
@@ -74,11 +79,13 @@ class InventedLog:
         self.end = run.settings.empty_log
         self.log = MemoryLog(self.end, 0)
 
-    def add(self, peers: Sequence[str], gone: Sequence[str] = (), died: str = "") -> Header:
+    def add(
+        self, peers: Sequence[str], gone: Sequence[str] = (), died: str = "", amendment: Amendment | None = None
+    ) -> Header:
         ordered = take_order(self.end.roster, peers)
         roster = [one.lacking(3 * (one.peer == died)) for one in members(self.end, ordered)]
         index = self.end.position.index
-        header = self.end.next_header(roster, digest_of(b"payload %d" % index), (), gone)
+        header = self.end.next_header(roster, digest_of(b"payload %d" % index), (), gone, amendment)
         voters = self.end.voters or header.peers
         certificate = signed(self.end, header, [peer for peer in voters if peer in peers and peer != died])
         self.log.append(header, digest_of(b"state %d" % index), None, certificate)
@@ -121,7 +128,7 @@ class Story:
             self.step()
 
     def step(self) -> None:
-        """An outer step: a peer joins, one is late, one dies, one leaves."""
+        """An outer step: a peer joins, one is late, one dies, one leaves; the run is amended."""
         index, everybody = self.invented.end.position.index, PEERS[:4]
         if index < 2:
             self.invented.add(PEERS[:3])
@@ -132,7 +139,8 @@ class Story:
         elif index > 10:
             self.invented.add([PEERS[0], PEERS[1], PEERS[3]], gone=[PEERS[2]] if index == 11 else [])
         else:
-            self.invented.add(everybody)
+            amendment = Amendment.sign(self.run.run_id, 1, 0.5, 0.8, IDENTITIES[0]) if index == AMENDED else None
+            self.invented.add(everybody, amendment=amendment)
 
     def loss(self, step: float, peer: int = 0) -> float:
         return 1.6 + 3.8 * math.exp(-step / 5) + 0.06 * math.sin(7 * step + peer)
@@ -160,6 +168,7 @@ class Story:
                 relayed=(PEERS[3][-8:],) if place == 1 else (),
                 trouble=HOSTILE if place == 3 else "",
                 team="" if place == 0 else TEAM,
+                rates=RATES[place],
             )
             for place in (0, 1, 3)
         ]

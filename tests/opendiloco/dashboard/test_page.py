@@ -11,7 +11,7 @@ from opendiloco.dashboard import watching
 from opendiloco.dashboard.server import bind, dashboard, url_of
 from opendiloco.dashboard.sources import Source
 from tests.opendiloco.dashboard.browser import CHROMIUM, Page, browser, new_page
-from tests.opendiloco.dashboard.invented import HOSTILE, Story, invented_run
+from tests.opendiloco.dashboard.invented import HOSTILE, PEERS, Story, invented_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, of Debian's package chromium")
 
@@ -79,8 +79,38 @@ def test_rounds_are_read_with_the_keyboard(port: int) -> None:
         said = await page.evaluate("document.querySelector('#round-detail').innerText")
         assert "lost while it sent" in said
         assert await page.evaluate("document.activeElement.className.trim().startsWith('bad')")
+        for _ in range(4):
+            await page.press("ArrowLeft")
+        await page.until("document.querySelector('#round-detail').innerText.includes('Outer step 6')")
+        assert "from outer step 7 on the outer learning rate is 0.5 instead of 0.7, and the outer momentum 0.8" in (
+            await page.evaluate("document.querySelector('#round-detail').innerText")
+        )
+        assert "In force: amendment 1 of the organiser" in await page.evaluate(
+            "document.querySelector('#alerts').innerText"
+        )
         await page.press("End")
         await page.until("document.querySelector('#round-detail').innerText.includes('Outer step 14')")
+
+    looking(port, [Story(14).source], look)
+
+
+def test_rates_are_read_with_the_keyboard(port: int) -> None:
+    async def look(page: Page, url: str) -> None:
+        await page.until("document.querySelectorAll('#bandwidth-rows tbody tr').length === 3")
+        names = await page.evaluate(
+            "[...document.querySelectorAll('#bandwidth-rows tbody th')].map((one) => one.title)"
+        )
+        first, second, third = (f"…{name[-8:]}" for name in names)
+        rates = {PEERS[1][-7:]: "100 Mbit/s", PEERS[3][-7:]: "3.2 Mbit/s"}
+        await page.evaluate("document.querySelector('#bandwidth-rows [tabindex=\"0\"]').focus()")
+        for key, pair in (("ArrowDown", (third, second)), ("ArrowLeft", (third, first)), ("ArrowUp", (second, first))):
+            await page.press(key)
+            said = await page.evaluate("document.querySelector('#bandwidth-value').textContent")
+            assert said.startswith(f"{pair[0]} to {pair[1]}: "), key
+        assert rates[second[-7:]] in said
+        assert await page.evaluate("document.activeElement.textContent") + " Mbit/s" == rates[second[-7:]]
+        await page.press("ArrowLeft")
+        assert await page.evaluate("document.querySelector('#bandwidth-value').textContent") == said, "no further"
 
     looking(port, [Story(14).source], look)
 

@@ -12,14 +12,28 @@ import pytest
 from opendiloco.checkpoints import held_out_curve
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.dashboard import chronicle
+from opendiloco.dashboard.bandwidth import FASTEST, matrix
+from opendiloco.dashboard.bandwidth import SHOWN as SHOWN_RATES
 from opendiloco.dashboard.chronicle import Chronicle
 from opendiloco.dashboard.curve import MOST_POINTS, Curve
 from opendiloco.dashboard.state import LARGEST_LOSS, LARGEST_RATE, REMEMBERED_SECONDS, RunView, minorities
 from opendiloco.dashboard.timeline import SHOWN, Timeline
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
+from peers.values.amendments import Amendment
 from peers.values.wire import digest_of
-from tests.opendiloco.dashboard.invented import HOSTILE, NOW, PEERS, TEAM, InventedLog, Story, invented_run, said
+from tests.opendiloco.dashboard.invented import (
+    AMENDED,
+    HOSTILE,
+    IDENTITIES,
+    NOW,
+    PEERS,
+    TEAM,
+    InventedLog,
+    Story,
+    invented_run,
+    said,
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +65,34 @@ def test_entries_say_how_many_have_signed_them(story: Story) -> None:
     assert died is not None
     assert (first.signed, first.voters, first.is_certified) == (2, 3, True)
     assert (died.signed, died.voters, died.is_certified) == (3, 4, True)
+
+
+def test_an_amendment_is_told_of_the_entry_that_takes_it_in(story: Story) -> None:
+    found = sections(view_of(story))
+    assert {row["index"]: row["change"] for row in found["rounds"]["rows"] if row["change"]} == {
+        AMENDED: {"number": 1, "learning_rate": [0.7, 0.5], "momentum": [0.6, 0.8]}
+    }
+    in_force = {"number": 1, "learning_rate": 0.5, "momentum": 0.8}
+    assert found["run"]["outer_optimizer"] == {
+        "learning_rate": 0.5,
+        "momentum": 0.8,
+        "amendment": in_force,
+        "proposed": None,
+    }
+
+
+def test_what_is_in_force_says_the_log_and_only_without_one_the_peers(story: Story) -> None:
+    run, end = story.run, story.invented.end
+    other = Amendment.sign(run.run_id, 2, 0.1, 0.8, IDENTITIES[0])
+    forged = Amendment.sign(run.run_id, 3, 0.1, 0.8, IDENTITIES[1])
+    told = []
+    for log in (story.invented.log, None):
+        view = RunView(run)
+        view.observe([said(run, end, PEERS[0], amendment=other), said(run, end, PEERS[1], proposed=forged)], NOW)
+        view.read(log)
+        told.append(sections(view)["run"]["outer_optimizer"])
+    assert [(one["amendment"]["number"], one["learning_rate"]) for one in told] == [(1, 0.5), (2, 0.1)]
+    assert [one["proposed"] and one["proposed"]["number"] for one in told] == [2, None]
 
 
 def test_contributions_are_the_tokens_that_count(story: Story) -> None:
@@ -135,7 +177,7 @@ def sections(view: RunView) -> dict[str, Any]:
 
 def test_the_whole_view_is_plain_values(story: Story) -> None:
     found = sections(view_of(story))
-    assert set(found) == {"run", "peers", "losses", "rounds", "contributions"}
+    assert set(found) == {"run", "peers", "bandwidth", "losses", "rounds", "contributions"}
     run = found["run"]
     assert (run["outer_step"], run["outer_steps"], run["peers"], run["archives"]) == (14, 40, 3, 1)
     assert run["lineage_tokens"] == story.invented.end.lineage_tokens
@@ -218,6 +260,28 @@ def test_a_farewell_is_no_presence(story: Story) -> None:
     view = RunView(story.run)
     view.observe([said(story.run, story.invented.end, PEERS[0], state=PeerState.LEAVING)], NOW)
     assert sections(view)["run"]["peers"] == 0
+
+
+# Bandwidth ------------------------------------------------------------------------------------------------------
+def test_rates_are_shown_as_those_say_to_whom_data_came(story: Story) -> None:
+    found = sections(view_of(story))["bandwidth"]
+    me = found["peers"].index(PEERS[0])
+    assert me == 0, "this machine first"
+    assert set(found["peers"]) == {PEERS[0], PEERS[1], PEERS[3]}, "an archive neither sends nor receives"
+    said = {(found["peers"][sender], found["peers"][receiver]): rate for sender, receiver, rate in found["rates"]}
+    assert said == {(PEERS[1], PEERS[0]): 12.5e6, (PEERS[3], PEERS[0]): 0.4e6, (PEERS[0], PEERS[1]): 2.5e6}
+
+
+def test_a_liar_can_only_lie_about_what_comes_to_itself_and_large_swarms_take_bounded_room(story: Story) -> None:
+    end = story.invented.end
+    liar = said(story.run, end, PEERS[0], rates=((PEERS[1][-8:], 2**61), (PEERS[0][-8:], 7), ("nobody11", 7)))
+    found = matrix([liar, said(story.run, end, PEERS[1])])
+    assert (len(found["peers"]), [rate for *_, rate in found["rates"]]) == (2, [FASTEST])
+    crowd = [said(story.run, end, f"{number:08}", rates=((f"{(number + 1) % 100:08}", 5),)) for number in range(100)]
+    found = matrix(crowd, me="00000090")
+    assert found["peers"][:2] == ["00000090", "00000091"]
+    assert (len(found["peers"]), found["more"]) == (SHOWN_RATES, 100 - SHOWN_RATES)
+    assert len(found["rates"]) == SHOWN_RATES - 1
 
 
 # Time -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from peers.errors import RemoteProtocolError
-from peers.presence.heartbeat import SIGNING_CONTEXT, SIZE_LIMIT, Heartbeat, HeldOutLoss, PeerState, SignedHeartbeat
+from peers.presence.heartbeat import (
+    SIGNING_CONTEXT,
+    SIZE_LIMIT,
+    TAIL,
+    TOLD_RATES,
+    Heartbeat,
+    HeldOutLoss,
+    PeerState,
+    SignedHeartbeat,
+    tell_rates,
+)
 from peers.values.identity import Identity
 from peers.values.teams import check_team
 from peers.values.wire import PROTOCOL_VERSION, decode, pack
@@ -55,12 +65,20 @@ def test_lifetime_is_part_of_what_is_signed() -> None:
 
 def test_largest_heartbeat_fits() -> None:
     most = 2**62 - 1
-    counts = dict.fromkeys(("sequence", "index", "lineage_tokens", "inner_step", "roster_size"), most)
+    counts: dict[str, Any] = dict.fromkeys(("sequence", "index", "lineage_tokens", "inner_step", "roster_size"), most)
     held_out = HeldOutLoss(index=most, loss=1e300)
-    largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, held_out=held_out, team="t" * 32, **counts)
+    counts |= {"held_out": held_out, "rates": (("p" * TAIL, most),) * TOLD_RATES}
+    largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, team="t" * 32, **counts)
     signed = largest.sign(IDENTITY)
     assert len(signed) <= SIZE_LIMIT
     assert Heartbeat.verify(signed) == largest
+
+
+def test_rates_of_a_thousand_peers_take_little_room() -> None:
+    rates = tell_rates((f"12D3KooW{number:08}", 12_500_000) for number in range(1000))
+    assert rates[0] == ("00000000", 12_500)
+    grown = len(heartbeat(rates=rates).sign(IDENTITY)) - len(heartbeat().sign(IDENTITY))
+    assert grown <= 110, "bytes, of some 700"
 
 
 @pytest.mark.parametrize("name", ["x" * 33, " a", "a ", "a\nb", "ä", "a\x1b[1m"])
@@ -114,6 +132,9 @@ def test_other_protocol_version_is_named() -> None:
         {"addresses": ("no slash",)},
         {"addresses": ("/x",) * 9},
         {"lifetime": 1e9},
+        {"rates": (("p" * TAIL, 1),) * (TOLD_RATES + 1)},
+        {"rates": (("<script>", 1),)},
+        {"rates": (("p" * TAIL, -1),)},
         {"unknown": 1},
     ],
     ids=str,
