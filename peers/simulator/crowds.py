@@ -96,7 +96,7 @@ class Scene:
 def gather(peers: int) -> Crowd:
     """Return a swarm that has made its first entry."""
     settings = RunSettings("crowd", digest_of(b"manifest"), 5, 10, 10, peers, TIMING)
-    crowd = Crowd(1, settings, block_count=BLOCKS, traced=False, speeds=SPEEDS)
+    crowd = Crowd(1, settings, block_count=BLOCKS, speeds=SPEEDS)
     for number in range(peers):
         name = f"{number:052}"  # as long as libp2p's ids
         if number <= len(SCENES):  # those who will lead, as one leader dies in each scene at most; and one who won't

@@ -35,7 +35,7 @@ IMPATIENT = Timing(grace=5.0, round_timeout=60.0, partition_grace=20.0)
 """A minority goes on alone before others would give up on a leader."""
 BATCH = 25  # seeds that one process takes at once
 SELDOM = (50_000, 10, 10)
-"""When to look for garbage. A swarm keeps its whole trace: to search it as often as usual takes a tenth of a life."""
+"""When to look for garbage. A swarm keeps all its entries: to search them as often as usual takes a tenth of a life."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,12 @@ def _some_pairs(draw: random.Random, names: list[str]) -> tuple[tuple[str, str],
     return draw.choice([((one, other),), tuple((one, third) for third in names if third != one)])
 
 
-def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swarm:
-    """Run a life, and then peace. `watch` gets the swarm before anything happens.
+def unwatched(swarm: Swarm) -> None:
+    """Nobody looks at the swarm while it lives."""
+
+
+def live(life: Life, watch: Callable[[Swarm], None] = unwatched, traced: bool = False) -> Swarm:
+    """Run a life, and then peace. `watch` gets the swarm before anything happens; `traced` is as in a swarm.
 
     Raises: InvariantError, also when peace does not bring progress and agreement.
     """
@@ -137,7 +141,7 @@ def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
     settings = RunSettings("simulated", manifest, INNER_STEPS, 10, 10, founders, life.timing, fragments=life.fragments)
     settings = replace(settings, contributions=life.contributions)
     speeds = tuple(life.pace * speed for speed in SPEEDS)
-    swarm = Swarm(life.seed, settings, life.faults, one_child=not life.liars, speeds=speeds)
+    swarm = Swarm(life.seed, settings, life.faults, one_child=not life.liars, traced=traced, speeds=speeds)
     if life.liars:
         swarm.unevenness = EVENLY
         plant(swarm, life.liars)
@@ -203,21 +207,26 @@ def agreed(swarm: Swarm) -> bool:
     return len(heads) == 1 and swarm.longest > 0
 
 
-def failure(life: Life) -> tuple[str, Swarm] | None:
+def failure(life: Life, watch: Callable[[Swarm], None] = unwatched, traced: bool = False) -> tuple[str, Swarm] | None:
     """What went wrong in a life, if anything did."""
     swarms: list[Swarm] = []
+
+    def begin(swarm: Swarm) -> None:
+        swarms.append(swarm)
+        watch(swarm)
+
     try:
-        live(life, swarms.append)
+        live(life, begin, traced)
     except Exception as error:  # whatever it is: a schedule that crashes has found something
         return f"{type(error).__name__}: {error}", swarms[0]
     return None
 
 
-def smallest(life: Life) -> Life:
+def smallest(life: Life, watch: Callable[[Swarm], None] = unwatched) -> Life:
     """The life with all left out that its failure does not need."""
     while True:
         for easier in _easier(life):
-            if failure(easier):
+            if failure(easier, watch):
                 life = easier
                 break
         else:
@@ -234,10 +243,10 @@ def _easier(life: Life) -> Iterator[Life]:
             yield replace(life, faults=replace(life.faults, **{name: getattr(CALM, name)}))
 
 
-def report(life: Life) -> str:
-    """A failing life at its smallest, with the end of its trace."""
-    life = smallest(life)
-    failed = failure(life)
+def report(life: Life, watch: Callable[[Swarm], None] = unwatched) -> str:
+    """A failing life at its smallest, with the end of its trace. `watch` is what it failed with."""
+    life = smallest(life, watch)
+    failed = failure(life, watch, traced=True)
     assert failed is not None
     what, swarm = failed
     trace = "\n".join(" ".join(map(str, line)) for line in swarm.trace[-TRACE_LINES:])

@@ -28,7 +28,7 @@ def longest_pause(seed: int, way: str, blinks: int) -> float:
     """Return the longest time between two entries: two of five die, and one of the others, who are all needed until an
     entry without the two is made, is away again and again."""
     draw = random.Random(seed)
-    swarm = Swarm(seed, replace(SETTINGS, timing=Timing(), minimum_peers=PEERS), unevenness=EVENLY, traced=False)
+    swarm = Swarm(seed, replace(SETTINGS, timing=Timing(), minimum_peers=PEERS), unevenness=EVENLY)
     names = [f"peer{number}" for number in range(PEERS)]
     for name in names:
         swarm.start(name)

@@ -99,7 +99,7 @@ def churn(swarm: Swarm, ledger: Ledger, until: int) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_sample_of_an_epoch_is_trained_exactly_once(seed: int) -> None:
-    swarm = Swarm(seed, replace(SETTINGS, minimum_peers=1), BAD, traced=False)
+    swarm = Swarm(seed, replace(SETTINGS, minimum_peers=1), BAD)
     watched(swarm)
     ledger = Ledger(swarm)
     for number in range(PEERS):
@@ -117,7 +117,7 @@ def test_every_sample_of_an_epoch_is_trained_exactly_once(seed: int) -> None:
 
 
 def test_what_the_dead_had_leased_is_trained_by_another() -> None:
-    swarm = Swarm(3, SETTINGS, traced=False)
+    swarm = Swarm(3, SETTINGS)
     ledger = Ledger(swarm)
     for number in range(PEERS):
         swarm.start(f"peer{number}")

@@ -22,7 +22,7 @@ NAMES = [f"peer{name}" for name in range(4)]
 
 def swarm_at(index: int, every: int = EVERY, kept_bytes: int = PLENTY, seed: int = 1) -> Swarm:
     """Four peers at this entry, or a little further."""
-    swarm = Swarm(seed, replace(SETTINGS, snapshot_every=every), kept_bytes=kept_bytes, traced=False)
+    swarm = Swarm(seed, replace(SETTINGS, snapshot_every=every), kept_bytes=kept_bytes)
     for name in NAMES:
         swarm.start(name)
     reach(swarm, index)

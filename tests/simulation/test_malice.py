@@ -118,7 +118,7 @@ class Pauses:
 @pytest.mark.parametrize("kind", ["takes longest", "never begins"])
 @pytest.mark.parametrize(("peers", "liars"), [(3, 1), (5, 2)])
 def test_liars_that_lead_one_after_another_cost_no_more_than_is_promised(kind: str, peers: int, liars: int) -> None:
-    swarm = Swarm(1, replace(SETTINGS, timing=Timing()), unevenness=EVENLY, traced=False)
+    swarm = Swarm(1, replace(SETTINGS, timing=Timing()), unevenness=EVENLY)
     plant(swarm, tuple(Deceit(f"peer{number}", (kind,), 1, inf) for number in range(liars)))
     pauses = Pauses(swarm)
     for number in range(peers):
@@ -157,7 +157,7 @@ def test_who_leads_and_lies_is_withstood_with_short_limits(kind: str) -> None:
 @cache
 def entries_beside(kind: str | None, timing: Timing = SETTINGS.timing) -> int:
     """Return how many entries five peers make in twenty minutes, one of which lies for all that time."""
-    swarm = Swarm(1, replace(SETTINGS, timing=timing), unevenness=EVENLY, traced=False)
+    swarm = Swarm(1, replace(SETTINGS, timing=timing), unevenness=EVENLY)
     if kind is not None:
         plant(swarm, (Deceit("peer3", (kind,), 1, inf),))
     for number in range(5):
@@ -242,7 +242,7 @@ def test_whatever_a_founder_says_of_itself_it_is_given_up(
             return heartbeat.model_copy(update={"state": PeerState.TRAINING, **more})
 
     monkeypatch.setitem(KINDS, "says", Says)
-    swarm = Swarm(1, replace(SETTINGS, timing=Timing(), minimum_peers=3), unevenness=EVENLY, traced=False)
+    swarm = Swarm(1, replace(SETTINGS, timing=Timing(), minimum_peers=3), unevenness=EVENLY)
     plant(swarm, (Deceit("peer0", ("says",), 0, inf),))
     for number in range(5):
         swarm.start(f"peer{number}")
@@ -271,7 +271,7 @@ def test_a_leader_that_refuses_the_samples_it_gave_founds_no_run() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_liars_that_claim_the_heaviest_log_in_turn_keep_no_newcomer_out(seed: int) -> None:
     """Regression: whenever another one was asked, its time began anew, and no honest peer was ever asked."""
-    swarm = Swarm(seed, replace(SETTINGS, timing=Timing(), snapshot_every=1000), unevenness=EVENLY, traced=False)
+    swarm = Swarm(seed, replace(SETTINGS, timing=Timing(), snapshot_every=1000), unevenness=EVENLY)
     liars = ("peer0", "peer3")
     plant(swarm, tuple(Deceit(name, ("claims in turn",), 1, inf) for name in liars))
     for number in range(5):
@@ -287,7 +287,7 @@ def test_liars_that_claim_the_heaviest_log_in_turn_keep_no_newcomer_out(seed: in
 def test_a_leader_that_gives_no_samples_keeps_no_newcomer_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it did so for as long as it led."""
     monkeypatch.setattr(electorate, "TERM", 8)
-    swarm = Swarm(seed, replace(SETTINGS, timing=Timing()), unevenness=EVENLY, traced=False)
+    swarm = Swarm(seed, replace(SETTINGS, timing=Timing()), unevenness=EVENLY)
     plant(swarm, (Deceit("peer0", ("keeps newcomers out",), 1, inf),))
     for number in range(4):
         swarm.start(f"peer{number}")
@@ -300,7 +300,7 @@ def test_a_leader_that_gives_no_samples_keeps_no_newcomer_out(seed: int, monkeyp
 
 def test_the_same_seed_gives_the_same_life() -> None:
     def trace() -> list[str]:
-        return [" ".join(map(str, line)) for line in live(draw_life(5, kinds=("mixtures",))).trace]
+        return [" ".join(map(str, line)) for line in live(draw_life(5, kinds=("mixtures",)), traced=True).trace]
 
     first = trace()
     assert len(first) > 100

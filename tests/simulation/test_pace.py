@@ -28,7 +28,7 @@ SPEEDS = (1.0, 0.95, 0.9, 0.85)
 def test_peers_that_are_nearly_as_fast_are_in_every_entry(unevenness: float) -> None:
     """Regression: each trained as much as the fastest, came later than the grace, and was in every other entry."""
     settings = replace(SETTINGS, minimum_peers=len(SPEEDS))
-    swarm = Swarm(1, settings, speeds=SPEEDS, step_seconds=STEP_SECONDS, unevenness=unevenness, traced=False)
+    swarm = Swarm(1, settings, speeds=SPEEDS, step_seconds=STEP_SECONDS, unevenness=unevenness)
     entries = Counter[str]()
 
     def see(name: str) -> None:
@@ -46,7 +46,7 @@ def test_peers_that_are_nearly_as_fast_are_in_every_entry(unevenness: float) -> 
 def test_a_peer_that_is_never_ready_does_not_hold_up_each_round() -> None:
     """The others waited for a twentieth of the training, 30 seconds, each time that it asked for work anew."""
     settings, speeds = replace(SETTINGS, minimum_peers=4), (1.0, 1.0, 1.0, 0.001)
-    swarm = Swarm(1, settings, speeds=speeds, step_seconds=6.0, unevenness=0.0, traced=False)
+    swarm = Swarm(1, settings, speeds=speeds, step_seconds=6.0, unevenness=0.0)
     made: list[float] = []
     swarm.on_apply = lambda name: made.append(swarm.now) if name == "peer0" else None
     for place in range(len(speeds)):
@@ -76,7 +76,7 @@ class Uneven:
     def __init__(self, contributions: float | None, training: float, cycles: int = 20) -> None:
         settings = replace(SETTINGS, minimum_peers=4, staleness=2, contributions=contributions)
         step = training / settings.inner_steps
-        self.swarm = Swarm(1, settings, speeds=self.SPEEDS, step_seconds=step, unevenness=0.03, traced=False)
+        self.swarm = Swarm(1, settings, speeds=self.SPEEDS, step_seconds=step, unevenness=0.03)
         self.swarm.peer_of = lambda name, swarm, clock: Watched(name, swarm, BLOCKS, KEPT_BYTES, clock)
         self.entries: dict[int, Header] = {}
         self.swarm.on_apply = self._see

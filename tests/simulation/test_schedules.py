@@ -65,22 +65,15 @@ def watched(swarm: Swarm) -> None:
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
 def test_random_lives(first: int) -> None:
     for seed in range(first, first + BATCH):
-        swarms: list[Swarm] = []
-
-        def watch(swarm: Swarm, swarms: list[Swarm] = swarms) -> None:
-            swarms.append(swarm)
-            watched(swarm)
-
         try:
-            live(draw_life(seed), watch)
-        except Exception as error:
-            trace = "\n".join(" ".join(map(str, line)) for line in swarms[0].trace[-60:])
-            pytest.fail(f"{trace}\n{type(error).__name__}: {error}\n{draw_life(seed)}")
+            live(draw_life(seed), watched)
+        except Exception:
+            pytest.fail(report(draw_life(seed), watched))
 
 
 def test_the_same_seed_gives_the_same_life() -> None:
     def trace(seed: int) -> list[str]:
-        return [" ".join(map(str, line)) for line in live(draw_life(seed)).trace]
+        return [" ".join(map(str, line)) for line in live(draw_life(seed), traced=True).trace]
 
     first, second = trace(7), trace(7)
     assert len(first) > 100
@@ -645,6 +638,7 @@ def test_a_failing_life_is_shown_at_its_smallest(monkeypatch: pytest.MonkeyPatch
     assert "InvariantError: peer0 is dead" in shown
     assert str(least) in shown
     assert "starts" in shown, "the trace leads there"
+    assert " → " in shown, "with all that was said"
 
 
 def test_a_life_that_fails_for_any_of_two_reasons_keeps_one(monkeypatch: pytest.MonkeyPatch) -> None:
