@@ -196,7 +196,8 @@ class Course:
             if self.troubles.readmitted():
                 self.look_for_trouble()
             self.slot.leadership.granted_by = leader
-            self._begin(grant.samples, self.trainer.steps_of_grant(grant.steps, self.presence.fastest))
+            speeds = self.presence.speeds(self.replica.log)
+            self._begin(grant.samples, self.trainer.steps_of_grant(grant.steps, speeds))
 
     def await_lease(self) -> None:
         """There is something new to ask for."""
