@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Sequence
 
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.events import Event, PayloadAssembled
+from peers.simulator.liars import Liar
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulated_workload import run_now
 from peers.simulator.simulation import Swarm
@@ -22,6 +23,8 @@ class SimulatedSpotCheck(SpotCheck):
         async def ask(donor: str, fragment: int, chunk: int, length: int) -> tuple[ChunkProof, Blocks]:
             for other in swarm.fetch_from(peer, (donor,)):
                 buffers = other.fragments[fragment].buffers
+                if isinstance(other, Liar):
+                    buffers = other.contributed(peer.name, fragment)
                 return buffers.proof(chunk), bytes(buffers.own_chunk(chunk))
             raise PeerUnreachableError(donor, "it is gone")
 

@@ -50,6 +50,18 @@ def test_whoever_averages_wrongly_for_all_is_found_and_reduces_no_more(seed: int
     assert LIAR in swarm.honest[0].peer.log.roster, "it goes on as one that averages nothing"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_leader_that_contributes_something_else_to_each_has_no_honest_peers_blame_each_other(seed: int) -> None:
+    """Regression: each found the averages of the others wrong, and exchanged nothing with them for an hour."""
+    swarm = Swarm(seed, SETTINGS, block_count=28, unevenness=0.2, traced=False)
+    plant(swarm, (Deceit("peer0", ("other contributions",), 2, inf),))
+    check_averages(swarm)
+    for number in range(5):
+        swarm.start(f"peer{number}")
+    assert swarm.run(1500.0, until=lambda: swarm.longest >= 6)
+    assert not any(one.peer.presence.unreached for one in swarm.honest)
+
+
 def test_without_spot_checks_nobody_finds_that() -> None:
     swarm = lying(1)
     swarm.run(600.0, until=lambda: swarm.longest >= 2 + FEW)

@@ -104,7 +104,8 @@ class TwoAverages(RealLie):
         starts = {member.peer: member.incarnation for member in exchange.round.roster} if exchange else {}
         (scale,) = struct.unpack_from("<f", data)
         differing = struct.pack("<f", scale * (2.0 + self.liar.others.index(send.to))) + data[4:]
-        mine = Averages(self.liar.name, send.round_name, self.liar.keys, starts)
+        terms = exchange.round.terms if exchange else b""
+        mine = Averages(self.liar.name, send.round_name, self.liar.keys, starts, terms)
         mine.sign(send.chunk, digest_of(differing), send.absent)
         return replace(send, origin=mine.origin(send.chunk)), differing
 
