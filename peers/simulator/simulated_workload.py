@@ -73,8 +73,8 @@ class SimulatedTraining:
     steps: int = 0
 
     def inner_step(self, now: float) -> int:
-        """Return how many of them are made."""
-        return min(self.steps, int(self.steps * (now - self.began) / self.seconds))
+        """Return how many of them are made. A liar may have a lease that is too small for any."""
+        return min(self.steps, int(self.steps * (now - self.began) / self.seconds)) if self.steps else 0
 
 
 def trained_in(train: Train, settings: RunSettings) -> tuple[int, Trained]:
