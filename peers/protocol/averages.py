@@ -15,18 +15,20 @@ from peers.log.header import MEMBER_LIMIT
 from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Averaged, Origin
 from peers.values.signing import Keys
-from peers.values.wire import Count, Digest, PeerId, Value, digest_of, pack
+from peers.values.wire import DIGEST_BYTES, Count, Digest, PeerId, Value, digest_of, pack
 
 AVERAGE_CONTEXT = b"diloco-peer average\0"
 MARK_BYTES = 8
 NO_STARTS: Mapping[str, int] = {}
+NO_TERMS = bytes(DIGEST_BYTES)
 
 
 class Statement(Value):
-    """What a reducer signs: in this round the average of this chunk has this digest, without the blocks of these. In
-    one incarnation it signs nothing else of the chunk."""
+    """What a reducer signs: in this round, as its `terms` name it, the average of this chunk has this digest, without
+    the blocks of these. In one incarnation it signs nothing else of the chunk."""
 
     round_name: Attempt
+    terms: Digest
     reducer: PeerId
     incarnation: Count
     chunk: Count
@@ -41,12 +43,21 @@ class Statement(Value):
 class Averages:
     """The averaged chunks of one round that are here, as their reducers have signed them."""
 
-    def __init__(self, me: str, round_name: Attempt, keys: Keys | None, starts: Mapping[str, int] = NO_STARTS) -> None:
-        """`starts` are the incarnations of the round's members. Without `keys` nothing is signed, nor checked."""
+    def __init__(
+        self,
+        me: str,
+        round_name: Attempt,
+        keys: Keys | None,
+        starts: Mapping[str, int] = NO_STARTS,
+        terms: bytes = NO_TERMS,
+    ) -> None:
+        """`starts` are the incarnations of the round's members; `terms` name what they all know of it. Without `keys`
+        nothing is signed, nor checked."""
         self._me = me
         self._round_name = round_name
         self._keys = keys
         self._starts = starts
+        self._terms = terms
         self._signed: dict[int, Averaged] = {}
 
     def sign(self, chunk: int, digest: bytes, absent: tuple[str, ...]) -> None:
@@ -99,6 +110,7 @@ class Averages:
     def _text(self, reducer: str, chunk: int, digest: bytes, absent: tuple[str, ...]) -> bytes:
         return Statement(
             round_name=self._round_name,
+            terms=self._terms,
             reducer=reducer,
             incarnation=self.start_of(reducer),
             chunk=chunk,

@@ -7,6 +7,7 @@ or have another norm than the leaf says, everybody can see that it lied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -14,7 +15,7 @@ from pydantic import Field
 from peers.log.header import Position
 from peers.values.signing import Keys, Signature, Verify
 from peers.values.sum_tree import MOST_LEVELS, NODE, Sum, root_of
-from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack
+from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack, pack_plain
 from peers.values.workload import BadBlocksError, Blocks, Inspect
 
 COMMITMENT_CONTEXT = b"diloco-peer contribution\0"
@@ -60,6 +61,15 @@ class Contribution(Value):
     def signed(self, signature: bytes) -> Commitment:
         """Return it with its owner's signature, if it is one."""
         return Commitment(digest=self.digest, squares=self.squares, signature=signature)
+
+
+def digest_of_all(contributions: Sequence[Contribution]) -> bytes:
+    """Return what names the commitments of all members of a round, in its order."""
+    return digest_of(pack_plain(list(contributions)))
+
+
+NOTHING = digest_of_all(())
+"""What names those of a round to which nobody contributes."""
 
 
 class Commitment(Contribution):

@@ -48,7 +48,8 @@ class Exchange:
         self, me: str, attempt: Attempt, round: Round, contributions: Contributions = UNKNOWN, keys: Keys | None = None
     ) -> None:
         """Without `keys` nothing is signed, nor checked."""
-        self.averages = Averages(me, round.name, keys, {member.peer: member.incarnation for member in round.roster})
+        starts = {member.peer: member.incarnation for member in round.roster}
+        self.averages = Averages(me, round.name, keys, starts, round.terms)
         self.contributions = contributions
         self.disputed: set[str] = set()
         """Whose chunks are not what they ought to be, though nobody but us can know."""

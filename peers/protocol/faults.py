@@ -95,6 +95,7 @@ class TwoAverages(TwoStatements):
 
     kind: ClassVar[Kind] = "averages"
     round_name: Attempt
+    terms: Digest
     reducer: PeerId
     incarnation: Count
     chunk: Count
@@ -116,6 +117,7 @@ class TwoAverages(TwoStatements):
     def _signed(self, average: SignedAverage) -> Signed:
         statement = Statement(
             round_name=self.round_name,
+            terms=self.terms,
             reducer=self.reducer,
             incarnation=self.incarnation,
             chunk=self.chunk,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from peers.log.electorate import take_order
 from peers.log.exclusions import Fault
@@ -18,6 +18,7 @@ from peers.protocol.awaited import Awaited
 from peers.protocol.barred import Barred
 from peers.protocol.certifier import Certifier
 from peers.protocol.claims import Claim, Claims, Founding
+from peers.protocol.commitment import Contribution
 from peers.protocol.effects import Dropped, Effect, Send
 from peers.protocol.messages import Abort, Adopt, Begin, Excluded, LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.protocol.planning import Plan, credible_rates, deal, foreseen, plan, why_left_out
@@ -80,8 +81,7 @@ class Gathering:
         self.awaited = Awaited(me, log, standing, settings)
         self._overtaken = Counter[str]()
         self._together_at, self._ticked_at = -float("inf"), float("inf")
-        self._minimum = settings.minimum_peers
-        self._last_number, self._in_minority = 0, False
+        self._minimum, self._last_number, self._in_minority = settings.minimum_peers, 0, False
 
     # Leases for joiners ---------------------------------------------------------------------------------------
     def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
@@ -326,6 +326,11 @@ class Gathering:
         """What those who are ready bring, as it counts."""
         offers = self._log.weighed([ready.member(peer) for peer, ready in self._ready.items()])
         return {member.peer: member for member in offers}
+
+    def _commitments(self, roster: Sequence[Member]) -> tuple[Contribution, ...]:
+        """Return what the members that contribute have committed to, in their order."""
+        committed = (self._ready[member.peer].commitment for member in roster if member.tokens)
+        return tuple(one.contribution for one in committed if one)
 
     def _gone(self, members: Collection[str], faults: Iterable[Fault] = ()) -> tuple[str, ...]:
         """The voters that have no say any more, besides those that the entry names. A minority begins anew with those

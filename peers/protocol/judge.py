@@ -53,6 +53,7 @@ class Judge:
             return False
         proof = TwoAverages(
             round_name=exchange.name,
+            terms=exchange.round.terms,
             reducer=accuse.accused,
             incarnation=exchange.averages.start_of(accuse.accused),
             chunk=shown.chunk,

@@ -20,7 +20,7 @@ from peers.presence.standing import Standing
 from peers.protocol.attempts import annex_of, are_apart, held_up_by, is_connected, reducers, still_in_round, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier, passers
 from peers.protocol.claims import Claim, disclaimers
-from peers.protocol.commitment import Contribution
+from peers.protocol.commitment import Contribution, digest_of_all
 from peers.protocol.disputes import Disputes
 from peers.protocol.effects import Effect, Note, Send
 from peers.protocol.gathering import LEAVES, Gathering
@@ -123,8 +123,7 @@ class Leader(Gathering):
             self._pass_over_claims()
             return self._skip(now)
         round = self._new_round(self._attempt(self._last_number + 1))
-        committed = (self._ready[member.peer].commitment for member in round.contributors)
-        return self._exchange(round, tuple(one.contribution for one in committed if one), "begins", now)
+        return self._exchange(round, self._commitments(round.roster), "begins", now)
 
     def _skip(self, now: float) -> list[Effect]:
         """Nobody has trained the fragment in this cycle: its entry says so, and there is nothing to exchange."""
@@ -137,7 +136,9 @@ class Leader(Gathering):
         shares = self._shares()
         members = {share.member.peer for share in shares}
         faults, amendment = self._judge.annex(members, name.alone)
-        return Round(name=name, shares=shares, faults=faults, gone=self._gone(members, faults), amendment=amendment)
+        gone = self._gone(members, faults)
+        committed = digest_of_all(self._commitments([share.member for share in shares]))
+        return Round(name=name, shares=shares, faults=faults, gone=gone, amendment=amendment, committed=committed)
 
     def _unfinished_round(self) -> Round | None:
         """The round that a leader before us could not conclude, if enough of its members are here to do so."""
@@ -170,8 +171,7 @@ class Leader(Gathering):
         return self._run(adopt, members, what, now)
 
     def _run(self, running: Begin | Adopt, members: Sequence[str], what: str, now: float) -> list[Effect]:
-        self._running = running
-        self._members = dict.fromkeys(members)
+        self._running, self._members = running, dict.fromkeys(members)
         self._began_at = self._moved_at = now
         self._seconds = running.seconds
         self._barred.attempt_begins(members)
@@ -377,7 +377,7 @@ class Leader(Gathering):
         """All say the same. Who has signed something else is lost."""
         name = running.attempt.name
         said = {peer: complete.signature for peer, complete in self._tally.complete.items()}
-        signed = self._certifier.signed(header, name, said)
+        signed = self._certifier.signed(header, name, said, OPEN_LIMIT)  # each may have told others something else
         voters = self._counted(self._members) & set(self._log.voters)
         unsigned = sorted(voters - signed.keys()) if 2 * len(signed) <= len(self._log.voters) else []
         if unsigned:

@@ -6,7 +6,7 @@ from peers.log.header import Member
 from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
 from peers.protocol.acceptor import Acceptor
-from peers.protocol.commitment import Author, Commitment, commit_to
+from peers.protocol.commitment import Author, Commitment, commit_to, digest_of_all
 from peers.protocol.contributions import Contributions
 from peers.protocol.desk import Desk
 from peers.protocol.messages import Begin, Ready
@@ -39,7 +39,7 @@ class Offer:
         """Offer this, and decide how much to ask for next: a round must take all of the offer as it was made."""
         self._trained = trained
         self._made_at = self._desk.now
-        self._wants = self._trainer.wants(self._presence.fastest)
+        self._wants = self._trainer.wants(self._presence.speeds(self._log))
 
     def ready(self, acceptor: Acceptor, round: Round | None, unproven: tuple[bytes, ...]) -> Ready:
         """What the leader is told. `round` is the one that we are in the middle of, `unproven` names the proofs that we
@@ -192,8 +192,9 @@ class Offer:
                 return False
         if not any(share.chunks for share in begin.round.shares if share.member.peer == me):
             return True
-        if len(begin.commitments) != len(contributors):
+        told = begin.commitments
+        if len(told) != len(contributors) or digest_of_all(told) != begin.round.committed:
             return False
         ours = self._committed[2].contribution if self._committed else None
-        said = {member.peer: known for member, known in zip(contributors, begin.commitments, strict=True)}
+        said = {member.peer: known for member, known in zip(contributors, told, strict=True)}
         return said.get(me) == ours

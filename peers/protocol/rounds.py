@@ -12,10 +12,10 @@ from peers.log.certificate import AttemptName
 from peers.log.exclusions import Faults
 from peers.log.header import MEMBER_LIMIT, Header, Member, Position
 from peers.log.state import LogState
-from peers.protocol.commitment import Author
+from peers.protocol.commitment import NOTHING, Author
 from peers.values.amendments import Amendment
 from peers.values.signing import Signature
-from peers.values.wire import Count, Digest, PeerId, Value, field_names, pack
+from peers.values.wire import Count, Digest, PeerId, Value, digest_of, field_names, pack
 
 STANCE_CONTEXT = b"diloco-peer stance\0"
 
@@ -101,7 +101,8 @@ class Round(Value):
 
     Everybody in it sends everybody else the blocks of that one's chunks. The chunks of who is lost fall to the next in
     line; blocks of its own that had arrived count, the others don't. `faults` is the annex of the entry that it makes.
-    `gone` are the voters that have no say in the next one. `amendment` is the one that the entry takes in.
+    `gone` are the voters that have no say in the next one. `amendment` is the one that the entry takes in. `committed`
+    names what all have committed to: whoever knows it of another kind averages something else.
     """
 
     name: Attempt
@@ -110,6 +111,7 @@ class Round(Value):
     faults: Faults = ()
     gone: Annotated[tuple[PeerId, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
     amendment: Amendment | None = None
+    committed: Digest = NOTHING
 
     @cached_property
     def roster(self) -> tuple[Member, ...]:
@@ -133,6 +135,11 @@ class Round(Value):
     def chunks(self) -> int:
         return sum(share.chunks for share in self.shares)
 
+    @cached_property
+    def terms(self) -> bytes:
+        """Return what names all that its members must know of it alike: all but who is lost."""
+        return digest_of(pack(self.model_copy(update={"lost": ()})))
+
     def entry_roster(self, missed: Mapping[str, int]) -> tuple[Member, ...]:
         """Who the entry says took part, given in how many chunks whose blocks are missing: not who is in none."""
         roster = (member.lacking(missed.get(member.peer, 0)) for member in self.roster)
@@ -153,6 +160,7 @@ class Round(Value):
             faults=self.faults,
             gone=self.gone,
             amendment=self.amendment,
+            committed=self.committed,
         )
 
     def author(self, member: Member) -> Author:

@@ -68,6 +68,7 @@ class ShortRound(Value):
     faults: Faults
     gone: Places
     amendment: Amendment | None
+    committed: Digest
 
 
 class ShortPeers(Value):
@@ -211,6 +212,7 @@ def _short_round(round: Round, log: LogState) -> ShortRound:
         faults=round.faults,
         gone=places_of(round.gone, log),
         amendment=round.amendment,
+        committed=round.committed,
     )
 
 
@@ -228,7 +230,7 @@ def _in_full(short: ShortRound, log: LogState) -> Round:
     lost = tuple(_at([member.peer for member in roster], short.lost))
     name = _attempt(short.name, log.position)
     besides = {"faults": short.faults, "gone": voters_at(short.gone, log), "amendment": short.amendment}
-    return from_plain(Round, {"name": name, "shares": shares, "lost": lost, **besides})
+    return from_plain(Round, {"name": name, "shares": shares, "lost": lost, "committed": short.committed, **besides})
 
 
 def _optional(form: Form, empty: object) -> Form:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import replace
 
 from peers.log.exclusions import Fault
-from peers.protocol.averages import Averages
+from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.commitment import Author, commit_to
 from peers.protocol.effects import SendChunk
 from peers.protocol.faults import FaultProof, SignedAverage, TwoAverages, TwoCommitments
@@ -30,7 +30,7 @@ class SignedAverages(Lie):
             return send, data
         differing = digest_of(send.to.encode() + data)[: len(data)].ljust(len(data), b"x")
         starts = {member.peer: member.incarnation for member in exchange.round.roster}
-        mine = Averages(self.liar.name, send.round_name, self.liar.keys, starts)
+        mine = Averages(self.liar.name, send.round_name, self.liar.keys, starts, exchange.round.terms)
         mine.sign(send.chunk, digest_of(differing), send.absent)
         return replace(send, origin=mine.origin(send.chunk)), differing
 
@@ -72,7 +72,7 @@ def another_entry(liar: Means, to: str, message: Message) -> Complete | None:
     payload, log = invented((to, message.payload)), liar.log.of(message.position.fragment)
     header = exchange.round.entry(log, dict(message.missed), payload)
     signature = liar.sign(header, message.attempt)
-    return message.model_copy(update={"payload": payload, "signature": signature})
+    return message.model_copy(update={"payload": payload, "entry": header.digest, "signature": signature})
 
 
 class NamesHonest(Lie):
@@ -173,7 +173,8 @@ def forged(liar: Means, victim: str) -> TwoAverages:
         SignedAverage(digest=digest, absent=(), signature=liar.keys.sign(digest))
         for digest in (invented((victim, name)), invented(victim))
     )
-    return TwoAverages(round_name=name, reducer=victim, incarnation=0, chunk=0, first=first, second=second)
+    about = {"round_name": name, "terms": NO_TERMS, "reducer": victim, "incarnation": 0, "chunk": 0}
+    return TwoAverages.model_validate(about | {"first": first, "second": second})
 
 
 FAULT_LIES: dict[str, type[Lie]] = {

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from peers.log.certificate import certify, weigh
 from peers.log.header import Header, Member
 from peers.log.state import LogError
-from peers.protocol.commitment import Contribution
+from peers.protocol.commitment import Commitment, Contribution, commit_to, digest_of_all
+from peers.protocol.effects import SendChunk
 from peers.protocol.events import Event, Received, Tick, TrainingDone
 from peers.protocol.messages import (
     Abort,
@@ -28,8 +30,10 @@ from peers.protocol.messages import (
 )
 from peers.protocol.rounds import Round, Share
 from peers.simulator.fault_lies import NamesHonest
-from peers.simulator.liars import Lie, Means, Said, invented
-from peers.values.wire import LONGEST_WAIT
+from peers.simulator.liars import Liar, Lie, Means, Said, invented
+from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.inspection import inspection, offer
+from peers.values.wire import LONGEST_WAIT, digest_of
 
 
 class NeverBegins(Lie):
@@ -248,7 +252,8 @@ class TwoRosters(Lie):
             else share
             for share in round.shares
         ]
-        return Round(name=round.name, shares=tuple(shares), lost=round.lost, faults=round.faults, gone=round.gone)
+        besides = {"lost": round.lost, "faults": round.faults, "gone": round.gone, "committed": round.committed}
+        return Round.model_validate({"name": round.name, "shares": tuple(shares)} | besides)
 
     def _wanting_more(self, member: Member) -> Member:
         return member.model_copy(update={"wants": member.wants + 1})
@@ -259,12 +264,59 @@ class InventedRoots(Lie):
 
     def says(self, to: str, message: Message) -> Said:
         if isinstance(message, Begin):
-            message = message.model_copy(update={"commitments": tuple(map(self._another, message.commitments))})
+            told = tuple(map(self._another, message.commitments))
+            round = message.round.model_copy(update={"committed": digest_of_all(told)})
+            message = message.model_copy(update={"commitments": told, "round": round if told else message.round})
         yield to, message
 
     def _another(self, told: Contribution) -> Contribution:
         changes: list[dict[str, object]] = [{}, {"digest": invented("root")}, {"squares": 2 * told.squares}]
         return told.model_copy(update=self.draw.choice(changes))
+
+
+class OtherContributions(Lie):
+    """It contributes something else to each who averages, and tells each of that alone: so what two of them average of
+    it seems wrong to each other."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin) and message.commitments:
+            names = [member.peer for member in message.round.contributors]
+            if self.liar.name in names:
+                commitment = self._commitment(to, message.round)
+                told, place = list(message.commitments), names.index(self.liar.name)
+                told[place] = commitment.contribution
+                round = message.round.model_copy(update={"committed": digest_of_all(told)})
+                message = message.model_copy(update={"commitments": tuple(told), "round": round})
+        yield to, message
+
+    def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
+        exchange = self.liar.peer.exchange
+        if send.reduced or exchange is None or exchange.name.leader != self.liar.name:
+            return send, data
+        offered = self._own(send.to)
+        signature = self._commitment(send.to, exchange.round).signature
+        return replace(send, signature=signature), bytes(offered.own_chunk(send.chunk))
+
+    def offers(self, to: str, buffers: PayloadBuffers) -> PayloadBuffers:
+        exchange = self.liar.peer.exchange
+        is_ours = exchange is not None and exchange.name.leader == self.liar.name
+        return self._own(to) if is_ours else buffers
+
+    def _commitment(self, to: str, round: Round) -> Commitment:
+        member = next(member for member in round.roster if member.peer == self.liar.name)
+        tree = self._own(to).tree
+        assert tree is not None
+        return commit_to(tree.root, round.author(member), self.liar.keys)
+
+    def _own(self, to: str) -> PayloadBuffers:
+        """Return what it contributes for one of the others; for itself what it has trained."""
+        assert isinstance(self.liar, Liar)
+        fragment = self.liar.fragments[0]
+        if to == self.liar.name:
+            return fragment.buffers
+        own, buffers = bytes(fragment.buffers.own), PayloadBuffers(fragment.workload)
+        offer((digest_of(to.encode() + own) * len(own))[: len(own)], buffers, inspection(fragment.workload, buffers))
+        return buffers
 
 
 class HandsOnItsOwn(Lie):
@@ -338,6 +390,7 @@ LEADERS_LIES: dict[str, type[Lie]] = {
     "many begins": ManyBegins,
     "two rosters": TwoRosters,
     "invented roots": InventedRoots,
+    "other contributions": OtherContributions,
     "hands on its own": HandsOnItsOwn,
     "two entries": TwoEntries,
     "names the honest": NamesHonest,

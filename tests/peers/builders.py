@@ -16,7 +16,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.amending import Amending
-from peers.protocol.commitment import Author, ChunkProof, Commitment, Contribution, Evidence, commit_to
+from peers.protocol.commitment import Author, ChunkProof, Commitment, Contribution, Evidence, commit_to, digest_of_all
 from peers.protocol.docket import Docket
 from peers.protocol.effects import Effect, FetchLineage, Send
 from peers.protocol.events import (
@@ -67,6 +67,7 @@ SETTINGS = RunSettings(
 SIZE = PayloadSize(chunks=6, bytes=6000)
 TOKENS = 100
 CONTRIBUTION = Sum(digest_of(b"contribution"), 1.0)
+CONTRIBUTED = Contribution(digest=CONTRIBUTION.digest, squares=CONTRIBUTION.squares)
 LOG = SETTINGS.empty_log
 CERTIFIED = Proof(is_certified=True, signers=2)
 
@@ -126,7 +127,8 @@ def round_of(
         parts = iter(split_evenly(SIZE.chunks, sum(one.tokens > 0 for one in roster)))
         chunks = [next(parts) if one.tokens else 0 for one in roster]
     shares = tuple(Share(member=one, chunks=count) for one, count in zip(roster, chunks, strict=True))
-    return Round(name=name, shares=shares, lost=tuple(lost))
+    committed = digest_of_all([CONTRIBUTED] * sum(one.tokens > 0 for one in roster))
+    return Round(name=name, shares=shares, lost=tuple(lost), committed=committed)
 
 
 def ready(log: LogState, peer: str, samples: Lease | None = None, **changes: Any) -> Ready:

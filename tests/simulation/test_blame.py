@@ -31,7 +31,7 @@ def two_averages(swarm: Swarm) -> None:
         if sender.name == LIAR and send.reduced and exchange is not None:
             data = digest_of(send.to.encode() + data)[: len(data)]
             averages = exchange.averages
-            mine = Averages(LIAR, send.round_name, averages._keys, averages._starts)
+            mine = Averages(LIAR, send.round_name, averages._keys, averages._starts, exchange.round.terms)
             mine.sign(send.chunk, digest_of(data), send.absent)
             send = replace(send, origin=mine.origin(send.chunk))
             fooled.append(send.to)

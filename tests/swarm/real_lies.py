@@ -15,7 +15,7 @@ from peers.net.records import heartbeats_key
 from peers.net.whereabouts import GOSSIP
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.news import News, Request, Whole
-from peers.protocol.averages import Averages
+from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.effects import SendChunk
 from peers.simulator.leading_lies import HandsOnItsOwn, RefusesAll
 from peers.simulator.liars import Lie
@@ -104,7 +104,8 @@ class TwoAverages(RealLie):
         starts = {member.peer: member.incarnation for member in exchange.round.roster} if exchange else {}
         (scale,) = struct.unpack_from("<f", data)
         differing = struct.pack("<f", scale * (2.0 + self.liar.others.index(send.to))) + data[4:]
-        mine = Averages(self.liar.name, send.round_name, self.liar.keys, starts)
+        terms = exchange.round.terms if exchange else NO_TERMS
+        mine = Averages(self.liar.name, send.round_name, self.liar.keys, starts, terms)
         mine.sign(send.chunk, digest_of(differing), send.absent)
         return replace(send, origin=mine.origin(send.chunk)), differing
 

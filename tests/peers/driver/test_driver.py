@@ -20,7 +20,7 @@ from peers.driver.incoming import CHUNKS, StreamHeader
 from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
 from peers.log.payload import Payload
-from peers.protocol.commitment import Contribution
+from peers.protocol.commitment import Contribution, digest_of_all
 from peers.protocol.effects import Apply, OpenRound, ReduceChunk, SendChunk, TokensLost, Train
 from peers.protocol.events import ContributionArrived, Received, ReducedArrived
 from peers.protocol.messages import Abort, Accuse, Complete, Message, Prepared, Unread
@@ -337,7 +337,9 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
             assert tree is not None
             first, _, third = begin.commitments
             ours = Contribution(digest=tree.root.digest, squares=tree.root.squares)
-            driver.handle(Received("a", begin.model_copy(update={"commitments": (first, ours, third)})))
+            said = first, ours, third
+            round = begin.round.model_copy(update={"committed": digest_of_all(said)})
+            driver.handle(Received("a", begin.model_copy(update={"commitments": said, "round": round})))
             assert driver.buffers.contribution(driver.round, 0) == quantized[:BLOCK]
             await quiet()
             assert transport.streams == {("a", driver.round), ("c", driver.round)}

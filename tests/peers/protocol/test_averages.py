@@ -7,9 +7,10 @@ import pytest
 from peers.protocol.averages import MARK_BYTES, Averages
 from peers.protocol.exchange import Exchange
 from peers.protocol.messages import Accuse, Compare
+from peers.protocol.rounds import Round
 from peers.protocol.signed_averages import Averaged, Origin
 from peers.simulator.simulated_keys import SimulatedKeys
-from peers.values.wire import digest_of
+from peers.values.wire import digest_of, field_names
 from tests.peers.builders import attempt, first_log, judge, sends
 from tests.peers.protocol.test_exchange import AT, SECOND, round_among
 
@@ -17,8 +18,11 @@ OURS, THEIRS = digest_of(b"ours"), digest_of(b"theirs")
 LOG = first_log()
 
 
-def averages(me: str = "a") -> Averages:
-    return Averages(me, AT, SimulatedKeys(me))
+ROUND = round_among("abc")
+
+
+def averages(me: str = "a", round: Round = ROUND) -> Averages:
+    return Averages(me, AT, SimulatedKeys(me), terms=round.terms)
 
 
 def signed_by(reducer: str, digest: bytes, chunk: int = 1, absent: tuple[str, ...] = ()) -> Averaged:
@@ -80,6 +84,24 @@ def test_what_is_signed_in_another_round_is_not_signed_in_this_one() -> None:
     origin = later.origin(1)
     assert origin is not None
     assert not averages().is_signed(1, THEIRS, (), origin)
+
+
+def other_rounds() -> dict[str, dict[str, object]]:
+    """What a leader may tell another member of the same round."""
+    first, *others = ROUND.shares
+    heavier = first.model_copy(update={"member": first.member.model_copy(update={"tokens": 1})})
+    return {"nothing else": {}, "contributions": {"committed": OURS}, "tokens": {"shares": (heavier, *others)}}
+
+
+@pytest.mark.parametrize("what", other_rounds())
+def test_an_average_is_taken_only_from_whoever_knows_the_same_of_the_round(what: str) -> None:
+    """Regression: a leader that told each member of other contributions had honest ones find each other's averages
+    wrong afterwards."""
+    exchange = Exchange("a", AT, ROUND, keys=SimulatedKeys("a"))
+    told = {name: getattr(ROUND, name) for name in field_names(Round)} | {"lost": ("c",)}
+    reducer = averages("b", Round.model_validate(told | other_rounds()[what]))
+    reducer.sign(1, OURS, ())
+    assert exchange.is_vouched_for(1, OURS, (), reducer.origin(1)) == (what == "nothing else")
 
 
 def test_marks_show_where_payloads_differ() -> None:

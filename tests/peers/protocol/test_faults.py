@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from peers.log.exclusions import Fault
-from peers.protocol.averages import Averages
+from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.faults import (
     KINDS,
     PROOF_LIMIT,
@@ -42,6 +42,7 @@ def signed(digest: bytes, absent: tuple[str, ...] = (), start: int = 0, chunk: i
 def two_averages(**changes: Any) -> TwoAverages:
     fields: dict[str, Any] = {
         "round_name": AT,
+        "terms": NO_TERMS,
         "reducer": "c",
         "incarnation": 0,
         "chunk": 1,

@@ -17,7 +17,7 @@ from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.standing import FORGIVEN
 from peers.protocol.chunk_sets import chunk_set
-from peers.protocol.commitment import ChunkProof, Evidence
+from peers.protocol.commitment import ChunkProof, Evidence, digest_of_all
 from peers.protocol.effects import (
     Apply,
     Dropped,
@@ -725,12 +725,15 @@ def test_no_attempt_that_our_ready_did_not_promise() -> None:
 
 def unsigned(begin: Begin) -> dict[str, Begin]:
     said = commitments(begin.round)
-    not_ours = [one.model_copy(update={"squares": 2.0}) if n == 1 else one for n, one in enumerate(said)]
-    changes = {"none": (), "one lacks": said[:-1], "of us another": tuple(not_ours)}
-    return {what: begin.model_copy(update={"commitments": said}) for what, said in changes.items()}
+    other = said[0].model_copy(update={"squares": 2.0})
+    not_ours = (said[0], other, said[2])
+    changes = {"none": (), "one lacks": said[:-1], "not what its round names": (*said[:2], other)}
+    told = {what: begin.model_copy(update={"commitments": said}) for what, said in changes.items()}
+    round = begin.round.model_copy(update={"committed": digest_of_all(not_ours)})
+    return told | {"of us another": begin.model_copy(update={"commitments": not_ours, "round": round})}
 
 
-@pytest.mark.parametrize("what", ["none", "one lacks", "of us another"])
+@pytest.mark.parametrize("what", ["none", "one lacks", "not what its round names", "of us another"])
 def test_who_averages_takes_part_only_if_it_knows_what_all_have_committed_to(what: str) -> None:
     rig = at_second().trained()
     assert not takes_part(rig, "a", unsigned(rig.begin())[what])
