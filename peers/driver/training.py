@@ -94,9 +94,7 @@ class Training:
         root = await self._quantize(fragment)
         trained = Trained((), self._planned_tokens(train), self._loss, contribution=root)
         self._host.handle(Captured(fragment, trained))
-        slot = self._host.peer.slots.get(fragment)
-        is_offered = slot is not None and slot.state is not SlotState.OPEN
-        if not is_offered and not self._is_applying(fragment):
+        if not self._host.peer.keeps(fragment) and not self._is_applying(fragment):
             await self._workload.unchanged(train.index, fragment)
 
     async def _quantize(self, fragment: int) -> Sum:
