@@ -10,7 +10,7 @@ What may become of fragment p in outer step k, and what the workers are told:
 - Stored, encoded, then applied, whether or not our contribution is in it: its new values are there. Work goes on from
   those, and counts from the new theta.
 - Applied before it is stored, since others have made the entry without us: the same, as soon as it is stored. What was
-  learned of it goes into the fragment's next entry, and comes back with that to nobody.
+  learned of it goes into the fragment's next entry, for which nobody waits here.
 - No payload, since nobody had trained it, or nobody takes what we have: go on. Work counts from what it counted from.
 - Applied, but workers that had stored it are lost: nothing. New ones train the lease again from the fragments' bases.
   They store it once more, where it is not encoded again, and are told what became of it.
