@@ -52,11 +52,10 @@ def test_a_worker_with_its_share_trains_a_part_of_them(warm: Vector, trained: li
     assert course.curve[-1][0] == QUICK.steps * QUICK.tokens_per_step
 
 
-@pytest.mark.parametrize("uneven", [{"slow": 2}, {"late": 2}])
+@pytest.mark.parametrize("method", [Method("any", times=2, slow=2), Method("any", times=2, late=2)])
 def test_uneven_replicas_train_as_many_tokens_in_more_outer_steps(
-    uneven: dict[str, int], warm: Vector, trained: list[int]
+    method: Method, warm: Vector, trained: list[int]
 ) -> None:
-    method = Method("any", changes={"rounds": {"policy": "asynchronous"}}, times=2, **uneven)
     course = train(method, QUICK, 0, warm)
     assert method.adapt(QUICK).outer_steps > QUICK.outer_steps
     assert len(trained) == len(set(trained)), "each sample once"

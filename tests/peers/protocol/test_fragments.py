@@ -21,6 +21,7 @@ from peers.protocol.events import (
     HeartbeatsSeen,
     PayloadFetched,
     PayloadNotFetched,
+    TrainingDone,
     TrainingProgress,
 )
 from peers.protocol.internal import Behind, EntryMade, NobodyAhead
@@ -45,6 +46,7 @@ from tests.peers.builders import (
     member,
     of,
     sends,
+    trained,
 )
 
 TWO = replace(SETTINGS, fragments=2)
@@ -195,6 +197,7 @@ class Late:
 
     def __init__(self) -> None:
         self.rig = Rig(settings=THREE).joined()
+        self.rig.do(TrainingDone(trained(self.rig.lease)))
         self.makes("abc", range(3))
         self.rig.do(TrainingProgress(Progress(1, 1.0, 10.0)))
 
@@ -246,6 +249,21 @@ def test_what_comes_too_late_for_a_fragments_entry_goes_into_its_next_one_and_no
     late.makes("ac", [2])
     assert late.rig.peer.log.age("b") == 2
     assert late.says() == {0: 0, 1: 0}, "it has its say, and gives nothing twice"
+
+
+def test_a_late_worker_that_hangs_is_noticed_though_its_peer_is_ready() -> None:
+    """It waits for none of the averages that take what it has learned."""
+    late = Late()
+    late.makes("ac", [0])
+    late.rig.do(Captured(0, CAPTURED))
+    late.makes("ac", [1, 2])
+    for _ in range(int(TIMING.partition_grace) + 2):
+        assert not late.rig.peer.trainer.is_stuck
+        late.rig.tick()
+        late.see()
+        if late.rig.peer.trainer.is_stuck:
+            return
+    raise AssertionError("its worker has shown nothing for longer than ever")
 
 
 def test_what_a_skipped_fragment_was_captured_for_is_captured_once_more() -> None:
