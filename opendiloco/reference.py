@@ -170,7 +170,7 @@ class StreamingDiLoCo:
                 member.bring(fragment)
             if present:
                 self.synchronise(fragment, present)
-            for member in present:
+            for member in present:  # late ones did not wait for this
                 member.get_back(part, before if member.work.age else self.state.theta[part])
         return self.end(present)
 
