@@ -185,24 +185,32 @@ def train(method: Method, setting: Setting, seed: int, warm: Vector) -> Course:
 
 
 def _cycles(reference: Reference, method: Method, setting: Setting, pool: SamplePool) -> Iterator[int]:
-    """Take all outer steps of all replicas; yield how many have been taken. The last replicas are slow, or late: of two
-    late ones one is part of every other outer step, and one of those between."""
-    uneven, waiting = setting.replicas - method.slow - method.late, dict[int, Work]()
+    """Take all outer steps of all replicas; yield how many have been taken."""
+    for cycle, roster in enumerate(_rosters(method, setting, pool), 1):
+        reference.outer_step(roster)
+        yield cycle
+
+
+def _rosters(method: Method, setting: Setting, pool: SamplePool) -> Iterator[list[Work]]:
+    """Yield who is part of each outer step. The last replicas are slow, or late: of two late ones one is part of every
+    other outer step, and one of those between."""
+    even = setting.replicas - method.slow - method.late
+    under_way: dict[int, Work] = {}  # for the next outer step
     for cycle in range(setting.outer_steps):
-        roster = [waiting.pop(number) for number in list(waiting)]
+        done, under_way = under_way, {}
+        roster = list(done.values())
         for number in range(setting.replicas):
-            is_uneven = number >= uneven
-            if f"{number}" in [work.replica for work in roster] or (method.late and is_uneven and number % 2 > cycle):
+            is_even = number < even
+            if number in done or (method.late and not is_even and number % 2 > cycle):
                 continue
-            steps = setting.inner_steps // (2 if is_uneven and method.slow else 1)
+            steps = setting.inner_steps if is_even or method.late else setting.inner_steps // 2
             lease, pool = pool.take(steps * setting.batch_size)
             work = Work(f"{number}", lease, steps, method.overlaps[number] if method.overlaps else None)
-            if is_uneven and method.late:
-                waiting[number] = replace(work, age=1)
-            else:
+            if is_even or method.slow:
                 roster.append(work)
-        reference.outer_step(roster)
-        yield cycle + 1
+            else:
+                under_way[number] = replace(work, age=1)
+        yield roster
 
 
 def _straight(reference: Reference, steps: int, pool: SamplePool) -> Iterator[int]:
