@@ -131,13 +131,17 @@ class Position(Value):
     head: Digest
     fragment: Count = 0
 
+    def __hash__(self) -> int:
+        """Messages and attempts are looked up by their position all the time."""
+        return hash((self.index, self.head, self.fragment))
+
     def __str__(self) -> str:
         fragment = f"/{self.fragment}" if self.fragment else ""
         return f"{self.index}{fragment}:{self.head.hex()[:8]}"
 
     def is_in_cycle_of(self, other: Position) -> bool:
         """Whether both are about entries of one cycle of one lineage."""
-        return (self.index, self.head) == (other.index, other.head)
+        return self is other or (self.index, self.head) == (other.index, other.head)
 
 
 def cycle_head(entries: Sequence[bytes]) -> bytes:

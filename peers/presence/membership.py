@@ -120,10 +120,10 @@ class Membership:
 
     def heard_from(self, peer: str, now: float) -> None:
         """A message of the peer's arrived: as good as a heartbeat for being alive."""
-        if peer in self._seen:
+        sighting = self._seen.get(peer)
+        if sighting is not None:
             self._live = self._live if self.is_live(peer, now) else None
-            self._seen[peer].reachable = True
-            self._seen[peer].advanced_at = now
+            sighting.reachable, sighting.advanced_at = True, now
 
     def departs(self, peer: str, incarnation: int, departure: int, signature: bytes) -> None:
         """The peer said goodbye: it counts in no quorum from the entry `departure` on. Strangers are in none, and not

@@ -84,6 +84,8 @@ class Exchange:
 
     def missed(self) -> dict[str, int]:
         """In how many chunks whose blocks are missing, by peer, in roster order."""
+        if not any(self._here.values()):
+            return {}
         missed = Counter(peer for absent in self._here.values() for peer in absent)
         return {peer: missed[peer] for peer in self.round.peers if missed[peer]}
 

@@ -103,7 +103,9 @@ def _understand(
     kind: type[Message], position: Position, values: Sequence[object], log: LogState | None
 ) -> Message | Unread | None:
     """`log`: at the position, if we are there. Raises: WireError."""
-    if log is not None or kind not in RELATIVE:
+    if log is not None:
+        return _read(kind, log.position, values, log)  # the same object as ours: equal at first sight
+    if kind not in RELATIVE:
         return _read(kind, position, values, log)
     return None if kind is Commit else Unread(position=position)
 

@@ -77,6 +77,7 @@ class Replica(Part):
         super().__init__(LEVEL)
         self.log = self.settled = lineage.log
         self.state_digest = state_digest
+        self._in_our_state = lineage.log, lineage.log.in_state(state_digest)
         self.lineage = lineage
         self.undigested: LogState | None = None
         self.anchors = NO_ANCHORS
@@ -165,6 +166,13 @@ class Replica(Part):
         if log is None or log.last != digested.header:
             raise LocalProtocolError(f"the digest after entry {digested.header.index}, which was not applied last")
         self.settled, self.state_digest = log, digested.state_digest
+
+    def in_our_state(self, log: LogState) -> LogState:
+        """Return a log with the state that we have. It is the same object as long as nothing changes."""
+        before, ours = self._in_our_state
+        if before is not log or ours.state != self.state_digest:
+            self._in_our_state = log, (ours := log.in_state(self.state_digest))
+        return ours
 
     @property
     def state_of_most(self) -> bytes | None:

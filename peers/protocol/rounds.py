@@ -32,6 +32,10 @@ class Attempt(Value):
     leader: PeerId
     alone: Annotated[bool, Field(strict=True)] = False
 
+    def __hash__(self) -> int:
+        """What members say is compared by its attempt."""
+        return hash((self.position.head, self.number, self.leader))
+
     @property
     def name(self) -> AttemptName:
         """What its members sign."""
@@ -142,8 +146,15 @@ class Round(Value):
 
     def entry_roster(self, missed: Mapping[str, int]) -> tuple[Member, ...]:
         """Who the entry says took part, given in how many chunks whose blocks are missing: not who is in none."""
+        if not missed:
+            return self._whole_roster
         roster = (member.lacking(missed.get(member.peer, 0)) for member in self.roster)
         return tuple(member for member in roster if member.missed < self.chunks)
+
+    @cached_property
+    def _whole_roster(self) -> tuple[Member, ...]:
+        """Everybody, where nothing is missing: asked for whenever somebody says what it has."""
+        return tuple(member.lacking(0) for member in self.roster) if self.chunks else ()
 
     def entry(self, log: LogState, missed: Mapping[str, int], payload: bytes) -> Header:
         """Return what the round leads to, at this end of the log. Raises: LogError when it can lead to no entry."""

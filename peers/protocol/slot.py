@@ -340,7 +340,7 @@ class Slot(Part):
     @property
     def _here(self) -> LogState:
         """The log before the entry, with the state that we have."""
-        return self.log.in_state(self._replica.state_digest)
+        return self._replica.in_our_state(self.log)
 
     def _hold(self, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
         attempt = self.attempt

@@ -50,9 +50,13 @@ class Tally:
     @property
     def differing(self) -> list[str]:
         """Those who say something else than most do."""
-        outcomes = Counter(said.outcome for said in self._said.values())
-        usual = max(outcomes, key=lambda outcome: outcomes[outcome], default=None)
-        return [peer for peer, said in self._said.items() if said.outcome != usual]
+        outcomes = {peer: said.outcome for peer, said in self._said.items()}
+        first = next(iter(outcomes.values()), None)
+        if all(outcome == first for outcome in outcomes.values()):
+            return []
+        counts = Counter(outcomes.values())
+        usual = max(counts, key=lambda outcome: counts[outcome])
+        return [peer for peer, outcome in outcomes.items() if outcome != usual]
 
     def to_ask(self, member: str, now: float, pause: float) -> list[str]:
         """Return those who say something else than this member, if that has said anything, and were not asked for so

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgpack
 from blake3 import blake3
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from peers.errors import RemoteProtocolError
 from peers.values.leases import SampleRange
@@ -23,10 +23,12 @@ LONGEST_WAIT = 30 * 86400.0  # seconds
 MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
 
 
-def _ordered(value: SampleRange) -> SampleRange:
-    if not 0 <= value.start < value.stop < 2**62:
-        raise ValueError("a sample range needs 0 <= start < stop")
-    return value
+def _sample_range(plain: object) -> SampleRange:
+    """Check a range. pydantic would make each anew, also those that are checked already: most of a member's time."""
+    match plain:
+        case [start, stop] if type(start) is int and type(stop) is int and 0 <= start < stop < 2**62:
+            return plain if type(plain) is SampleRange else SampleRange(start, stop)
+    raise ValueError("a sample range needs whole numbers 0 <= start < stop")
 
 
 def printable(text: str) -> str:
@@ -38,7 +40,7 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**62)]
 Digest = Annotated[bytes, Field(strict=True, min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 PeerId = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[A-Za-z0-9]+$")]
 RunId = Annotated[str, Field(strict=True, min_length=1, max_length=128, pattern=r"^[!-~]+$")]
-Samples = Annotated[SampleRange, AfterValidator(_ordered)]
+Samples = Annotated[SampleRange, PlainValidator(_sample_range)]
 Seconds = Annotated[float, Field(strict=True, gt=0, le=LONGEST_WAIT, allow_inf_nan=False)]
 Reason = Annotated[str, Field(strict=True, max_length=REASON_LIMIT), AfterValidator(printable)]
 
