@@ -173,7 +173,8 @@ def main(
     names = namespaces.split(",")
     rate, latency = min(rates_at_once(names, iperf_streams).both_ways), round_trip((names[0], names[1]))
     link = 8 * rate / LINK_SHARE
-    swarm = Swarm((Peer("peer", len(names), link, link, latency, step_seconds),))
+    to_each = latency / 2  # there and back to what is half way
+    swarm = Swarm((Peer("peer", len(names), link, link, to_each, step_seconds),))
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(swarm, values, each[0].bits).seconds / step_seconds))
     plan = Plan(Shape.even(1, values), swarm, inner_steps, 1, 1.0, 1)

@@ -86,7 +86,7 @@ def command(
 
     from opendiloco.model.build import sized_skeleton
     from opendiloco.plan.comparison import Settings
-    from opendiloco.plan.setup import bits_of, memory_of, plan_of
+    from opendiloco.plan.setup import bits_of, encoded_by, memory_of, plan_of
 
     skeleton = sized_skeleton(config)
     plan = plan_of(config, skeleton, links)
@@ -95,6 +95,7 @@ def command(
         overlap=min(OVERLAP, plan.inner_steps - 1) if overlap is None else overlap,
         bits=bits_of(config.codec.kind),
         fewer_bits=bits_of(BITS[bits]),
+        encoded=encoded_by(config.codec.kind),
     )
     check_settings(plan, settings)
     memory = [memory_of(config, skeleton, peer) for peer in plan.swarm.peers]

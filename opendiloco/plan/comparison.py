@@ -6,7 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from opendiloco.plan.forecast import Forecast, Plan, forecast
-from opendiloco.plan.methods import Method, Spacing, data_parallel, diloco, exact_cycle, streaming, strided
+from opendiloco.plan.methods import (
+    QUANTIZED,
+    Method,
+    Spacing,
+    data_parallel,
+    diloco,
+    exact_cycle,
+    streaming,
+    strided,
+)
 
 MOST_INNER_STEPS = 10_000
 MOST_OVERLAP = 20
@@ -17,13 +26,14 @@ MOST_OVERLAP = 20
 class Settings:
     """What run.toml does not say of Streaming yet: layers of a fragment, tau, and the bits of the last method.
 
-    `bits` are those of a value in the run's codec.
+    `bits` are those of a value in the run's codec, which encodes so many values a second.
     """
 
     fragment_layers: int
     overlap: int
     bits: float
     fewer_bits: float
+    encoded: float = QUANTIZED
 
 
 def methods_of(plan: Plan, settings: Settings, spacing: Spacing = exact_cycle) -> tuple[Method, ...]:
@@ -32,11 +42,14 @@ def methods_of(plan: Plan, settings: Settings, spacing: Spacing = exact_cycle) -
     def fragments(name: str, overlap: int, bits: float) -> Method:
         return streaming(name, plan.shape, plan.inner_steps, settings.fragment_layers, overlap, bits, spacing)
 
+    def ours(method: Method) -> Method:
+        return replace(method, encoded=settings.encoded)
+
     return (
         data_parallel(plan.shape),
-        diloco(plan.shape, plan.inner_steps, settings.bits),
-        fragments("Streaming", 0, settings.bits),
-        fragments("with overlap", settings.overlap, settings.bits),
+        ours(diloco(plan.shape, plan.inner_steps, settings.bits)),
+        ours(fragments("Streaming", 0, settings.bits)),
+        ours(fragments("with overlap", settings.overlap, settings.bits)),
         fragments(f"overlap, {settings.fewer_bits:.0f} bits", settings.overlap, settings.fewer_bits),
     )
 

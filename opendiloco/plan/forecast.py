@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opendiloco.host_memory import STATE_BYTES
 from opendiloco.plan.methods import Method, Shape
@@ -123,7 +123,9 @@ def forecast(plan: Plan, method: Method) -> Forecast:
     if method.cycle == 1:
         return _data_parallel(plan, method)
     swarm = plan.swarm
-    rounds = Rounds(tuple(round_of(swarm, fragment.values, method.bits) for fragment in method.fragments))
+    rounds = Rounds(
+        tuple(round_of(swarm, fragment.values, method.bits, method.encoded) for fragment in method.fragments)
+    )
     steps = [plan.own_steps(peer) for peer in swarm.peers]
     waited_for = [peer for peer in swarm.peers if plan.training_seconds(peer) <= plan.closes_after]
     seconds = max(map(plan.training_seconds, waited_for)) + max(
@@ -207,6 +209,8 @@ def joining(plan: Plan, method: Method, peer: Peer, seconds: float, busy: float)
 
 
 def _with_steps(method: Method, steps: int) -> Method:
-    """Return the method of a peer that makes fewer inner steps in a cycle."""
-    ends = tuple(max(1, end * steps // method.cycle) for end in method.ends)
-    return Method(method.name, method.fragments, ends, steps, min(method.overlap, steps - 1), method.bits)
+    """Return the method of a peer that makes so many inner steps in a cycle. Each fragment is taken `overlap` of them
+    before it is due, so that all have come back when the cycle ends; at the earliest when it begins."""
+    overlap = min(method.overlap, steps - 1)
+    due = [max(1, end * steps // method.cycle) for end in method.ends]
+    return replace(method, ends=tuple(max(0, end - overlap) or steps for end in due), cycle=steps, overlap=overlap)

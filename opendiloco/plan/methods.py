@@ -8,6 +8,8 @@ from typing import Self
 
 GRADIENT_BITS = 16.0
 """Of a value that is not quantized: bf16."""
+QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
+"""Values a second that one thread encodes, and as sparse payloads with error feedback (docs/codecs.md)."""
 
 Spacing = Callable[[int, int], tuple[tuple[int, ...], int]]
 """Takes the inner steps of a cycle and a number of fragments; returns after which inner step each is synchronised,
@@ -44,7 +46,7 @@ class Method:
     """When each fragment is synchronised, and how many bits a value takes on the way.
 
     Fragment i is sent after inner step `ends[i]` of each cycle of `cycle` inner steps. Training goes on for `overlap`
-    inner steps (the paper's tau) without the result; with 0 it waits.
+    inner steps (the paper's tau) without the result; with 0 it waits. `encoded` values become payload in a second.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Method:
     cycle: int
     overlap: int = 0
     bits: float = GRADIENT_BITS
+    encoded: float = QUANTIZED
 
 
 def equal_spacing(inner_steps: int, fragments: int) -> tuple[tuple[int, ...], int]:
@@ -63,8 +66,8 @@ def equal_spacing(inner_steps: int, fragments: int) -> tuple[tuple[int, ...], in
 
 
 def exact_cycle(inner_steps: int, fragments: int) -> tuple[tuple[int, ...], int]:
-    """Synchronise every fragment once in exactly H inner steps, as evenly as whole steps allow."""
-    return tuple(max(1, (place + 1) * inner_steps // fragments) for place in range(fragments)), inner_steps
+    """Synchronise every fragment once in exactly H inner steps, as evenly as whole steps allow; as our workers do."""
+    return tuple(-(-(place + 1) * inner_steps // fragments) for place in range(fragments)), inner_steps
 
 
 def strided(shape: Shape, fragment_layers: int) -> tuple[Fragment, ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opendiloco.plan.methods import Fragment
+from opendiloco.plan.methods import QUANTIZED, Fragment
 from opendiloco.plan.schedule import Exchange
 from peers.protocol.planning import deal
 from peers.values.chunks import Chunking, payloads_moved
@@ -15,8 +15,8 @@ LINK_SHARE = 0.95
 """Of a link's bits, that are data: a packet of 1,514 bytes carries 1,448, less what TLS and chunk headers take."""
 DELAYS = 6
 """One way, in a round: Ready, Begin, a block to its reducer, its average back, Prepared, Complete."""
-QUANTIZED, STEPPED = 1.67e9, 1.69e9
-"""Values a second, of one thread: theta - local encoded, and the outer step taken (docs/codecs.md)."""
+STEPPED = 1.69e9
+"""Values a second for which one thread takes the outer step (docs/codecs.md)."""
 BLOCK_VALUES = 1024
 
 
@@ -80,8 +80,9 @@ class Round:
         return self.arithmetic + self.delays + self.transfer
 
 
-def round_of(swarm: Swarm, values: int, bits: float) -> Round:
-    """Return the round that averages so many values at so many bits each. Parts are dealt as a leader deals them."""
+def round_of(swarm: Swarm, values: int, bits: float, encoded: float = QUANTIZED) -> Round:
+    """Return the round that averages so many values at so many bits each, of which each peer encodes `encoded` a
+    second. Parts are dealt as a leader deals them."""
     rates = [peer.rate for peer in swarm.peers for _ in range(peer.count)]
     names = [str(place) for place in range(len(rates))]
     chunks = deal(Chunking(-(-values // BLOCK_VALUES)).count, len(names), names, dict(zip(names, rates, strict=True)))
@@ -89,7 +90,7 @@ def round_of(swarm: Swarm, values: int, bits: float) -> Round:
     payload = values * bits
     starts = [sum(peer.count for peer in swarm.peers[:place]) for place in range(len(swarm.peers))]
     return Round(
-        arithmetic=values / QUANTIZED + values / STEPPED,
+        arithmetic=values / encoded + values / STEPPED,
         delays=DELAYS * swarm.delay,
         transfer=max(payload * share / rate for share, rate in zip(moved, rates, strict=True)),
         payload_bits=payload,
@@ -102,7 +103,8 @@ def round_of(swarm: Swarm, values: int, bits: float) -> Round:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Carries each fragment in a round of its own, which begins after an inner step and ends before one."""
+    """Carries each fragment in a round of its own, which begins after an inner step and ends before one. What a round
+    that began earlier has to send goes first; while it waits for anything else, the link is free for the next one."""
 
     rounds: tuple[Round, ...]
 
@@ -112,4 +114,5 @@ class Rounds:
         return sum(each.seconds for each in self.rounds)
 
     def exchanges(self, place: int, fragment: Fragment, bits: float) -> Sequence[Exchange]:
-        return [Exchange(after=0, before=0, seconds=self.rounds[place].seconds)]
+        carried = self.rounds[place]
+        return [Exchange(after=0, before=0, seconds=carried.transfer, lag=carried.arithmetic + carried.delays)]

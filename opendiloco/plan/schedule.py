@@ -58,11 +58,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A reduction: it can begin after the backward pass of one layer, and is needed before the forward of another."""
+    """A reduction: it can begin after the backward pass of one layer, and is needed before the forward of another.
+
+    It takes the link for `seconds`, and is there `lag` seconds later; meanwhile the link is free for the next one.
+    """
 
     after: int
     before: int
     seconds: float
+    lag: float = 0.0
 
 
 class Transport(Protocol):
@@ -101,12 +105,13 @@ class Simulation:
     steps: int = 0
     _now: float = 0.0
     _link_free: float = 0.0
+    _all_there: float = 0.0
     _due: dict[int, dict[int, float]] = field(default_factory=dict)
 
     @property
     def ended(self) -> float:
         """Return the seconds until all that was begun is done."""
-        return max(self._now, self._link_free)
+        return max(self._now, self._all_there)
 
     def run(self, steps: int) -> None:
         """Train for so many more steps."""
@@ -164,7 +169,7 @@ class Simulation:
         self._link_free = start + exchange.seconds
         self._record(Kind.REDUCTION, exchange.after, start, self._link_free)
         due = self._due.setdefault(self.steps + 1 + self.method.overlap, {})
-        due[exchange.before] = self._link_free
+        due[exchange.before] = self._all_there = self._link_free + exchange.lag
 
     def _record(self, kind: Kind, layer: int, start: float, end: float) -> None:
         if self.nodes is not None:

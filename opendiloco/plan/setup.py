@@ -11,7 +11,7 @@ from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.plan.forecast import Plan
 from opendiloco.plan.links import Links, PeerSection
-from opendiloco.plan.methods import Shape
+from opendiloco.plan.methods import QUANTIZED, QUANTIZED_SPARSE, Shape
 from opendiloco.plan.report import Memory
 from opendiloco.plan.rounds import Peer, Swarm
 from opendiloco.workers.needs import UTILISATION, needs_of
@@ -58,6 +58,11 @@ def memory_of(config: RunConfig, skeleton: Any, peer: Peer) -> Memory:
 def bits_of(codec: str) -> float:
     """Return the bits that a codec takes for a value, its blocks' headers included."""
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
+
+
+def encoded_by(codec: str) -> float:
+    """Return the values a second that one thread encodes with a codec."""
+    return QUANTIZED_SPARSE if codec == "sparse" else QUANTIZED
 
 
 def _peer(section: PeerSection, place: int, tokens: int, peak: float | None) -> Peer:

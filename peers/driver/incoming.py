@@ -16,6 +16,7 @@ from peers.streams.lanes import MOST
 from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
+from peers.values.clock import now
 from peers.values.wire import Value, unpack_from
 
 CHUNKS = "chunks"
@@ -113,17 +114,21 @@ class Incoming:
             self._from[sender] = RateMeter()
             self._from[sender].begin_round()
 
-        def take(header: ChunkHeader, data: bytearray) -> bool:
+        def take(header: ChunkHeader, data: bytearray, seconds: float) -> bool:
+            self._passed(sender, len(data), seconds)
             return self._take(sender, round_name, header, data)
 
         return StreamArrivals(sender, admission, self._buffers[fragment], take)
 
+    def _passed(self, sender: str, count: int, seconds: float) -> None:
+        """Count the bytes of a chunk that took so many seconds to come."""
+        self.meter.passed(count, seconds)
+        self._from[sender].passed(count, seconds)
+        self.received_bytes += count
+        metrics.ROUND_BYTES.labels("received").inc(count)
+
     def _take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray) -> bool:
         """Take a chunk in. Return whether the sender is rid of it."""
-        self.meter.passed(len(data))
-        self.received_bytes += len(data)
-        metrics.ROUND_BYTES.labels("received").inc(len(data))
-        self._from[sender].passed(len(data))
         event, is_taken = self._admissions[round_name.position.fragment].take(sender, round_name, header, data)
         if event is not None:
             self._host.handle(event)
@@ -138,7 +143,7 @@ class StreamArrivals:
         sender: str,
         admission: Admission,
         buffers: PayloadBuffers,
-        take: Callable[[ChunkHeader, bytearray], bool],
+        take: Callable[[ChunkHeader, bytearray, float], bool],
     ) -> None:
         self._sender = sender
         self._admission = admission
@@ -151,9 +156,10 @@ class StreamArrivals:
         self._header = unpack_from(self._sender, ChunkHeader, header)
         self._admission.check_size(self._sender, self._header, length)
         self._data = self._spare if len(self._spare) == length else self._buffers.room(length)
+        self._began = now()
         return self._data
 
     def arrived(self) -> bool:
         # Averages are copied to their place in the payload; blocks that are to be averaged are kept where they are.
         self._spare = self._data if self._header.reduced else bytearray()
-        return self._take(self._header, self._data)
+        return self._take(self._header, self._data, now() - self._began)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
+from itertools import takewhile
 from typing import Protocol
 
 from peers import metrics
+from peers.driver.flights import Flights
 from peers.driver.host import Host
 from peers.driver.incoming import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.links.sockets import has_bbr
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import ChunkSent, ChunksUnsent
 from peers.protocol.rounds import Attempt
-from peers.streams.channel import Channel, PeerUnreachableError
+from peers.streams.channel import BYTES_UNDER_WAY, Channel, PeerUnreachableError
 from peers.streams.chunk_streams import ChunkSender, Frame
-from peers.streams.lanes import FEWEST, MOST, MOST_WITH_BBR, Lanes
+from peers.streams.lanes import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes
 from peers.streams.throttle import RateMeter
 from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import pack
 
+LATE = 1.5  # times as long as a chunk should take: then it is sent on another stream, too
+LEAST_PATIENCE = 1.0  # seconds before that
+LOOK = 0.25  # seconds from one look at what is late to the next
+PATIENCE = 5.0  # seconds for which a chunk waits for those of earlier rounds
+SECONDS_UNDER_WAY = 0.5  # of what our link carries
 STREAMS = 512  # to all members together, where more than the fewest are of use
 
 
@@ -30,23 +38,59 @@ class OutgoingTransport(Protocol):
 
 
 class Uplink:
-    """What our link carries away in all rounds together: `meter` measures what is confirmed."""
+    """What our link carries away in all rounds together: `meter` measures what is confirmed.
+
+    Rounds of several fragments may be under way. They take their turns in the order in which they began: if they shared
+    the link, each of them would be late.
+    """
 
     def __init__(self) -> None:
         self.meter = RateMeter()
-        self.lanes = Lanes(MOST_WITH_BBR if has_bbr() else MOST)
+        self.lanes = Lanes(FEWEST_WITH_BBR, MOST_WITH_BBR) if has_bbr() else Lanes()
         self.sent_bytes = 0
+        self._rounds: dict[Outgoing, None] = {}  # in the order in which they began
+        self._news = asyncio.Event()
 
-    def begin_round(self, others: int) -> None:
+    def begin_round(self, outgoing: Outgoing, others: int) -> None:
         """A round begins, with so many other members."""
+        self.end_round(outgoing)
+        self._rounds[outgoing] = None
         self.lanes.begin_round(others)
         self.meter.begin_round()
 
-    def passed(self, count: int) -> None:
-        """So many bytes of a chunk are confirmed."""
-        self.meter.passed(count)
+    def end_round(self, outgoing: Outgoing) -> None:
+        """A round is over, if there is one."""
+        self._rounds.pop(outgoing, None)
+        self.moved()
+
+    def passed(self, count: int, seconds: float) -> None:
+        """So many bytes of a chunk are confirmed, which took so many seconds."""
+        self.meter.passed(count, seconds)
         self.sent_bytes += count
         metrics.ROUND_BYTES.labels("sent").inc(count)
+
+    def under_way(self, streams: int) -> int:
+        """Return the bytes that each of so many streams has under way at most: what lies in buffers when another chunk
+        becomes more urgent, or another stream runs dry, is out of our hands."""
+        rate = self.meter.rate
+        return int(min(BYTES_UNDER_WAY, SECONDS_UNDER_WAY * rate / max(streams, 1))) if rate else BYTES_UNDER_WAY
+
+    def patience(self, streams: int, chunk: int) -> float:
+        """Return the seconds after which a chunk of so many bytes, on one of so many streams, should be there."""
+        rate = self.meter.rate
+        return max(LEAST_PATIENCE, LATE * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
+
+    async def turn(self, outgoing: Outgoing, to: str) -> None:
+        """Wait until no round that began earlier has anything to send to a member; but not for one that hangs."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                while any(other.has_more(to) for other in takewhile(lambda one: one is not outgoing, self._rounds)):
+                    await self._news.wait()
+
+    def moved(self) -> None:
+        """A round has sent something, or has ended."""
+        self._news.set()
+        self._news = asyncio.Event()
 
 
 class Outgoing:
@@ -60,13 +104,14 @@ class Outgoing:
         self._round: Attempt | None = None
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
+        self._flights: dict[str, Flights] = {}
 
     def begin(self, round_name: Attempt, others: int) -> None:
         """Send chunks of this round, which has so many other members."""
         for peer in list(self._senders):
             self._end_streams_to(peer, at_once=False)
-        self._round = round_name
-        self._uplink.begin_round(others)
+        self._round, self._flights = round_name, {}
+        self._uplink.begin_round(self, others)
 
     def tidy(self, present: Attempt | None, members: Collection[str]) -> None:
         """End streams that nobody waits for: of other rounds than `present`, and to members that are lost."""
@@ -75,6 +120,7 @@ class Outgoing:
                 self._end_streams_to(peer, at_once=present == self._round)
         if present != self._round:
             self._round = None
+            self._uplink.end_round(self)
 
     def _end_streams_to(self, peer: str, at_once: bool) -> None:
         """What has not been sent yet is not sent any more. Unless `at_once`, streams end properly."""
@@ -103,22 +149,29 @@ class Outgoing:
 
     async def _carry(self, round_name: Attempt, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
         """One stream to a member, from the first chunk for it until it breaks or the round is over."""
-        first = await queue.get()
-        if first is None:
+        waiting = [await queue.get()]  # until the stream is open, and it is our turn
+        if waiting == [None]:
             return
-        waiting = [first]  # until the stream is open
+        flights, stream = self._flights.setdefault(to, Flights(asyncio.get_running_loop().time)), object()
 
         async def following() -> Frame[SendChunk] | None:
-            send = waiting.pop() if waiting else await queue.get()
-            return Frame(send, pack(self._header(send)), self._data(send)) if send else None
+            if not waiting:
+                waiting.append(await self._next(queue, flights, stream))
+            if waiting[0] is None:
+                return None
+            await self._uplink.turn(self, to)
+            send = waiting.pop()
+            assert send is not None
+            flights.begin(send, stream)
+            return Frame(send, pack(self._header(send)), self._data(send))
 
         sender: ChunkSender[SendChunk] | None = None
         try:
             async with self._transport.stream(to, CHUNKS) as channel:
-                sender = ChunkSender(channel)
+                sender = ChunkSender(channel, lambda: self._uplink.under_way(self._streams))
                 await sender.run(pack(StreamHeader(round_name=round_name)), following, self._answered)
         except PeerUnreachableError:
-            unsent = [*waiting, *(sender.pending if sender else ())]
+            unsent = [send for send in waiting if send] + list(sender.pending if sender else ())
             if not self._is_carried_by_others(to):
                 while not queue.empty():
                     if send := queue.get_nowait():
@@ -126,6 +179,27 @@ class Outgoing:
             self._report_unsent(round_name, to, unsent)
         except KeyError:
             pass  # the round is over
+
+    async def _next(self, queue: asyncio.Queue[SendChunk | None], flights: Flights, stream: object) -> SendChunk | None:
+        """Return what is to be sent next; None ends the stream. When nothing waits, that is what hangs on another."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK):
+                    send = await queue.get()
+                    self._uplink.moved()
+                    return send
+            patience = self._uplink.patience(self._streams, self._buffers.chunk_bytes(0)[1])
+            if late := flights.late(stream, patience):
+                return late
+
+    def has_more(self, to: str) -> bool:
+        """Whether anything waits to be sent to a member."""
+        return to in self._queues and not self._queues[to].empty()
+
+    @property
+    def _streams(self) -> int:
+        """Return how many streams our round has."""
+        return sum(len(tasks) for tasks in self._senders.values())
 
     def _is_carried_by_others(self, to: str) -> bool:
         """Whether other streams than the one of this task take what waits for a member."""
@@ -138,11 +212,14 @@ class Outgoing:
     def _header(self, send: SendChunk) -> ChunkHeader:
         return ChunkHeader.of(send, self._buffers)
 
-    def _answered(self, send: SendChunk, is_taken: bool) -> None:
+    def _answered(self, send: SendChunk, is_taken: bool, seconds: float) -> None:
+        flights = self._flights.get(send.to) if send.round_name == self._round else None
+        is_first = flights is None or flights.end(send)
         if is_taken:
-            start, stop = self._buffers.chunk_bytes(send.chunk)
-            self._uplink.passed(stop - start)
-            self._widen(send.round_name, stop - start)
+            if is_first:
+                start, stop = self._buffers.chunk_bytes(send.chunk)
+                self._uplink.passed(stop - start, seconds)
+                self._widen(send.round_name, stop - start)
             self._host.handle(ChunkSent(send.round_name, send.to, send.chunk, send.reduced))
         else:
             self._host.handle(ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))

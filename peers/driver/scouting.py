@@ -11,7 +11,7 @@ from typing import Protocol
 
 from peers.driver.host import Host
 from peers.driver.traffic import Traffic
-from peers.links.rating import RATING, Rater, ask_rating
+from peers.links.rating import RATING, Rater
 from peers.protocol.events import RateMeasured, ReachSeen
 from peers.streams.channel import Channel, PeerUnreachableError
 from peers.streams.throttle import LinkTime
@@ -19,6 +19,7 @@ from peers.values.reach import Reach
 
 logger = logging.getLogger(__name__)
 
+AGAIN = 1800.0  # seconds after which the link is measured once more, when it is free
 TRIES = 3  # peers that are asked for a measurement before the next heartbeat
 
 
@@ -32,16 +33,21 @@ class ScoutTransport(Protocol):
 
 
 class Scout:
-    """Looks around once in a heartbeat, and measures our link once, before any round has."""
+    """Looks around once in a heartbeat, and measures our link, before any round and now and then between two.
+
+    What rounds show of a link is what they ask of it: whoever reduces little sends little, and would seem to have a
+    slow link.
+    """
 
     def __init__(self, transport: ScoutTransport, traffic: Traffic, host: Host) -> None:
         self._transport = transport
         self._traffic = traffic
         self._host = host
+        self._rater = Rater(transport.no_round)
         self._measuring: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
-        await self._transport.on_stream(RATING, Rater(self._transport.no_round).answer)
+        await self._transport.on_stream(RATING, self._rater.answer)
 
     def look(self) -> None:
         """Tell the protocol how we reach others, and what our link carries."""
@@ -50,7 +56,9 @@ class Scout:
         direct = [peer for peer, way in reach.items() if way.is_direct]
         if self._traffic.rate:
             self._host.handle(RateMeasured(self._traffic.rate))
-        elif direct and (self._measuring is None or self._measuring.done()):
+        is_measuring = self._measuring is not None and not self._measuring.done()
+        is_time = self._traffic.known_for > AGAIN and self._rater.is_idle and not is_measuring
+        if direct and is_time:
             self._measuring = self._host.start(self._measure(direct))
 
     async def _measure(self, peers: list[str]) -> None:
@@ -58,7 +66,7 @@ class Scout:
         for peer in random.sample(peers, min(len(peers), TRIES)):
             try:
                 async with self._transport.stream(peer, RATING) as channel:
-                    upload, download = await ask_rating(channel)
+                    upload, download = await self._rater.ask(channel)
             except PeerUnreachableError as error:
                 logger.debug("no measurement: %s", error)
                 continue

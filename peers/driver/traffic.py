@@ -78,7 +78,12 @@ class Traffic:
         """Bytes a second at which other members' data came in, in the last rounds."""
         return self._incoming.rates
 
+    @property
+    def known_for(self) -> float:
+        """Return how many seconds ago the link was measured without a round; infinity if it never was."""
+        return self._uplink.meter.known_for
+
     def knows(self, upload: float, download: float) -> None:
-        """Take these for the rates of a round, since they were measured otherwise."""
+        """Take in what the link carries, measured while there was no round."""
         self._uplink.meter.knows(upload)
         self._incoming.meter.knows(download)

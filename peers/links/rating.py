@@ -1,4 +1,4 @@
-"""How much a link carries, measured before any round depends on it.
+"""How much a link carries, measured while no round is under way.
 
     asker     prelude ──►   ◄── verdict    frame … ──► ◄── answer …  last frame ──►    ◄── frame …  answer … ──►
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from peers.errors import RemoteProtocolError
 from peers.streams.channel import Channel
@@ -17,7 +19,6 @@ RATING = "rating"
 FIRST, MOST = 1 << 16, 1 << 23  # bytes of one transfer
 LONG_ENOUGH = 0.3  # seconds: less is mostly the way there and back
 PIECE = bytes(1 << 16)
-AT_ONCE = 2  # that are answered; others ask somebody else
 
 
 async def ask_rating(channel: Channel) -> tuple[float, float]:
@@ -31,24 +32,41 @@ async def ask_rating(channel: Channel) -> tuple[float, float]:
 
 
 class Rater:
-    """The other end. It refuses while more important data is under way."""
+    """Measures our link with one other peer at a time, whichever of the two asks: two measurements would share it."""
 
     def __init__(self, is_free: asyncio.Event) -> None:
+        """It refuses unless `is_free`: more important data is under way."""
         self._is_free = is_free
-        self._asking = 0
+        self._is_measuring = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing else is on the link, as far as we know."""
+        return self._is_free.is_set() and not self._is_measuring
+
+    async def ask(self, channel: Channel) -> tuple[float, float]:
+        """Return what `ask_rating` does."""
+        with self._measuring():
+            return await ask_rating(channel)
 
     async def answer(self, channel: Channel) -> None:
+        """Be the other end."""
         await channel.read_prelude()
-        if self._asking >= AT_ONCE or not self._is_free.is_set():
+        if not self.is_idle:
             await channel.refuse("busy now")
             return
-        self._asking += 1
-        try:
+        with self._measuring():
             await channel.accept()
             await _receive(channel)
             await _send(channel)
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        self._is_measuring = True
+        try:
+            yield
         finally:
-            self._asking -= 1
+            self._is_measuring = False
 
 
 async def _send(channel: Channel) -> float:
@@ -56,12 +74,14 @@ async def _send(channel: Channel) -> float:
     size, rate = FIRST, 0.0
     while True:
         began = time.monotonic()
+        passed = Passed()
         for _ in range(0, size, len(PIECE)):
             await channel.send_frame(b"", PIECE)
         for _ in range(0, size, len(PIECE)):
             await channel.read_answer()
+            passed.more(len(PIECE))
         seconds = time.monotonic() - began
-        rate = max(rate, size / max(seconds, 1e-6))
+        rate = max(rate, passed.rate or size / max(seconds, 1e-6))
         if seconds >= LONG_ENOUGH or size >= MOST:
             await channel.send_last_frame()
             return rate
@@ -69,18 +89,34 @@ async def _send(channel: Channel) -> float:
 
 
 async def _receive(channel: Channel) -> float:
-    """Confirm what comes; returns the rate at which it came, over the second half of it."""
-    came, passed = 0, list[tuple[float, int]]()
+    """Confirm what comes; returns the rate at which it came."""
+    passed = Passed()
     data = bytearray(len(PIECE))
     while frame := await channel.read_frame_header():
-        if frame[1] != len(PIECE) or came > 2 * MOST:
+        if frame[1] != len(PIECE) or passed.bytes > 2 * MOST:
             raise RemoteProtocolError(channel.peer, "it measures with something else than agreed")
         await channel.read_frame_data(data)
         await channel.answer_frame(is_taken=True)
-        came += len(data)
-        passed.append((time.monotonic(), came))
-    half = next((place for place, (_, count) in enumerate(passed) if count > came / 2), 0)
-    if len(passed) - half < 2:
-        return 0.0
-    (began, before), (ended, after) = passed[half], passed[-1]
-    return (after - before) / max(ended - began, 1e-6)
+        passed.more(len(data))
+    return passed.rate
+
+
+class Passed:
+    """What has passed, and when."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._until = list[tuple[float, int]]()
+
+    def more(self, count: int) -> None:
+        self.bytes += count
+        self._until.append((time.monotonic(), self.bytes))
+
+    @property
+    def rate(self) -> float:
+        """Return the bytes a second of the second half; 0: too few to tell."""
+        half = [one for one in self._until if one[1] > self.bytes / 2]
+        if len(half) < 2:
+            return 0.0
+        (began, before), (ended, after) = half[0], half[-1]
+        return (after - before) / max(ended - began, 1e-6)

@@ -15,6 +15,8 @@ LEAST_PAYLOADS = 2.0
 SLACK = 2.0
 """How much more than others saw of a peer it may say that its link carries: in a round it need not have been busy."""
 
+ALIKE = 0.8
+"""Of the rate of a link, that another one's is at least that is dealt as much."""
 MOST_PAYLOADS = 8.0
 """That a reducer's link should carry, if others can share the work: of 200 members one alone would carry 199."""
 SPARED = 16
@@ -106,8 +108,24 @@ def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, i
 
 def deal(chunk_count: int, members: int, reducers: Sequence[str], rates: Mapping[str, float]) -> dict[str, int]:
     """How many chunks each reducer averages, such that all links are done together."""
-    chunks = split_by_rate(chunk_count, [rates[peer] for peer in reducers], members)
-    return dict(zip(reducers, chunks, strict=True))
+    alike = evened_out([rates[peer] for peer in reducers])
+    return dict(zip(reducers, split_by_rate(chunk_count, alike, members), strict=True))
+
+
+def evened_out(rates: Sequence[float]) -> list[float]:
+    """Return the rates, of which those that are about the same are the same: their mean.
+
+    A tenth more of a link is a third more to reduce; so what rates are off by would make rounds longer than links that
+    are not quite alike do.
+    """
+    places = sorted(range(len(rates)), key=lambda place: -rates[place])
+    even = list(rates)
+    while places:
+        group = [place for place in places if rates[place] >= ALIKE * rates[places[0]]]
+        for place in group:
+            even[place] = sum(rates[one] for one in group) / len(group)
+        places = places[len(group) :]
+    return even
 
 
 def foreseen(chunks: Mapping[str, int], members: Sequence[str], rates: Mapping[str, float], size: int) -> list[float]:

@@ -18,6 +18,7 @@ from peers.streams.channel import (
     PeerUnreachableError,
     RefusalError,
 )
+from peers.values.clock import now
 
 Item = TypeVar("Item")
 
@@ -34,9 +35,12 @@ class Frame(Generic[Item]):
 class ChunkSender(Generic[Item]):
     """The sending end. `pending` are the items that were written and not confirmed."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
+        """`under_way` returns from how many bytes on, sent and not confirmed, no other frame is sent."""
         self._channel = channel
+        self._under_way = under_way
         self._sizes: deque[int] = deque()  # of what is pending
+        self._begun: deque[float] = deque()  # when the writing of each began
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._written = asyncio.Semaphore(0)
@@ -47,9 +51,11 @@ class ChunkSender(Generic[Item]):
         self,
         header: bytes,
         following: Callable[[], Awaitable[Frame[Item] | None]],
-        answered: Callable[[Item, bool], None],
+        answered: Callable[[Item, bool, float], None],
     ) -> None:
         """Send what `following` gives until that is None, and wait until all of it is answered.
+
+        `answered` is told of each item whether it is taken, and how many seconds of the stream it took.
 
         The first frames follow the header at once: on a long link, waiting for a yes would cost as much as they do.
 
@@ -82,15 +88,17 @@ class ChunkSender(Generic[Item]):
                 return
             self.pending.append(frame.item)
             self._sizes.append(memoryview(frame.data).nbytes)
+            self._begun.append(now())
             self._look_for_room()
             await self._channel.send_frame(frame.header, frame.data)
             self._written.release()
 
-    async def _read_answers(self, answered: Callable[[Item, bool], None]) -> None:
+    async def _read_answers(self, answered: Callable[[Item, bool, float], None]) -> None:
         try:
             await self._channel.read_verdict()
         except PeerRefusedError as error:  # frames are under way: the connection is of no more use
             raise PeerUnreachableError(error.peer, error.reason) from error
+        answered_at = 0.0
         while True:
             await self._written.acquire()
             if self._is_finished and not self.pending:
@@ -98,10 +106,11 @@ class ChunkSender(Generic[Item]):
             is_taken = await self._channel.read_answer()
             self._sizes.popleft()
             self._look_for_room()
-            answered(self.pending.popleft(), is_taken)
+            began, answered_at = max(self._begun.popleft(), answered_at), now()
+            answered(self.pending.popleft(), is_taken, answered_at - began)
 
     def _look_for_room(self) -> None:
-        if len(self._sizes) < FRAMES_UNDER_WAY and sum(self._sizes) < BYTES_UNDER_WAY:
+        if len(self._sizes) < FRAMES_UNDER_WAY and sum(self._sizes) < self._under_way():
             self._has_room.set()
         else:
             self._has_room.clear()

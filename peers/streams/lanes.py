@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 FEWEST, MOST = 4, 64
 IN_ALL = 8  # at least: with one other member alone, what few connections lose is not made up for by others'
-MOST_WITH_BBR = 8
+FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # of many that share a slow link each sends more than its share, and most is lost
 SETTLING = 1.0  # seconds in which connections find their pace: what passes then says nothing
 GAIN = 1.2  # times the rate, for twice as many connections: else they are not worth it
 WINDOW = 0.5  # seconds at least over which a rate is taken
@@ -24,10 +24,10 @@ LASTS = 20  # rounds for which a number is kept before more are tried again
 class Lanes:
     """Told what passes; `count` is how many connections to use."""
 
-    def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = most
+    def __init__(self, fewest: int = FEWEST, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
+        self._least, self._most = fewest, most
         self._clock = clock
-        self.count = self._fewest = FEWEST
+        self.count = self._fewest = fewest
         self._rate = 0.0  # with half as many
         self._is_settled = False
         self._rounds = 0
@@ -37,7 +37,7 @@ class Lanes:
 
     def begin_round(self, others: int) -> None:
         """Use as many connections as before to each of so many members."""
-        self._fewest = max(FEWEST, IN_ALL // max(others, 1))
+        self._fewest = max(self._least, IN_ALL // max(others, 1))
         self.count = max(self.count, self._fewest)
         self._rounds += 1
         if self._rounds % LASTS == 0:

@@ -9,13 +9,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 PIECE = 1 << 18  # bytes that are let through at once
 PIECE_SECONDS = 0.1  # that one piece takes at most, where a rate is given
 READING_PIECE = 1 << 20  # bytes that are read at once where nothing limits it
 BURST = 0.05  # seconds' worth that may be saved up
-WINDOW = 0.5  # seconds over which a rate is taken
-PASSAGES = 16  # chunks over which a rate is taken at least
+WINDOW = 0.5  # seconds over which a rate is taken, at least
+PART = 0.25  # of a round, over which it is taken in a longer one
+KNOWN_FOR = 3600.0  # seconds for which a rate counts that was measured while there was no round
 ROUNDS = 5  # rounds whose best rate counts: links get slower, too
 
 
@@ -134,41 +136,61 @@ class GivingWay(Throttle):
 
 
 class RateMeter:
-    """The best rate that a link was seen to carry in any half second of the last rounds.
+    """The rate that a link was seen to carry in the best part of one of the last rounds.
 
-    What passes is counted when all of a chunk is there. On a slow link that is seldom, so a rate is taken over several
-    of them at least, however long that takes.
+    A chunk is counted when all of it is there, over the time that it took: chunks of many streams, which share the
+    link, end together. The best moment of a long round shows how late this process has read, and not the link.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._best: deque[float] = deque(maxlen=ROUNDS)
-        self._passed: deque[tuple[float, int]] = deque()
-        self._in_window = 0
+        self._best: deque[float] = deque(maxlen=ROUNDS - 1)  # of the rounds before
+        self._known, self._known_at = 0.0, 0.0
+        self._began: float | None = None
+        self._windows = list[float]()  # the bytes of each since the round began
 
     def begin_round(self) -> None:
-        self._best.append(0.0)
-        self._passed.clear()
-        self._passed.append((self._clock(), 0))
-        self._in_window = 0
+        if self._began is not None:
+            self._best.append(self._present)
+        self._began = self._clock()
+        self._windows.clear()
 
-    def passed(self, count: int) -> None:
-        """Count so many bytes that have arrived, here or there."""
-        if not self._best:
+    def passed(self, count: int, seconds: float = 0.0) -> None:
+        """Count so many bytes that have arrived, here or there, in the last `seconds`."""
+        if self._began is None:
             return
-        now = self._clock()
-        self._passed.append((now, count))
-        self._in_window += count
-        while len(self._passed) > PASSAGES and self._passed[1][0] <= now - WINDOW:
-            self._in_window -= self._passed.popleft()[1]
-        began, first = self._passed[0]  # when the window begins, the first chunk has come: it does not count
-        self._best[-1] = max(self._best[-1], (self._in_window - first) / max(now - began, WINDOW))
+        now = self._clock() - self._began
+        began, last = max(now - seconds, 0.0), int(now / WINDOW)
+        self._windows += [0.0] * (last + 1 - len(self._windows))
+        for place in range(int(began / WINDOW), last + 1):
+            share = 1.0
+            if seconds > 0:
+                share = (min(now, (place + 1) * WINDOW) - max(began, place * WINDOW)) / seconds
+            self._windows[place] += count * share
 
     def knows(self, rate: float) -> None:
-        """Take a rate that was measured otherwise for that of a round."""
-        self._best.append(rate)
+        """Take in a rate that was measured while there was no round."""
+        self._known, self._known_at = rate, self._clock()
+
+    @property
+    def known_for(self) -> float:
+        """Return how many seconds ago that was; infinity if it never was."""
+        return self._clock() - self._known_at if self._known else math.inf
 
     @property
     def rate(self) -> float:
-        """Bytes a second; 0: nothing measured."""
-        return max(self._best, default=0.0)
+        """Return bytes a second; 0: nothing measured.
+
+        A measurement without a round counts for more than the best of the last rounds, which may have been a chance;
+        but a link carries no less than it usually did.
+        """
+        rounds = sorted([*self._best, self._present])
+        return max(self._known, rounds[len(rounds) // 2]) if self.known_for < KNOWN_FOR else rounds[-1]
+
+    @property
+    def _present(self) -> float:
+        """Return the rate of the present round."""
+        length = max(1, int(PART * len(self._windows)))
+        until = [0.0, *accumulate(self._windows)]
+        best = max((after - before for before, after in zip(until, until[length:], strict=False)), default=0.0)
+        return best / (length * WINDOW)

@@ -11,7 +11,7 @@ from opendiloco.plan.forecast import Plan, forecast
 from opendiloco.plan.methods import Shape, diloco, streaming
 from opendiloco.plan.report import how_often, too_slow_lines
 from opendiloco.plan.rounds import DELAYS, LINK_SHARE, QUANTIZED, STEPPED, Peer, Swarm, round_of
-from opendiloco.plan.setup import bits_of
+from opendiloco.plan.setup import bits_of, encoded_by
 
 MBIT = 1e6
 SHAPE = Shape((16_000_000,) * 4, rest=36_000_000)
@@ -52,6 +52,16 @@ def test_delays_are_those_of_the_two_that_are_furthest_apart() -> None:
     assert found.arithmetic == pytest.approx(1e8 / QUANTIZED + 1e8 / STEPPED)
 
 
+def test_sparse_payloads_take_longer_to_encode() -> None:
+    """Regression: they were charged what int8 takes."""
+    assert encoded_by("sparse") < encoded_by("int8")
+    settings = replace(SETTINGS, encoded=encoded_by("sparse"))
+    found, usual = compare(plan(peer(count=2)), settings), compare(plan(peer(count=2)), SETTINGS)
+    more = 1e8 / encoded_by("sparse") - 1e8 / encoded_by("int8")
+    assert found[1].round_seconds - usual[1].round_seconds == pytest.approx(more)
+    assert found[-1] == usual[-1], "it has a codec of its own"
+
+
 def test_a_blocking_round_costs_its_seconds_once_a_cycle() -> None:
     alike = plan(peer(count=2))
     found = forecast(alike, diloco(SHAPE, 100, 8))
@@ -67,6 +77,29 @@ def test_overlap_hides_rounds_that_take_less_than_its_steps() -> None:
     assert blocking.utilisation < 0.96
     assert hidden.utilisation == pytest.approx(1)
     assert hidden.round_seconds < 5
+
+
+def test_a_fragment_is_taken_its_overlap_before_it_is_due_and_never_before_the_cycle() -> None:
+    """Of five fragments in ten steps three are taken when a cycle begins, and the last of them comes late."""
+    shape = Shape((20_000_000,) * 5)
+    tight = replace(plan(peer(count=2)), shape=shape, inner_steps=10)
+    [seconds] = {each.transfer for each in [round_of(tight.swarm, 20_000_000, 8)]}
+    lag = 2e7 / QUANTIZED + 2e7 / STEPPED
+    found = forecast(tight, streaming("", shape, 10, 1, 6, 8))
+    assert found.cycle_seconds == pytest.approx(10)
+    hasty = forecast(
+        replace(tight, swarm=Swarm((peer(200 * seconds / 3, count=2),))), streaming("", shape, 10, 1, 6, 8)
+    )
+    assert hasty.cycle_seconds == pytest.approx(5 * 3 + lag, rel=0.05)
+
+
+def test_while_a_round_waits_for_its_last_messages_the_link_carries_the_next() -> None:
+    far = replace(plan(peer(count=2, latency=10.0)), inner_steps=10)
+    method = streaming("", SHAPE, 10, 1, 9, 8)
+    sent = sum(round_of(far.swarm, fragment.values, 8).transfer for fragment in method.fragments)
+    assert sent < 10
+    assert max(round_of(far.swarm, fragment.values, 8).delays for fragment in method.fragments) == 60
+    assert forecast(far, method).cycle_seconds < 5 * 60
 
 
 def test_slow_machines_make_fewer_inner_steps_and_hold_nobody_up() -> None:

@@ -101,7 +101,7 @@ def test_the_papers_spacing_is_a_whole_number_of_steps(fragments: int, spacing: 
 
 
 def test_an_exact_cycle_has_all_its_inner_steps() -> None:
-    assert exact_cycle(100, 8) == ((12, 25, 37, 50, 62, 75, 87, 100), 100)
+    assert exact_cycle(100, 8) == ((13, 25, 38, 50, 63, 75, 88, 100), 100)
 
 
 def test_even_shapes_lose_no_value() -> None:

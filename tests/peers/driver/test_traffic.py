@@ -323,6 +323,29 @@ def test_a_few_streams_carry_all_chunks_of_a_round() -> None:
     simulate(scenario())
 
 
+def test_what_hangs_on_one_stream_goes_out_on_another() -> None:
+    """Regression: one connection that waited for a lost packet held up the round of all for seconds."""
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            host.traffic.knows(1e6, 1e6)
+            c, hung = host.wire.members["c"], list[ChunkHeader]()
+
+            def answer_all_but_the_first(header: ChunkHeader) -> bool:
+                c.may_answer = asyncio.Event()
+                if hung:
+                    c.may_answer.set()
+                hung.append(header)
+                return True
+
+            c.answer = answer_all_but_the_first
+            host.quantized()
+            await host.when(lambda: len(host.seen(ChunkSent)) == 4)
+            assert sorted(c.chunks) == sorted([*((chunk, False) for chunk in (4, 5)), (hung[0].chunk, False)])
+
+    simulate(scenario())
+
+
 def test_a_stream_that_breaks_off_is_reported_and_what_it_owed_sent_again() -> None:
     async def scenario() -> None:
         async with Host.running() as host:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peers.presence.reachability import DOUBT, SEEN_LIMIT, Reachability
 from peers.presence.standing import FORGIVEN, REPLANS, Pairs, Standing
-from peers.protocol.planning import MOST_PAYLOADS, SLACK, Plan, credible_rates, deal, foreseen, plan
+from peers.protocol.planning import MOST_PAYLOADS, SLACK, Plan, credible_rates, deal, evened_out, foreseen, plan
 from peers.values.chunks import payloads_moved
 from peers.values.reach import Reach
 
@@ -182,6 +182,16 @@ def test_shares_are_for_those_who_reduce() -> None:
     rates = dict.fromkeys(NAMES, 10.0)
     assert deal(60, 6, ("a", "b", "c"), rates) == {"a": 20, "b": 20, "c": 20}
     assert deal(60, 6, ("a",), rates) == {"a": 60}
+
+
+def test_links_that_are_about_alike_are_dealt_as_much() -> None:
+    """Regression: each tenth that a measurement was off by made a part a third larger, and all waited for that."""
+    rates = {"a": 2.7, "b": 3.0, "c": 3.2, "d": 2.9}
+    assert deal(60, 4, tuple(rates), rates) == dict.fromkeys(rates, 15)
+    assert evened_out([10.0, 3.0, 9.0, 2.5, 8.0]) == [9.0, 2.75, 9.0, 2.75, 9.0]
+    assert evened_out([1.0, 0.79]) == [1.0, 0.79]
+    assert evened_out([0.0, 1.0]) == [0.0, 1.0]
+    assert evened_out([]) == []
 
 
 def test_who_alone_reduces_is_busy_for_longest() -> None:

@@ -68,7 +68,7 @@ class Outbox:
         self.given += 1
         return Frame(number, b"chunk %d" % number, self.frames[number])
 
-    def _answered(self, number: int, is_taken: bool) -> None:
+    def _answered(self, number: int, is_taken: bool, seconds: float) -> None:
         self.answers.append((number, is_taken))
         if len(self.answers) == len(self.frames):
             self._all_answered.set()
@@ -136,7 +136,7 @@ def test_a_stream_that_was_ended_properly_is_finished_and_another_can_follow() -
                 return frames.pop(0)
 
             left.is_finished = False
-            sending = ChunkSender[int](left).run(b"round 1", following, lambda number, is_taken: None)
+            sending = ChunkSender[int](left).run(b"round 1", following, lambda number, is_taken, seconds: None)
             await asyncio.gather(sending, inbox.receive(right))
             assert left.is_finished
         assert [frame for _, _, frame, _ in inbox.received] == [b"chunk 0", b"chunk 1", b"chunk 2"]
@@ -205,6 +205,31 @@ def test_only_so_many_chunks_are_under_way_without_an_answer() -> None:
     assert outbox.answers == []
 
 
+def test_a_slow_link_has_fewer_bytes_under_way() -> None:
+    async def read_without_answers(channel: Channel) -> None:
+        await channel.read_prelude()
+        await channel.accept()
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    async def send(channel: Channel) -> int:
+        given = 0
+
+        async def following() -> Frame[int]:
+            nonlocal given
+            given += 1
+            return Frame(given, b"", b"data")
+
+        sending = asyncio.create_task(ChunkSender[int](channel, lambda: 10).run(b"", following, lambda *_: None))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        sending.cancel()
+        return given
+
+    given, _ = converse(send, read_without_answers)
+    assert given == 3
+
+
 def test_a_chunk_that_breaks_off_never_arrives() -> None:
     async def break_off(channel: Channel) -> None:
         await channel.send_prelude(b"round 1", 0)
@@ -257,7 +282,7 @@ def test_what_fails_while_a_chunk_is_fetched_ends_the_stream(failure: Exception)
     async def following() -> Frame[int]:
         raise failure
 
-    def ignore(number: int, is_taken: bool) -> None: ...
+    def ignore(number: int, is_taken: bool, seconds: float) -> None: ...
 
     async def send(channel: Channel) -> None:
         sender: ChunkSender[int] = ChunkSender(channel)

@@ -15,7 +15,7 @@ class Link:
     def __init__(self, rate: Callable[[int], float], most: int = MOST) -> None:
         self.now = 0.0
         self.rate = rate
-        self.lanes = Lanes(most, lambda: self.now)
+        self.lanes = Lanes(FEWEST, most, lambda: self.now)
         self.widened: list[int] = []
 
     def round(self, chunks: int = 5_000, has_more: bool = True, others: int = 3) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import pytest
 from peers.streams.channel import STALL_TIMEOUT
 from peers.streams.throttle import (
     BURST,
+    KNOWN_FOR,
     PATIENCE,
     PIECE,
     ROUNDS,
@@ -170,17 +172,53 @@ def test_a_slow_link_is_not_taken_for_a_fast_one(streams: int) -> None:
     for _ in range(20):
         meter.now += streams * CHUNK_BYTES / rate
         for _ in range(streams):  # which share the link, and so end together
-            meter.passed(CHUNK_BYTES)
+            meter.passed(CHUNK_BYTES, streams * CHUNK_BYTES / rate)
     assert rate * 0.8 < meter.rate < rate * 1.3
 
 
-def test_the_best_half_second_counts() -> None:
+def test_the_best_quarter_of_a_round_counts() -> None:
     """A link that waits for slower ones carries more than it was seen to carry on the whole."""
     meter = Meter()
     meter.begin_round()
     for rate in (MEGABYTE, 10 * MEGABYTE, MEGABYTE):
-        meter.now += 10.0
-        meter.carry(rate, 2 * WINDOW)
+        meter.now += 1.0
+        meter.carry(rate, 4.0)
+    assert meter.rate == pytest.approx(10 * MEGABYTE, rel=0.05)
+
+
+def test_a_moment_in_which_much_was_read_is_no_rate() -> None:
+    """Regression: what had come while a process got no turn was read at once, and counted as what its link carries."""
+    meter = Meter()
+    meter.begin_round()
+    meter.carry(MEGABYTE, 10.0)
+    meter.now += 0.4
+    meter.passed(MEGABYTE * 2 // 5)
+    meter.carry(MEGABYTE, 10.0)
+    assert meter.rate == pytest.approx(MEGABYTE, rel=0.05)
+
+
+def test_a_rate_that_was_measured_without_a_round_counts_for_an_hour() -> None:
+    """However little of it rounds ask for; and one round that looks faster is none."""
+    meter = Meter()
+    meter.now = 1000.0
+    assert meter.known_for == math.inf
+    meter.knows(10 * MEGABYTE)
+    for rate in (MEGABYTE, 20 * MEGABYTE, MEGABYTE):
+        meter.begin_round()
+        meter.carry(rate, 1.0)
+    assert meter.known_for == pytest.approx(3.0)
+    assert meter.rate == 10 * MEGABYTE
+    meter.now += KNOWN_FOR
+    assert meter.rate == pytest.approx(20 * MEGABYTE, rel=0.05)
+
+
+def test_a_link_carries_no_less_than_it_usually_did() -> None:
+    """Whoever it was measured with may have had the slower link."""
+    meter = Meter()
+    meter.knows(MEGABYTE)
+    for _ in range(ROUNDS):
+        meter.begin_round()
+        meter.carry(10 * MEGABYTE, 1.0)
     assert meter.rate == pytest.approx(10 * MEGABYTE, rel=0.05)
 
 

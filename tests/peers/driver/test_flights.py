@@ -1,0 +1,53 @@
+"""Chunks that hang on one stream go out on another one."""
+
+from __future__ import annotations
+
+from peers.driver.flights import Flights
+from peers.log.header import Position
+from peers.protocol.effects import SendChunk
+from peers.protocol.rounds import Attempt
+
+
+def send(chunk: int, reduced: bool = False) -> SendChunk:
+    round_name = Attempt(position=Position(index=0, head=bytes(32)), number=1, leader="a")
+    return SendChunk(round_name, "b", chunk, reduced)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_hangs_is_for_another_stream_the_oldest_first() -> None:
+    clock = Clock()
+    flights = Flights(clock)
+    for chunk in (1, 2):
+        flights.begin(send(chunk), "first")
+        clock.now += 1.0
+    assert flights.late("second", patience=2.5) is None
+    clock.now += 1.0
+    assert flights.late("first", patience=2.5) is None, "it would hang there, too"
+    assert flights.late("second", patience=2.5) == send(1)
+
+
+def test_what_is_sent_once_more_has_its_time_again() -> None:
+    clock = Clock()
+    flights = Flights(clock)
+    flights.begin(send(1), "first")
+    clock.now += 3.0
+    flights.begin(send(1), "second")
+    assert flights.late("third", patience=2.5) is None
+    clock.now += 3.0
+    assert flights.late("third", patience=2.5) == send(1)
+
+
+def test_a_chunk_is_answered_once() -> None:
+    flights = Flights(Clock())
+    flights.begin(send(1), "first")
+    flights.begin(send(1), "second")
+    flights.begin(send(1, reduced=True), "first")
+    assert flights.end(send(1))
+    assert not flights.end(send(1))
+    assert flights.end(send(1, reduced=True))
