@@ -17,7 +17,7 @@ from peers.streams.throttle import LinkTime
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
 from peers.transfer.download import PullTransport
-from peers.transfer.spot_check import SpotCheck, serve_contributions
+from peers.transfer.spot_check import SpotCheck, asking, serve_contributions
 from peers.values.clock import now
 from peers.values.workload import Workload
 
@@ -53,7 +53,7 @@ class Rounds:
         self.traffic = Traffic(transport, workload, buffers, host)
         self._run = host.peer.settings.run
         self._members: dict[int, frozenset[str]] = {}  # of each fragment's last round
-        self._spot_check = SpotCheck(transport, workload, buffers, self._run, host.peer.me)
+        self._spot_check = SpotCheck(asking(transport, self._run), workload, buffers, host.peer.me)
         self._reducing = asyncio.Semaphore(REDUCERS)
         self._rounds: dict[int, Round] = {}  # by fragment
         self._began_at: float | None = None

@@ -125,8 +125,9 @@ def certify(
     attempt: AttemptName,
     signatures: Mapping[str, bytes],
     farewells: Mapping[str, tuple[int, bytes]],
+    is_whole: bool = False,
 ) -> Certificate:
-    """Put together a certificate of those signatures that count: no more than are enough, since they are long.
+    """Put together a certificate of those signatures that count: unless it `is_whole`, no more than are enough.
 
     Args:
         signatures: by member, all of this header in this attempt, and of the incarnations that the roster names.
@@ -141,11 +142,18 @@ def certify(
         for place, (peer, _) in enumerate(voters)
         if log.last and peer in farewells and peer not in signatures and farewells[peer][0] <= header.index
     ]
-    enough = len(voters) // 2 + 1
-    if len(votes) >= enough:
-        votes, gone = votes[:enough], []
     number, leader, alone = attempt
-    return Certificate(number=number, leader=leader, alone=alone, votes=tuple(votes), farewells=tuple(gone))
+    whole = Certificate(number=number, leader=leader, alone=alone, votes=tuple(votes), farewells=tuple(gone))
+    short = shortened(whole, log, header)
+    return short.model_copy(update={"votes": whole.votes}) if is_whole else short
+
+
+def shortened(certificate: Certificate, log: LogState, header: Header) -> Certificate:
+    """Return the same with no more signatures than are enough, since they are long and are kept for ever."""
+    enough = len(electorate(log, header)) // 2 + 1
+    if len(certificate.votes) < enough:
+        return certificate
+    return certificate.model_copy(update={"votes": certificate.votes[:enough], "farewells": ()})
 
 
 def prove(certificate: Certificate, log: LogState, header: Header, verify: Verify) -> Proof:

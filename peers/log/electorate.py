@@ -24,6 +24,18 @@ def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
     return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
 
 
+def place_of_turn(turn: int, members: int) -> int:
+    """Return the place of the member that leads in a term.
+
+    Turns count round a ring of places, whose size is a power of two; an empty one falls to the place half a ring before
+    it. So whoever joins at the end, or leaves there, moves no turn but its own. Were it the remainder by the number of
+    members, each of their comings and goings would have somebody else lead, and liars could choose whom.
+    """
+    ring = 1 << (members - 1).bit_length()
+    place = turn % ring
+    return place if place < members else place - ring // 2
+
+
 class Electorate:
     """What a log's end says of peers. Part of `LogState`."""
 
@@ -83,7 +95,7 @@ class Electorate:
         """Who leads before whom: the members that vote, in turn, each for a term; then bystanders, who may be late or
         hold rounds up; and then those on probation."""
         members = self.voting_members
-        first = self.last.index // TERM % len(members) if self.last and members else 0
+        first = place_of_turn(self.last.index // TERM, len(members)) if self.last and members else 0
         return tuple(dict.fromkeys((*members[first:], *members[:first], *self.voters, *self.roster)))
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:

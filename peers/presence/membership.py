@@ -42,15 +42,10 @@ class Roll(dict[str, Heartbeat]):
         return tuple(beat.peer for beat in self.at_work if beat.state is PeerState.READY)
 
     @cached_property
-    def fastest(self) -> float:
-        """The most tokens a second that one of those at work says it trains; 0: nobody says."""
-        return max((beat.speed for beat in self.at_work), default=0.0)
-
-    @cached_property
     def usual(self) -> float:
         """The tokens a second that most of those at work say they train, or more: less than half can't raise it."""
-        speeds = sorted((beat.speed for beat in self.at_work), reverse=True)
-        return speeds[len(speeds) // 2] if len(speeds) > 1 else self.fastest
+        speeds = sorted((beat.speed for beat in self.at_work), reverse=True) or [0.0]
+        return speeds[len(speeds) // 2]
 
 
 @dataclass(slots=True)

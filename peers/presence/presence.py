@@ -61,10 +61,11 @@ class Presence:
     def is_live(self, peer: str) -> bool:
         return self.membership.is_live(peer, self.now)
 
-    @property
-    def fastest(self) -> float:
-        """The most tokens a second that another peer says it trains; 0: nobody says."""
-        return self.live().fastest
+    def speeds(self, log: LogState) -> list[float]:
+        """The tokens a second that others say they train: of those with a lease, since anybody may say anything; before
+        the first entry of all at work."""
+        at_work = self.live().at_work
+        return [beat.speed for beat in at_work if beat.speed and (log.last is None or beat.peer in log.known)]
 
     @property
     def usual(self) -> float:

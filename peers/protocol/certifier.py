@@ -31,24 +31,27 @@ class Certifier:
         self._log = log
         self._farewells = farewells
 
-    def signed(self, header: Header, attempt: AttemptName, signatures: Mapping[str, bytes]) -> dict[str, bytes]:
+    def signed(
+        self, header: Header, attempt: AttemptName, signatures: Mapping[str, bytes], least: int = 0
+    ) -> dict[str, bytes]:
         """Those of the signatures that count: of this header in this attempt, by who may sign.
 
-        Where as many are good as a certificate needs, the others are not looked at. Which these are changes from entry
-        to entry: whoever signs another one for somebody else is found only where its signature is shown.
+        Where as many are good as a certificate needs, and so many at `least`, the others are not looked at. Which these
+        are changes from entry to entry: whoever signs another one for somebody else is found only where its signature
+        is shown.
         """
         voters, good = electorate(self._log, header), dict[str, bytes]()
         first = int.from_bytes(header.digest[:4]) % max(1, len(voters))
         for peer, incarnation in (*voters[first:], *voters[:first]):
-            if peer not in signatures or 2 * len(good) > len(voters):
+            if peer not in signatures or (2 * len(good) > len(voters) and len(good) >= least):
                 continue
             if self._keys.verify(peer, ballot(header, attempt, incarnation).text, signatures[peer]):
                 good[peer] = signatures[peer]
         return good
 
     def certify(self, header: Header, attempt: AttemptName, signed: Mapping[str, bytes]) -> Certificate:
-        """Put together signatures that count."""
-        return certify(self._log, header, attempt, signed, self._farewells())
+        """Put together all of these signatures, which count."""
+        return certify(self._log, header, attempt, signed, self._farewells(), is_whole=True)
 
     def weight(self, header: Header, certificate: Certificate) -> Proof:
         """What a certificate proves that was put together here, so that its signatures have been checked."""

@@ -18,7 +18,7 @@ from peers.protocol.effects import Note, Send, Stop
 from peers.protocol.events import AverageRefuted, Captured, SnapshotFailed, SnapshotRestored, Tick, TrainingDone
 from peers.protocol.internal import EntryMade, Leased, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
-from peers.protocol.messages import Commit, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
+from peers.protocol.messages import Commit, Complete, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
@@ -113,6 +113,9 @@ class Course:
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
         """An entry is committed, and its payload is here: take the outer step for its fragment."""
+        votes = self._desk.polls.at(self.replica.log.of(header.fragment).position)
+        if votes is not None and certificate is not None:
+            votes.made(header, certificate)
         keeps = self.catching_up.keeps_work or not self.replica.log.is_closing(header)
         if not keeps:
             self.trainer.take(WorkEnds(self.replica.log.position, header))
@@ -193,7 +196,8 @@ class Course:
             if self.troubles.readmitted():
                 self.look_for_trouble()
             self.slot.leadership.granted_by = leader
-            self._begin(grant.samples, self.trainer.steps_of_grant(grant.steps, self.presence.fastest))
+            speeds = self.presence.speeds(self.replica.log)
+            self._begin(grant.samples, self.trainer.steps_of_grant(grant.steps, speeds))
 
     def await_lease(self) -> None:
         """There is something new to ask for."""
@@ -290,6 +294,8 @@ class Course:
 
     def answer_elsewhere(self, sender: str, message: Message | Unread) -> None:
         """The sender is at a place that we have left, or have not reached."""
+        if isinstance(message, Complete):
+            self.slot.witness.compare_votes(sender, message)
         followed = self.replica.lineage.after(message.position)
         if followed is not None:
             header, certificate = followed

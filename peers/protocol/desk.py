@@ -14,6 +14,7 @@ from peers.protocol.effects import Effect, Send
 from peers.protocol.events import Event, Received
 from peers.protocol.faults import Court
 from peers.protocol.schedule import Schedule
+from peers.protocol.votes import Polls
 from peers.values.signing import Keys
 from peers.values.workload import PayloadKind
 
@@ -34,6 +35,7 @@ class Desk:
         self.me = me
         self.keys = keys
         self.docket = Docket(Court(keys.verify, payloads))
+        self.polls = Polls(keys.verify)
         self.amending = Amending(settings.run, settings.organiser)
         self.memory = Memory(me, settings.run, incarnation, keys)
         self.settings = settings

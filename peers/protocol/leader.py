@@ -377,7 +377,7 @@ class Leader(Gathering):
         """All say the same. Who has signed something else is lost."""
         name = running.attempt.name
         said = {peer: complete.signature for peer, complete in self._tally.complete.items()}
-        signed = self._certifier.signed(header, name, said)
+        signed = self._certifier.signed(header, name, said, OPEN_LIMIT)  # each may have told others something else
         voters = self._counted(self._members) & set(self._log.voters)
         unsigned = sorted(voters - signed.keys()) if 2 * len(signed) <= len(self._log.voters) else []
         if unsigned:

@@ -39,7 +39,7 @@ class Offer:
         """Offer this, and decide how much to ask for next: a round must take all of the offer as it was made."""
         self._trained = trained
         self._made_at = self._desk.now
-        self._wants = self._trainer.wants(self._presence.fastest)
+        self._wants = self._trainer.wants(self._presence.speeds(self._log))
 
     def ready(self, acceptor: Acceptor, round: Round | None, unproven: tuple[bytes, ...]) -> Ready:
         """What the leader is told. `round` is the one that we are in the middle of, `unproven` names the proofs that we

@@ -2,7 +2,7 @@
 
 What a message says of members, rosters and entries is packed relative to the log at the message's own position
 (short_forms.py). A receiver at that position reads all of it. Any other receiver learns the position alone, and needs
-no more: it can only tell the sender what followed there.
+no more: it can only tell the sender what followed there. What somebody has signed is read at recent positions, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol, get_type_hints
 from peers.log.header import Position
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
-from peers.protocol.messages import KINDS, Commit, Message, Unread
+from peers.protocol.messages import KINDS, Commit, Complete, Message, Unread
 from peers.protocol.rounds import Attempt
 from peers.protocol.short_forms import FORMS, Form, lengthen_attempt, shorten_attempt
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, pack_plain
@@ -162,9 +162,8 @@ class Packer:
     def unpack(self, data: bytes) -> Message | Unread | None:
         """Return what `unpack_message` does. Raises: WireError."""
         kind, position, values = open_envelope(self._run, data)
-        log = self._peer.log
-        is_here = position.is_in_cycle_of(log.position) and position.fragment < log.fragments
-        return _understand(kind, position, values, log.opening(position.fragment) if is_here else None)
+        is_read = kind is Complete or position.is_in_cycle_of(self._peer.log.position)
+        return _understand(kind, position, values, self.log_at(position) if is_read else None)
 
     def log_at(self, position: Position) -> LogState | None:
         """Return the log as it was at a recent position: when a message leaves, an entry may have come already."""

@@ -216,7 +216,7 @@ class Peer:
             case Begin() | Adopt() | Abort() | Holding() | Want() | Compare():
                 slot.take(message, sender)
             case Commit():
-                slot.witness.compare_certificate(sender, message, slot.exchange.round if slot.exchange else None)
+                slot.witness.compare_certificate(message)
                 course.on_commit(sender, message, slot)
             case Refuse() if sender == slot.led_by:
                 course.on_refuse(sender, message, slot)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from peers.errors import LocalProtocolError
-from peers.log.certificate import Certificate, Proof
+from peers.log.certificate import Certificate, Proof, shortened
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
@@ -123,12 +123,13 @@ class Replica(Part):
     def _apply(self, made: EntryMade) -> None:
         if made.certificate is not None and self.log.is_closing(made.header):
             self._presence.entry_made(self.log, made.header.peers, made.certificate.leader)
+        certificate = made.certificate and shortened(made.certificate, self.log, made.header)
         amendment, self.log = self.log.amendment, self.log.append(made.header)
-        self.lineage.append(made.header, self.log, made.certificate)
+        self.lineage.append(made.header, self.log, certificate)
         self._behind, self._advanced_at = None, self._desk.now
         self._enter(APPLYING)
         proofs = tuple(known.data for known in self._desk.docket.behind(made.header.faults))
-        self._desk.emit(Apply(made.header, made.keeps_work, amendment, made.certificate, proofs))
+        self._desk.emit(Apply(made.header, made.keeps_work, amendment, certificate, proofs))
 
     def _apply_or_wait(self, made: EntryMade) -> None:
         if made.header == self.replaying:

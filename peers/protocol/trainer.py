@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
+from statistics import median_high
 from typing import ClassVar
 
 from peers.log.header import Header
@@ -170,20 +172,28 @@ class Trainer(Part):
         lease = next((one.samples for one in entry.leases if one.peer == self._desk.me), None)
         return self.lease is not None and is_loaded and self.lease == lease
 
-    def steps_at_our_speed(self, fastest: float) -> int:
-        """Inner steps that we make while the fastest peer makes all, as heartbeats tell. A newcomer finds out: all."""
+    def _fastest(self, speeds: Collection[float]) -> float:
+        """The highest of others' speeds, as heartbeats tell, but no more than a usual peer keeps up with by the
+        smallest lease: so less than half of all, who may say anything, have nobody train next to nothing."""
+        usual = median_high([self.speed, *speeds])
+        return min(max(speeds, default=0.0), usual / self._pace.smallest_share)
+
+    def _steps_at_our_speed(self, fastest: float) -> int:
+        """Inner steps that we make while the fastest peer makes all. A newcomer finds out: all."""
         return self._pace.steps(self.speed, fastest) if self.speed else self._pace.inner_steps
 
-    def steps_of_grant(self, steps: int, fastest: float) -> int:
-        """Inner steps that we make of a grant of so many. Nobody keeps it for us: in an asynchronous run, which does
-        not wait, we make as many as we have time for until the fastest peer has made them."""
+    def steps_of_grant(self, steps: int, speeds: Collection[float]) -> int:
+        """Inner steps that we make of a grant of so many, beside others with these speeds. Nobody keeps it for us: in
+        an asynchronous run, which does not wait, we make as many as we have time for until the fastest peer has made
+        them."""
+        fastest = self._fastest(speeds)
         if self._pace.contributions is None or not self.speed or self.speed >= fastest:
-            return min(steps, self.steps_at_our_speed(fastest))
+            return min(steps, self._steps_at_our_speed(fastest))
         return max(1, int(steps * self.speed / fastest))
 
-    def wants(self, fastest: float) -> int:
-        """The samples of the next lease that we finish together with the others; 0: a whole one."""
-        settings, steps = self._desk.settings, self.steps_at_our_speed(fastest)
+    def wants(self, speeds: Collection[float]) -> int:
+        """The samples of the next lease that we finish together with others of these speeds; 0: a whole one."""
+        settings, steps = self._desk.settings, self._steps_at_our_speed(self._fastest(speeds))
         return 0 if steps == settings.inner_steps else steps * settings.samples_per_lease // settings.inner_steps
 
     def is_too_slow(self, usual: float) -> bool:

@@ -1,41 +1,53 @@
 """What members have signed that the entry is, as far as we hear of it: two entries by one peer in an attempt are proof.
 
 Each says it in Complete, to its leader or in an open attempt to all; and the certificate of a commit shows what it has
-said to somebody else. Where two branches split, the certificates of both show it.
+said to somebody else. What comes when the entry is made is compared, too. Where two branches split, the certificates of
+both show it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 
 from peers.log.branch import Branch
-from peers.log.certificate import electorate, prove
+from peers.log.certificate import Certificate, electorate, prove
+from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
 from peers.protocol.docket import OF_ONE
 from peers.protocol.faults import SignedEntry, TwoVotes
-from peers.protocol.messages import Commit, Complete, Missed
+from peers.protocol.messages import Commit, Complete
 from peers.protocol.rounds import Attempt, Round
 from peers.values.signing import Verify
 
+PLACES = 8
+"""Places whose votes are remembered: what was said of an entry may come late, but not for long."""
+
 
 class Votes:
-    """Of one slot.
+    """Of one place in the log.
 
     Most members say one thing, and nothing of that is checked: `_first`. What somebody says who has said another thing
     is kept only if it is signed, so that what nobody has signed hides nothing that somebody has.
     """
 
-    def __init__(self, log: Callable[[], LogState], verify: Verify) -> None:
-        """`log` is that before the entry, in the state that we have."""
+    def __init__(self, log: LogState, verify: Verify) -> None:
+        """`log` is that before the entry."""
         self._log = log
         self._verify = verify
         self._first: dict[str, Complete | None] = {}
         self._signed: dict[str, dict[Attempt, SignedEntry]] = {}
+        self._made: tuple[Header, Certificate] | None = None
 
-    def hear(self, sender: str, complete: Complete, round: Round) -> TwoVotes | None:
-        """A member of the round says what it has signed. Returns the proof, if it has signed another entry before in
-        the same attempt."""
+    def hear(self, sender: str, complete: Complete, round: Round | None) -> TwoVotes | None:
+        """A voter, or a member of the round under way, says what it has signed. Returns the proof, if it has signed
+        another entry in the same attempt."""
+        start = self._start(sender, round)
+        if start is None:
+            return None
+        shown = self._shown(sender, complete.attempt)
+        if shown is not None and shown.header != complete.entry:
+            return self._proof(sender, start, complete.attempt, shown, _signed(complete))
         if sender not in self._first:
             self._first[sender] = complete
             return None
@@ -44,65 +56,99 @@ class Votes:
             return None
         if first is not None:
             self._first[sender] = None
-            self._keep(sender, first, round)
-        return self._keep(sender, complete, round)
+            self._keep(sender, start, first)
+        return self._keep(sender, start, complete)
 
-    def compare(self, commit: Commit, round: Round) -> Sequence[TwoVotes]:
+    def made(self, header: Header, certificate: Certificate) -> None:
+        """The entry is made, as this certificate shows, whose signatures have been checked."""
+        self._made = header, certificate
+
+    def compare(self, commit: Commit) -> Sequence[TwoVotes]:
         """Return what is proof if what was said to us is signed. The certificate's own signatures are checked where it
         shows anything, and once: else whoever makes one up would have each of them checked."""
-        found = list(self._differing(commit, round))
+        found = list(self._differing(commit))
         if found and commit.certificate is not None:
             try:
-                prove(commit.certificate, self._log(), commit.header, self._verify)
+                prove(commit.certificate, self._log, commit.header, self._verify)
             except LogError:
                 return ()
         return found
 
-    def _differing(self, commit: Commit, round: Round) -> Iterator[TwoVotes]:
+    def _differing(self, commit: Commit) -> Iterator[TwoVotes]:
         """Yield the votes in a certificate of which their authors said something else to us."""
-        header, certificate, log = commit.header, commit.certificate, self._log()
+        header, certificate, log = commit.header, commit.certificate, self._log
         if certificate is None or log.last is None:
             return
-        number, leader, alone = certificate.attempt
-        attempt = Attempt(position=commit.position, number=number, leader=leader, alone=alone)
-        voters = electorate(log, header)
-        entries: dict[tuple[bytes, Missed], bytes | None] = {}  # what most say alike is looked at once
+        attempt, voters = self._attempt(certificate), electorate(log, header)
         for vote in certificate.votes:
             peer, start = voters[vote.place] if vote.place < len(voters) else ("", 0)
             first = self._first.get(peer)
-            if first is not None and first.attempt == attempt:
-                outcome = first.payload, first.missed
-                if outcome not in entries:
-                    entries[outcome] = self._entry(first, round)
-                said = _signed(entries[outcome], first.signature)
-            else:
-                said = self._signed.get(peer, {}).get(attempt)
+            is_first = first is not None and first.attempt == attempt
+            said = _signed(first) if first and is_first else self._signed.get(peer, {}).get(attempt)
             if said is not None and said.header != header.digest:
                 shown = SignedEntry(header=header.digest, signature=vote.signature)
                 yield TwoVotes(attempt=attempt, member=peer, incarnation=start, first=said, second=shown)
 
-    def _keep(self, sender: str, complete: Complete, round: Round) -> TwoVotes | None:
+    def _shown(self, peer: str, attempt: Attempt) -> SignedEntry | None:
+        """Return what a voter has signed in an attempt, as the certificate of what was made shows."""
+        if self._made is None or self._log.last is None or self._attempt(self._made[1]) != attempt:
+            return None
+        header, certificate = self._made
+        voters = electorate(self._log, header)
+        signatures = (vote.signature for vote in certificate.votes if voters[vote.place][0] == peer)
+        return next((SignedEntry(header=header.digest, signature=signature) for signature in signatures), None)
+
+    def _attempt(self, certificate: Certificate) -> Attempt:
+        number, leader, alone = certificate.attempt
+        return Attempt(position=self._log.position, number=number, leader=leader, alone=alone)
+
+    def _start(self, peer: str, round: Round | None) -> int | None:
+        """Return as which start a peer signs; None where it has nothing to sign."""
+        if round is not None and peer in round.peers:
+            return round.roster[round.peers.index(peer)].incarnation
+        return self._log.incarnations[peer] if peer in self._log.voters else None
+
+    def _keep(self, sender: str, start: int, complete: Complete) -> TwoVotes | None:
         """Remember what a member has said, if it has signed that. Returns what it proves."""
-        start = next((member.incarnation for member in round.roster if member.peer == sender), 0)
-        said, kept = _signed(self._entry(complete, round), complete.signature), self._signed.setdefault(sender, {})
+        said, kept = _signed(complete), self._signed.setdefault(sender, {})
         known = kept.get(complete.attempt)
-        if said is None or (known is not None and known.header == said.header):
+        if known is not None and known.header == said.header:
             return None
-        proof = TwoVotes(attempt=complete.attempt, member=sender, incarnation=start, first=known or said, second=said)
-        if not self._verify(sender, proof.said[1].text, said.signature):
-            return None
-        if known is not None:
+        proof = self._proof(sender, start, complete.attempt, known or said, said)
+        if proof is None or known is not None:
             return proof
         kept[complete.attempt] = said
         if len(kept) > OF_ONE:
             del kept[next(iter(kept))]
         return None
 
-    def _entry(self, said: Complete, round: Round) -> bytes | None:
-        """Return the digest of the entry that a member has signed when it said so; None where none comes of that."""
-        with suppress(LogError):
-            return round.entry(self._log(), dict(said.missed), said.payload).digest
-        return None
+    def _proof(
+        self, sender: str, start: int, attempt: Attempt, known: SignedEntry, said: SignedEntry
+    ) -> TwoVotes | None:
+        """Return what shows both, if the sender has signed what it says now."""
+        proof = TwoVotes(attempt=attempt, member=sender, incarnation=start, first=known, second=said)
+        return proof if self._verify(sender, proof.said[1].text, said.signature) else None
+
+
+class Polls:
+    """The votes at the last places of one peer, also when their entries are made."""
+
+    def __init__(self, verify: Verify) -> None:
+        self._verify = verify
+        self._votes: OrderedDict[tuple[bytes, int], Votes] = OrderedDict()
+
+    def open(self, log: LogState) -> Votes:
+        """Return what was heard at the end of this log, and is heard there from now on."""
+        place = log.position.head, log.position.fragment
+        votes = self._votes.setdefault(place, Votes(log, self._verify))
+        self._votes.move_to_end(place)
+        while len(self._votes) > PLACES:
+            self._votes.popitem(last=False)
+        return votes
+
+    def at(self, position: Position) -> Votes | None:
+        """Return what was heard there, if that is remembered."""
+        return self._votes.get((position.head, position.fragment))
 
 
 def signed_both(one: Branch, other: Branch) -> Iterator[TwoVotes]:
@@ -129,5 +175,6 @@ def signed_both(one: Branch, other: Branch) -> Iterator[TwoVotes]:
                 yield TwoVotes(attempt=attempt, member=peer, incarnation=start, first=said[0], second=said[1])
 
 
-def _signed(header: bytes | None, signature: bytes) -> SignedEntry | None:
-    return None if header is None else SignedEntry(header=header, signature=signature)
+def _signed(said: Complete) -> SignedEntry:
+    """Return what a member says that it has signed. If it has signed something else, it has signed nothing."""
+    return SignedEntry(header=said.entry, signature=said.signature)

@@ -19,7 +19,6 @@ from peers.protocol.patience import Patience
 from peers.protocol.replica import Replica
 from peers.protocol.rounds import Round
 from peers.protocol.showings import Showings
-from peers.protocol.votes import Votes
 from peers.values.wire import digest_of
 
 JUDGED = 16
@@ -37,7 +36,7 @@ class Witness:
         self._patience = patience
         self._showings = Showings(desk.settings.timing.heartbeat_expiry)
         self._committed: dict[str, dict[Author, Commitment]] = {}
-        self._votes = Votes(lambda: log.in_state(replica.state_digest), desk.keys.verify)
+        self._votes = desk.polls.open(log)
         self._seen: dict[Fault, None] = {}  # proven here; the docket may have had to forget the proof since
         self._judged: Counter[str] = Counter()
         self._unheard: set[str] = set()  # whoever has shown what proves nothing
@@ -106,19 +105,19 @@ class Witness:
             if len(committed) > OF_ONE:
                 del committed[next(iter(committed))]
 
-    def compare_votes(self, sender: str, complete: Complete, round: Round | None) -> None:
-        """See whether a member of the round under way has signed another entry before, in the same attempt."""
-        if round is None or sender not in round.remaining or self._desk.docket.convicts(sender):
+    def compare_votes(self, sender: str, complete: Complete, round: Round | None = None) -> None:
+        """See whether a voter, or a member of the round under way, has signed another entry in the same attempt: here,
+        or where we were a moment ago."""
+        votes = self._desk.polls.at(complete.position)
+        if votes is None or self._desk.docket.convicts(sender):
             return
-        if (proof := self._votes.hear(sender, complete, round)) is not None:
+        if (proof := votes.hear(sender, complete, round)) is not None:
             self.file(proof)
 
-    def compare_certificate(self, sender: str, commit: Commit, round: Round | None) -> None:
-        """See whether a member has signed another entry for somebody else than it said to us, in the same attempt. The
-        leader's own certificate has what members said to it."""
-        if round is not None and sender != self._desk.me:
-            for proof in self._votes.compare(commit, round):
-                self.file(proof)
+    def compare_certificate(self, commit: Commit) -> None:
+        """See whether a member has signed another entry for somebody else than it said to us, in the same attempt."""
+        for proof in self._votes.compare(commit):
+            self.file(proof)
 
     def file(self, proof: FaultProof) -> None:
         """Remember a lie that was found, if it is proven."""

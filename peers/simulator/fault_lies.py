@@ -72,7 +72,7 @@ def another_entry(liar: Means, to: str, message: Message) -> Complete | None:
     payload, log = invented((to, message.payload)), liar.log.of(message.position.fragment)
     header = exchange.round.entry(log, dict(message.missed), payload)
     signature = liar.sign(header, message.attempt)
-    return message.model_copy(update={"payload": payload, "signature": signature})
+    return message.model_copy(update={"payload": payload, "entry": header.digest, "signature": signature})
 
 
 class NamesHonest(Lie):

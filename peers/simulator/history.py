@@ -41,6 +41,8 @@ class History:
         """Tokens that count of each peer, in all lineages together."""
         self.named: Counter[str] = Counter()
         """Faults by their kind, once for each peer that has applied their entry."""
+        self.refuted: Counter[str] = Counter()
+        """How often the averages of each peer were found to be wrong."""
         self.amendments: dict[bytes, Amendment | None] = {}
         """What is in force in the cycle that follows a head."""
         self.longest = 0
@@ -104,6 +106,15 @@ class History:
         self.counted.update({member.peer: member.tokens for member in whole})
         self.longest = max(self.longest, closing.index + 1)
         self.smallest_roster = min(self.smallest_roster or len(closing.roster), len(closing.roster))
+
+    def refute(self, peer: str, reducer: str) -> None:
+        """An honest peer has made an average again, and another one than its reducer gave.
+
+        Raises: InvariantError where that one is honest, too.
+        """
+        if reducer not in self.liars:
+            raise InvariantError(f"{peer} finds that {reducer} has averaged wrongly, though honest")
+        self.refuted[reducer] += 1
 
     def check(self, peer: str, log: LogState, states: Sequence[bytes]) -> None:
         """An honest peer is at the end of this log with these states: those that the log's entries lead to.

@@ -28,8 +28,10 @@ from peers.simulator.simulated_log import Frozen
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.simulator.simulated_workload import BLOCK_BYTES
 from peers.transfer.admission import Admitted, ChunkHeader
+from peers.transfer.chunk_average import Reducing
 from peers.values.signing import Keys
 from peers.values.wire import digest_of
+from peers.values.workload import Blocks, Reduction
 
 if TYPE_CHECKING:
     from peers.simulator.simulation import Swarm
@@ -121,9 +123,27 @@ class Lie:
         """Return what goes to another member in place of a chunk; None: nothing."""
         return send, data
 
+    def reduces(self, blocks: Blocks) -> Blocks:
+        """Return what it takes for the average of a chunk that it reduces."""
+        return blocks
+
     def freezes(self, frozen: Frozen) -> Frozen:
         """Return the state that joiners get."""
         return frozen
+
+
+class LiarsCodec:
+    """What a liar averages with."""
+
+    def __init__(self, codec: Reducing, lies: Callable[[], Sequence[Lie]]) -> None:
+        self._codec = codec
+        self._lies = lies
+
+    async def reduce(self, reduction: Reduction) -> Blocks:
+        average = await self._codec.reduce(reduction)
+        for lie in self._lies():
+            average = lie.reduces(average)
+        return average
 
 
 class LiarsPacker(Packer):
@@ -162,6 +182,8 @@ class Liar(SimulatedPeer, Means):
         self.keys = SimulatedKeys(name)
         self._lies = tuple(lie(self, draw) for lie in lies)
         self._is_time = is_time
+        for fragment in self.fragments:
+            fragment.codec = LiarsCodec(fragment.workload, lambda: self.lies)
 
     @property
     def lies(self) -> tuple[Lie, ...]:

@@ -27,6 +27,7 @@ from peers.simulator.liars import Liar, Lie, Said, invented
 from peers.simulator.simulated_log import Frozen
 from peers.simulator.simulated_peer import SimulatedPeer
 from peers.values.wire import digest_of
+from peers.values.workload import Blocks
 
 FAR = 2**61
 """More than any honest run counts up to."""
@@ -225,6 +226,13 @@ class ManyAverages(Lie):
         return send, differing if send.reduced else data
 
 
+class WrongAverages(Lie):
+    """What it averages is wrong, and the same for all: only whoever makes the average again finds that out."""
+
+    def reduces(self, blocks: Blocks) -> Blocks:
+        return bytes(blocks)[::-1]
+
+
 class FalseBlocks(Lie):
     """Its own blocks are such as no encoder makes."""
 
@@ -357,6 +365,7 @@ MEMBERS_LIES: dict[str, type[Lie]] = {
     "twins": Twins,
     "mute": Mute,
     "many averages": ManyAverages,
+    "wrong averages": WrongAverages,
     "false blocks": FalseBlocks,
     "unsigned blocks": UnsignedBlocks,
     "all absent": AllAbsent,

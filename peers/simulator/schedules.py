@@ -16,6 +16,7 @@ from peers.protocol.schedule import Schedule
 from peers.simulator.history import InvariantError
 from peers.simulator.malice import KINDS, Deceit, draw_deceits, plant, thrive
 from peers.simulator.simulation import Faults, Swarm
+from peers.simulator.spot_checks import check_averages
 from peers.values.wire import digest_of
 
 TRACE_LINES = 60
@@ -161,6 +162,7 @@ def live(life: Life, watch: Callable[[Swarm], None] = lambda swarm: None) -> Swa
 
 def _live_with_liars(swarm: Swarm, life: Life) -> None:
     """Strike the honest, and see that in peace they get on, while the liars lie."""
+    check_averages(swarm)
     limit = Schedule(swarm.settings.timing).progress(LONGEST_TRAINING, len(life.liars))
     if not swarm.run(limit, until=lambda: swarm.longest >= 1):
         raise InvariantError(f"no first entry within {limit:.0f} s")

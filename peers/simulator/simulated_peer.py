@@ -284,7 +284,7 @@ class SimulatedPeer:
 
     def _average(self, reduce: ReduceChunk) -> None:
         fragment = self.fragments[reduce.round_name.position.fragment]
-        if event := run_now(average_chunk(fragment.workload, fragment.buffers, self.name, reduce)):
+        if event := run_now(average_chunk(fragment.codec, fragment.buffers, self.name, reduce)):
             self.world.soon(self, event)
 
     def _assemble(self, assemble: AssemblePayload) -> None:

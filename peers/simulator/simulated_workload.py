@@ -10,6 +10,7 @@ from typing import TypeVar
 from peers.log.settings import RunSettings
 from peers.protocol.effects import Train
 from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.chunk_average import Reducing
 from peers.transfer.inspection import inspection, offer
 from peers.values.amendments import Amendment
 from peers.values.leases import prefix, sample_count
@@ -94,6 +95,8 @@ class Fragment:
     def __init__(self, name: str, block_count: int, kept_bytes: int) -> None:
         self.workload = SimulatedWorkload(name, block_count)
         self.buffers = PayloadBuffers(self.workload, kept_bytes)
+        self.codec: Reducing = self.workload
+        """What averages."""
 
     def commit_to(self, trained: Trained) -> Sum:
         """Make a contribution. Return its root."""

@@ -105,6 +105,7 @@ class Swarm:
     on_chunk: Callable[[str, SendChunk], bool] = field(default=lambda sender, send: True)
     on_apply: Callable[[str], None] = field(default=lambda name: None)
     on_effect: Callable[[str], None] = field(default=lambda name: None)
+    on_event: Callable[[SimulatedPeer, Event], None] = field(default=lambda peer, event: None)
     peer_of: Callable[[str, Swarm, tuple[float, float]], SimulatedPeer] = field(
         default=lambda name, swarm, clock: SimulatedPeer(name, swarm, swarm.block_count, swarm.kept_bytes, clock)
     )
@@ -272,6 +273,7 @@ class Swarm:
                 raise
 
     def _take_in(self, peer: SimulatedPeer, event: Event) -> None:
+        self.on_event(peer, event)
         for effect in self.tell(peer, event):
             self.on_effect(peer.name)
             if not peer.alive:

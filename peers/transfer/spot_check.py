@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 
 from peers.errors import DilocoPeerError, RemoteProtocolError
@@ -65,23 +65,37 @@ async def serve_contributions(
     await transport.on_pull(CONTRIBUTION, serve, gives_way=True)
 
 
+Ask = Callable[[str, int, int, int], Awaitable[tuple[ChunkProof, Blocks]]]
+"""Returns what a peer shows of its contribution to a fragment, given the chunk and how long that is. Raises:
+PeerUnreachableError, RemoteProtocolError."""
+
+
+def asking(transport: PullTransport, run: str) -> Ask:
+    """Return what asks the peers of a run."""
+
+    async def ask(peer: str, fragment: int, chunk: int, length: int) -> tuple[ChunkProof, Blocks]:
+        request = pack(ContributionRequest(run=run, fragment=fragment, chunk=chunk))
+        packed, blocks = await transport.pull(peer, CONTRIBUTION, request, length, TIMEOUT)
+        return unpack_from(peer, ChunkProof, packed), blocks
+
+    return ask
+
+
 class SpotCheck:
     """Makes averages again at one peer."""
 
     def __init__(
         self,
-        transport: PullTransport,
+        ask: Ask,
         codec: Reducing,
         buffers: Sequence[PayloadBuffers],
-        run: str,
         me: str,
         chance: random.Random = CHANCE,
     ) -> None:
         """`buffers` are of each fragment; `chance` decides which averages are made."""
-        self._transport = transport
+        self._ask = ask
         self._codec = codec
         self._buffers = buffers
-        self._run = run
         self._me = me
         self._chance = chance
 
@@ -96,7 +110,7 @@ class SpotCheck:
             return None
         average = self._chance.choice(signed)
         reduce = exchange.reduction_of(average.chunk, average.absent)
-        shown = await asyncio.gather(*(self._contribution(exchange, peer, average.chunk) for peer, _ in reduce.members))
+        shown = await self._all([self._contribution(exchange, peer, average.chunk) for peer, _ in reduce.members])
         contributions = [(blocks, weight) for blocks, (_, weight) in zip(shown, reduce.weights, strict=True) if blocks]
         if len(contributions) < len(reduce.members):
             return None
@@ -116,17 +130,20 @@ class SpotCheck:
     def _buffers_of(self, exchange: Exchange) -> PayloadBuffers:
         return self._buffers[exchange.name.position.fragment]
 
+    async def _all(self, asked: Sequence[Coroutine[None, None, Blocks | None]]) -> Sequence[Blocks | None]:
+        """Wait for all at once."""
+        return await asyncio.gather(*asked)
+
     async def _contribution(self, exchange: Exchange, peer: str, chunk: int) -> Blocks | None:
         """Return a member's blocks as it has committed to them; None: they are not to be had (any more)."""
         buffers = self._buffers_of(exchange)
         start, stop = buffers.chunk_bytes(chunk)
+        blocks: Blocks
         try:
             if peer == self._me:
-                proof, blocks = buffers.proof(chunk), bytearray(buffers.own_chunk(chunk))
+                proof, blocks = buffers.proof(chunk), bytes(buffers.own_chunk(chunk))
             else:
-                request = pack(ContributionRequest(run=self._run, fragment=buffers.fragment, chunk=chunk))
-                packed, blocks = await self._transport.pull(peer, CONTRIBUTION, request, stop - start, TIMEOUT)
-                proof = unpack_from(peer, ChunkProof, packed)
+                proof, blocks = await self._ask(peer, buffers.fragment, chunk, stop - start)
         except (KeyError, PeerUnreachableError, RemoteProtocolError):
             return None
         return blocks if exchange.contributions.has(peer, chunk, digest_of(blocks), proof) else None

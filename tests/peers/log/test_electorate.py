@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from peers.log.certificate import electorate
-from peers.log.electorate import TERM
+from peers.log.electorate import TERM, place_of_turn
 from peers.log.exclusions import Fault
 from peers.log.header import BYSTANDER_LIMIT, MEMBER_LIMIT, Header, Member
 from peers.log.outcome import follow, outcome_of
@@ -120,6 +120,16 @@ def test_each_member_leads_for_a_term_before_bystanders(terms: int, leaders: str
     for index in (terms * TERM, terms * TERM + TERM - 1):
         log = replace(FOUNDED, last=last.model_copy(update={"index": index}))
         assert log.leaders == tuple(leaders)
+
+
+def test_whoever_comes_last_moves_no_turn_but_its_own() -> None:
+    """Regression: with each member that came or went somebody else led, so that liars could choose the moment."""
+    for members in range(1, 40):
+        for turn in range(200):
+            before, after = place_of_turn(turn, members), place_of_turn(turn, members + 1)
+            assert after in (before, members)
+        turns = range(100, 100 + 2 * members)
+        assert {place_of_turn(turn, members) for turn in turns} == set(range(members)), "each leads soon"
 
 
 def test_whoever_leads_does_not_choose_the_rosters_order() -> None:

@@ -153,6 +153,5 @@ def test_a_roll_says_who_does_what() -> None:
     assert [one.peer for one in roll.trainers] == ["a", "b", "c"]
     assert [one.peer for one in roll.at_work] == ["a", "b"]
     assert roll.ready == ("a",)
-    assert roll.fastest == max(one.speed for one in roll.at_work)
     membership.observe([beat("a", LOG, PeerState.TRAINING, sequence=2)], 1.0)
     assert membership.live(1.0).ready == ()

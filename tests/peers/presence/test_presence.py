@@ -296,11 +296,15 @@ def test_a_newcomer_first_looks_for_ways_to_those_who_live() -> None:
     assert not presence.seeks_links
 
 
-def test_the_fastest_is_one_that_works() -> None:
-    presence = seeing(speed=500.0)
-    presence.membership.observe([beat("d", AHEAD, PeerState.JOINING, speed=900.0)], 0.0)
-    assert presence.fastest == 500.0
-    assert seeing(names="").fastest == 0.0
+def test_the_speeds_that_count_are_of_those_at_work_that_have_a_lease() -> None:
+    """Regression: what a stranger said of its speed made everybody's leases the smallest."""
+    presence, log = seeing(names=""), first_log()
+    for peer, state, speed in (("a", PeerState.JOINING, 900.0), ("b", PeerState.TRAINING, 0.0)):
+        presence.membership.observe([beat(peer, log, state, speed=speed)], 0.0)
+    assert presence.speeds(log) == [], "it joins, and it does not know"
+    presence.membership.observe([beat("c", log, speed=500.0), beat("stranger", log, speed=1e300)], 0.0)
+    assert presence.speeds(log) == [500.0]
+    assert presence.speeds(LOG) == [500.0, 1e300], "nobody has one yet"
 
 
 def test_what_was_found_out_is_found_out_anew_when_what_it_depends_on_changes() -> None:

@@ -1521,7 +1521,7 @@ def test_a_commit_has_the_signatures_of_its_members() -> None:
     [commit] = {message for _, message in sends(lead.all_complete("abc", begin), Commit)}
     assert commit.certificate is not None
     certifier = Certifier(SimulatedKeys("z"), LOG, dict)
-    assert certifier.proof(commit.header, commit.certificate) == Proof(True, 2), "as many as it takes"
+    assert certifier.proof(commit.header, commit.certificate) == Proof(True, 3), "each sees what the others have signed"
 
 
 def test_who_started_again_need_not_sign_as_the_one_that_it_was() -> None:

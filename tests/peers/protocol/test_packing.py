@@ -30,6 +30,7 @@ from tests.peers.builders import (
     RUN,
     SETTINGS,
     attempt,
+    complete,
     first_log,
     holding,
     ready,
@@ -76,6 +77,18 @@ def test_a_member_that_is_behind_is_told_what_followed() -> None:
     assert (to, commit.header) == ("c", rig.peer.log.last)
     assert unpack_message(RUN, packer.pack(commit), late) == commit
     assert sends(rig.hear("c", Unread(position=OTHER.position)), Commit) == [], "nothing is known of that"
+
+
+def test_what_somebody_has_signed_is_read_a_moment_later_too() -> None:
+    """It may contradict what was made."""
+    rig = at_second()
+    before = rig.peer.lineage.start(LOG.position.head)
+    assert before is not None
+    late = complete(rig.peer.lineage.entries[0], attempt(before), "c", missed=(("a", 1),))
+    packed = pack_message(RUN, late, before)
+    assert Packer(rig.peer).unpack(packed) == late
+    rig.peer.lineage.move(FIRST, ())
+    assert Packer(rig.peer).unpack(packed) == Unread(position=late.position)
 
 
 @dataclass

@@ -105,7 +105,7 @@ def test_who_is_slower_wants_less(speed: float, wanted: int) -> None:
     """Of twenty samples; a newcomer, whose speed is not known, wants all."""
     bench = Bench(replace(SETTINGS, smallest_share=0.1)).training()
     bench.at_step(1, speed)
-    assert bench.trainer.wants(FASTEST) == wanted
+    assert bench.trainer.wants([FASTEST]) == wanted
 
 
 def test_who_is_so_slow_that_no_lease_is_done_in_time_knows_it() -> None:
@@ -122,7 +122,20 @@ def test_a_grant_is_trained_in_time_where_nobody_waits(contributions: float | No
     """Regression: nobody keeps a grant for its peer, so one that trained the smallest share of it came too late each
     time, and was never let in."""
     bench = Bench(replace(SETTINGS, smallest_share=0.2, contributions=contributions)).training()
-    assert bench.at_step(1, speed).trainer.steps_of_grant(8, FASTEST) == steps
+    assert bench.at_step(1, speed).trainer.steps_of_grant(8, [FASTEST]) == steps
+
+
+@pytest.mark.parametrize("others", [[1e300, 100.0], [1e-300, 100.0], [1e300, 1e300, 100.0, 100.0]])
+@pytest.mark.parametrize("contributions", [None, 0.5])
+def test_less_than_half_have_nobody_train_next_to_nothing(contributions: float | None, others: list[float]) -> None:
+    """Regression: in an asynchronous run one that boasted had each newcomer's first contribution be one inner step."""
+    bench = Bench(replace(SETTINGS, smallest_share=0.2, contributions=contributions)).training()
+    bench.at_step(1, speed=100.0)
+    least = bench.trainer.steps_of_grant(10, others)
+    assert least >= 2
+    assert bench.trainer.wants(others) in (0, 2 * least)
+    bench.at_step(1, speed=50.0)
+    assert bench.trainer.steps_of_grant(10, [1e-300, 100.0, 100.0]) == 5, "nor train more than others"
 
 
 def test_the_slack_of_an_asynchronous_run_is_a_part_of_what_training_took() -> None:

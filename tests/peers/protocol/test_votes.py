@@ -9,12 +9,13 @@ from peers.log.certificate import Certificate, Vote
 from peers.log.header import MEMBER_LIMIT, Header
 from peers.log.state import LogState
 from peers.protocol.events import LineageSeen
+from peers.protocol.faults import TwoVotes
 from peers.protocol.messages import Commit, Prove
 from peers.protocol.rounds import Attempt, Round
-from peers.protocol.votes import Votes, signed_both
+from peers.protocol.votes import PLACES, Polls, Votes, signed_both
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
-from tests.peers.builders import PAYLOAD, attempt, commit, complete, first_log, round_of, sends, vote
+from tests.peers.builders import COURT, PAYLOAD, attempt, commit, complete, first_log, round_of, sends, vote
 from tests.peers.protocol.test_peer import at_second
 
 LOG = first_log()
@@ -29,8 +30,11 @@ class Scene:
     def __init__(self) -> None:
         self.checked = 0
         self.round: Round = round_of(ATTEMPT, [LOG.expected(name) for name in "abc"])
-        self.votes = Votes(lambda: LOG, self.verify)
-        assert self.votes.hear("c", complete(self.header(PAYLOAD), ATTEMPT, "c"), self.round) is None
+        self.votes = Votes(LOG, self.verify)
+        assert self.hear(PAYLOAD) is None
+
+    def hear(self, payload: bytes, peer: str = "c", at: Attempt = ATTEMPT) -> TwoVotes | None:
+        return self.votes.hear(peer, complete(self.header(payload), at, peer), None)
 
     def verify(self, peer: str, text: bytes, signature: bytes) -> bool:
         self.checked += 1
@@ -51,10 +55,50 @@ class Scene:
 
 def test_a_certificate_shows_who_has_signed_another_entry() -> None:
     scene = Scene()
-    assert not scene.votes.compare(scene.commit(PAYLOAD, scene.signed(PAYLOAD, "abc")), scene.round)
+    assert not scene.votes.compare(scene.commit(PAYLOAD, scene.signed(PAYLOAD, "abc")))
     assert scene.checked == 0, "nothing is to be shown"
-    [proof] = scene.votes.compare(scene.commit(OTHER, scene.signed(OTHER, "abc")), scene.round)
+    [proof] = scene.votes.compare(scene.commit(OTHER, scene.signed(OTHER, "abc")))
     assert proof.accused == "c"
+
+
+def test_a_vote_that_comes_when_the_entry_is_made_is_compared_with_its_certificate() -> None:
+    """Regression: what came then was not looked at any more."""
+    scene = Scene()
+    made = scene.commit(PAYLOAD, scene.signed(PAYLOAD, "ac"))
+    assert made.certificate is not None
+    scene.votes.made(made.header, made.certificate)
+    assert scene.hear(PAYLOAD) is None
+    assert scene.hear(OTHER, "b") is None, "its signature is not shown"
+    assert scene.hear(OTHER, at=attempt(LOG, 2)) is None, "in a later attempt one may"
+    proof = scene.hear(OTHER)
+    assert proof is not None
+    assert proof.convicts(COURT)
+    forged = complete(scene.header(OTHER), ATTEMPT, "a").model_copy(update={"signature": bytes(64)})
+    assert scene.votes.hear("a", forged, None) is None
+    assert scene.votes.hear("z", complete(scene.header(OTHER), ATTEMPT, "z"), None) is None, "it has no say"
+
+
+def test_what_is_heard_of_a_place_after_it_is_compared_there() -> None:
+    """Regression: the votes of a place were forgotten with it."""
+    rig = at_second().trained().averaging()
+    first, late = (rig.complete("c", payload=payload) for payload in (PAYLOAD, OTHER))
+    rig.hear("c", first)
+    rig.holding().applying()
+    assert first.position != rig.peer.log.position
+    rig.hear("c", first)
+    assert not rig.peer.presence.standing.barred(rig.now)
+    rig.hear("c", late)
+    assert rig.peer.presence.standing.barred(rig.now) == {"c"}
+
+
+def test_votes_are_remembered_at_a_few_places() -> None:
+    polls, log, logs = Polls(VERIFY), LOG, []
+    for _ in range(PLACES + 1):
+        logs.append(log)
+        log = log.append(log.next_header([log.expected(name) for name in "abc"], PAYLOAD))
+        votes = polls.open(logs[-1])
+        assert polls.at(logs[-1].position) is votes is polls.open(logs[-1])
+    assert [polls.at(log.position) is None for log in logs] == [True] + [False] * PLACES
 
 
 def test_whoever_makes_a_certificate_up_has_little_of_it_checked() -> None:
@@ -62,7 +106,7 @@ def test_whoever_makes_a_certificate_up_has_little_of_it_checked() -> None:
     scene = Scene()
     false = Vote(place=2, signature=bytes(64))
     for votes in ((false,) * MEMBER_LIMIT, (*scene.signed(OTHER, "a"), false), scene.signed(OTHER, "ccc")):
-        assert not scene.votes.compare(scene.commit(OTHER, votes), scene.round)
+        assert not scene.votes.compare(scene.commit(OTHER, votes))
     assert scene.checked <= 3
 
 

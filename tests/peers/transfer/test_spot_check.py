@@ -16,7 +16,15 @@ from peers.simulator.simulated_keys import SimulatedKeys
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import inspection, offer
-from peers.transfer.spot_check import ASKED, CONTRIBUTION, MOST, ContributionRequest, SpotCheck, serve_contributions
+from peers.transfer.spot_check import (
+    ASKED,
+    CONTRIBUTION,
+    MOST,
+    ContributionRequest,
+    SpotCheck,
+    asking,
+    serve_contributions,
+)
 from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Reduction
@@ -78,7 +86,8 @@ class Circle:
                 await serve_contributions(
                     self.network[name], RUN, [self.buffers[name]], lambda fragment, peer: peer in self.names
                 )
-            return await SpotCheck(me, Codec(), [self.buffers["b"]], RUN, "b", Chance(chance)).check(self.exchange)
+            spot_check = SpotCheck(asking(me, RUN), Codec(), [self.buffers["b"]], "b", Chance(chance))
+            return await spot_check.check(self.exchange)
 
         return asyncio.run(scenario())
 

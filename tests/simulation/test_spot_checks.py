@@ -1,0 +1,64 @@
+"""Whoever averages wrongly for all alike is found by spot checks alone, and reduces no more; nobody else is blamed."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from peers.log.settings import RunSettings, Timing
+from peers.protocol.messages import Begin, Message
+from peers.simulator.history import InvariantError
+from peers.simulator.malice import Deceit, plant
+from peers.simulator.simulation import Swarm
+from peers.simulator.spot_checks import check_averages
+from peers.values.wire import digest_of
+
+SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, Timing())
+LIAR = "peer3"
+FEW = 8
+"""Entries, within which four that draw one of four others' averages each find a liar's with a probability of 0.9999."""
+
+
+def lying(seed: int) -> Swarm:
+    """Five peers, of which one averages wrongly from the second entry on. Of many blocks it averages some, however slow
+    its link is measured to be."""
+    swarm = Swarm(seed, SETTINGS, block_count=28, unevenness=0.2, traced=False)
+    plant(swarm, (Deceit(LIAR, ("wrong averages",), 2, inf),))
+    for number in range(5):
+        swarm.start(f"peer{number}")
+    return swarm
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_averages_wrongly_for_all_is_found_and_reduces_no_more(seed: int) -> None:
+    swarm, shares = lying(seed), dict[int, int]()
+    check_averages(swarm)
+
+    def on_message(sender: str, to: str, message: Message) -> Message:
+        if isinstance(message, Begin):
+            parts = {share.member.peer: share.chunks for share in message.round.shares}
+            shares[message.position.index] = parts.get(LIAR, 0)
+        return message
+
+    swarm.on_message = on_message
+    assert swarm.run(600.0, until=lambda: swarm.history.refuted[LIAR] > 0)
+    found = swarm.longest
+    assert found <= 2 + FEW
+    assert swarm.run(600.0, until=lambda: swarm.longest >= found + 5)
+    assert [shares[index] for index in range(found + 2, found + 5)] == [0, 0, 0]
+    assert LIAR in swarm.honest[0].peer.log.roster, "it goes on as one that averages nothing"
+
+
+def test_without_spot_checks_nobody_finds_that() -> None:
+    swarm = lying(1)
+    swarm.run(600.0, until=lambda: swarm.longest >= 2 + FEW)
+    assert not any(one.peer.presence.unreached for one in swarm.honest)
+
+
+def test_a_spot_check_that_blames_somebody_honest_is_noticed() -> None:
+    swarm = lying(1)
+    check_averages(swarm)
+    swarm.history.liars = frozenset()
+    with pytest.raises(InvariantError, match=f"{LIAR} has averaged wrongly, though honest"):
+        swarm.run(600.0)
