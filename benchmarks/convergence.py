@@ -39,6 +39,13 @@ def streaming(overlap: int, **changes: Any) -> dict[str, Any]:
 E3M0: dict[str, Any] = {"codec": {"kind": "e3m0"}}
 # Error feedback stands for the outer momentum, as in SparseLoCo.
 SPARSE = {"codec": {"kind": "sparse"}, "outer_optimizer": {"learning_rate": 2.0, "momentum": 0.0}}
+# One block after the other, from the first one on, and plain averages, as in the paper.
+FEDPART = {
+    "streaming": {"layers_per_fragment": 1, "pattern": "sequential", "embeddings": "ends"},
+    "outer_optimizer": {"learning_rate": 1.0, "momentum": 0.0},
+}
+ASYNCHRONOUS: dict[str, Any] = {"rounds": {"policy": "asynchronous"}}
+DELAYED = ASYNCHRONOUS | {"outer_optimizer": {**Setting().outer, "momentum_every": 2}}
 METHODS = (
     Method("one worker, all tokens", "steps"),
     Method("data-parallel", "batches"),
@@ -54,6 +61,11 @@ METHODS = (
     Method("Streaming int8, τ = 1 and 5", changes=streaming(1), overlaps=(1, 5)),
     Method("Streaming e3m0, τ = 1", changes=streaming(1, **E3M0)),
     Method("DiLoCo sparse", changes=SPARSE),
+    Method("FedPart int8", changes=FEDPART, freezes=True),
+    Method("4 replicas int8", times=2),
+    Method("4 replicas int8, two with half the steps", times=2, slow=2),
+    Method("4 replicas int8, two late", changes=ASYNCHRONOUS, times=2, late=2),
+    Method("4 replicas int8, two late, momentum every 2", changes=DELAYED, times=2, late=2),
 )
 BASE = "DiLoCo fp32"
 BARS = (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.freezing import FreezingReference
 from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import FORMATS
 from opendiloco.model.layout import Layout
@@ -88,8 +90,32 @@ class Method:
     """Tables of run.toml that are other than the setting's."""
     is_exact: bool = False
     """Whether pseudo-gradients are averaged in fp32, without a codec."""
+    freezes: bool = False
+    """Whether in each outer step one fragment alone learns, and is exchanged."""
     overlaps: Sequence[int] = ()
     """The replicas' own overlaps."""
+    times: int = 1
+    """How many times as many replicas there are as in the setting, each with so much fewer inner steps."""
+    slow: int = 0
+    """How many of them are half as fast as the others: in each outer step they make half of the inner steps."""
+    late: int = 0
+    """Instead, how many make all of them, so that what they learn counts an outer step later, with its age."""
+
+    def adapt(self, setting: Setting) -> Setting:
+        """Return the setting with this method's replicas, and as many outer steps as all the tokens take."""
+        replicas = self.times * setting.replicas
+        share = (replicas - (self.slow + self.late) / 2) / replicas
+        return replace(
+            setting,
+            replicas=replicas,
+            inner_steps=setting.inner_steps // self.times,
+            outer_steps=math.ceil(setting.outer_steps / share),
+        )
+
+    @property
+    def reference(self) -> type[Reference]:
+        """Return what trains by this method."""
+        return ExactReference if self.is_exact else FreezingReference if self.freezes else Reference
 
 
 @dataclass(frozen=True)
@@ -115,7 +141,7 @@ class ExactReference(Reference):
         average = np.zeros_like(theta)
         for member in members:
             member.store(local, fragment)
-            average += np.float32(member.tokens) * (theta - local[part])
+            average += np.float32(member.tokens) * (member.base[part] - local[part])
         average /= np.float32(sum(member.tokens for member in members))
         momentum *= np.float32(outer.momentum)
         momentum += average
@@ -133,35 +159,50 @@ def warm_start(setting: Setting, seed: int) -> Vector:
 def train(method: Method, setting: Setting, seed: int, warm: Vector) -> Course:
     """Train by one method from warm weights, on the samples that follow those that these have been trained on."""
     pool = SamplePool(setting.warm_steps * setting.replicas * setting.batch_size)
+    total = setting.steps * setting.tokens_per_step
+    setting = method.adapt(setting)
     steps = setting.steps * (setting.replicas if method.kind == "steps" else 1)
     config = setting.config(seed, steps, setting.replicas if method.kind == "batches" else 1, **method.changes)
-    reference = (ExactReference if method.is_exact else Reference)(config)
+    reference = method.reference(config)
     layout, theta = reference.layout, reference.state.theta
     for there, here in zip(Layout([(each.name, each.shape) for each in layout]), layout, strict=True):
         theta[here.slice] = warm[there.slice]
     is_diloco = method.kind == "replicas"
     cycles = _cycles(reference, method, setting, pool) if is_diloco else _straight(reference, steps, pool)
-    every = -(-steps // setting.inner_steps // setting.evaluations)
-    curve, total = [(0.0, reference.held_out_loss())], setting.steps * setting.tokens_per_step
+    all_cycles = steps // setting.inner_steps
+    every = -(-all_cycles // setting.evaluations)
+    curve = [(0.0, reference.held_out_loss())]
     for cycle in cycles:
-        if cycle % every == 0:
-            curve.append((total * cycle * setting.inner_steps / steps, reference.held_out_loss()))
-    sizes = [4 * layout.parameter_count] if method.kind == "batches" else []
-    if is_diloco:
-        values = [fragment.stop - fragment.start for fragment in layout.fragments]
-        sizes = [4 * each if method.is_exact else FORMATS[config.codec.kind].payload_size(each) for each in values]
-    times = setting.outer_steps if is_diloco else steps
-    return Course(tuple(curve), max(sizes, default=0), times * sum(sizes))
+        if cycle % every == 0 or cycle == all_cycles:
+            curve.append((total * cycle / all_cycles, reference.held_out_loss()))
+    if not is_diloco:
+        sent = 4 * layout.parameter_count if method.kind == "batches" else 0
+        return Course(tuple(curve), sent, steps * sent)
+    values = [fragment.stop - fragment.start for fragment in layout.fragments]
+    sizes = [4 * each if method.is_exact else FORMATS[config.codec.kind].payload_size(each) for each in values]
+    cycles_of_each = setting.outer_steps / (len(sizes) if method.freezes else 1)
+    return Course(tuple(curve), max(sizes), round(cycles_of_each * sum(sizes)))
 
 
 def _cycles(reference: Reference, method: Method, setting: Setting, pool: SamplePool) -> Iterator[int]:
-    """Take all outer steps of all replicas; yield how many have been taken."""
-    steps = setting.inner_steps
-    for cycle in range(1, setting.outer_steps + 1):
-        leases, pool = pool.deal([steps * setting.batch_size] * setting.replicas)
-        overlaps: Sequence[int | None] = method.overlaps or [None] * setting.replicas
-        reference.outer_step([Work(f"{number}", lease, steps, overlaps[number]) for number, lease in enumerate(leases)])
-        yield cycle
+    """Take all outer steps of all replicas; yield how many have been taken. The last replicas are slow, or late: of two
+    late ones one is part of every other outer step, and one of those between."""
+    uneven, waiting = setting.replicas - method.slow - method.late, dict[int, Work]()
+    for cycle in range(setting.outer_steps):
+        roster = [waiting.pop(number) for number in list(waiting)]
+        for number in range(setting.replicas):
+            is_uneven = number >= uneven
+            if f"{number}" in [work.replica for work in roster] or (method.late and is_uneven and number % 2 > cycle):
+                continue
+            steps = setting.inner_steps // (2 if is_uneven and method.slow else 1)
+            lease, pool = pool.take(steps * setting.batch_size)
+            work = Work(f"{number}", lease, steps, method.overlaps[number] if method.overlaps else None)
+            if is_uneven and method.late:
+                waiting[number] = replace(work, age=1)
+            else:
+                roster.append(work)
+        reference.outer_step(roster)
+        yield cycle + 1
 
 
 def _straight(reference: Reference, steps: int, pool: SamplePool) -> Iterator[int]:

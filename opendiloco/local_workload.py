@@ -85,6 +85,7 @@ class TrainingWorkload(LocalState):
         self._streams = not config.streaming.is_plain
         self._bases = Bases(self._state, outlives_encoding=self._streams)
         self._work = InnerLoop(0, (), 0, 0)  # what is trained, or has been
+        self._ended_at: int | None = None  # the outer step that has had all of it, or else that it was trained for
         self._residuals = Residuals(config.codec.error_feedback, self._state.fragments)
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
@@ -123,7 +124,9 @@ class TrainingWorkload(LocalState):
             await asyncio.Event().wait()
         self.measuring.forget()
         self._residuals.forget_unanswered()
-        self._work = work
+        if self._ended_at not in (work.index - 1, work.index):
+            self._residuals.forget_all()
+        self._work, self._ended_at = work, work.index
         return await self._inner_loop(work, on_progress, on_captured)
 
     async def _inner_loop(
@@ -173,7 +176,8 @@ class TrainingWorkload(LocalState):
         if counts:
             own = self._contributions[fragment]
             await asyncio.to_thread(self._residuals.take_back, fragment, own, Payload(own.format, own.values, payload))
-        elif not (keeps_work and fragment == len(self._contributions) - 1):  # else the next entry may take our payload
+            self._ended_at = index if fragment == len(self._contributions) - 1 else self._ended_at
+        elif not keeps_work:  # else a later entry may take our payload
             await asyncio.to_thread(self._residuals.forget, fragment)
         self.measuring.taken(payload, index, fragment, keeps_work, amendment)
 
@@ -235,7 +239,8 @@ class LocalWorkload(TrainingWorkload):
     async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
-        self._goes_on = self._handover.begin(work.index) and self._streams
+        follows = self._ended_at == work.index - 1
+        self._goes_on = self._handover.begin(work.index, follows) and self._streams
         if not self._goes_on:
             self.workers.end_rest()  # or it may keep us waiting when it is our turn to evaluate
         try:
@@ -336,6 +341,7 @@ class LocalWorkload(TrainingWorkload):
     def _apply_beside_work(
         self, payload: Blocks, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None
     ) -> None:
+        keeps_work = keeps_work or self._handover.has_told(fragment)
         keeps_work = keeps_work and not self._handover.hands_over(index, fragment)
         super()._apply_beside_work(payload, index, fragment, keeps_work, amendment)
 

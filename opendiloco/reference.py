@@ -14,6 +14,9 @@ leaves something open:
 - Averages are weighted by the tokens of the cycle's leases; in an asynchronous run old ones count less (`aged`).
 - A replica that took no part in the cycle before begins with theta, and nothing is left to be merged into it.
 - A replica with no more inner steps than its overlap merges a fragment before that is synchronised again.
+- A replica may be so slow that its inner steps take several of the others' cycles. Each of its fragments is then part
+  of the first outer step of that fragment that is taken once it is stored. If there was one before, which it missed,
+  nothing is awaited: what comes back is theta as it is when the fragment is stored.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import numpy as np
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
+from opendiloco.config.streaming import StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.inner.cycles import Cycles, Fragmented, Steps
@@ -45,14 +49,21 @@ from peers.values.leases import SampleRange
 
 @dataclass(frozen=True)
 class Work:
-    """One replica's part in one outer step. `overlap` is its own τ (the paper's section 3.3.2), if not the run's. `age`
-    is how many outer steps were taken while it trained, in a run that is asynchronous and does not stream."""
+    """One replica's part in one outer step. `overlap` is its own τ (the paper's section 3.3.2), if not the run's.
+
+    `age` is how many outer steps were taken since the replica began, and `fragments` are those that it brings; None:
+    all. Work that takes several outer steps is in the roster of each that it brings fragments into."""
 
     replica: str
     samples: tuple[SampleRange, ...]
     steps: int
     overlap: int | None = None
     age: int = 0
+    fragments: tuple[int, ...] | None = None
+
+    def brings(self, fragment: int) -> bool:
+        """Return whether a fragment of this outer step has what the replica has learned of it."""
+        return self.fragments is None or fragment in self.fragments
 
 
 @dataclass(frozen=True)
@@ -76,28 +87,50 @@ class Replica(Fragmented, Protocol):
 class Member(Cycles):
     """One replica on its way through the cycles that it takes part in."""
 
-    def __init__(self, replica: Replica, alpha: float, lead: int, error_feedback: float) -> None:
-        super().__init__(replica, len(replica.layout.fragments), alpha, lead)
+    work: Work
+
+    def __init__(self, replica: Replica, streaming: StreamingSection, error_feedback: float) -> None:
+        super().__init__(replica, len(replica.layout.fragments), streaming.mixing, streaming.overlap)
         self.replica = replica
         self.residuals = Residuals(error_feedback, replica.layout.fragments)
-        self._last_index: int | None = None
-        self.base: Vector | None = None
-        """The theta that this cycle's work began with, where others have changed it since."""
-        self.began_at = 0
-        """The outer step for which it trained."""
+        self.base: Vector = np.zeros(replica.layout.size, np.float32)
+        """The theta that what it learns of each fragment counts from."""
+        self.returned = self.base.copy()
+        """What has come back of each fragment, to be merged."""
+        self.began_at = -1
+        """The outer step for which it trains, once it does."""
+        self._ended_at: int | None = None
+        self._streams = len(replica.layout.fragments) > 1 or not streaming.is_plain
 
-    def take_part(self, work: Work, beginning: Beginning, index: int, overlap: int, is_last: bool = False) -> None:
-        """Begin a cycle. A replica that took no part in the cycle before begins with theta."""
-        self.began_at, self.work = index - work.age, work
-        was_there = self._last_index is not None and self.began_at == self._last_index + 1
-        goes_on, self._last_index = was_there and not work.age, index
-        self.base = beginning.theta if work.age else None
-        begin_with = None if goes_on else beginning.theta
+    def take_part(self, work: Work, beginning: Beginning, index: int, overlap: int, outer_steps: int) -> None:
+        """Begin with a lease, or go on with it. A replica that took no part in the cycle before begins with theta."""
+        self.work, began_at = work, index - work.age
+        if began_at == self.began_at:
+            return
+        self.began_at = began_at
+        was_there = self._ended_at is not None and began_at == self._ended_at + 1
+        goes_on = was_there and self._streams
         if not was_there:
             self.residuals.forget_all()
-        lease = work.samples, work.steps
-        self._inner_steps = self.replica.inner_steps(begin_with, self.began_at, *lease, beginning.tokens)
-        self.begin(self._inner_steps, overlap, goes_on, is_last)
+        if not goes_on:
+            self.base[:] = beginning.theta
+        begin_with = None if goes_on else beginning.theta
+        self._inner_steps = self.replica.inner_steps(begin_with, began_at, work.samples, work.steps, beginning.tokens)
+        self.begin(self._inner_steps, overlap, goes_on, is_last=began_at + 1 == outer_steps)
+
+    def bring(self, fragment: int) -> None:
+        """Take the inner steps before a fragment is stored."""
+        assert self.train_up_to(fragment, self.returned), "there are fewer inner steps than planned"
+
+    def get_back(self, part: slice, theta: Vector) -> None:
+        """Go on with a fragment that was stored: with what has come back of it, from which all counts from now on."""
+        self.base[part] = self.returned[part] = theta
+
+    def end(self, index: int) -> None:
+        """Take the inner steps that are left, and have the work end with this outer step."""
+        assert self.train_to_the_end(self.returned), "there are fewer inner steps than planned"
+        self.merge_what_is_due(self.returned)
+        self._ended_at = index
 
     @property
     def tokens(self) -> int:
@@ -116,8 +149,7 @@ class StreamingDiLoCo:
         self.members: dict[str, Member] = {}
         self._rounding = RunRounding.of(config.codec)
         self._is_asynchronous = config.rounds.enough is not None
-        self._keeps = config.rounds.staleness if self._is_asynchronous and config.streaming.is_plain else 0
-        self._beginnings: deque[Beginning] = deque(maxlen=1 + self._keeps)
+        self._beginnings: deque[Beginning] = deque(maxlen=1 + config.rounds.staleness)
         self.index = 0
         self.tokens = 0
         self.amendment: Amendment | None = None
@@ -130,26 +162,35 @@ class StreamingDiLoCo:
 
         Raises: IndexError for work that is older than any that counts.
         """
-        streaming, theta = self.config.streaming, self.state.theta
-        is_last = self.index + 1 == self.config.total_outer_steps
-        self._beginnings.append(Beginning(theta.copy() if self._keeps else theta, self.tokens))
-        members = []
+        members = self.begin(roster)
+        for fragment, part in enumerate(self.state.fragments):
+            present = [member for member in members if member.work.brings(fragment)]
+            before = self.state.theta[part].copy()
+            for member in present:
+                member.bring(fragment)
+            if present:
+                self.synchronise(fragment, present)
+            for member in present:  # late ones did not wait for this
+                member.get_back(part, before if member.work.age else self.state.theta[part])
+        return self.end(present)
+
+    def begin(self, roster: Sequence[Work]) -> list[Member]:
+        """Begin an outer step. Raises: IndexError for work that is older than any that counts."""
+        self._beginnings.append(Beginning(self.state.theta.copy(), self.tokens))
+        streaming, outer_steps, members = self.config.streaming, self.config.total_outer_steps, []
         for work in roster:
             if work.replica not in self.members:
                 feedback = self.config.codec.error_feedback
-                self.members[work.replica] = Member(self._new_replica(), streaming.mixing, streaming.overlap, feedback)
+                self.members[work.replica] = Member(self._new_replica(), streaming, feedback)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
-            members[-1].take_part(work, self._beginnings[-1 - work.age], self.index, overlap, is_last)
-        for fragment in range(len(self.state.fragments)):
-            for member in members:
-                is_there = member.train_up_to(fragment, theta)
-                assert is_there, "there are fewer inner steps than planned"
-            self.synchronise(fragment, members)
+            members[-1].take_part(work, self._beginnings[-1 - work.age], self.index, overlap, outer_steps)
+        return members
+
+    def end(self, members: Sequence[Member]) -> bytes:
+        """End an outer step, and the work of those that bring its last fragment. Returns the state digest."""
         for member in members:
-            is_there = member.train_to_the_end(theta)
-            assert is_there, "there are fewer inner steps than planned"
-            member.merge_what_is_due(theta)
+            member.end(self.index)
         self.index += 1
         self.tokens += sum(member.tokens for member in members)
         return self.state.digest()
@@ -164,8 +205,7 @@ class StreamingDiLoCo:
         for member, payload in zip(members, payloads, strict=True):
             member.store(self._local, fragment)
             rounding = self._rounding.of_contribution(member.began_at, fragment, member.work.samples)
-            base = theta if member.base is None else member.base[part]
-            kernels.quantize_difference(base, local, payload, rounding, member.residuals.of(fragment))
+            kernels.quantize_difference(member.base[part], local, payload, rounding, member.residuals.of(fragment))
             kernels.accumulate(payload, self._weight(member), accumulator)
         rounding = self._rounding.of_average(self.index, fragment)
         kernels.finish_average(accumulator, sum(map(self._weight, members)), average, rounding)

@@ -10,7 +10,7 @@ What may become of fragment p in outer step k, and what the workers are told:
 - Stored, encoded, then applied, whether or not our contribution is in it: its new values are there. Work goes on from
   those, and counts from the new theta.
 - Applied before it is stored, since others have made the entry without us: the same, as soon as it is stored. What was
-  learned of it in this cycle is lost.
+  learned of it goes into the fragment's next entry, for which nobody waits here.
 - No payload, since nobody had trained it, or nobody takes what we have: go on. Work counts from what it counted from.
 - Applied, but workers that had stored it are lost: nothing. New ones train the lease again from the fragments' bases.
   They store it once more, where it is not encoded again, and are told what became of it.
@@ -51,10 +51,10 @@ class Handover:
         self._decided: dict[int, bool] = {}  # whether a fragment's outer step has changed it
         self._told: set[int] = set()
 
-    def begin(self, index: int) -> bool:
-        """Begin a training. Returns whether workers go on from where they are: they have trained the outer step before,
-        and know what became of all of it. Otherwise they are to begin with theta."""
-        goes_on = self._index is not None and index == self._index + 1 and len(self._told) == len(self._state.fragments)
+    def begin(self, index: int, follows: bool) -> bool:
+        """Begin a training. Returns whether workers go on from where they are: it `follows` what they have trained, and
+        they know what became of all of that. Otherwise they are to begin with theta."""
+        goes_on = follows and self._index is not None and len(self._told) == len(self._state.fragments)
         if not goes_on:
             self._bases.begin_all()
         self._index = index
@@ -72,6 +72,11 @@ class Handover:
     def is_encoded(self, fragment: int) -> bool:
         """Return whether a fragment was stored in this training before, by workers that are lost."""
         return fragment in self._encoded
+
+    def has_told(self, fragment: int) -> bool:
+        """Return whether workers go on with a fragment that they have stored: from then on its theta is their base,
+        also where a later outer step takes what they had stored."""
+        return self._index is not None and fragment in self._told
 
     def hands_over(self, index: int, fragment: int) -> bool:
         """Return whether an outer step that is taken now is one that workers wait for: its theta is their next base."""

@@ -80,9 +80,10 @@ class Training:
 
     def look(self) -> None:
         """Look now and then whether an average is awaited, or waits to be applied: the worker may wait for it, and is
-        well all the same."""
-        slots = self._host.peer.slots.values()
-        if self._is_watched and any(slot.state is not SlotState.OPEN for slot in slots):
+        well all the same. Late work waits for nothing."""
+        peer = self._host.peer
+        is_late = peer.log.age(peer.me) > 0
+        if self._is_watched and not is_late and any(slot.state is not SlotState.OPEN for slot in peer.slots.values()):
             self._expect_a_step()
             self._stepped_at = None  # a step that waits is no measure of the next ones
 
@@ -94,9 +95,7 @@ class Training:
         root = await self._quantize(fragment)
         trained = Trained((), self._planned_tokens(train), self._loss, contribution=root)
         self._host.handle(Captured(fragment, trained))
-        slot = self._host.peer.slots.get(fragment)
-        is_offered = slot is not None and slot.state is not SlotState.OPEN
-        if not is_offered and not self._is_applying(fragment):
+        if not self._host.peer.keeps(fragment) and not self._is_applying(fragment):
             await self._workload.unchanged(train.index, fragment)
 
     async def _quantize(self, fragment: int) -> Sum:

@@ -63,9 +63,7 @@ class Awaited:
         if lease is None or not speed:
             return 0.0
         settings = self._settings
-        samples = sample_count(lease)
-        if not self._log.age(peer):  # else it takes part in the entry that closes the cycle alone
-            samples = samples * (self._log.fragment + 1) // self._log.fragments
+        samples = sample_count(lease) * (self._log.fragment + 1) // self._log.fragments
         samples -= (inner_step + 1 + settings.overlap) * settings.samples_per_lease // settings.inner_steps
         return samples * settings.tokens_per_sample / speed - 2 * settings.timing.heartbeat
 

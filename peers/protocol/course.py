@@ -22,14 +22,10 @@ from peers.protocol.messages import Commit, Complete, Elsewhere, Inquire, LeaseG
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
-from peers.protocol.trainer import Trainer, TrainerState
+from peers.protocol.trainer import NOTHING, Trainer, TrainerState
 from peers.protocol.troubles import Troubles
 from peers.values.amendments import Amendment
 from peers.values.leases import Lease
-from peers.values.workload import Trained
-
-NOTHING = Trained((), 0, 0.0)
-"""What a peer has trained for a fragment whose turn it missed."""
 
 
 class Course:
@@ -77,8 +73,7 @@ class Course:
         for slot in list(self.slots.values()):
             if self.has_left:
                 return
-            if self._has_missed(slot):
-                slot.take(WorkDone(NOTHING))
+            self._offer_captured(slot)
             slot.take(Tick())
             slot.leadership.tick()
 
@@ -88,18 +83,27 @@ class Course:
 
     def on_captured(self, event: Captured) -> None:
         """In the midst of training a fragment's turn has come."""
+        self.trainer.capture(event)
         slot = self.slots.get(event.fragment)
-        is_replayed = self.replica.replaying is not None and self.replica.replaying.fragment == event.fragment
-        is_for_this_cycle = self.trainer.is_training and not self.catching_up.keeps_work and not is_replayed
-        if slot is not None and is_for_this_cycle and slot.state is SlotState.OPEN:
-            slot.take(WorkDone(event.trained))
+        if slot is not None:
+            self._offer_captured(slot)
 
-    def _has_missed(self, slot: Slot) -> bool:
-        """Whether a fragment's turn has passed without us. We still have a say in what its entry is, and may hear that
-        it is made."""
+    def keeps(self, fragment: int) -> bool:
+        """Whether what was captured of a fragment is in a slot, or waits for one, or is in an entry."""
+        return fragment in self.trainer.captured
+
+    def _offer_captured(self, slot: Slot) -> None:
+        """Bring what was captured of a fragment into its slot, in this cycle or a later one; or nothing, if its turn
+        has passed without us. We still have a say in what its entry is, and may hear that it is made."""
+        if slot.state is not SlotState.OPEN or slot.log.closes:
+            return
+        replaying, captured = self.replica.replaying, self.trainer.captured.get(slot.log.fragment)
+        is_replayed = replaying is not None and replaying.fragment == slot.log.fragment
         is_past = self.trainer.state is TrainerState.TRAINED or bool(self.replica.log.made)
-        is_open = slot.state is SlotState.OPEN and not slot.log.closes
-        return is_open and is_past and not self.trainer.is_training and self.replica.state is ReplicaState.LEVEL
+        if captured is not None and not self.catching_up.keeps_work and not is_replayed:
+            slot.take(WorkDone(captured))
+        elif is_past and not self.trainer.is_training and self.replica.state is ReplicaState.LEVEL:
+            slot.take(WorkDone(NOTHING))
 
     def on_trained(self, done: TrainingDone) -> None:
         was_training = self.trainer.is_training
@@ -119,6 +123,7 @@ class Course:
         keeps = self.catching_up.keeps_work or not self.replica.log.is_closing(header)
         if not keeps:
             self.trainer.take(WorkEnds(self.replica.log.position, header))
+        self.trainer.entered(header)
         self.replica.take(EntryMade(header, certificate, keeps))
         self.turn()
 
@@ -141,6 +146,8 @@ class Course:
             return
         kept, self.catching_up.keeps_work = self.catching_up.keeps_work, False
         lease = self.replica.log.leases.get(self._me)
+        for slot in list(self.slots.values()):
+            self._offer_captured(slot)
         if kept and self.trainer.state is TrainerState.TRAINED:
             self._offer_work()
         elif kept:

@@ -292,6 +292,10 @@ class Peer:
         """As much of another one's log as is to be taken for the run's; see `Search.believed`."""
         return self._course.catching_up.search.believed(theirs, ours)
 
+    def keeps(self, fragment: int) -> bool:
+        """Whether what was captured of a fragment in this training is of use, in this cycle or a later one."""
+        return self._course.keeps(fragment)
+
     def is_live(self, peer: str) -> bool:
         """Whether its heartbeats say so, as of the last event."""
         return self.presence.is_live(peer)

@@ -7,16 +7,18 @@ from enum import StrEnum
 from statistics import median_high
 from typing import ClassVar
 
-from peers.log.header import Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.protocol.desk import Desk
 from peers.protocol.effects import StopTraining, TokensLost, Train
-from peers.protocol.events import TrainingDone, TrainingProgress
+from peers.protocol.events import Captured, TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
 from peers.protocol.pace import Pace
 from peers.protocol.part import Part, Row, Table
 from peers.values.leases import Lease, sample_count
 from peers.values.workload import Progress, Trained
 
+NOTHING = Trained((), 0, 0.0)
+"""What a peer has trained for a fragment whose turn it missed."""
 STUCK = 3.0
 """Times the longest pause between two signs of progress, after which a worker seems to hang."""
 
@@ -57,6 +59,8 @@ class Trainer(Part):
         self.lease: Lease | None = None
         self.trained: Trained | None = None
         self.progress: Progress | None = None
+        self.captured: dict[int, Trained] = {}
+        """What was captured of fragments in this training; nothing of those of which an entry has it."""
         self.speed = 0.0  # tokens a second, when we last trained
         self.in_vain = 0  # leases in a row of which nothing came into an entry
         self._desk = desk
@@ -115,8 +119,21 @@ class Trainer(Part):
                 reason = f"no entry after {ends.position} takes what we have trained"
                 self._desk.emit(TokensLost("work", self.work, reason))
         self.lease = self.trained = self.progress = None
+        self.captured = {}
         if self.state is not IDLE:
             self._enter(IDLE)
+
+    def capture(self, event: Captured) -> None:
+        """Keep what was captured of a fragment, until an entry has it."""
+        if self.state is TRAINING:
+            self.captured[event.fragment] = event.trained
+
+    def entered(self, entry: Header) -> None:
+        """A fragment's entry is made. What was captured of it is in that, or waits for the next one. Where nobody had
+        trained it, workers have gone on with what they have: it is captured once more."""
+        fragment = entry.fragment
+        if fragment in self.captured and (entry.payload == NO_PAYLOAD or entry.tokens_of(self._desk.me)):
+            self.captured[fragment] = NOTHING
 
     def stop(self) -> None:
         if self.state is TRAINING:

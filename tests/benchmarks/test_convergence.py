@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.convergence import METHODS, PANELS, QUICK, plot, row
+from benchmarks.freezing import FreezingReference
 from benchmarks.methods import Course, ExactReference, Method, train, warm_start
 from opendiloco.data.sample_order import SampleOrder
 from opendiloco.reference import Reference, Work
@@ -48,6 +50,47 @@ def test_a_worker_with_its_share_trains_a_part_of_them(warm: Vector, trained: li
     course = train(Method("any", "alone"), QUICK, 0, warm)
     assert len(set(trained)) == QUICK.steps * QUICK.batch_size
     assert course.curve[-1][0] == QUICK.steps * QUICK.tokens_per_step
+
+
+@pytest.mark.parametrize("method", [Method("any", times=2, slow=2), Method("any", times=2, late=2)])
+def test_uneven_replicas_train_as_many_tokens_in_more_outer_steps(
+    method: Method, warm: Vector, trained: list[int]
+) -> None:
+    course = train(method, QUICK, 0, warm)
+    assert method.adapt(QUICK).outer_steps > QUICK.outer_steps
+    assert len(trained) == len(set(trained)), "each sample once"
+    tokens = len(trained) * QUICK.sequence_length
+    assert tokens == pytest.approx(QUICK.steps * QUICK.tokens_per_step, rel=0.1)
+    assert course.curve[-1][0] == QUICK.steps * QUICK.tokens_per_step
+
+
+def test_of_two_late_replicas_one_is_part_of_each_outer_step(warm: Vector, monkeypatch: pytest.MonkeyPatch) -> None:
+    ages: list[dict[str, int]] = []
+    outer_step = Reference.outer_step
+
+    def note(self: Reference, roster: Sequence[Work]) -> bytes:
+        ages.append({work.replica: work.age for work in roster})
+        return outer_step(self, roster)
+
+    monkeypatch.setattr(Reference, "outer_step", note)
+    train(Method("any", times=2, late=2), QUICK, 0, warm)
+    assert ages == [{"0": 0, "1": 0}, {"0": 0, "1": 0, "2": 1}, {"0": 0, "1": 0, "3": 1}]
+
+
+def test_what_is_frozen_stays_as_it_is(warm: Vector) -> None:
+    method = next(method for method in METHODS if method.freezes)
+    algorithm = FreezingReference(QUICK.config(0, QUICK.steps, **method.changes))
+    changed: list[set[int]] = []
+    for first in range(0, 48 * len(algorithm.state.fragments), 48):
+        before = algorithm.state.theta.copy()
+        algorithm.outer_step(
+            [Work(name, (SampleRange(first + at, first + at + 24),), 6) for name, at in (("a", 0), ("b", 24))]
+        )
+        parts = enumerate(algorithm.state.fragments)
+        changed.append(
+            {number for number, part in parts if not np.array_equal(before[part], algorithm.state.theta[part])}
+        )
+    assert changed == [{number} for number in range(len(algorithm.state.fragments))]
 
 
 def test_all_begin_with_the_same_weights_wherever_fragments_lie(warm: Vector) -> None:

@@ -73,25 +73,32 @@ class Uneven:
     SPEEDS = (1.0, 0.97, 0.94, 0.9, 0.2, 1 / 16)
     SLOWEST = "peer5"
 
-    def __init__(self, contributions: float | None, training: float, cycles: int = 20) -> None:
-        settings = replace(SETTINGS, minimum_peers=4, staleness=2, contributions=contributions)
+    def __init__(self, contributions: float | None, training: float, cycles: int = 20, fragments: int = 1) -> None:
+        settings = replace(SETTINGS, minimum_peers=4, staleness=2, contributions=contributions, fragments=fragments)
         step = training / settings.inner_steps
         self.swarm = Swarm(1, settings, speeds=self.SPEEDS, step_seconds=step, unevenness=0.03, traced=False)
         self.swarm.peer_of = lambda name, swarm, clock: Watched(name, swarm, BLOCKS, KEPT_BYTES, clock)
         self.entries: dict[int, Header] = {}
+        self.of_fragments: dict[tuple[int, int], Header] = {}
         self.swarm.on_apply = self._see
         for place in range(len(self.SPEEDS)):
             self.swarm.start(f"peer{place}")
         self.swarm.run(cycles * training)
 
     def _see(self, name: str) -> None:
-        header = self.swarm.peers[name].peer.log.last
-        assert header is not None
-        self.entries[header.index] = header
+        for header in self.swarm.peers[name].peer.lineage.entries:
+            self.of_fragments[header.fragment, header.index] = header
+            if header.fragment == self.swarm.settings.fragments - 1:
+                self.entries[header.index] = header
 
     def count_of(self, peer: str) -> int:
         """Return the entries that the peer's work counts in."""
         return sum(header.tokens_of(peer) > 0 for header in self.entries.values())
+
+    def counts_of(self, peer: str, fragment: int) -> list[int]:
+        """Return the cycles in which the peer's work on a fragment counts."""
+        places = sorted(place for place in self.of_fragments if place[0] == fragment)
+        return [place[1] for place in places if self.of_fragments[place].tokens_of(peer)]
 
     def seconds_of(self, peer: str) -> float:
         """Return the seconds for which the peer has trained what counts."""
@@ -126,3 +133,16 @@ def test_whoever_is_late_in_an_asynchronous_run_trains_all_the_time_and_all_of_i
     kept = sum(piece.stop - piece.start for lease in entries[-1].leases for piece in lease.samples)
     free = sum(piece.stop - piece.start for piece in entries[-1].free)
     assert entries[-1].cursor == given + kept + free, "none is skipped"
+
+
+def test_in_a_run_that_streams_late_work_counts_for_each_fragment_once() -> None:
+    """Regression: what the slowest peer had learned of a fragment counted only if it was stored in a cycle before the
+    others made that fragment's entry: here, of the first one never."""
+    going = Uneven(0.5, 100.0, cycles=12, fragments=3)
+    leases = len(going.counts_of(going.SLOWEST, 2))
+    assert leases >= 3
+    for fragment in range(3):
+        counts = going.counts_of(going.SLOWEST, fragment)
+        assert abs(len(counts) - leases) <= 1, "one may be under way when this is over"
+        assert {later - earlier for earlier, later in pairwise(counts[1:])} == {3}
+        assert len(going.counts_of("peer0", fragment)) >= 0.85 * len(going.entries), "nobody else loses by that"

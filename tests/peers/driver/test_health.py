@@ -79,12 +79,31 @@ def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health,
     assert health.reasons == []
 
 
+def host_with(slot: SimpleNamespace, age: int) -> Any:
+    """A host whose peer has one slot, and a lease of this age."""
+    log = SimpleNamespace(age=lambda peer: age)
+    return SimpleNamespace(peer=SimpleNamespace(slots={0: slot}, log=log, me="me"), handle=lambda event: None)
+
+
+def test_a_late_worker_waits_for_no_average(health: Health, clock: Clock) -> None:
+    host = host_with(SimpleNamespace(state=SlotState.READY), age=1)
+
+    def look() -> None:
+        clock.seconds += STEP_LIMIT + 1
+        training.look()
+        assert health.reasons == [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]
+
+    workload = Worker(look)
+    training = Training(workload, [PayloadBuffers(workload, 0)], asyncio.Lock(), asyncio.Lock(), host)
+    asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
+
+
 @pytest.mark.parametrize("awaited", [SlotState.READY, SlotState.AVERAGING, SlotState.CONCLUDED])
 def test_a_worker_that_waits_for_an_average_is_well(awaited: SlotState, health: Health, clock: Clock) -> None:
     """However long that takes, and however long it waits to be applied; from then on it counts anew."""
     seen: list[list[str]] = []
     slot = SimpleNamespace(state=awaited)
-    host: Any = SimpleNamespace(peer=SimpleNamespace(slots={0: slot}), handle=lambda event: None)
+    host = host_with(slot, age=0)
 
     def wait() -> None:
         for _ in range(3):

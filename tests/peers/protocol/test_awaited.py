@@ -105,3 +105,14 @@ def test_a_fragment_needs_less_than_a_lease() -> None:
     early, closing = Leading(log=log.of(0)), Leading(log=log.of(1))
     assert not early.ready("ab").is_time(0.0, "ab", early.at(step)), "it is there"
     assert closing.ready("ab").is_time(0.0, "ab", closing.at(step))
+
+
+def test_a_fragment_of_an_old_lease_needs_no_more() -> None:
+    """It goes into that fragment's entry, and not into the one alone that closes the cycle."""
+    log = replace(first_log(), fragments=2)
+    assert log.last is not None
+    old = replace(log, last=log.last.model_copy(update={"index": log.last.index + 1}))
+    assert old.age("c") == 1
+    early, closing = Leading(log=old.of(0)), Leading(log=old.of(1))
+    assert not early.ready("ab").is_time(0.0, "ab", early.at(0))
+    assert closing.ready("ab").is_time(0.0, "ab", closing.at(0))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from peers.log.header import Header, Member
+from peers.log.electorate import take_order
+from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
@@ -12,15 +14,25 @@ from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Apply, FetchPayload, StopTraining, TokensLost
-from peers.protocol.events import Applied, Captured, HeartbeatsSeen, PayloadFetched, PayloadNotFetched
+from peers.protocol.events import (
+    Applied,
+    Captured,
+    Digested,
+    HeartbeatsSeen,
+    PayloadFetched,
+    PayloadNotFetched,
+    TrainingDone,
+    TrainingProgress,
+)
 from peers.protocol.internal import Behind, EntryMade, NobodyAhead
-from peers.protocol.messages import Inquire
+from peers.protocol.messages import Inquire, Ready
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.schedule import Schedule
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.simulator.simulated_keys import SimulatedKeys
-from peers.values.workload import Trained
+from peers.values.leases import SampleRange
+from peers.values.workload import Progress, Trained
 from tests.peers.builders import (
     PAYLOAD,
     PAYLOADS,
@@ -34,10 +46,11 @@ from tests.peers.builders import (
     member,
     of,
     sends,
+    trained,
 )
 
 TWO = replace(SETTINGS, fragments=2)
-THREE = replace(SETTINGS, fragments=3)
+THREE = replace(SETTINGS, fragments=3, staleness=3)
 CAPTURED = Trained((), TOKENS, 1.0)
 OFFERS = tuple(Member(peer=name, tokens=TOKENS, samples=()) for name in "abc")
 
@@ -177,3 +190,99 @@ def test_what_is_made_while_another_entry_cannot_be_replayed_is_applied() -> Non
     replica.take(NobodyAhead())
     assert replica.state is ReplicaState.APPLYING
     assert of(desk.take_effects(), Apply) == [Apply(second, True)]
+
+
+class Late:
+    """b among a and c, in cycles of three fragments. What others make it hears, fetches and applies."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(settings=THREE).joined()
+        self.rig.do(TrainingDone(trained(self.rig.lease)))
+        self.makes("abc", range(3))
+        self.rig.do(TrainingProgress(Progress(1, 1.0, 10.0)))
+
+    def makes(self, names: str, fragments: Iterable[int], payload: bytes = PAYLOAD) -> None:
+        """Entries of the present cycle are made of what these have trained, all of their leases."""
+        rig = self.rig
+        for fragment in fragments:
+            log = rig.peer.log.of(fragment)
+            leases = log.leases or {
+                name: (SampleRange(20 * place, 20 * place + 20),) for place, name in enumerate("abc")
+            }
+            offers = [
+                Member(peer=name, tokens=TOKENS * (payload != NO_PAYLOAD), samples=leases[name] if log.closes else ())
+                for name in take_order(log.roster, names)
+            ]
+            header = log.next_header(offers, payload)
+            self.see(further=1)
+            rig.hear("a", commit(log, header))
+            if payload != NO_PAYLOAD:
+                rig.do(PayloadFetched(header))
+            rig.do(Applied(header))
+            if log.closes:
+                rig.do(Digested(header, STATE))
+            self.see()
+
+    def see(self, further: int = 0) -> None:
+        """See where the others are: with b, or so many cycles further."""
+        log, self.rig.sequence = self.rig.peer.log, self.rig.sequence + 1
+        index = log.position.index + further
+        seen = [beat(peer, log, sequence=self.rig.sequence).model_copy(update={"index": index}) for peer in "ac"]
+        self.rig.do(HeartbeatsSeen(tuple(seen)))
+
+    def says(self) -> dict[int, int]:
+        """Return the tokens that b is ready with, by fragment."""
+        return {ready.position.fragment: ready.tokens for _, ready in sends(self.rig.tick(), Ready)}
+
+
+def test_what_comes_too_late_for_a_fragments_entry_goes_into_its_next_one_and_no_further() -> None:
+    late = Late()
+    late.makes("ac", [0])
+    assert not sends(late.rig.do(Captured(0, CAPTURED)), Ready)
+    assert late.rig.peer.keeps(0), "workers get the new values: they need not train it anew"
+    late.makes("ac", [1, 2])
+    assert late.rig.is_in(State.TRAINING)
+    assert late.says() == {0: TOKENS}
+    late.rig.do(Captured(1, CAPTURED))
+    assert late.says() == {0: TOKENS, 1: TOKENS}, "that is in time for another cycle than its lease's"
+    late.makes("abc", [0, 1])
+    late.makes("ac", [2])
+    assert late.rig.peer.log.age("b") == 2
+    assert late.says() == {0: 0, 1: 0}, "it has its say, and gives nothing twice"
+
+
+def test_a_late_worker_that_hangs_is_noticed_though_its_peer_is_ready() -> None:
+    """It waits for none of the averages that take what it has learned."""
+    late = Late()
+    late.makes("ac", [0])
+    late.rig.do(Captured(0, CAPTURED))
+    late.makes("ac", [1, 2])
+    for _ in range(int(TIMING.partition_grace) + 2):
+        assert not late.rig.peer.trainer.is_stuck
+        late.rig.tick()
+        late.see()
+        if late.rig.peer.trainer.is_stuck:
+            return
+    raise AssertionError("its worker has shown nothing for longer than ever")
+
+
+def test_what_a_skipped_fragment_was_captured_for_is_captured_once_more() -> None:
+    """Workers are told to go on with what they have: all of it is in their next capture."""
+    late = Late()
+    late.makes("ac", [0], NO_PAYLOAD)
+    late.makes("ac", [1, 2])
+    late.rig.do(Captured(0, CAPTURED))
+    assert late.says() == {0: TOKENS}
+    late.makes("ac", [0], NO_PAYLOAD)
+    late.makes("ac", [1, 2])
+    assert late.says() == {0: 0}
+
+
+def test_a_new_lease_begins_with_nothing_captured() -> None:
+    late = Late()
+    late.makes("ac", [0])
+    late.rig.do(Captured(0, CAPTURED))
+    late.makes("abc", [1, 2])
+    assert late.rig.is_in(State.TRAINING)
+    assert not late.says()
+    assert not late.rig.peer.keeps(0)
