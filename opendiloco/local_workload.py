@@ -276,6 +276,7 @@ class LocalWorkload(TrainingWorkload):
 
     async def contribution(self, fragment: int = 0) -> Blocks:
         contribution = await super().contribution(fragment)
+        self._handover.read(fragment)
         if self._streams and fragment == len(self._codecs) - 1:
             await self._handover.stored(fragment)
         return contribution

@@ -46,6 +46,7 @@ class Handover:
         self._lock = lock
         self._tell = tell
         self._index: int | None = None  # the outer step that workers train for, or have trained for last
+        self._read: set[int] = set()  # what workers have stored of these was encoded
         self._encoded: set[int] = set()
         self._stored: set[int] = set()
         self._decided: dict[int, bool] = {}  # whether a fragment's outer step has changed it
@@ -58,7 +59,7 @@ class Handover:
         if not goes_on:
             self._bases.begin_all()
         self._index = index
-        self._encoded, self._stored, self._decided, self._told = set(), set(), {}, set()
+        self._read, self._encoded, self._stored, self._decided, self._told = set(), set(), set(), {}, set()
         return goes_on
 
     def begin_again(self) -> None:
@@ -72,6 +73,10 @@ class Handover:
     def is_encoded(self, fragment: int) -> bool:
         """Return whether a fragment was stored in this training before, by workers that are lost."""
         return fragment in self._encoded
+
+    def read(self, fragment: int) -> None:
+        """Note that what workers have stored of a fragment is encoded, and offered next."""
+        self._read.add(fragment)
 
     def has_told(self, fragment: int) -> bool:
         """Return whether workers go on with a fragment that they have stored: from then on its theta is their base,
@@ -92,8 +97,11 @@ class Handover:
                 await self._hand_over(fragment)
 
     async def decided(self, index: int, fragment: int, is_changed: bool) -> None:
-        """An outer step of a fragment is taken, or leaves it as it is; what is said first counts. The lock is held."""
-        if self._index is None or index < self._index or fragment in self._decided:
+        """An outer step of a fragment is taken, or leaves it as it is; what is said first counts, but one that is taken
+        before workers have stored it counts more than that it is left as it is. The lock is held."""
+        if self._index is None or index < self._index:
+            return
+        if fragment in self._decided and (self._decided[fragment] or fragment in self._read):
             return
         self._decided[fragment] = is_changed
         if fragment in self._stored:

@@ -82,7 +82,7 @@ class Training:
         """Look now and then whether an average is awaited, or waits to be applied: the worker may wait for it, and is
         well all the same. Late work waits for nothing."""
         peer = self._host.peer
-        is_late = peer.log.age(peer.me) > 0
+        is_late = peer.trainer.is_late(peer.log)
         if self._is_watched and not is_late and any(slot.state is not SlotState.OPEN for slot in peer.slots.values()):
             self._expect_a_step()
             self._stepped_at = None  # a step that waits is no measure of the next ones

@@ -41,12 +41,6 @@ class Roll(dict[str, Heartbeat]):
         """The peers that are done, and wait for a round to begin."""
         return tuple(beat.peer for beat in self.at_work if beat.state is PeerState.READY)
 
-    @cached_property
-    def usual(self) -> float:
-        """The tokens a second that most of those at work say they train, or more: less than half can't raise it."""
-        speeds = sorted((beat.speed for beat in self.at_work), reverse=True) or [0.0]
-        return speeds[len(speeds) // 2]
-
 
 @dataclass(slots=True)
 class _Sighting:

@@ -62,15 +62,18 @@ class Presence:
         return self.membership.is_live(peer, self.now)
 
     def speeds(self, log: LogState) -> list[float]:
-        """The tokens a second that others say they train: of those with a lease, since anybody may say anything; before
-        the first entry of all at work."""
-        at_work = self.live().at_work
-        return [beat.speed for beat in at_work if beat.speed and (log.last is None or beat.peer in log.known)]
+        """The tokens a second that others say they train, where they do, the highest first: of those at work that have
+        a lease, since anybody may say anything; before the first entry of all at work."""
+        return [speed for speed in self._said_speeds(log) if speed]
 
-    @property
-    def usual(self) -> float:
-        """The tokens a second that most others say they train, or more."""
-        return self.live().usual
+    def usual(self, log: LogState) -> float:
+        """The tokens a second that most of them say they train, or more: less than half can't raise it."""
+        speeds = self._said_speeds(log) or [0.0]
+        return speeds[len(speeds) // 2]
+
+    def _said_speeds(self, log: LogState) -> list[float]:
+        at_work = self.live().at_work
+        return sorted((beat.speed for beat in at_work if log.last is None or beat.peer in log.known), reverse=True)
 
     # Whom we reach, and believe -------------------------------------------------------------------------------
     @property

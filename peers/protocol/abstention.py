@@ -39,9 +39,9 @@ class Abstention:
 
     def look(self, slots: Iterable[Slot]) -> None:
         """Give our say up if we can take part in nothing."""
-        slots, is_late = list(slots), self._replica.log.age(self._desk.me) > 0
+        slots, is_late = list(slots), self._trainer.is_late(self._replica.log)
         if not is_late and any(slot.state in (SlotState.READY, SlotState.AVERAGING) for slot in slots):
-            self._trainer.waits()  # late work waits for nothing
+            self._trainer.waits()
         if not (self._trainer.is_stuck or self._troubles.reaches_nobody):
             self._unable_since = None
             return

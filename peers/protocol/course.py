@@ -88,10 +88,6 @@ class Course:
         if slot is not None:
             self._offer_captured(slot)
 
-    def keeps(self, fragment: int) -> bool:
-        """Whether what was captured of a fragment is in a slot, or waits for one, or is in an entry."""
-        return fragment in self.trainer.captured
-
     def _offer_captured(self, slot: Slot) -> None:
         """Bring what was captured of a fragment into its slot, in this cycle or a later one; or nothing, if its turn
         has passed without us. We still have a say in what its entry is, and may hear that it is made."""
@@ -100,7 +96,7 @@ class Course:
         replaying, captured = self.replica.replaying, self.trainer.captured.get(slot.log.fragment)
         is_replayed = replaying is not None and replaying.fragment == slot.log.fragment
         is_past = self.trainer.state is TrainerState.TRAINED or bool(self.replica.log.made)
-        if captured is not None and not self.catching_up.keeps_work and not is_replayed:
+        if captured is not None and not is_replayed:
             slot.take(WorkDone(captured))
         elif is_past and not self.trainer.is_training and self.replica.state is ReplicaState.LEVEL:
             slot.take(WorkDone(NOTHING))

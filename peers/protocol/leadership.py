@@ -80,7 +80,8 @@ class Leadership:
         if self._leader is not None:
             awaited = self._leader.awaited
             awaited.grace, awaited.shortest_grace = self._trainer.grace(), self._trainer.shortest_grace()
-            awaited.slack = self._trainer.slack(self._presence.standing.round_seconds, self._presence.usual)
+            usual = self._presence.usual(self._log)
+            awaited.slack = self._trainer.slack(self._presence.standing.round_seconds, usual)
             awaited.own = self._trainer.inner_step(), self._trainer.speed if self._trainer.is_training else 0.0
             self._leader.unreached = self._presence.unreached
             self._leader.is_behind = self._replica.is_behind

@@ -231,7 +231,8 @@ class Replica(Part):
     def follow(self, sender: str, commit: Commit, proof: Proof | None, was_asked: bool) -> Behind | None:
         """What there is to replay, if the sender can be believed to have this entry: its heartbeats say that it is
         further on, or we asked it. Which peers are donors follows from that, too. What a minority has made is followed
-        only where most of the last roster are not here to make an entry of their own."""
+        only where most of the last roster are not here to make an entry of their own; a false certificate is worth
+        none, and is kept by nobody."""
         header, live = commit.header, self._presence.live()
         is_certified = proof is not None and proof.is_certified
         if not (is_certified or may_follow(self._desk, self._presence, self.log, sender, header, proof)):
@@ -257,7 +258,7 @@ class Replica(Part):
         except LogError as error:
             self._desk.emit(Dropped(sender, "commit", str(error)))
             return None
-        return Behind(header, commit.certificate, tuple(sorted(donors)))
+        return Behind(header, commit.certificate if proof is not None else None, tuple(sorted(donors)))
 
     def _replay(self, behind: Behind) -> None:
         self._enter(REPLAYING)

@@ -8,6 +8,7 @@ from statistics import median_high
 from typing import ClassVar
 
 from peers.log.header import NO_PAYLOAD, Header
+from peers.log.state import LogState
 from peers.protocol.desk import Desk
 from peers.protocol.effects import StopTraining, TokensLost, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
@@ -61,6 +62,9 @@ class Trainer(Part):
         self.progress: Progress | None = None
         self.captured: dict[int, Trained] = {}
         """What was captured of fragments in this training; nothing of those of which an entry has it."""
+        self._index = 0  # the outer step that it is for
+        self._unchanged = set[int]()  # fragments of which an entry was made before it began, or without a payload
+        self._changed = set[int]()  # those of which one has been made since, with a payload
         self.speed = 0.0  # tokens a second, when we last trained
         self.in_vain = 0  # leases in a row of which nothing came into an entry
         self._desk = desk
@@ -75,6 +79,8 @@ class Trainer(Part):
     def _begin(self, leased: Leased) -> None:
         self.lease, self._began_at = leased.lease, self._desk.now
         self._moved_at, self._pause = self._desk.now, 0.0
+        self._index = leased.log.position.index
+        self._unchanged, self._changed = {entry.fragment for entry in leased.log.made}, set()
         self._enter(TRAINING)
         self._desk.emit(Train(leased.log.position.index, leased.lease, leased.steps, leased.log.lineage_tokens))
 
@@ -126,18 +132,34 @@ class Trainer(Part):
     def capture(self, event: Captured) -> None:
         """Keep what was captured of a fragment, until an entry has it."""
         if self.state is TRAINING:
-            self.captured[event.fragment] = event.trained
+            self.captured[event.fragment] = NOTHING if self._goes_on_with(event.fragment) else event.trained
+
+    def keeps(self, fragment: int) -> bool:
+        """Whether what was captured of a fragment is in a slot, or waits for one, or is in an entry."""
+        return fragment in self.captured and not self._goes_on_with(fragment)
+
+    def _goes_on_with(self, fragment: int) -> bool:
+        """Whether workers go on with what they have of a fragment, so that it is captured once more: nobody had trained
+        it; or they began when the cycle had its entry, and the next cycle's may come too late for the lease."""
+        return fragment in self._unchanged - self._changed
 
     def entered(self, entry: Header) -> None:
-        """A fragment's entry is made. What was captured of it is in that, or waits for the next one. Where nobody had
-        trained it, workers have gone on with what they have: it is captured once more."""
+        """A fragment's entry is made. What was captured of it is in that, or waits for the next one. Where a part of it
+        is in that, the rest is lost: nothing counts twice."""
         fragment = entry.fragment
-        if fragment in self.captured and (entry.payload == NO_PAYLOAD or entry.tokens_of(self._desk.me)):
+        (self._unchanged if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
+        has_ours = any(member.peer == self._desk.me and member.tokens for member in entry.roster)
+        if fragment in self.captured and (has_ours or self._goes_on_with(fragment)):
             self.captured[fragment] = NOTHING
 
     def stop(self) -> None:
         if self.state is TRAINING:
             self._desk.emit(StopTraining())
+
+    def is_late(self, log: LogState) -> bool:
+        """Whether the cycle that this training began in is over. From then on its worker waits for no average: those of
+        its cycle are there. Nor for those that follow, though they may take what it has learned."""
+        return log.position.index > self._index
 
     # What others want to know ---------------------------------------------------------------------------------
     @property

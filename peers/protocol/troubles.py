@@ -199,7 +199,7 @@ class Troubles:
         return None
 
     def _too_slow(self) -> Hindrance | None:
-        usual = self._presence.usual
+        usual = self._presence.usual(self._replica.log)
         if not self._trainer.is_too_slow(usual):
             return None
         reason = (

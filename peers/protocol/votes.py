@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from peers.log.branch import Branch
 from peers.log.certificate import Certificate, electorate, prove
@@ -21,7 +22,20 @@ from peers.protocol.rounds import Attempt, Round
 from peers.values.signing import Verify
 
 PLACES = 8
-"""Places whose votes are remembered: what was said of an entry may come late, but not for long."""
+"""Places before the present cycle's whose votes are remembered: what was said of an entry may come late, but not for
+long."""
+
+
+class Said(NamedTuple):
+    """What somebody says that it has signed, and in which attempt. The rest of its Complete may be long."""
+
+    attempt: Attempt
+    entry: SignedEntry
+
+    @classmethod
+    def of(cls, complete: Complete) -> Said:
+        """If it has signed something else, it has signed nothing."""
+        return cls(complete.attempt, SignedEntry(header=complete.entry, signature=complete.signature))
 
 
 class Votes:
@@ -35,29 +49,29 @@ class Votes:
         """`log` is that before the entry."""
         self._log = log
         self._verify = verify
-        self._first: dict[str, Complete | None] = {}
+        self._first: dict[str, Said | None] = {}
         self._signed: dict[str, dict[Attempt, SignedEntry]] = {}
         self._made: tuple[Header, Certificate] | None = None
 
     def hear(self, sender: str, complete: Complete, round: Round | None) -> TwoVotes | None:
         """A voter, or a member of the round under way, says what it has signed. Returns the proof, if it has signed
         another entry in the same attempt."""
-        start = self._start(sender, round)
+        start, said = self._start(sender, round), Said.of(complete)
         if start is None:
             return None
-        shown = self._shown(sender, complete.attempt)
-        if shown is not None and shown.header != complete.entry:
-            return self._proof(sender, start, complete.attempt, shown, _signed(complete))
+        shown = self._shown(sender, said.attempt)
+        if shown is not None and shown.header != said.entry.header:
+            return self._proof(sender, start, shown, said)
         if sender not in self._first:
-            self._first[sender] = complete
+            self._first[sender] = said
             return None
         first = self._first[sender]
-        if first == complete:
+        if first == said:
             return None
         if first is not None:
             self._first[sender] = None
             self._keep(sender, start, first)
-        return self._keep(sender, start, complete)
+        return self._keep(sender, start, said)
 
     def made(self, header: Header, certificate: Certificate) -> None:
         """The entry is made, as this certificate shows, whose signatures have been checked."""
@@ -84,7 +98,7 @@ class Votes:
             peer, start = voters[vote.place] if vote.place < len(voters) else ("", 0)
             first = self._first.get(peer)
             is_first = first is not None and first.attempt == attempt
-            said = _signed(first) if first and is_first else self._signed.get(peer, {}).get(attempt)
+            said = first.entry if first and is_first else self._signed.get(peer, {}).get(attempt)
             if said is not None and said.header != header.digest:
                 shown = SignedEntry(header=header.digest, signature=vote.signature)
                 yield TwoVotes(attempt=attempt, member=peer, incarnation=start, first=said, second=shown)
@@ -108,30 +122,28 @@ class Votes:
             return round.roster[round.peers.index(peer)].incarnation
         return self._log.incarnations[peer] if peer in self._log.voters else None
 
-    def _keep(self, sender: str, start: int, complete: Complete) -> TwoVotes | None:
+    def _keep(self, sender: str, start: int, said: Said) -> TwoVotes | None:
         """Remember what a member has said, if it has signed that. Returns what it proves."""
-        said, kept = _signed(complete), self._signed.setdefault(sender, {})
-        known = kept.get(complete.attempt)
-        if known is not None and known.header == said.header:
+        kept = self._signed.setdefault(sender, {})
+        known = kept.get(said.attempt)
+        if known is not None and known.header == said.entry.header:
             return None
-        proof = self._proof(sender, start, complete.attempt, known or said, said)
+        proof = self._proof(sender, start, known or said.entry, said)
         if proof is None or known is not None:
             return proof
-        kept[complete.attempt] = said
+        kept[said.attempt] = said.entry
         if len(kept) > OF_ONE:
             del kept[next(iter(kept))]
         return None
 
-    def _proof(
-        self, sender: str, start: int, attempt: Attempt, known: SignedEntry, said: SignedEntry
-    ) -> TwoVotes | None:
+    def _proof(self, sender: str, start: int, known: SignedEntry, said: Said) -> TwoVotes | None:
         """Return what shows both, if the sender has signed what it says now."""
-        proof = TwoVotes(attempt=attempt, member=sender, incarnation=start, first=known, second=said)
-        return proof if self._verify(sender, proof.said[1].text, said.signature) else None
+        proof = TwoVotes(attempt=said.attempt, member=sender, incarnation=start, first=known, second=said.entry)
+        return proof if self._verify(sender, proof.said[1].text, said.entry.signature) else None
 
 
 class Polls:
-    """The votes at the last places of one peer, also when their entries are made."""
+    """The votes at the present cycle's places and at those before, also when their entries are made."""
 
     def __init__(self, verify: Verify) -> None:
         self._verify = verify
@@ -142,7 +154,7 @@ class Polls:
         place = log.position.head, log.position.fragment
         votes = self._votes.setdefault(place, Votes(log, self._verify))
         self._votes.move_to_end(place)
-        while len(self._votes) > PLACES:
+        while len(self._votes) > PLACES + log.fragments:
             self._votes.popitem(last=False)
         return votes
 
@@ -173,8 +185,3 @@ def signed_both(one: Branch, other: Branch) -> Iterator[TwoVotes]:
                 ]
                 start = log.incarnations[peer]
                 yield TwoVotes(attempt=attempt, member=peer, incarnation=start, first=said[0], second=said[1])
-
-
-def _signed(said: Complete) -> SignedEntry:
-    """Return what a member says that it has signed. If it has signed something else, it has signed nothing."""
-    return SignedEntry(header=said.entry, signature=said.signature)

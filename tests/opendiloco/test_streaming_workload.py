@@ -331,6 +331,34 @@ def test_an_entry_that_others_made_before_is_taken_at_the_offset(config: RunConf
     tell(story)
 
 
+def test_an_entry_after_one_that_changed_nothing_is_taken_at_the_offset(config: RunConfig) -> None:
+    """Regression: workers went on with what they had, and the next entry took it: it counted twice."""
+
+    async def story() -> None:
+        workload, steps = LocalWorkload(ThreadedWorkers(config), config), list[asyncio.Task[None]]()
+        part = workload.trainer.fragments[0]
+
+        async def skipped_and_then_made() -> None:
+            await workload.unchanged(0, 0)
+            await step_from(workload, 0, 0.25, index=1)
+
+        def overtake(progress: Progress) -> None:
+            if not steps:
+                steps.append(asyncio.create_task(skipped_and_then_made()))
+
+        async def on_captured(fragment: int) -> None:
+            await asyncio.gather(*steps)
+            await workload.contribution(fragment)
+            if fragment:
+                await workload.unchanged(0, fragment)
+
+        await workload.run_inner_loop(LEASE, overtake, on_captured)
+        moved = np.abs(present_weights(workload) - workload.trainer.vectors.theta)
+        assert moved[part].max() < 0.1, "it went on from the new values"
+
+    tell(story)
+
+
 def test_workers_that_wait_can_be_stopped_and_then_begin_with_theta(config: RunConfig) -> None:
     async def story() -> None:
         workload = LocalWorkload(ThreadedWorkers(config), config)

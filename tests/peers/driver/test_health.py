@@ -79,14 +79,14 @@ def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health,
     assert health.reasons == []
 
 
-def host_with(slot: SimpleNamespace, age: int) -> Any:
-    """A host whose peer has one slot, and a lease of this age."""
-    log = SimpleNamespace(age=lambda peer: age)
-    return SimpleNamespace(peer=SimpleNamespace(slots={0: slot}, log=log, me="me"), handle=lambda event: None)
+def host_with(slot: SimpleNamespace, is_late: bool) -> Any:
+    """A host whose peer has one slot, and trains in time or late."""
+    trainer = SimpleNamespace(is_late=lambda log: is_late)
+    return SimpleNamespace(peer=SimpleNamespace(slots={0: slot}, log=None, trainer=trainer), handle=lambda event: None)
 
 
 def test_a_late_worker_waits_for_no_average(health: Health, clock: Clock) -> None:
-    host = host_with(SimpleNamespace(state=SlotState.READY), age=1)
+    host = host_with(SimpleNamespace(state=SlotState.READY), is_late=True)
 
     def look() -> None:
         clock.seconds += STEP_LIMIT + 1
@@ -103,7 +103,7 @@ def test_a_worker_that_waits_for_an_average_is_well(awaited: SlotState, health: 
     """However long that takes, and however long it waits to be applied; from then on it counts anew."""
     seen: list[list[str]] = []
     slot = SimpleNamespace(state=awaited)
-    host = host_with(slot, age=0)
+    host = host_with(slot, is_late=False)
 
     def wait() -> None:
         for _ in range(3):

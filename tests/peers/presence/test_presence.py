@@ -304,7 +304,7 @@ def test_the_speeds_that_count_are_of_those_at_work_that_have_a_lease() -> None:
     assert presence.speeds(log) == [], "it joins, and it does not know"
     presence.membership.observe([beat("c", log, speed=500.0), beat("stranger", log, speed=1e300)], 0.0)
     assert presence.speeds(log) == [500.0]
-    assert presence.speeds(LOG) == [500.0, 1e300], "nobody has one yet"
+    assert presence.speeds(LOG) == [1e300, 500.0], "nobody has one yet"
 
 
 def test_what_was_found_out_is_found_out_anew_when_what_it_depends_on_changes() -> None:
@@ -334,7 +334,15 @@ def test_less_than_half_cannot_boast_for_all(speeds: tuple[float, ...], usual: f
     """Regression: whoever was late once stopped, if it was much slower than one said that it is."""
     presence = seeing(names="")
     presence.membership.observe([beat(f"peer{n}", AHEAD, speed=speed) for n, speed in enumerate(speeds)], 0.0)
-    assert presence.usual == usual
+    assert presence.usual(LOG) == usual
+
+
+def test_strangers_do_not_say_what_speed_is_usual() -> None:
+    """Regression: as many as were at work kept whoever was late once from training for half an hour."""
+    presence, log = seeing(names=""), first_log()
+    presence.membership.observe([beat("c", log, speed=500.0)], 0.0)
+    presence.membership.observe([beat(f"stranger{n}", log, speed=1e300) for n in range(3)], 0.0)
+    assert presence.usual(log) == 500.0
 
 
 FALSE = digest_of(b"false")

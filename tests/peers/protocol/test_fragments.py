@@ -201,27 +201,31 @@ class Late:
         self.makes("abc", range(3))
         self.rig.do(TrainingProgress(Progress(1, 1.0, 10.0)))
 
-    def makes(self, names: str, fragments: Iterable[int], payload: bytes = PAYLOAD) -> None:
-        """Entries of the present cycle are made of what these have trained, all of their leases."""
+    def makes(self, names: str, fragments: Iterable[int], payload: bytes = PAYLOAD, missed: int = 0) -> None:
+        """Entries of the present cycle are made of what these have trained, all of their leases. Of what b has trained
+        so many chunks are `missed`."""
         rig = self.rig
         for fragment in fragments:
-            log = rig.peer.log.of(fragment)
-            leases = log.leases or {
-                name: (SampleRange(20 * place, 20 * place + 20),) for place, name in enumerate("abc")
-            }
-            offers = [
-                Member(peer=name, tokens=TOKENS * (payload != NO_PAYLOAD), samples=leases[name] if log.closes else ())
-                for name in take_order(log.roster, names)
-            ]
-            header = log.next_header(offers, payload)
+            log, header = rig.peer.log.of(fragment), self.next_header(names, fragment, payload, missed)
             self.see(further=1)
             rig.hear("a", commit(log, header))
             if payload != NO_PAYLOAD:
                 rig.do(PayloadFetched(header))
             rig.do(Applied(header))
-            if log.closes:
-                rig.do(Digested(header, STATE))
+            if not rig.peer.log.made:
+                assert rig.peer.log.last is not None
+                rig.do(Digested(rig.peer.log.last, STATE))
             self.see()
+
+    def next_header(self, names: str, fragment: int, payload: bytes = PAYLOAD, missed: int = 0) -> Header:
+        """Return the entry that is made of what these have trained."""
+        log = self.rig.peer.log.of(fragment)
+        leases = log.leases or {name: (SampleRange(20 * place, 20 * place + 20),) for place, name in enumerate("abc")}
+        offers = [
+            Member(peer=name, tokens=TOKENS * (payload != NO_PAYLOAD), samples=leases[name] if log.closes else ())
+            for name in take_order(log.roster, names)
+        ]
+        return log.next_header([one.lacking(missed if one.peer == "b" else 0) for one in offers], payload)
 
     def see(self, further: int = 0) -> None:
         """See where the others are: with b, or so many cycles further."""
@@ -251,6 +255,16 @@ def test_what_comes_too_late_for_a_fragments_entry_goes_into_its_next_one_and_no
     assert late.says() == {0: 0, 1: 0}, "it has its say, and gives nothing twice"
 
 
+def test_what_is_in_an_entry_in_part_goes_into_no_other() -> None:
+    """Regression: whoever was lost amid the exchange gave all of it once more, and some chunks counted twice."""
+    late = Late()
+    late.rig.do(Captured(0, CAPTURED))
+    assert late.says() == {0: TOKENS}
+    late.makes("abc", [0], missed=1)
+    late.makes("ac", [1, 2])
+    assert late.says() == {0: 0}
+
+
 def test_a_late_worker_that_hangs_is_noticed_though_its_peer_is_ready() -> None:
     """It waits for none of the averages that take what it has learned."""
     late = Late()
@@ -266,16 +280,50 @@ def test_a_late_worker_that_hangs_is_noticed_though_its_peer_is_ready() -> None:
     raise AssertionError("its worker has shown nothing for longer than ever")
 
 
+def test_whoever_begins_an_old_lease_anew_waits_for_the_averages_of_the_cycle_that_it_begins_in() -> None:
+    """Regression: its lease was late, so the time that an average took was its worker's. After a minute of that it gave
+    its say up."""
+    late = Late()
+    late.makes("abc", range(3))  # no worker shows that it has begun with the next lease
+    late.makes("ac", range(3))
+    assert late.rig.peer.log.age("b") == 1
+    late.rig.do(TrainingProgress(Progress(1, 1.0, 10.0)))
+    late.rig.do(Captured(0, CAPTURED))
+    for _ in range(int(TIMING.partition_grace) + 2):
+        late.rig.tick()
+        late.see()
+        assert not late.rig.peer.trainer.is_stuck
+
+
 def test_what_a_skipped_fragment_was_captured_for_is_captured_once_more() -> None:
     """Workers are told to go on with what they have: all of it is in their next capture."""
     late = Late()
-    late.makes("ac", [0], NO_PAYLOAD)
-    late.makes("ac", [1, 2])
     late.rig.do(Captured(0, CAPTURED))
     assert late.says() == {0: TOKENS}
     late.makes("ac", [0], NO_PAYLOAD)
     late.makes("ac", [1, 2])
     assert late.says() == {0: 0}
+
+
+def test_of_a_fragment_that_was_skipped_before_it_was_captured_all_is_captured_once_more() -> None:
+    """Regression: workers went on with what they had, as if nobody took it; and it went into the next entry, too."""
+    late = Late()
+    late.makes("ac", [0], NO_PAYLOAD)
+    late.makes("ac", [1, 2])
+    late.rig.do(Captured(0, CAPTURED))
+    assert not late.rig.peer.keeps(0)
+    assert late.says() == {0: 0}
+
+
+def test_where_an_entry_was_missed_a_skipped_one_costs_nothing() -> None:
+    """Workers have gone on from the new values: they capture no more what they had learned before."""
+    late = Late()
+    late.makes("ac", [0])
+    late.rig.do(Captured(0, CAPTURED))
+    late.makes("ac", [1, 2])
+    late.makes("ac", [0], NO_PAYLOAD)
+    late.makes("ac", [1, 2])
+    assert late.says() == {0: TOKENS}
 
 
 def test_a_new_lease_begins_with_nothing_captured() -> None:
@@ -286,3 +334,35 @@ def test_a_new_lease_begins_with_nothing_captured() -> None:
     assert late.rig.is_in(State.TRAINING)
     assert not late.says()
     assert not late.rig.peer.keeps(0)
+
+
+def test_whoever_begins_in_the_midst_of_a_cycle_waits_for_no_average_that_it_has_had() -> None:
+    """Regression: workers that began when the cycle had the entry of their first fragment waited for that of the next
+    cycle. So they were late for this one, whose closing entry may have needed them."""
+    late = Late()
+    rig = late.rig
+    late.makes("ac", [0])
+    late.see(further=1)
+    header = late.next_header("ac", 2)
+    rig.hear("a", commit(rig.peer.log.of(2), header))
+    late.see()  # who has had it is gone
+    rig.do(PayloadNotFetched(header, "nobody has it"))
+    rig.tick()
+    assert rig.is_in(State.TRAINING), "it begins anew with its lease"
+    rig.do(TrainingProgress(Progress(1, 1.0, 10.0)))
+    rig.do(Captured(0, CAPTURED))
+    assert not rig.peer.keeps(0), "workers go on with what they have learned of it"
+    rig.do(Captured(1, CAPTURED))
+    assert late.says() == {1: TOKENS}
+    late.makes("ac", [1, 2])
+    assert late.says() == {0: 0, 1: TOKENS}, "what they have learned of it since is not counted twice"
+
+
+def test_who_is_late_for_a_cycles_closing_entry_alone_has_its_say_in_the_others() -> None:
+    """Regression: workers waited for the average of a fragment for which their peer did not say that it was ready."""
+    late = Late()
+    late.makes("ac", [2])
+    assert late.rig.is_in(State.TRAINING)
+    late.rig.do(Captured(0, CAPTURED))
+    assert late.rig.peer.keeps(0)
+    assert late.says() == {0: TOKENS}

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate, Vote
 from peers.log.header import MEMBER_LIMIT, Header
 from peers.log.state import LogState
-from peers.protocol.events import LineageSeen
+from peers.protocol.effects import Apply, FetchPayload
+from peers.protocol.events import HeartbeatsSeen, LineageSeen, PayloadFetched
 from peers.protocol.faults import TwoVotes
 from peers.protocol.messages import Commit, Prove
 from peers.protocol.rounds import Attempt, Round
 from peers.protocol.votes import PLACES, Polls, Votes, signed_both
 from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
-from tests.peers.builders import COURT, PAYLOAD, attempt, commit, complete, first_log, round_of, sends, vote
+from tests.peers.builders import (
+    COURT,
+    PAYLOAD,
+    attempt,
+    beat,
+    commit,
+    complete,
+    first_log,
+    of,
+    round_of,
+    sends,
+    vote,
+)
 from tests.peers.protocol.test_peer import at_second
 
 LOG = first_log()
@@ -93,12 +108,48 @@ def test_what_is_heard_of_a_place_after_it_is_compared_there() -> None:
 
 def test_votes_are_remembered_at_a_few_places() -> None:
     polls, log, logs = Polls(VERIFY), LOG, []
-    for _ in range(PLACES + 1):
+    for _ in range(PLACES + 2):
         logs.append(log)
         log = log.append(log.next_header([log.expected(name) for name in "abc"], PAYLOAD))
         votes = polls.open(logs[-1])
         assert polls.at(logs[-1].position) is votes is polls.open(logs[-1])
-    assert [polls.at(log.position) is None for log in logs] == [True] + [False] * PLACES
+    assert [polls.at(log.position) is None for log in logs] == [True] + [False] * (PLACES + 1)
+
+
+def test_the_votes_of_a_cycle_with_many_fragments_are_all_remembered() -> None:
+    """Regression: those of the first fragments were forgotten as soon as the cycle began."""
+    polls, log = Polls(VERIFY), replace(LOG, fragments=2 * PLACES)
+    votes = [polls.open(log.of(fragment)) for fragment in log.pending]
+    assert [polls.at(log.of(fragment).position) for fragment in log.pending] == votes
+
+
+def test_of_what_was_said_at_a_place_little_is_kept() -> None:
+    """Regression: a Complete may name a thousand peers, and those of eight places were kept as they came."""
+    scene = Scene()
+    said = complete(scene.header(PAYLOAD), ATTEMPT, "b")
+    heard = weakref.ref(said)
+    scene.votes.hear("b", said, None)
+    del said
+    gc.collect()
+    assert heard() is None
+
+
+def test_a_false_certificate_of_what_is_followed_is_forgotten() -> None:
+    """Regression: where most are gone an entry of one voter is followed, whatever its certificate is. One that names
+    places that are none ended its receiver as soon as its author said that it had signed another entry."""
+    rig = at_second()
+    log = rig.peer.log
+    while len(rig.peer.presence.live()) > 1:
+        rig.tick()
+        rig.sequence += 1
+        further = beat("a", log, sequence=rig.sequence).model_copy(update={"index": log.position.index + 1})
+        rig.do(HeartbeatsSeen((further,)))
+    one, other = (log.next_header([log.expected("a")], payload) for payload in (PAYLOAD, OTHER))
+    false = Certificate(number=1, leader="a", alone=False, votes=(Vote(place=7, signature=bytes(64)),), farewells=())
+    assert of(rig.hear("a", Commit(header=one, certificate=false)), FetchPayload)
+    [apply] = of(rig.do(PayloadFetched(one)), Apply)
+    assert apply.certificate is None
+    rig.hear("a", complete(other, attempt(log), "a"))
 
 
 def test_whoever_makes_a_certificate_up_has_little_of_it_checked() -> None:
