@@ -46,6 +46,11 @@ class Awaited:
             self._away = {peer: self._seconds_away(peer, *self._told(live[peer])) for peer in self.peers - {self._me}}
             self._away[self._me] = self._seconds_away(self._me, *self.own)
 
+    def is_here(self, beat: Heartbeat) -> bool:
+        """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
+        position = self._log.position
+        return beat.state in PARTICIPATING and (beat.head == position.head or beat.index != position.index)
+
     def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
         """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""
         is_older = beat.index < self._log.position.index

@@ -12,7 +12,6 @@ from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.presence.election import highest_attempt, quorum
 from peers.presence.heartbeat import Heartbeat
-from peers.presence.membership import PARTICIPATING
 from peers.presence.standing import Standing
 from peers.protocol.awaited import Awaited
 from peers.protocol.barred import Barred
@@ -81,7 +80,8 @@ class Gathering:
         self.awaited = Awaited(me, log, standing, settings)
         self._overtaken = Counter[str]()
         self._together_at, self._ticked_at = -float("inf"), float("inf")
-        self._minimum, self._last_number, self._in_minority = settings.minimum_peers, 0, False
+        self._minimum = settings.minimum_peers
+        self._last_number, self._in_minority = 0, False
 
     # Leases for joiners ---------------------------------------------------------------------------------------
     def on_lease_request(self, sender: str, request: LeaseRequest, inner_step: int) -> list[Effect]:
@@ -238,7 +238,7 @@ class Gathering:
             return False
         index, away = self._log.position.index, set(self.unreached)
         away |= {peer for peer in self.vain if peer in live and live[peer].index > index}
-        here = {self._me} | {peer for peer, beat in live.items() if self._is_here(beat)} - away
+        here = {self._me} | {peer for peer, beat in live.items() if self.awaited.is_here(beat)} - away
         unready = here - self._ready.keys()
         coming = {peer for peer in unready if peer == self._me or self._counts(peer, live[peer].incarnation)}
         coming |= self._counted(self._ready)
@@ -257,11 +257,6 @@ class Gathering:
         grace = self._settings.timing.partition_grace
         self._most_are_here = not is_hopeless and now - self._most_here_at < max(grace, self._schedule.death)
         return now - since >= grace or is_hopeless
-
-    def _is_here(self, beat: Heartbeat) -> bool:
-        """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
-        position = self._log.position
-        return beat.state in PARTICIPATING and (beat.head == position.head or beat.index != position.index)
 
     # Who can take part ----------------------------------------------------------------------------------------
     def _plan(self) -> Plan:
@@ -378,7 +373,7 @@ class Gathering:
         here = [peer for peer in self._log.voters if peer in live and peer not in absent]
         index = self._log.position.index
         here = [peer for peer in here if live[peer].index <= index or peer not in self.vain]
-        coming = {peer: live[peer].incarnation for peer in here if self._is_here(live[peer])}
+        coming = {peer: live[peer].incarnation for peer in here if self.awaited.is_here(live[peer])}
         later = self._claim(coming)
         return later is None or later.header != claim.header
 
