@@ -36,8 +36,8 @@ class ChunkSender(Generic[Item]):
     """The sending end. `pending` are the items that were written and not confirmed."""
 
     def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
-        """`under_way` returns from how many bytes on, sent and not confirmed, no third frame is sent: with one alone the
-        stream would stand still until its confirmation has come back."""
+        """`under_way` returns from how many bytes on, sent and not confirmed, no third frame is sent. With one alone a
+        stream would stand still until that is confirmed."""
         self._channel = channel
         self._under_way = under_way
         self._sizes: deque[int] = deque()  # of what is pending

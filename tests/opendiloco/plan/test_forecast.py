@@ -8,9 +8,9 @@ import pytest
 
 from opendiloco.plan.comparison import Settings, compare, least, methods_of, ways_to
 from opendiloco.plan.forecast import Plan, forecast
-from opendiloco.plan.methods import Shape, diloco, streaming
+from opendiloco.plan.methods import QUANTIZED, Shape, diloco, streaming
 from opendiloco.plan.report import how_often, too_slow_lines
-from opendiloco.plan.rounds import DELAYS, LINK_SHARE, QUANTIZED, STEPPED, Peer, Swarm, round_of
+from opendiloco.plan.rounds import DELAYS, LINK_SHARE, STEPPED, Peer, Swarm, round_of
 from opendiloco.plan.setup import bits_of, encoded_by
 
 MBIT = 1e6
