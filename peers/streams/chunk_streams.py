@@ -36,7 +36,8 @@ class ChunkSender(Generic[Item]):
     """The sending end. `pending` are the items that were written and not confirmed."""
 
     def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
-        """`under_way` returns from how many bytes on, sent and not confirmed, no other frame is sent."""
+        """`under_way` returns from how many bytes on, sent and not confirmed, no third frame is sent. With one alone a
+        stream would stand still until that is confirmed."""
         self._channel = channel
         self._under_way = under_way
         self._sizes: deque[int] = deque()  # of what is pending
@@ -110,7 +111,8 @@ class ChunkSender(Generic[Item]):
             answered(self.pending.popleft(), is_taken, answered_at - began)
 
     def _look_for_room(self) -> None:
-        if len(self._sizes) < FRAMES_UNDER_WAY and sum(self._sizes) < self._under_way():
+        count = len(self._sizes)
+        if count < 2 or (count < FRAMES_UNDER_WAY and sum(self._sizes) < self._under_way()):
             self._has_room.set()
         else:
             self._has_room.clear()

@@ -205,7 +205,8 @@ def test_only_so_many_chunks_are_under_way_without_an_answer() -> None:
     assert outbox.answers == []
 
 
-def test_a_slow_link_has_fewer_bytes_under_way() -> None:
+@pytest.mark.parametrize(("most", "frames"), [(10, 3), (1, 2)])
+def test_a_slow_link_has_fewer_bytes_under_way(most: int, frames: int) -> None:
     async def read_without_answers(channel: Channel) -> None:
         await channel.read_prelude()
         await channel.accept()
@@ -220,14 +221,14 @@ def test_a_slow_link_has_fewer_bytes_under_way() -> None:
             given += 1
             return Frame(given, b"", b"data")
 
-        sending = asyncio.create_task(ChunkSender[int](channel, lambda: 10).run(b"", following, lambda *_: None))
+        sending = asyncio.create_task(ChunkSender[int](channel, lambda: most).run(b"", following, lambda *_: None))
         for _ in range(100):
             await asyncio.sleep(0)
         sending.cancel()
         return given
 
     given, _ = converse(send, read_without_answers)
-    assert given == 3
+    assert given == frames
 
 
 def test_a_chunk_that_breaks_off_never_arrives() -> None:
