@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from opendiloco import kernels
@@ -287,7 +287,7 @@ class ArchivedRun:
             nonlocal found, index
             index += 1  # as far as its entry that says what state the one before led to, which may come later
             found = await compare(index)
-            return Vouched(found.theirs, state_told(found.theirs.end, beats), least, is_wary=True)
+            return Vouched(found.theirs, partial(state_told, found.theirs, beats), least, is_wary=True)
 
         storage = FolderStorage(self._folder.download, available_memory)
         snapshot = await fetch_snapshot(

@@ -193,5 +193,5 @@ class Replication:
         if believed is None:
             raise LineageError(f"the log of {fetch.donor} is not better than ours")
         self._fetched = replace(found, theirs=believed)
-        state_at_end = state_told(believed.end, self._peer.presence.live().values())
-        return Vouched(believed, state_at_end, fetch.least)
+        told = partial(state_told, believed, self._peer.presence.live().values())
+        return Vouched(believed, told, fetch.least)

@@ -354,14 +354,23 @@ def state_named(log: LogState, beats: Iterable[Heartbeat], besides: Sequence[byt
     return None
 
 
-def state_told(log: LogState, beats: Iterable[Heartbeat]) -> bytes | None:
-    """Return the digest that more than half of those of the log's roster who are here name for the state there;
-    UNKNOWN_STATE if they do not, or are elsewhere in the log; None if none of them is here."""
-    voters = [beat for beat in beats if log.counts(beat.peer, beat.incarnation)]
-    named = Counter(beat.state_digest for beat in voters if beat.head == log.position.head)
+def state_told(branch: Branch, beats: Iterable[Heartbeat], place: LogState) -> bytes | None:
+    """Return the digest that more than half of those of the roster at a place of a branch who are here name for the
+    state there; UNKNOWN_STATE if they do not, or are elsewhere in the log; None if none of them is here."""
+    voters = [beat for beat in beats if place.counts(beat.peer, beat.incarnation)]
+    named = Counter(_state_named_by(beat, place, branch) for beat in voters)
     for digest, count in named.most_common(1):
         return digest if 2 * count > len(voters) else UNKNOWN_STATE
-    return UNKNOWN_STATE if voters else None
+    return None
+
+
+def _state_named_by(beat: Heartbeat, place: LogState, branch: Branch) -> bytes:
+    """Return the state that a peer says it has or had at a place: whoever went on from there had what the branch's next
+    entry claims."""
+    if beat.head == place.position.head:
+        return beat.state_digest
+    has_gone_on = beat.index > place.position.index and branch.heads.get(beat.index) == beat.head
+    return branch.claimed.get(place.position.index, UNKNOWN_STATE) if has_gone_on else UNKNOWN_STATE
 
 
 def _is_same(asked: Sequence[object], before: Sequence[object]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from peers.log.header import NO_PAYLOAD, Header
@@ -364,8 +365,8 @@ class SimulatedPeer:
             believed = self.peer.believed(*self.entries.branches(sources[fetch.donor].entries, self._keys.verify))
             if believed is None:
                 raise SnapshotError(f"the log of {fetch.donor} is not better than ours")
-            state_at_end = state_told(believed.end, self.peer.presence.live().values())
-            vouched = Vouched(believed, state_at_end, fetch.least)
+            told = partial(state_told, believed, self.peer.presence.live().values())
+            vouched = Vouched(believed, told, fetch.least)
             having = vouched.choose({name: self.shelf.offer(frozen) for name, frozen in states.items()})
         except SnapshotError as error:
             if isinstance(error, NotYetVouchedError) and patience > 0:

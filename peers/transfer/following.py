@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
-from peers.log.branch import UNPROVEN, Branch
+from peers.log.branch import UNPROVEN
 from peers.log.certificate import Certificate, Proof, prove
 from peers.log.folder import MemoryLog, RunLog
-from peers.log.header import NO_PAYLOAD, UNKNOWN_STATE, Header
+from peers.log.header import NO_PAYLOAD, Header
 from peers.log.outcome import header_of
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
@@ -174,15 +175,15 @@ class Following:
         """
         beats, empty_log = await self.donors.live(), self.log.at(None)
         donors, reasons = [beat.peer for beat in beats], list[str]()
-        branch: Branch | None = None
+        was_asked = False
 
         async def vouch() -> Vouched:
-            nonlocal beats, branch
-            if branch is not None and state_told(branch.end, beats) == UNKNOWN_STATE:
-                beats, branch = await self.donors.live(), None
-            if branch is None:
-                branch, self._past = await best_branch(self._transport, beats, empty_log, self._anchors)
-            return Vouched(branch, state_told(branch.end, beats), least, is_wary=True)
+            nonlocal beats, was_asked
+            if was_asked:
+                beats = await self.donors.live()  # they may say more by now
+            was_asked = True
+            branch, self._past = await best_branch(self._transport, beats, empty_log, self._anchors)
+            return Vouched(branch, partial(state_told, branch, beats), least, is_wary=True)
 
         while donors:
             try:

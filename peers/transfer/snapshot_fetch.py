@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from peers.errors import RemoteProtocolError
 from peers.log.branch import Branch
@@ -46,29 +47,36 @@ class NotYetVouchedError(SnapshotError):
 class Vouched:
     """The snapshots that a branch of the log vouches for, of outer step `least` or later.
 
-    An entry says which state it follows. `state_at_end` is that after the branch's last one, as `state_told` has it.
-    While those who could say do not, none is taken there, however many offer one: it may be that only liars have one
-    that is new enough.
+    An entry says which state it follows. Where the branch ends, and where too few went on, those who are here tell what
+    the state is: `told` returns that of such a place, as `state_told` does. While those who could say do not, none is
+    taken there, however many offer one: it may be that only liars have one that is new enough.
     Whoever `is_wary` takes a snapshot before an entry that too few have signed, if there is one.
     """
 
     branch: Branch
-    state_at_end: bytes | None = None
+    told: Callable[[LogState], bytes | None] = lambda place: None
     least: int = 0
     is_wary: bool = False
 
     def covers(self, position: Position, state_digest: bytes) -> bool:
         """Whether this may be the run's state there."""
-        is_named = self._state_at(position.index) in (None, state_digest)
-        return self.least <= position.index and self.branch.has(position) and is_named
+        return self._may_be(position) and self._state_at(position.index) in (None, state_digest)
 
-    @property
-    def _end(self) -> Position:
-        return self.branch.end.position
+    def _may_be(self, position: Position) -> bool:
+        return self.least <= position.index and self.branch.has(position)
 
     def _state_at(self, index: int) -> bytes | None:
-        besides = self.state_at_end if index == self._end.index else self.branch.claimed.get(index)
-        return self.branch.states.get(index, besides)
+        """What too few have signed says nothing against those who are here: anybody may put such an entry after the
+        others."""
+        place = self._places.get(index)
+        told = self.told(place) if place is not None else None
+        return self.branch.states.get(index) or told or self.branch.claimed.get(index)
+
+    @cached_property
+    def _places(self) -> dict[int, LogState]:
+        """Where others may tell what the state is: in the end, and where what too few have signed claims it."""
+        claimed = (place for place in self.branch.doubts if place.position.index in self.branch.claimed)
+        return {place.position.index: place for place in (*claimed, self.branch.end)}
 
     def _doubts(self, position: Position) -> int:
         """Return how many entries before a place too few have signed, where that matters."""
@@ -78,12 +86,12 @@ class Vouched:
         """Return who has the one that most have, the newer one if as many have two. Raises: SnapshotError."""
         votes = Counter((offer.position, offer.offer.state_digest) for offer in offered.values())
         good = {vote: count for vote, count in votes.items() if self.covers(*vote)}
-        if not good:
-            soon = self.state_at_end == UNKNOWN_STATE and any(position == self._end for position, _ in votes)
-            raise (NotYetVouchedError if soon else SnapshotError)(
-                f"nobody has a snapshot of outer step {self.least} or later that the log vouches for"
-            )
-        best = max(good, key=lambda vote: (-self._doubts(vote[0]), good[vote], vote[0].index, vote[1]))
+        best = max(good, key=lambda vote: (-self._doubts(vote[0]), good[vote], vote[0].index, vote[1]), default=None)
+        untold = [place for place, _ in votes if self._may_be(place) and self._state_at(place.index) == UNKNOWN_STATE]
+        if untold and (best is None or min(map(self._doubts, untold)) < self._doubts(best[0])):
+            raise NotYetVouchedError(f"nobody says which state of outer step {untold[0].index} is the run's")
+        if best is None:
+            raise SnapshotError(f"nobody has a snapshot of outer step {self.least} or later that the log vouches for")
         return [donor for donor, offer in offered.items() if (offer.position, offer.offer.state_digest) == best]
 
 

@@ -360,4 +360,12 @@ FALSE = digest_of(b"false")
     ],
 )
 def test_most_of_the_roster_who_are_here_tell_what_the_state_is(beats: list[Heartbeat], told: bytes | None) -> None:
-    assert state_told(AHEAD, beats) == told
+    assert state_told(Branch(LOG, AHEAD), beats, AHEAD) == told
+
+
+def test_whoever_has_gone_on_from_a_place_had_the_state_that_its_next_entry_names() -> None:
+    further = AHEAD.append(AHEAD.next_header([AHEAD.expected("a"), AHEAD.expected("b")], PAYLOAD))
+    heads = {log.position.index: log.position.head for log in (AHEAD, further)}
+    branch = Branch(LOG, further, heads=heads, claimed={AHEAD.position.index: FALSE})
+    assert state_told(branch, [beat("a", AHEAD), beat("b", AHEAD), beat("c", further)], AHEAD) == STATE
+    assert state_told(branch, [beat("a", AHEAD), beat("b", further), beat("c", further)], AHEAD) == FALSE

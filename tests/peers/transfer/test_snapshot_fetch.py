@@ -117,8 +117,13 @@ def named(log: LogState, state: bytes = b"") -> bytes:
     return digest_of(log.position.head + state)
 
 
+def nobody_says(place: LogState) -> bytes | None:
+    """Those who could say what the state is do not."""
+    return UNKNOWN_STATE
+
+
 def chosen(offers: dict[str, Offered], least: int = 0) -> tuple[int, list[str]]:
-    having = Vouched(branch_to(ROUND[1]), None, least).choose(offers)
+    having = Vouched(branch_to(ROUND[1]), least=least).choose(offers)
     return offers[having[0]].position.index, having
 
 
@@ -167,17 +172,31 @@ def test_the_state_that_the_next_entry_names_is_the_right_one_however_many_have_
     wrong, right = offered(ROUND[0], b"corrupt"), offered(ROUND[0])
     offers = {"a": wrong, "b": wrong, "c": right}
     assert Vouched(branch_to(ROUND[1], states={4: named(ROUND[0])})).choose(offers) == ["c"]
-    assert Vouched(branch_to(ROUND[0]), state_at_end=named(ROUND[0])).choose(offers) == ["c"]
-    assert Vouched(branch_to(ROUND[1]), state_at_end=named(ROUND[0])).choose(offers) == ["a", "b"], "nobody says"
+    assert Vouched(branch_to(ROUND[0]), lambda place: named(ROUND[0])).choose(offers) == ["c"]
+    assert Vouched(branch_to(ROUND[1]), lambda place: named(ROUND[0])).choose(offers) == ["a", "b"], "nobody says"
     claimed = replace(branch_to(ROUND[1]), claimed={4: named(ROUND[0])})
     assert Vouched(claimed).choose(offers) == ["c"]
+
+
+@pytest.mark.parametrize("is_wary", [False, True])
+def test_an_entry_that_anybody_may_have_made_up_does_not_say_which_state_it_follows(is_wary: bool) -> None:
+    """Regression: who put an entry that nobody had signed after the last one, and named a state of its own there, gave
+    that to followers and archives, however many had the right one."""
+    wrong, right, further = offered(ROUND[0], b"invented"), offered(ROUND[0]), offered(ROUND[1], b"invented")
+    claimed = {4: named(ROUND[0], b"invented")}
+    made_up = replace(branch_to(ROUND[1]), claimed=claimed, doubts=(ROUND[0],))
+    told = Vouched(made_up, lambda place: named(ROUND[0]) if place is ROUND[0] else None, is_wary=is_wary)
+    assert told.choose({"a": right, "b": wrong, "c": wrong}) == ["a"]
+    untold = Vouched(made_up, lambda place: UNKNOWN_STATE if place is ROUND[0] else None, is_wary=True)
+    with pytest.raises(NotYetVouchedError):
+        untold.choose({"a": right, "b": wrong, "c": further})
 
 
 def test_none_is_taken_while_those_who_know_do_not_say_which_is_right() -> None:
     """Regression: a liar alone had one that was new enough, and where entries came faster than heartbeats, nobody named
     the state at the log's end; so the liar's was taken."""
     wrong, old = offered(ROUND[1], b"invented"), offered(ROUND[0])
-    vouched = Vouched(branch_to(ROUND[1]), UNKNOWN_STATE)
+    vouched = Vouched(branch_to(ROUND[1]), nobody_says)
     with pytest.raises(NotYetVouchedError):
         vouched.choose({"a": wrong})
     assert vouched.choose({"a": wrong, "b": old}) == ["b"]
@@ -195,7 +214,7 @@ def test_what_is_not_vouched_for_yet_is_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(snapshot_fetch, "PAUSE", 0.0)
 
     async def scenario() -> None:
-        donors = Donors(*[Vouched(branch_to(ROUND[1]), UNKNOWN_STATE)] * 3)
+        donors = Donors(*[Vouched(branch_to(ROUND[1]), nobody_says)] * 3)
         await donors.add("a", ROUND[1])
         await donors.fetch()
         assert not donors.vouched
@@ -205,7 +224,7 @@ def test_what_is_not_vouched_for_yet_is_waited_for(monkeypatch: pytest.MonkeyPat
 
 def test_what_is_never_vouched_for_is_not_taken() -> None:
     async def scenario() -> None:
-        donors = Donors(*[Vouched(branch_to(ROUND[1]), UNKNOWN_STATE)] * 100)
+        donors = Donors(*[Vouched(branch_to(ROUND[1]), nobody_says)] * 100)
         await donors.add("a", ROUND[1])
         with pytest.raises(NotYetVouchedError):
             await donors.fetch()
