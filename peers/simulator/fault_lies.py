@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from peers.log.exclusions import Fault
 from peers.protocol.averages import NO_TERMS, Averages
-from peers.protocol.commitment import Author, commit_to
+from peers.protocol.commitment import Author, commit_to, digest_of_all
 from peers.protocol.effects import SendChunk
 from peers.protocol.faults import FaultProof, SignedAverage, TwoAverages, TwoCommitments
 from peers.protocol.messages import Begin, Complete, Message, Prove, Ready, Unread
@@ -102,7 +102,8 @@ def _without(begin: Begin, victim: str, fault: Fault) -> Begin:
     contributors = zip(begin.round.contributors, begin.commitments, strict=False)
     commitments = tuple(commitment for member, commitment in contributors if member.peer != victim)
     lost = tuple(peer for peer in begin.round.lost if peer != victim)
-    round = begin.round.model_copy(update={"shares": tuple(shares), "lost": lost, "faults": (fault,)})
+    changes = {"shares": tuple(shares), "lost": lost, "faults": (fault,), "committed": digest_of_all(commitments)}
+    round = begin.round.model_copy(update=changes)
     return begin.model_copy(update={"round": round, "commitments": commitments})
 
 

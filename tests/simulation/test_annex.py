@@ -10,6 +10,7 @@ import pytest
 
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import Trouble
+from peers.protocol.messages import Begin, Message, Prove
 from peers.simulator.fault_lies import FAULT_LIES
 from peers.simulator.malice import KINDS, Deceit, plant
 from peers.simulator.schedules import agreed, draw_life, live, report
@@ -29,12 +30,19 @@ SIGNED = {
 """Lies that a signature proves, and what they are called in the log."""
 
 
-def lying(kind: str, settings: RunSettings = SETTINGS, seed: int = 1, peers: int = 5) -> Swarm:
-    """A swarm in which one peer lies from the second entry on. Of many blocks it averages some, however slow its link
-    is measured to be."""
+def lying(
+    kind: str,
+    settings: RunSettings = SETTINGS,
+    seed: int = 1,
+    peers: int = 5,
+    liar: str = LIAR,
+    besides: tuple[Deceit, ...] = (),
+) -> Swarm:
+    """A swarm in which a peer lies from the second entry on, `besides` others. Of many blocks it averages some, however
+    slow its link is measured to be."""
     swarm = Swarm(seed, settings, block_count=28 if kind == "signed averages" else 7)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(0.8, 1.2)  # type: ignore[method-assign]
-    plant(swarm, (Deceit(LIAR, (kind,), 2, inf),))
+    plant(swarm, (Deceit(liar, (kind,), 2, inf), *besides))
     for number in range(peers):
         swarm.start(f"peer{number}")
     return swarm
@@ -89,12 +97,39 @@ def test_a_contribution_with_another_norm_than_the_committed_one_excludes_its_ow
     assert swarm.history.named.keys() == {"contribution"}
 
 
-@pytest.mark.parametrize("kind", ["names the honest", "forged proofs", "old proofs"])
-def test_nobody_is_excluded_by_lies_about_it(kind: str) -> None:
-    swarm = lying(kind)
+def told(swarm: Swarm, liar: str) -> list[Message]:
+    """What a liar says of faults from now on."""
+    said = list[Message]()
+
+    def on_message(sender: str, to: str, message: Message) -> Message:
+        if sender == liar and (isinstance(message, Prove) or (isinstance(message, Begin) and message.round.faults)):
+            said.append(message)
+        return message
+
+    swarm.on_message = on_message
+    return said
+
+
+@pytest.mark.parametrize(("kind", "liar"), [("names the honest", "peer0"), ("forged proofs", LIAR)])
+def test_nobody_is_excluded_by_lies_about_it(kind: str, liar: str) -> None:
+    """Whoever names somebody in an annex leads."""
+    swarm = lying(kind, liar=liar)
+    said = told(swarm, liar)
     assert swarm.run(300.0, until=lambda: swarm.longest >= 10)
+    assert said
     assert not any(excluded(swarm))
     assert not swarm.history.named
+
+
+def test_proofs_that_are_repeated_exclude_whom_they_convict_once() -> None:
+    swarm = lying("signed averages", besides=(Deceit("peer1", ("old proofs",), 2, inf),))
+    said = told(swarm, "peer1")
+    assert swarm.run(300.0, until=lambda: any(excluded(swarm)))
+    before = swarm.longest
+    assert swarm.run(300.0, until=lambda: swarm.longest >= before + 5)
+    assert len(said) > 20
+    assert all(names == {LIAR} for names in excluded(swarm))
+    assert sum(swarm.history.named.values()) == len(list(swarm.honest))
 
 
 def test_a_run_may_exclude_nobody() -> None:
