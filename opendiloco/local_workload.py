@@ -298,7 +298,8 @@ class LocalWorkload(TrainingWorkload):
                 await self._handover.decided(index, fragment, is_changed=True)
 
     async def unchanged(self, index: int, fragment: int) -> None:
-        await super().unchanged(index, fragment)
+        if not self._handover.has_told(fragment):  # else a later entry may take our payload
+            await super().unchanged(index, fragment)
         if self._streams:
             async with self._state_lock:
                 await self._handover.decided(index, fragment, is_changed=False)

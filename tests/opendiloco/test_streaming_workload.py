@@ -359,6 +359,30 @@ def test_an_entry_after_one_that_changed_nothing_is_taken_at_the_offset(config: 
     tell(story)
 
 
+def test_what_a_payload_has_left_out_is_kept_while_it_waits_for_an_entry(small_content: dict[str, Any]) -> None:
+    """Regression: an entry that changed nothing had it forgotten, and a later one took the payload."""
+    config = streaming_config(small_content, "int8 feedback", {"layers_per_fragment": 2})
+
+    async def story() -> None:
+        workload, steps = LocalWorkload(ThreadedWorkers(config), config), list[asyncio.Task[None]]()
+
+        def overtake(progress: Progress) -> None:
+            if not steps:
+                steps.append(asyncio.create_task(step_from(workload, 1, 0.25)))
+
+        async def on_captured(fragment: int) -> None:
+            await asyncio.gather(*steps)
+            await workload.contribution(fragment)
+            if fragment == 0:
+                await workload.unchanged(0, fragment)
+
+        await workload.run_inner_loop(LEASE, overtake, on_captured)
+        await workload.unchanged(1, 1)
+        assert [np.any(workload._residuals.of(fragment)) for fragment in (0, 1)] == [False, True]
+
+    tell(story)
+
+
 def test_workers_that_wait_can_be_stopped_and_then_begin_with_theta(config: RunConfig) -> None:
     async def story() -> None:
         workload = LocalWorkload(ThreadedWorkers(config), config)
