@@ -241,19 +241,19 @@ class ArchivedRun:
                 raise LogError("the run's anchors have signed another log")
             if self.end.position.index >= beat.index:
                 raise LogError(f"{beat.peer} is on another lineage, which is heavier")
-            while self.end.position.index < beat.index and await self._keep_next(donors):
+            while self.end.position.index < beat.index and await self._keep_next(donors, beats):
                 pass
         except (LogError, PayloadError) as error:
             logger.info("run %s: %s; a snapshot is fetched", self.run.run_id, error)
             await self._keep_snapshot(beats, donors, 0)
         return self.end != before
 
-    async def _keep_next(self, donors: Sequence[str]) -> bool:
+    async def _keep_next(self, donors: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
         """Keep the next cycle, unless too few have signed it, and others may still come. Returns whether it is kept.
 
         Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
         found = await next_in_log(self._transport, donors[0], self.end, self._anchors, self._heads)
-        if not self._doubts.may_follow(self.end, found.proof):
+        if not self._doubts.may_follow(self.end, found.proof, beats):
             return False
         payloads = Payloads(self._transport, self.run.run_id, self.buffers)
         for header, _ in found.entries:

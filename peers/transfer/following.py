@@ -221,7 +221,7 @@ class Following:
                 continue
             if found is None:
                 continue
-            if not self._doubts.may_follow(self.log, found.proof):
+            if not self._doubts.may_follow(self.log, found.proof, live):
                 is_waiting = True
                 continue
             least = index + 1 if least is None else least

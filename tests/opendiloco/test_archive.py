@@ -163,7 +163,7 @@ def test_who_says_most_and_has_nothing_that_is_kept_does_not_keep_it_from_others
     [_, after] = positions(archive(run, tmp_path / "theirs"), 1)
     kept.buffers = cast(Any, object())
 
-    async def keep_next(donors: Sequence[str]) -> bool:
+    async def keep_next(donors: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
         asked.append(donors[0])
         if donors[0] == "honest":
             kept.end = after

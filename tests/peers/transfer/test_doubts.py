@@ -1,0 +1,41 @@
+"""Which entries that too few have signed a follower believes."""
+
+from __future__ import annotations
+
+import pytest
+
+from peers.log.branch import UNPROVEN
+from peers.log.certificate import Proof
+from peers.presence.heartbeat import Heartbeat
+from peers.transfer import doubts
+from peers.transfer.doubts import Doubts
+from tests.peers.builders import CERTIFIED, PAYLOAD, beat, first_log
+
+GRACE = 60.0
+LOG = first_log()
+NEXT = LOG.append(LOG.next_header([LOG.expected(peer) for peer in "abc"], PAYLOAD))
+
+
+def follows(beats: list[Heartbeat], proof: Proof, waited: float, monkeypatch: pytest.MonkeyPatch) -> bool:
+    time = iter((0.0, 0.0, waited, waited))
+    monkeypatch.setattr(doubts, "now", lambda: next(time))
+    one = Doubts(GRACE)
+    return one.may_follow(LOG, proof, beats) or one.may_follow(LOG, proof, beats)
+
+
+@pytest.mark.parametrize(
+    ("beats", "is_followed"),
+    [
+        ([beat("a", LOG), beat("b", LOG), beat("stranger", NEXT)], False),
+        ([beat("a", LOG), beat("b", NEXT)], True),
+        ([beat("a", LOG), beat("b", LOG, incarnation=7), beat("stranger", LOG)], True),
+        ([], True),
+    ],
+)
+def test_no_entry_of_a_minority_is_followed_while_most_are_here_to_make_one(
+    beats: list[Heartbeat], is_followed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: whoever put one there led followers and archives astray in each training longer than the grace."""
+    assert follows(beats, UNPROVEN, GRACE, monkeypatch) == is_followed
+    assert not follows(beats, UNPROVEN, GRACE - 1, monkeypatch)
+    assert follows(beats, CERTIFIED, 0.0, monkeypatch)
