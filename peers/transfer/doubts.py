@@ -29,14 +29,15 @@ class Doubts:
 
     def may_follow(self, log: LogState, proof: Proof, beats: Iterable[Heartbeat]) -> bool:
         """Whether to follow an entry after `log` for which this speaks. While most of those who could certify one are
-        here, as `beats` say, and went on no further, it is not: else anybody could put one there."""
+        there, too, as `beats` say, it is not: else anybody could put one there."""
         if proof.is_certified:
             return True
         index, voters = log.position.index, len(log.voters)
         if self._place != log.position:
             self._place, self._since = log.position, now()
             logger.warning("of %d peers only %d have signed entry %d: waiting for others", voters, proof.signers, index)
-        here = {beat.peer for beat in beats if beat.index <= index and log.counts(beat.peer, beat.incarnation)}
+        head = log.position.head
+        here = {beat.peer for beat in beats if beat.head == head and log.counts(beat.peer, beat.incarnation)}
         if now() - self._since < self._grace or 2 * len(here) > voters:
             return False
         logger.warning("entry %d is followed, though it is not certified", index)
