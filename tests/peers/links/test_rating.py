@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
+from typing import Any
 
 import pytest
 
-from peers.links.rating import Rater
+from peers.links import rating
+from peers.links.rating import LIMIT, PAUSE, Rater
 from peers.streams.channel import Channel, PeerRefusedError
+from tests.peers.streams.test_throttle import now, simulate
 
 
 async def ends(asker: str, answerer: str) -> tuple[Channel, Channel]:
@@ -69,3 +73,59 @@ def test_nobody_is_measured_in_a_round() -> None:
             await asyncio.gather(idle_rater().ask(near), busy.answer(far))
 
     asyncio.run(scenario())
+
+
+class Link:
+    """Carries so many bytes a second; so many more wait for that at most."""
+
+    def __init__(self, rate: float, waiting: int) -> None:
+        self.rate, self.waiting = rate, waiting
+        self._free_at = 0.0
+        self._arrivals = asyncio.Queue[float]()
+
+    async def send_frame(self, header: bytes, data: bytes) -> None:
+        self._free_at = max(self._free_at, now()) + len(data) / self.rate
+        self._arrivals.put_nowait(self._free_at)
+        await asyncio.sleep(self._free_at - self.waiting / self.rate - now())
+
+    async def read_answer(self) -> bool:
+        await asyncio.sleep(await self._arrivals.get() - now())
+        return True
+
+    async def send_last_frame(self) -> None: ...
+
+
+@pytest.mark.parametrize("waiting", [1 << 18, 1 << 23])
+def test_what_waits_for_the_link_makes_it_no_faster(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: answers were read when all was sent. Most had come before, and were read in no time."""
+    monkeypatch.setattr(time, "monotonic", now)
+
+    async def scenario() -> float:
+        link: Any = Link(12.5e6, waiting)
+        return await rating._send(link)
+
+    assert simulate(scenario()) == pytest.approx(12.5e6, rel=0.05)
+
+
+def test_a_measurement_that_does_not_go_on_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: whoever asked, and then sent nothing, kept us from measuring with anybody for ever."""
+    monkeypatch.setattr(time, "monotonic", now)
+
+    async def scenario() -> None:
+        b = idle_rater()
+        near, far = await ends("a", "b")
+        await near.send_prelude(b"", 0)
+        with pytest.raises(TimeoutError):
+            await b.answer(far)
+        assert now() == LIMIT
+        assert b.is_idle
+        await asyncio.sleep(PAUSE - 1.0)
+        near, far = await ends("a", "b")
+        with pytest.raises(PeerRefusedError):
+            await asyncio.gather(idle_rater().ask(near), b.answer(far))
+        await asyncio.sleep(1.0)
+        near, far = await ends("a", "b")
+        rates, _ = await asyncio.gather(idle_rater().ask(near), b.answer(far))
+        assert min(rates) > 0
+
+    simulate(scenario())
