@@ -9,7 +9,7 @@ from peers.protocol.effects import SendChunk
 
 Key = tuple[int, bool]
 """A chunk's number, and whether it is averaged."""
-LATE = 1.5  # times as long as chunks took before: that is late
+LATE = 2.0  # times as long as chunks took before: that is late
 MEMORY = 0.25  # of how long they took, that the last one decides
 
 
@@ -32,9 +32,10 @@ class Flights:
     everything twice, and take twice as long.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], usual: float = 0.0) -> None:
+        self.usual = usual
+        """Seconds from when a chunk is sent until it is answered; 0: not known."""
         self._clock = clock
-        self._usual = 0.0  # seconds from when a chunk is sent until it is answered
         self._flights: dict[Key, Flight] = {}  # the one that was sent first comes first
 
     def begin(self, send: SendChunk, stream: object) -> None:
@@ -49,7 +50,7 @@ class Flights:
         if flight is None:
             return False
         took = self._clock() - flight.first
-        self._usual = self._usual + MEMORY * (took - self._usual) if self._usual else took
+        self.usual = self.usual + MEMORY * (took - self.usual) if self.usual else took
         return True
 
     def late(self, stream: object, patience: float) -> SendChunk | None:
@@ -58,7 +59,7 @@ class Flights:
 
         It is this stream's from now on: others that look, too, before it is sent, would send it as well.
         """
-        now, limit = self._clock(), max(patience, LATE * self._usual)
+        now, limit = self._clock(), max(patience, LATE * self.usual)
         for flight in self._flights.values():
             if flight.stream is not stream and now - flight.last > limit * 2 ** (flight.times - 1):
                 self.begin(flight.send, stream)

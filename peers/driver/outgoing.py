@@ -113,6 +113,7 @@ class Outgoing:
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
         self._flights: dict[str, Flights] = {}
+        self._usual: dict[str, float] = {}  # seconds that a chunk took to each member of the last round
         self.hangs_at = set[str]()
         """Members for whom chunks wait, and none was sent for long: later rounds do not wait for that."""
 
@@ -120,6 +121,7 @@ class Outgoing:
         """Send chunks of this round, which has so many other members."""
         for peer in list(self._senders):
             self._end_streams_to(peer, at_once=False)
+        self._usual = {peer: flights.usual for peer, flights in self._flights.items()}
         self._round, self._flights = round_name, {}
         self.hangs_at.clear()
         self._uplink.begin_round(self, others)
@@ -161,7 +163,7 @@ class Outgoing:
 
     async def _carry(self, round_name: Attempt, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
         """One stream to a member, from the first chunk for it until it breaks or the round is over."""
-        flights, stream = self._flights.setdefault(to, Flights(asyncio.get_running_loop().time)), object()
+        flights, stream = self._flights_to(to), object()
         waiting = [await self._next(to, queue, flights, stream)]  # until the stream is open, and it is our turn
         if waiting == [None]:
             return
@@ -208,6 +210,11 @@ class Outgoing:
             patience = self._uplink.patience(self._streams, self._buffers.chunk_bytes(0)[1])
             if late := flights.late(stream, patience):
                 return late
+
+    def _flights_to(self, to: str) -> Flights:
+        if to not in self._flights:
+            self._flights[to] = Flights(asyncio.get_running_loop().time, self._usual.get(to, 0.0))
+        return self._flights[to]
 
     def has_more(self, to: str) -> bool:
         """Whether anything waits to be sent to a member."""

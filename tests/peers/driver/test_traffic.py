@@ -364,6 +364,10 @@ def test_what_hangs_on_the_only_stream_that_was_needed_goes_out_on_another() -> 
             host.averaged(2)
             await host.when(lambda: len(host.seen(ChunkSent)) == 2)
             assert c.chunks == [(2, True), (2, True)]
+            before = host.traffic._outgoing[0]._flights["c"].usual
+            assert before > 1.0
+            host.traffic.begin(host.round, 2)
+            assert host.traffic._outgoing[0]._flights_to("c").usual == before, "it is patient from the beginning"
 
     simulate(scenario())
 
