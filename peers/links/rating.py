@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from peers.errors import RemoteProtocolError
-from peers.streams.channel import Channel
+from peers.streams.channel import Channel, PeerRefusedError
 
 RATING = "rating"
 FIRST, MOST = 1 << 16, 1 << 23  # bytes of one transfer
@@ -48,7 +48,9 @@ class Rater:
         return self._is_free.is_set() and not self._is_measuring
 
     async def ask(self, channel: Channel) -> tuple[float, float]:
-        """Return what `ask_rating` does. Raises also: TimeoutError."""
+        """Return what `ask_rating` does. Raises also: TimeoutError; PeerRefusedError when we have become busy."""
+        if not self.is_idle:
+            raise PeerRefusedError(channel.peer, "we are busy now")
         with self._measuring():
             async with asyncio.timeout(LIMIT):
                 return await ask_rating(channel)

@@ -58,6 +58,9 @@ def test_who_measures_already_is_not_measured(asks_itself: bool) -> None:
         near, far = await ends("c", "b")
         with pytest.raises(PeerRefusedError):
             await asyncio.gather(Rater(b._is_free).ask(near), b.answer(far))
+        with pytest.raises(PeerRefusedError):
+            await b.ask((await ends("b", "c"))[0])
+        assert not b.is_idle, "the first goes on"
         measuring.cancel()
         await asyncio.gather(measuring, return_exceptions=True)
         assert b.is_idle
