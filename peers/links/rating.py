@@ -86,7 +86,10 @@ class Rater:
 
 
 async def _send(channel: Channel) -> float:
-    """Send twice as much each time; returns the rate of the last."""
+    """Send twice as much each time, and twice at least: from one piece the other end can tell no rate.
+
+    Returns the best rate of these.
+    """
     size, rate = FIRST, 0.0
     while True:
         began = time.monotonic()
@@ -94,7 +97,7 @@ async def _send(channel: Channel) -> float:
         await asyncio.gather(_send_pieces(channel, size), _read_answers(channel, size, passed))
         seconds = time.monotonic() - began
         rate = max(rate, passed.rate or size / max(seconds, 1e-6))
-        if seconds >= LONG_ENOUGH or size >= MOST:
+        if (seconds >= LONG_ENOUGH and size > FIRST) or size >= MOST:
             await channel.send_last_frame()
             return rate
         size *= 2
