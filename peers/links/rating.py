@@ -88,18 +88,17 @@ class Rater:
 async def _send(channel: Channel) -> float:
     """Send twice as much each time, and twice at least: from one piece the other end can tell no rate.
 
-    Returns the best rate of these.
+    Returns the rate of the last, which takes long enough: answers to a few pieces may come all at once.
     """
-    size, rate = FIRST, 0.0
+    size = FIRST
     while True:
         began = time.monotonic()
         passed = Passed()
         await asyncio.gather(_send_pieces(channel, size), _read_answers(channel, size, passed))
         seconds = time.monotonic() - began
-        rate = max(rate, passed.rate or size / max(seconds, 1e-6))
         if (seconds >= LONG_ENOUGH and size > FIRST) or size >= MOST:
             await channel.send_last_frame()
-            return rate
+            return passed.rate or size / max(seconds, 1e-6)
         size *= 2
 
 
