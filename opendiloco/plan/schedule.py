@@ -169,7 +169,9 @@ class Simulation:
         self._link_free = start + exchange.seconds
         self._record(Kind.REDUCTION, exchange.after, start, self._link_free)
         due = self._due.setdefault(self.steps + 1 + self.method.overlap, {})
-        due[exchange.before] = self._all_there = self._link_free + exchange.lag
+        there = self._link_free + exchange.lag
+        due[exchange.before] = max(due.get(exchange.before, 0.0), there)
+        self._all_there = max(self._all_there, there)
 
     def _record(self, kind: Kind, layer: int, start: float, end: float) -> None:
         if self.nodes is not None:

@@ -82,13 +82,21 @@ class Uplink:
 
     async def turn(self, outgoing: Outgoing, to: str) -> None:
         """Wait until no round that began earlier has anything to send to a member; but not for one that hangs."""
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(PATIENCE):
-                while any(other.has_more(to) for other in takewhile(lambda one: one is not outgoing, self._rounds)):
+                while self._earlier(outgoing, to):
                     await self._news.wait()
+        except TimeoutError:
+            for other in self._earlier(outgoing, to):
+                other.hangs_at.add(to)
+
+    def _earlier(self, outgoing: Outgoing, to: str) -> list[Outgoing]:
+        """Return the rounds that began earlier and go on sending to a member."""
+        earlier = takewhile(lambda one: one is not outgoing, self._rounds)
+        return [other for other in earlier if other.has_more(to) and to not in other.hangs_at]
 
     def moved(self) -> None:
-        """A round has sent something, or has ended."""
+        """A round has nothing left to send to a member, or has ended."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -105,12 +113,17 @@ class Outgoing:
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
         self._flights: dict[str, Flights] = {}
+        self._usual: dict[str, float] = {}  # seconds that a chunk took to each member of the last round
+        self.hangs_at = set[str]()
+        """Members for whom chunks wait, and none was sent for long: later rounds do not wait for that."""
 
     def begin(self, round_name: Attempt, others: int) -> None:
         """Send chunks of this round, which has so many other members."""
         for peer in list(self._senders):
             self._end_streams_to(peer, at_once=False)
+        self._usual = {peer: flights.usual for peer, flights in self._flights.items()}
         self._round, self._flights = round_name, {}
+        self.hangs_at.clear()
         self._uplink.begin_round(self, others)
 
     def tidy(self, present: Attempt | None, members: Collection[str]) -> None:
@@ -127,6 +140,7 @@ class Outgoing:
         queue = self._queues.pop(peer)
         while not queue.empty():
             queue.get_nowait()
+        self._uplink.moved()
         for task in self._senders.pop(peer):
             queue.put_nowait(None)
             if at_once:
@@ -149,14 +163,14 @@ class Outgoing:
 
     async def _carry(self, round_name: Attempt, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
         """One stream to a member, from the first chunk for it until it breaks or the round is over."""
-        waiting = [await queue.get()]  # until the stream is open, and it is our turn
+        flights, stream = self._flights_to(to), object()
+        waiting = [await self._next(to, queue, flights, stream)]  # until the stream is open, and it is our turn
         if waiting == [None]:
             return
-        flights, stream = self._flights.setdefault(to, Flights(asyncio.get_running_loop().time)), object()
 
         async def following() -> Frame[SendChunk] | None:
             if not waiting:
-                waiting.append(await self._next(queue, flights, stream))
+                waiting.append(await self._next(to, queue, flights, stream))
             if waiting[0] is None:
                 return None
             await self._uplink.turn(self, to)
@@ -176,21 +190,31 @@ class Outgoing:
                 while not queue.empty():
                     if send := queue.get_nowait():
                         unsent.append(send)
+                self._uplink.moved()
             self._report_unsent(round_name, to, unsent)
         except KeyError:
             pass  # the round is over
 
-    async def _next(self, queue: asyncio.Queue[SendChunk | None], flights: Flights, stream: object) -> SendChunk | None:
+    async def _next(
+        self, to: str, queue: asyncio.Queue[SendChunk | None], flights: Flights, stream: object
+    ) -> SendChunk | None:
         """Return what is to be sent next; None ends the stream. When nothing waits, that is what hangs on another."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
                     send = await queue.get()
-                    self._uplink.moved()
+                    self.hangs_at.discard(to)
+                    if queue.empty():
+                        self._uplink.moved()
                     return send
             patience = self._uplink.patience(self._streams, self._buffers.chunk_bytes(0)[1])
             if late := flights.late(stream, patience):
                 return late
+
+    def _flights_to(self, to: str) -> Flights:
+        if to not in self._flights:
+            self._flights[to] = Flights(asyncio.get_running_loop().time, self._usual.get(to, 0.0))
+        return self._flights[to]
 
     def has_more(self, to: str) -> bool:
         """Whether anything waits to be sent to a member."""

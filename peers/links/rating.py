@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from peers.errors import RemoteProtocolError
-from peers.streams.channel import Channel
+from peers.streams.channel import Channel, PeerRefusedError
 
 RATING = "rating"
 FIRST, MOST = 1 << 16, 1 << 23  # bytes of one transfer
 LONG_ENOUGH = 0.3  # seconds: less is mostly the way there and back
 PIECE = bytes(1 << 16)
+LIMIT = 30.0  # seconds that a measurement may take: meanwhile nobody else can measure with us, nor we with anybody
+PAUSE = 30.0  # seconds after it, in which the same peer can have no other one
 
 
 async def ask_rating(channel: Channel) -> tuple[float, float]:
@@ -38,6 +40,7 @@ class Rater:
         """It refuses unless `is_free`: more important data is under way."""
         self._is_free = is_free
         self._is_measuring = False
+        self._ended_at: dict[str, float] = {}  # with whom we have measured lately, since they asked
 
     @property
     def is_idle(self) -> bool:
@@ -45,20 +48,33 @@ class Rater:
         return self._is_free.is_set() and not self._is_measuring
 
     async def ask(self, channel: Channel) -> tuple[float, float]:
-        """Return what `ask_rating` does."""
+        """Return what `ask_rating` does. Raises also: TimeoutError; PeerRefusedError when we have become busy."""
+        if not self.is_idle:
+            raise PeerRefusedError(channel.peer, "we are busy now")
         with self._measuring():
-            return await ask_rating(channel)
+            async with asyncio.timeout(LIMIT):
+                return await ask_rating(channel)
 
     async def answer(self, channel: Channel) -> None:
-        """Be the other end."""
+        """Be the other end. Raises: TimeoutError, and what breaks the stream."""
         await channel.read_prelude()
-        if not self.is_idle:
+        if not self.is_idle or self._was_here(channel.peer):
             await channel.refuse("busy now")
             return
-        with self._measuring():
-            await channel.accept()
-            await _receive(channel)
-            await _send(channel)
+        try:
+            with self._measuring():
+                async with asyncio.timeout(LIMIT):
+                    await channel.accept()
+                    await _receive(channel)
+                    await _send(channel)
+        finally:
+            self._ended_at[channel.peer] = time.monotonic()
+
+    def _was_here(self, peer: str) -> bool:
+        """Whether a peer has measured with us just now: whoever came again and again would keep all others out."""
+        now = time.monotonic()
+        self._ended_at = {other: at for other, at in self._ended_at.items() if now - at < PAUSE}
+        return peer in self._ended_at
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -70,22 +86,32 @@ class Rater:
 
 
 async def _send(channel: Channel) -> float:
-    """Send twice as much each time; returns the rate of the last."""
-    size, rate = FIRST, 0.0
+    """Send twice as much each time, and twice at least: from one piece the other end can tell no rate.
+
+    Returns the rate of the last, which takes long enough: answers to a few pieces may come all at once.
+    """
+    size = FIRST
     while True:
         began = time.monotonic()
         passed = Passed()
-        for _ in range(0, size, len(PIECE)):
-            await channel.send_frame(b"", PIECE)
-        for _ in range(0, size, len(PIECE)):
-            await channel.read_answer()
-            passed.more(len(PIECE))
+        await asyncio.gather(_send_pieces(channel, size), _read_answers(channel, size, passed))
         seconds = time.monotonic() - began
-        rate = max(rate, passed.rate or size / max(seconds, 1e-6))
-        if seconds >= LONG_ENOUGH or size >= MOST:
+        if (seconds >= LONG_ENOUGH and size > FIRST) or size >= MOST:
             await channel.send_last_frame()
-            return rate
+            return passed.rate or size / max(seconds, 1e-6)
         size *= 2
+
+
+async def _send_pieces(channel: Channel, size: int) -> None:
+    for _ in range(0, size, len(PIECE)):
+        await channel.send_frame(b"", PIECE)
+
+
+async def _read_answers(channel: Channel, size: int, passed: Passed) -> None:
+    """Take in each answer when it comes. Where little waits for the link, most have come before all is sent."""
+    for _ in range(0, size, len(PIECE)):
+        await channel.read_answer()
+        passed.more(len(PIECE))
 
 
 async def _receive(channel: Channel) -> float:

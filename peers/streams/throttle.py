@@ -11,11 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
+from peers.values.clock import now
+
 PIECE = 1 << 18  # bytes that are let through at once
 PIECE_SECONDS = 0.1  # that one piece takes at most, where a rate is given
 READING_PIECE = 1 << 20  # bytes that are read at once where nothing limits it
 BURST = 0.05  # seconds' worth that may be saved up
 WINDOW = 0.5  # seconds over which a rate is taken, at least
+WINDOWS = 128  # of a round at most: a long one has longer ones
 PART = 0.25  # of a round, over which it is taken in a longer one
 KNOWN_FOR = 3600.0  # seconds for which a rate counts that was measured while there was no round
 ROUNDS = 5  # rounds whose best rate counts: links get slower, too
@@ -142,30 +145,37 @@ class RateMeter:
     link, end together. The best moment of a long round shows how late this process has read, and not the link.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = now) -> None:
+        """By default the time counts in which the machine slept: it may have another link when it wakes."""
         self._clock = clock
         self._best: deque[float] = deque(maxlen=ROUNDS - 1)  # of the rounds before
         self._known, self._known_at = 0.0, 0.0
         self._began: float | None = None
+        self._window = WINDOW
         self._windows = list[float]()  # the bytes of each since the round began
 
     def begin_round(self) -> None:
         if self._began is not None:
             self._best.append(self._present)
         self._began = self._clock()
+        self._window = WINDOW
         self._windows.clear()
 
     def passed(self, count: int, seconds: float = 0.0) -> None:
         """Count so many bytes that have arrived, here or there, in the last `seconds`."""
         if self._began is None:
             return
-        now = self._clock() - self._began
-        began, last = max(now - seconds, 0.0), int(now / WINDOW)
+        ended = self._clock() - self._began
+        while ended >= WINDOWS * self._window:
+            self._windows = [sum(self._windows[place : place + 2]) for place in range(0, len(self._windows), 2)]
+            self._window *= 2
+        window, began = self._window, max(ended - seconds, 0.0)
+        last = int(ended / window)
         self._windows += [0.0] * (last + 1 - len(self._windows))
-        for place in range(int(began / WINDOW), last + 1):
+        for place in range(int(began / window), last + 1):
             share = 1.0
             if seconds > 0:
-                share = (min(now, (place + 1) * WINDOW) - max(began, place * WINDOW)) / seconds
+                share = (min(ended, (place + 1) * window) - max(began, place * window)) / seconds
             self._windows[place] += count * share
 
     def knows(self, rate: float) -> None:
@@ -193,4 +203,4 @@ class RateMeter:
         length = max(1, int(PART * len(self._windows)))
         until = [0.0, *accumulate(self._windows)]
         best = max((after - before for before, after in zip(until, until[length:], strict=False)), default=0.0)
-        return best / (length * WINDOW)
+        return best / (length * self._window)

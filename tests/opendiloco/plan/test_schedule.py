@@ -7,6 +7,7 @@ import pytest
 from opendiloco.plan.bandwidth import bisect, least_bandwidth
 from opendiloco.plan.methods import (
     Fragment,
+    Method,
     Shape,
     data_parallel,
     diloco,
@@ -15,7 +16,7 @@ from opendiloco.plan.methods import (
     streaming,
     strided,
 )
-from opendiloco.plan.schedule import Kind, Node, Simulation, Step, Wire, cycle_seconds, utilisation
+from opendiloco.plan.schedule import Exchange, Kind, Node, Simulation, Step, Wire, cycle_seconds, utilisation
 
 TWO_LAYERS = Shape((100, 100))
 STEP = Step(2, 1.0)
@@ -85,6 +86,17 @@ def test_steps_that_only_compute_are_skipped_and_change_nothing(overlap: int, se
 def test_the_link_carries_one_reduction_after_another() -> None:
     busy = streaming("", TWO_LAYERS, 2, 1, overlap=1)
     assert cycle_seconds(STEP, busy, wire(30.0)) == pytest.approx(60)
+
+
+def test_what_is_there_first_makes_nothing_else_come_sooner() -> None:
+    """Two reductions of one step, of which the first takes ten seconds more after it has had the link."""
+
+    class Lagging:
+        def exchanges(self, place: int, fragment: Fragment, bits: float) -> list[Exchange]:
+            return [Exchange(after=0, before=0, seconds=1.0, lag=(10.0, 0.0)[place])]
+
+    each_step = Method("", (Fragment((0,), 1), Fragment((1,), 1)), (1, 1), 1)
+    assert cycle_seconds(STEP, each_step, Lagging()) == pytest.approx(STEP.seconds + 11)
 
 
 def test_fragments_are_interleaved_and_hold_all_values() -> None:

@@ -346,6 +346,32 @@ def test_what_hangs_on_one_stream_goes_out_on_another() -> None:
     simulate(scenario())
 
 
+def test_what_hangs_on_the_only_stream_that_was_needed_goes_out_on_another() -> None:
+    """Regression: streams that had not had a chunk yet did not look for what hangs."""
+
+    async def scenario() -> None:
+        async with Host.running() as host:
+            host.traffic.knows(1e6, 1e6)
+            c = host.wire.members["c"]
+
+            def answer_all_but_the_first(header: ChunkHeader) -> bool:
+                c.may_answer = asyncio.Event()
+                if c.received:
+                    c.may_answer.set()
+                return True
+
+            c.answer = answer_all_but_the_first
+            host.averaged(2)
+            await host.when(lambda: len(host.seen(ChunkSent)) == 2)
+            assert c.chunks == [(2, True), (2, True)]
+            before = host.traffic._outgoing[0]._flights["c"].usual
+            assert before > 1.0
+            host.traffic.begin(host.round, 2)
+            assert host.traffic._outgoing[0]._flights_to("c").usual == before, "it is patient from the beginning"
+
+    simulate(scenario())
+
+
 def test_a_stream_that_breaks_off_is_reported_and_what_it_owed_sent_again() -> None:
     async def scenario() -> None:
         async with Host.running() as host:

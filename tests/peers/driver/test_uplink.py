@@ -15,6 +15,7 @@ class Round:
 
     def __init__(self, uplink: Uplink, *members: str) -> None:
         self.members = set(members)
+        self.hangs_at = set[str]()
         self._uplink = uplink
         uplink.begin_round(self.outgoing, 2)
 
@@ -74,6 +75,8 @@ def test_nobody_waits_long_for_a_round_that_hangs() -> None:
         began = now()
         await second.turn("a")
         assert now() - began == PATIENCE
+        await second.turn("a")
+        assert now() - began == PATIENCE, "nor once more for each chunk"
 
     simulate(scenario())
 

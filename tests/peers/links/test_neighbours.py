@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Sequence
 
 import psutil
@@ -23,14 +25,39 @@ def address_of(peer: str, port: int = 4001) -> str:
     return f"/ip4/192.168.1.7/tcp/{port}/p2p/{peer}"
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speak of a service that nobody else does: other tests on this machine hear us, and we them."""
+    monkeypatch.setattr(neighbours, "SERVICE", f"_test-{os.urandom(4).hex()}._tcp.local.")
+    if not carries_multicast(LOOPBACK[0]):
+        pytest.skip("this machine's loopback interface carries no multicast")
+
+
+def carries_multicast(interface: str) -> bool:
+    """Whether what is said there is heard there."""
+    group = "224.0.0.251"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind(("", 0))
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(interface))
+            membership = socket.inet_aton(group) + socket.inet_aton(interface)
+            sock.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, membership)
+            sock.sendto(b"is anybody here?", (group, sock.getsockname()[1]))
+            sock.settimeout(1.0)
+            return sock.recv(64) == b"is anybody here?"
+        except OSError:
+            return False
+
+
 async def found_when(count: int, run: str = RUN) -> tuple[str, ...]:
     """Look until so many addresses are found: whoever announces itself says so more than once."""
     async with asyncio.timeout(DEADLINE):
         while len(found := await neighbours.neighbours(run, LOOPBACK)) != count:
-            pass
+            await asyncio.sleep(0)  # where nothing can be heard it has not waited
     return found
 
 
+@pytest.mark.usefixtures("alone")
 def test_those_in_the_run_are_found_before_those_who_help_any_and_nobody_else() -> None:
     async def scenario() -> None:
         async with (
@@ -45,6 +72,7 @@ def test_those_in_the_run_are_found_before_those_who_help_any_and_nobody_else() 
     asyncio.run(scenario())
 
 
+@pytest.mark.usefixtures("alone")
 def test_only_a_few_addresses_are_told_and_only_such_as_can_be_dialled() -> None:
     many = [address_of(FIRST, port) for port in range(4001, 4001 + 2 * MOST_ADDRESSES)]
 
@@ -56,6 +84,7 @@ def test_only_a_few_addresses_are_told_and_only_such_as_can_be_dialled() -> None
     asyncio.run(scenario())
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_a_liar_says_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     service = neighbours._service
 

@@ -20,6 +20,7 @@ from peers.streams.throttle import (
     SHARE,
     UNLIMITED,
     WINDOW,
+    WINDOWS,
     Caps,
     GivingWay,
     LinkTime,
@@ -184,6 +185,23 @@ def test_the_best_quarter_of_a_round_counts() -> None:
         meter.now += 1.0
         meter.carry(rate, 4.0)
     assert meter.rate == pytest.approx(10 * MEGABYTE, rel=0.05)
+
+
+def test_a_round_of_hours_is_no_harder_to_remember() -> None:
+    """Regression: the rate was looked up in all half seconds of the round, by every stream four times a second."""
+    meter = Meter()
+    meter.begin_round()
+    meter.carry(MEGABYTE, 3600.0, piece=MEGABYTE)
+    meter.carry(10 * MEGABYTE, 3600.0, piece=10 * MEGABYTE)
+    assert meter.rate == pytest.approx(10 * MEGABYTE, rel=0.05)
+    assert len(meter._windows) <= WINDOWS
+    meter.begin_round()
+    meter.carry(MEGABYTE, 3.0)
+    assert meter.rate == pytest.approx(10 * MEGABYTE, rel=0.05)
+    for _ in range(ROUNDS):
+        meter.begin_round()
+        meter.carry(MEGABYTE, 3.0)
+    assert meter.rate == pytest.approx(MEGABYTE, rel=0.05)
 
 
 def test_a_moment_in_which_much_was_read_is_no_rate() -> None:
