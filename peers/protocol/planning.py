@@ -17,6 +17,9 @@ SLACK = 2.0
 
 ALIKE = 0.8
 """Of the rate of a link, that another one's is at least that is dealt as much."""
+FEW = 3
+"""Members that reduce, if as many can: of two that wait for each other nobody can tell which of them holds the others
+up."""
 MOST_PAYLOADS = 8.0
 """That a reducer's link should carry, if others can share the work: of 200 members one alone would carry 199."""
 SPARED = 16
@@ -107,9 +110,17 @@ def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, i
 
 
 def deal(chunk_count: int, members: int, reducers: Sequence[str], rates: Mapping[str, float]) -> dict[str, int]:
-    """How many chunks each reducer averages, such that all links are done together."""
+    """How many chunks each reducer averages, such that all links are done together; a few reducers at least have one,
+    unless that is more than a payload for them to send."""
     alike = evened_out([rates[peer] for peer in reducers])
-    return dict(zip(reducers, split_by_rate(chunk_count, alike, members), strict=True))
+    chunks = split_by_rate(chunk_count, alike, members)
+    idle = sorted((place for place, count in enumerate(chunks) if not count), key=lambda place: -alike[place])
+    more = FEW - (len(chunks) - len(idle)) if members <= chunk_count else 0
+    for place in idle[: max(0, more)]:
+        busiest = max(range(len(chunks)), key=chunks.__getitem__)
+        if chunks[busiest] > 1:
+            chunks[busiest], chunks[place] = chunks[busiest] - 1, 1
+    return dict(zip(reducers, chunks, strict=True))
 
 
 def evened_out(rates: Sequence[float]) -> list[float]:

@@ -188,6 +188,14 @@ def test_links_that_are_about_alike_are_dealt_as_much() -> None:
     """Regression: each tenth that a measurement was off by made a part a third larger, and all waited for that."""
     rates = {"a": 2.7, "b": 3.0, "c": 3.2, "d": 2.9}
     assert deal(60, 4, tuple(rates), rates) == dict.fromkeys(rates, 15)
+
+
+def test_three_reduce_however_slow_their_links_are_unless_a_chunk_is_more_than_a_payload() -> None:
+    """Regression: one of two reducers sent nothing, and both were left out, since each waited for the other."""
+    rates = {"a": 400.0, "b": 20.0, "c": 1.0, "d": 10.0}
+    assert deal(60, 4, tuple(rates), rates) == {"a": 58, "b": 1, "c": 0, "d": 1}
+    assert deal(60, 4, ("a", "c"), rates) == {"a": 59, "c": 1}
+    assert deal(2, 4, tuple(rates), rates) == {"a": 2, "b": 0, "c": 0, "d": 0}
     assert evened_out([10.0, 3.0, 9.0, 2.5, 8.0]) == [9.0, 2.75, 9.0, 2.75, 9.0]
     assert evened_out([1.0, 0.79]) == [1.0, 0.79]
     assert evened_out([0.0, 1.0]) == [0.0, 1.0]
