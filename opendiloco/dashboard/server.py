@@ -32,6 +32,7 @@ STATIC = {
     "/charts.js": ("charts.js", "text/javascript"),
     "/format.js": ("format.js", "text/javascript"),
     "/matrix.js": ("matrix.js", "text/javascript"),
+    "/world.js": ("world.js", "text/javascript"),
     "/style.css": ("style.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }

@@ -17,6 +17,7 @@ from opendiloco.dashboard.chronicle import KEPT, Absence, Change, Chronicle, Rec
 from opendiloco.dashboard.curve import MOST_POINTS, Curve
 from opendiloco.dashboard.teams import Teams
 from opendiloco.dashboard.timeline import Timeline
+from opendiloco.dashboard.world import world
 from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
 from opendiloco.screen import is_finished, reachability, shown_state
@@ -130,6 +131,7 @@ class RunView:
             "run": self._run(),
             "peers": self._peers(),
             "bandwidth": matrix(self._beats, self.me),
+            "world": world(self._beats),
             "losses": self._curves(),
             "rounds": self._rounds(),
             "contributions": self._contributions(),

@@ -22,6 +22,7 @@ from peers.values.amendments import Amendment
 from peers.values.anchors import Anchors
 from peers.values.clock import now
 from peers.values.identity import Identity
+from peers.values.places import Place
 from peers.values.wire import printable
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
@@ -68,6 +69,7 @@ class Pulse:
         self._beats = 0
         self.held_out: HeldOutLoss | None = None
         self.team = ""
+        self.place: Place | None = None
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
@@ -152,6 +154,7 @@ class Pulse:
             revocations=revocations,
             anchors=self._transport.anchors_of(peer.settings.run).digest,
             team=self.team,
+            place=self.place,
             amendment=log.amendment,
             proposed=peer.proposed_amendment,
             rates=tell_rates(peer.presence.reachability.seen(peer.me)),

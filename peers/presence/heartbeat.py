@@ -16,6 +16,7 @@ from peers.errors import RemoteProtocolError
 from peers.values.amendments import Amendment
 from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
+from peers.values.places import Place
 from peers.values.signing import Signature
 from peers.values.teams import TEAM, TEAM_LENGTH
 from peers.values.tickets import CHAIN_BYTES
@@ -138,7 +139,8 @@ class Heartbeat(Value):
     (see `Anchors.digest`); empty: nothing. `team` is whom it wants its work to count for, as it says itself.
 
     `amendment` is the organiser's that is in force at its position, `proposed` a newer one that it knows of.
-    `rates` are kilobytes a second at which data of others came to it, at best, in the last rounds.
+    `rates` are kilobytes a second at which data of others came to it, at best, in the last rounds. `place` is where its
+    owner says that it is; None: nobody is to know.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -175,6 +177,7 @@ class Heartbeat(Value):
     amendment: Amendment | None = None
     proposed: Amendment | None = None
     rates: Rates = ()
+    place: Place | None = None
 
     @property
     def expires(self) -> float:

@@ -60,7 +60,7 @@ def test_who_trains_who_follows_and_who_archives_show_the_same_run(tmp_path: Pat
         options = ("join", "--run", invite, "--device", "cpu", "--data", "corpus", "--plain", *LOOPBACK)
         with (
             site.start(*options, "--identity", "one.pem", *SHOWN) as first,
-            site.start(*options, "--identity", "two.pem", "--team", "blue") as second,
+            site.start(*options, "--identity", "two.pem", "--team", "blue", "--place", "52.5,13.4") as second,
             site.start("follow", "--run", invite, "--json", "--dashboard", "127.0.0.1:0") as follower,
         ):
             views = {}
@@ -90,13 +90,14 @@ def test_who_trains_who_follows_and_who_archives_show_the_same_run(tmp_path: Pat
 
 
 def is_whole(view: Any) -> bool:
-    """Whether a view has something to show in each of its parts, teams included."""
+    """Whether a view has something to show in each of its parts, teams and a place included."""
     entries = [row for row in view["rounds"]["rows"] if "digest" in row]
     has_log = bool(entries) and entries[-1]["voters"] == 2 and not view["run"]["no_log"]
     board = view["contributions"]
     teams = [(row["team"], row["peers"]) for row in board["teams"]]
     is_complete = len(board["rows"]) == 2 and bool(view["losses"]["training"])
-    return has_log and is_complete and teams == [("blue", 1)] and is_told(view)
+    places = [(place["north"], place["east"], place["peers"]) for place in view["world"]["places"]]
+    return has_log and is_complete and teams == [("blue", 1)] and places == [(52, 13, 1)] and is_told(view)
 
 
 def is_told(view: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import { LossChart } from "./charts.js";
 import { Matrix } from "./matrix.js";
+import { drawWorld } from "./world.js";
 import { ago, clock, count, duration, element, percent, shortName, size } from "./format.js";
 
 const byId = (id) => document.getElementById(id);
@@ -10,7 +11,7 @@ const show = (id, isShown) => { byId(id).hidden = !isShown; };
 const STATES = {
   training: "good", ready: "warn", averaging: "averaging", finished: "good", joining: "warn", leaving: "bad", gone: "bad",
 };
-const SECTIONS = ["run", "peers", "bandwidth", "losses", "rounds", "contributions"];
+const SECTIONS = ["run", "peers", "bandwidth", "world", "losses", "rounds", "contributions"];
 const LOG_ROWS = 12;
 
 let source = null; // the events that are listened to
@@ -94,6 +95,7 @@ function showRun(section) {
   show("run", true);
   const draw = {
     run: [showHead, showRounds, showBoard], peers: [showPeers], bandwidth: [showBandwidth],
+    world: [showWorld],
     losses: [showLosses, showHead], rounds: [showRounds], contributions: [showBoard],
   };
   if (known.run) for (const one of draw[section]) one();
@@ -208,6 +210,14 @@ function showBandwidth() {
   if (rates.length) matrix.show(known.bandwidth);
   byId("bandwidth-more").textContent = more
     ? ` Shown are neighbours in the order of ids, of which each tells; and there ${more === 1 ? "is" : "are"} ${plural(more, "more peer")}.` : "";
+}
+
+function showWorld() {
+  const { places, more, silent } = known.world;
+  show("world", places.length);
+  drawWorld(byId("world-map"), byId("world-places"), known.world);
+  byId("world-note").textContent = "Where a peer is, its owner says, in whole degrees, and only who wants to."
+    + (silent ? ` Of ${plural(silent, "peer")} nobody knows.` : "") + (more ? ` And ${plural(more, "more place")}.` : "");
 }
 
 // Rounds and the log ---------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ PEERS = [one.peer_id for one in IDENTITIES]
 KEYS = dict(zip(PEERS, IDENTITIES, strict=True))
 RATES = {0: tell_rates([(PEERS[1], 12_500_000), (PEERS[3], 400_000)]), 1: tell_rates([(PEERS[0], 2_500_000)]), 3: ()}
 """By whom, and of whom, rates are told: kilobytes a second."""
+PLACES = {0: (53, 13), 1: (-34, -58), 3: None}
+"""Where whose owners say that they are."""
 
 
 def invented_run(name: str = "tiny") -> Run:
@@ -169,6 +171,7 @@ class Story:
                 trouble=HOSTILE if place == 3 else "",
                 team="" if place == 0 else TEAM,
                 rates=RATES[place],
+                place=PLACES[place],
             )
             for place in (0, 1, 3)
         ]

@@ -115,6 +115,21 @@ def test_rates_are_read_with_the_keyboard(port: int) -> None:
     looking(port, [Story(14).source], look)
 
 
+def test_peers_are_on_the_map_and_in_the_list_beside_it(port: int) -> None:
+    async def look(page: Page, url: str) -> None:
+        await page.until("document.querySelectorAll('#world-map circle').length === 2")
+        places = await page.evaluate("[...document.querySelectorAll('#world-places li')].map((one) => one.innerText)")
+        assert [" ".join(place.split()) for place in places] == [
+            f"34° S 58° W …{PEERS[1][-8:]}",
+            f"53° N 13° E …{PEERS[0][-8:]}",
+        ]
+        dot = "document.querySelector('#world-map circle:nth-of-type(2)')"
+        assert await page.evaluate(f"[{dot}.cx.baseVal.value, {dot}.cy.baseVal.value]") == [193, 31]
+        assert "Of 2 peers nobody knows." in await page.evaluate("document.querySelector('#world-note').textContent")
+
+    looking(port, [Story(14).source], look)
+
+
 def test_nothing_is_wider_than_a_phone_and_everything_can_be_read_in_the_dark(port: int) -> None:
     async def look(page: Page, url: str) -> None:
         await page.until("document.querySelectorAll('#peers-rows tr').length === 4")

@@ -18,6 +18,7 @@ from opendiloco.dashboard.chronicle import Chronicle
 from opendiloco.dashboard.curve import MOST_POINTS, Curve
 from opendiloco.dashboard.state import LARGEST_LOSS, LARGEST_RATE, REMEMBERED_SECONDS, RunView, minorities
 from opendiloco.dashboard.timeline import SHOWN, Timeline
+from opendiloco.dashboard.world import SHOWN_PLACES, world
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
 from peers.values.amendments import Amendment
@@ -177,7 +178,7 @@ def sections(view: RunView) -> dict[str, Any]:
 
 def test_the_whole_view_is_plain_values(story: Story) -> None:
     found = sections(view_of(story))
-    assert set(found) == {"run", "peers", "bandwidth", "losses", "rounds", "contributions"}
+    assert set(found) == {"run", "peers", "bandwidth", "world", "losses", "rounds", "contributions"}
     run = found["run"]
     assert (run["outer_step"], run["outer_steps"], run["peers"], run["archives"]) == (14, 40, 3, 1)
     assert run["lineage_tokens"] == story.invented.end.lineage_tokens
@@ -282,6 +283,25 @@ def test_a_liar_can_only_lie_about_what_comes_to_itself_and_large_swarms_take_bo
     assert found["peers"][:2] == ["00000090", "00000091"]
     assert (len(found["peers"]), found["more"]) == (SHOWN_RATES, 100 - SHOWN_RATES)
     assert len(found["rates"]) == SHOWN_RATES - 1
+
+
+# World ----------------------------------------------------------------------------------------------------------
+def test_peers_are_shown_where_their_owners_say_and_nobody_else_is(story: Story) -> None:
+    found = sections(view_of(story))["world"]
+    assert [(one["north"], one["east"], one["peers"], one["names"]) for one in found["places"]] == [
+        (-34, -58, 1, [PEERS[1]]),
+        (53, 13, 1, [PEERS[0]]),
+    ]
+    assert (found["silent"], found["more"]) == (2, 0)
+
+
+def test_the_place_with_most_comes_first_and_large_swarms_take_bounded_room(story: Story) -> None:
+    end = story.invented.end
+    crowd = [said(story.run, end, f"{number:08}", place=(number % 90, number // 90)) for number in range(900)]
+    at_home = [said(story.run, end, f"home{number:04}", place=(-34, -58)) for number in range(9)]
+    found = world([*crowd, *at_home])
+    assert (found["places"][0]["peers"], found["places"][0]["names"]) == (9, ["home0000", "home0001", "home0002"])
+    assert (len(found["places"]), found["more"]) == (SHOWN_PLACES, 901 - SHOWN_PLACES)
 
 
 # Time -----------------------------------------------------------------------------------------------------------
