@@ -113,7 +113,10 @@ def next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) 
 
 @command.command()
 def example() -> None:
-    """Print a small run.toml to begin with: diloco-peer run example > run.toml"""
+    """Print a small run.toml to begin with.
+
+    diloco-peer run example > run.toml
+    """
     from importlib.resources import files
 
     click.echo(files("opendiloco").joinpath("demo.toml").read_text(encoding="utf-8"), nl=False)

@@ -16,7 +16,7 @@ from peers.errors import RemoteProtocolError
 from peers.values.amendments import Amendment
 from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
-from peers.values.places import Place
+from peers.values.places import LATITUDE, LONGITUDE
 from peers.values.signing import Signature
 from peers.values.teams import TEAM, TEAM_LENGTH
 from peers.values.tickets import CHAIN_BYTES
@@ -68,6 +68,8 @@ Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, patte
 Vote = Annotated[str, Field(strict=True, pattern=rf"^([A-Za-z0-9]{{{TAIL}}})?$")]
 Team = Annotated[str, Field(strict=True, max_length=TEAM_LENGTH, pattern=TEAM)]
 Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
+North = Annotated[int, Field(strict=True, ge=-LATITUDE, le=LATITUDE)]
+East = Annotated[int, Field(strict=True, ge=-LONGITUDE, le=LONGITUDE)]
 Rates = Annotated[tuple[tuple[Tail, Count], ...], Field(max_length=TOLD_RATES)]
 
 
@@ -177,7 +179,7 @@ class Heartbeat(Value):
     amendment: Amendment | None = None
     proposed: Amendment | None = None
     rates: Rates = ()
-    place: Place | None = None
+    place: tuple[North, East] | None = None
 
     @property
     def expires(self) -> float:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
+from typing import TypeAlias
 
 LATITUDE, LONGITUDE = 90, 180  # degrees at most, to either side
 
-Place = tuple[
-    Annotated[int, Field(strict=True, ge=-LATITUDE, le=LATITUDE)],
-    Annotated[int, Field(strict=True, ge=-LONGITUDE, le=LONGITUDE)],
-]
+Place: TypeAlias = tuple[int, int]
 """Degrees north and degrees east."""
 
 

@@ -75,7 +75,7 @@ def test_the_newest_state_is_fetched_though_payloads_are_not_kept_for_long(kept:
 def test_who_is_ahead_and_gives_nothing_is_named() -> None:
     async def scenario() -> None:
         swarm, run = Swarm(), Run(9)
-        await swarm.add("a", Donor(run, frozen=9))
+        await swarm.add("a", Donor(run, frozen=7))
         swarm.beats["a"] = beat("a", Run(12).logs[-1])
         with pytest.raises(SwarmUnreachableError, match="peer a refused: outer step 10 is not here yet"):
             await fetched(swarm)
