@@ -138,6 +138,7 @@ class Screen(JoinView):
         super().__init__()
         self._console = console
         self._starting: Live | None = None
+        self._drawn = ""  # the stage of the start that was shown last
 
     def say(self, text: str) -> None:
         with suppress(OSError):  # the terminal may have been closed
@@ -148,7 +149,12 @@ class Screen(JoinView):
         from rich.text import Text
 
         if self._starting is not None:
+            if self._stage != self._drawn:  # however short it is
+                self._drawn = self._stage
+                with suppress(OSError):
+                    self._starting.refresh()
             return
+        self._drawn = self._stage
         self._starting = Live(
             console=self._console,
             get_renderable=lambda: Text(self.stage_line()),
@@ -156,7 +162,7 @@ class Screen(JoinView):
             transient=True,
         )
         with suppress(OSError):
-            self._starting.start()
+            self._starting.start(refresh=True)
 
     def close(self) -> None:
         self._stop_starting()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from dataclasses import replace
@@ -32,6 +33,16 @@ def test_a_log_has_each_phase_once(caplog: pytest.LogCaptureFixture) -> None:
         lines.stage(stage, share)
     assert caplog.messages == ["phase: finding the run", "phase: preparing data", "phase: compiling"]
     assert lines.phase == "compiling"
+
+
+def test_each_stage_of_the_start_is_seen_however_short_it_is() -> None:
+    """Regression: the line was drawn twice a second, and what passed in between was in a log that nobody sees now."""
+    screen = Screen(Console(file=(shown := io.StringIO()), force_terminal=True, width=80))
+    for stage in ("importing torch", "tokenizing c4", "building the model", "compiling"):
+        screen.stage(stage, None)
+    screen.close()
+    for stage in ("importing torch", "tokenizing c4", "building the model", "compiling"):
+        assert stage in shown.getvalue()
 
 
 def test_programs_read_one_stream(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
