@@ -33,13 +33,17 @@ class Amended:
             if one is not None and one.is_signed(run.run_id, organiser)
         }
         said = beats[0].amendment if beats else None
-        in_force, latest = said if said in known else None, newest(*known)
-        return cls(in_force, latest if newest(in_force, latest) is not in_force else None)
+        return cls._beside(said if said in known else None, *known)
 
     def as_logged(self, in_force: Amendment | None) -> Amended:
         """Return the same by a log, at whose end this amendment is in force: what peers say of that does not count."""
-        latest = newest(in_force, self.in_force, self.proposed)
-        return Amended(in_force, latest if newest(in_force, latest) is not in_force else None)
+        return self._beside(in_force, self.in_force, self.proposed)
+
+    @classmethod
+    def _beside(cls, in_force: Amendment | None, *known: Amendment | None) -> Amended:
+        """Proposed is the newest that is known, if it is newer than what is in force."""
+        latest = newest(in_force, *known)
+        return cls(in_force, latest if latest is not in_force else None)
 
     @property
     def newest(self) -> Amendment | None:
