@@ -52,6 +52,16 @@ class NoChance(random.Random):
         return list(population)[:k]
 
 
+class Clock:
+    """Seconds, as a test sets them."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class FakeTransport:
     """One peer's way to its `donors`; keeps what is registered here, and the pulls that were made from here."""
 

@@ -6,18 +6,12 @@ from peers.driver.flights import Flights
 from peers.log.header import Position
 from peers.protocol.effects import SendChunk
 from peers.protocol.rounds import Attempt
+from tests.peers.fakes import Clock
 
 
 def send(chunk: int, reduced: bool = False) -> SendChunk:
     round_name = Attempt(position=Position(index=0, head=bytes(32)), number=1, leader="a")
     return SendChunk(round_name, "b", chunk, reduced)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_what_hangs_is_for_another_stream_the_oldest_first() -> None:

@@ -22,17 +22,10 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.peers.builders import SETTINGS
 from tests.peers.driver.test_pulse import ME, Network, new_peer
-from tests.peers.fakes import FakeWorkload
+from tests.peers.fakes import Clock, FakeWorkload
 from tests.peers.protocol.test_fragments import told_of_an_entry
 
 STEP = Progress(inner_step=1, loss=2.0, tokens_per_second=10.0)
-
-
-class Clock:
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 class Worker(FakeWorkload):
@@ -71,9 +64,9 @@ def health(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Health:
 def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health, clock: Clock) -> None:
     pulse = Pulse(new_peer(), ME, Network(), lambda work: work.close())
     asyncio.run(pulse.publish())
-    clock.seconds += SETTINGS.timing.heartbeat_expiry
+    clock.now += SETTINGS.timing.heartbeat_expiry
     assert health.reasons == []
-    clock.seconds += 1
+    clock.now += 1
     assert health.reasons == ["no heartbeat was published for 11 seconds"]
     asyncio.run(pulse.publish())
     assert health.reasons == []
@@ -89,7 +82,7 @@ def test_a_late_worker_waits_for_no_average(health: Health, clock: Clock) -> Non
     host = host_with(SimpleNamespace(state=SlotState.READY), is_late=True)
 
     def look() -> None:
-        clock.seconds += STEP_LIMIT + 1
+        clock.now += STEP_LIMIT + 1
         training.look()
         assert health.reasons == [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]
 
@@ -107,11 +100,11 @@ def test_a_worker_that_waits_for_an_average_is_well(awaited: SlotState, health: 
 
     def wait() -> None:
         for _ in range(3):
-            clock.seconds += STEP_LIMIT
+            clock.now += STEP_LIMIT
             training.look()
             seen.append(health.reasons)
         slot.state = SlotState.OPEN
-        clock.seconds += STEP_LIMIT + 1
+        clock.now += STEP_LIMIT + 1
         training.look()
         seen.append(health.reasons)
 
@@ -128,12 +121,12 @@ def test_a_worker_whose_entries_wait_for_another_fragments_payload_is_well(healt
 
     def wait() -> None:
         for _ in range(3):
-            clock.seconds += STEP_LIMIT
+            clock.now += STEP_LIMIT
             training.look()
             seen.append(health.reasons)
         rig.do(PayloadFetched(header))
         rig.do(Applied(header))
-        clock.seconds += STEP_LIMIT
+        clock.now += STEP_LIMIT
         training.look()
         seen.append(health.reasons)
 
@@ -147,9 +140,9 @@ def test_a_worker_that_does_no_inner_step_for_long_is_told_of_until_training_end
     seen: list[list[str]] = []
 
     def look() -> None:
-        clock.seconds += STEP_LIMIT
+        clock.now += STEP_LIMIT
         seen.append(health.reasons)
-        clock.seconds += 1
+        clock.now += 1
         seen.append(health.reasons)
 
     workload = Worker(look)

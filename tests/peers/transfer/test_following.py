@@ -30,7 +30,7 @@ from peers.values.leases import SampleRange
 from peers.values.wire import digest_of, pack
 from peers.values.workload import Blocks
 from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, beat, chain_of, member
-from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload
+from tests.peers.fakes import BLOCK, Clock, FakeTransport, FakeWorkload
 
 GENESIS = bytes(32)
 NO_AMENDMENTS: Mapping[int, Amendment] = {}
@@ -394,19 +394,9 @@ def test_an_entry_in_place_of_an_anchored_one_is_not_followed() -> None:
     asyncio.run(scenario())
 
 
-class Clock:
-    """Seconds, as a test sets them."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(1000.0)
     monkeypatch.setattr("peers.transfer.doubts.now", clock)
     return clock
 
