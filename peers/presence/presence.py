@@ -219,7 +219,8 @@ class Presence:
         first, and the one first that says it has trained most. Whether that is true, their logs will show. Whoever
         failed us as leader comes last: it may have gone on with the others while we stayed behind.
 
-        Whoever `is_astray`, since an anchor has signed another log, looks at all that are not where its own has led.
+        Whoever `is_astray`, since an anchor has signed another log, looks at all that are not where its own has led. So
+        does one on whose lineage too few went on, at those further back than it remembers: they may be with the others.
         """
         passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if self.now < until)
         asked = (self.live(), log, self.distrusted, self._givers_of_nothing, self.unreached, passed_over, is_astray)
@@ -234,6 +235,7 @@ class Presence:
         index, distrusted, vain = log.position.index, self.distrusted, self.vain
         givers = [beat for beat in self.live().values() if beat.state in DONATING]
         # Whoever went on alone, and has come far, remembers no more where it parted from the others.
+        first = lineage.known_from if lineage.doubt is not None else 0
         is_lost = is_astray or all(lineage.head_at(beat.index) != beat.head for beat in givers)
         claims = {
             peer: (
@@ -246,7 +248,7 @@ class Presence:
             )
             for peer, beat in self.live().items()
             if (
-                beat.index > index
+                not first <= beat.index <= index
                 or lineage.lacks(beat.index, beat.head)
                 or (is_lost and lineage.head_at(beat.index) != beat.head)
             )

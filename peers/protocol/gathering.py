@@ -305,11 +305,14 @@ class Gathering:
         return self._settings.goes_on_alone and self._founders <= set(peers)
 
     def _may_overtake(self, sender: str, now: float) -> bool:
-        """Whether the others must say Ready again for this peer's higher number; each peer may ask that a few times."""
-        self._overtaken[sender] += 1
-        if self._overtaken[sender] > OVERTAKING_LIMIT:
-            self._bar(sender, now)
-        return self._overtaken[sender] <= OVERTAKING_LIMIT
+        """Whether the others must say Ready again for this peer's higher number. Each may ask that a few times, and then
+        once for each bar that it has sat out, or was pardoned from."""
+        if self._overtaken[sender] < OVERTAKING_LIMIT:
+            self._overtaken[sender] += 1
+            return True
+        self._overtaken[sender] -= 1
+        self._bar(sender, now)
+        return False
 
     def _bar(self, peer: str, now: float) -> None:
         """Leave a peer out for a while, longer each time; never ourselves."""

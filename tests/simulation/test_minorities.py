@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from peers.log.lineage import RECENT_ENTRIES
 from peers.log.settings import Timing
 from peers.protocol.states import State
 from peers.simulator.schedules import agreed
@@ -52,6 +53,21 @@ def test_who_went_on_alone_comes_back_to_what_most_have_signed_whatever_it_has_t
     meet(swarm)
     assert swarm.peers[FEW[0]].entries.heads[: len(kept)] == kept
     assert heads(swarm, FEW) == heads(swarm, MANY)
+
+
+def test_a_minority_that_is_far_ahead_comes_back_too() -> None:
+    """Regression: each of the two found the other where its own log had led, and looked at nobody else: they had made
+    more entries than peers remember, so that nobody could see in a heartbeat that the others' log was another one."""
+    swarm = split()
+    for name in FEW:
+        swarm.peers[name].speed = 20.0
+    few, many = (swarm.peers[name].peer for name in (FEW[0], MANY[0]))
+    is_far = swarm.run(2000.0, until=lambda: few.log.position.index > many.log.position.index + 1.5 * RECENT_ENTRIES)
+    assert is_far, "the few make no entries"
+    kept = swarm.peers[MANY[0]].entries.heads
+    swarm.heal()
+    assert swarm.run(300.0, until=lambda: agreed(swarm)), "they stay apart"
+    assert swarm.peers[FEW[0]].entries.heads[: len(kept)] == kept
 
 
 def test_a_minority_is_told_that_it_is_one_until_the_others_are_back() -> None:

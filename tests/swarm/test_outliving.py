@@ -16,8 +16,6 @@ from tests.swarm.cli_processes import LOOPBACK, Site, announce_run, eventually, 
 
 pytestmark = pytest.mark.swarm
 
-INNER_STEPS = 60
-"""So many that nobody who is alone gets further ahead than peers remember entries, while another one starts."""
 BOOTSTRAP = ("bootstrap", "--identity", "bootstrap.pem", "--archive", "archive", "--data-port", "0")
 
 
@@ -26,7 +24,7 @@ def test_a_run_outlives_its_volunteers(tmp_path: Path) -> None:
     site = Site(tmp_path)
     corpus = write_corpus(tmp_path / "corpus")
     with archive(site) as address:
-        invite = announce_run(site.write_run(str(corpus), inner_steps=INNER_STEPS), address)
+        invite = announce_run(site.write_run(str(corpus)), address)
         with volunteers(site, invite, "one", "two"):
             eventually(lambda: index_of(site, "one") >= 6, "nobody comes to outer step 6")
             eventually(lambda: archived(site, invite) >= 5, "the archive does not follow the run")

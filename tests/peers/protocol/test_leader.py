@@ -1492,6 +1492,21 @@ class TestPromises:
         assert lead.ready("c", last_attempt=OVERTAKING_LIMIT + 2) == []
         assert [peer for peer, _ in sends(lead.tick(), Begin)] == ["a", "b"]
 
+    def test_who_is_needed_is_taken_in_all_the_same(self) -> None:
+        """Regression (seed 11199): of two, one said a higher number after each of many attempts, for good reasons, and
+        was never heard again at that position."""
+        lead = Lead()
+        for number in range(1, OVERTAKING_LIMIT + 2):
+            lead.ready("a", last_attempt=number - 1)
+            lead.ready("b", last_attempt=number)
+        begun, asked = list[tuple[str, Begin]](), number - 1
+        while not begun and lead.now < SCHEDULE.distrust:
+            lead.ready("a", last_attempt=asked)
+            effects = lead.ready("b", last_attempt=number) + lead.tick("b", after=STEP)
+            begun = sends(effects, Begin)
+            asked = max([asked, *(abort.attempt.number for peer, abort in sends(effects, Abort) if peer == "a")])
+        assert [peer for peer, _ in begun] == ["a", "b"]
+
 
 def test_readies_of_peers_without_heartbeat_are_dropped() -> None:
     lead = Lead()
