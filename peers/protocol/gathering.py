@@ -305,7 +305,7 @@ class Gathering:
         return self._settings.goes_on_alone and self._founders <= set(peers)
 
     def _may_overtake(self, sender: str, now: float) -> bool:
-        """Whether the others must say Ready again for this peer's higher number. Each may ask that a few times, and then
+        """Whether the others must say Ready again for this peer's higher number. Each may ask that a few times, then
         once for each bar that it has sat out, or was pardoned from."""
         if self._overtaken[sender] < OVERTAKING_LIMIT:
             self._overtaken[sender] += 1
