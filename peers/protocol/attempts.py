@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peers.log.exclusions import Fault
 from peers.log.header import NO_PAYLOAD
 from peers.presence.election import culprits
 from peers.presence.standing import Pairs
 from peers.protocol.effects import Effect, Send
-from peers.protocol.messages import Adopt, Begin, Prove, Ready
-from peers.protocol.rounds import Round
+from peers.protocol.messages import Abort, Adopt, Begin, Prove, Ready
+from peers.protocol.rounds import Attempt, Round
+from peers.values.wire import printable
 
 
 def reducers(round: Round) -> set[str]:
@@ -42,6 +43,12 @@ def told(
     short = running.model_copy(update={left_out: ()}) if others else running
     whole = [Send(peer, message) for peer in members if peer in lacking for message in (*proofs.get(peer, ()), running)]
     return [*whole, *(Send(peer, message) for peer in others for message in (*proofs.get(peer, ()), short))]
+
+
+def ends(attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
+    """Tell these that an attempt is over."""
+    abort = Abort(attempt=attempt, reason=printable(reason))
+    return [Send(peer, abort) for peer in members]
 
 
 def _holds(ready: Ready, adopt: Adopt) -> bool:

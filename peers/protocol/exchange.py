@@ -30,7 +30,7 @@ from peers.protocol.events import (
     PayloadAssembled,
     ReducedArrived,
 )
-from peers.protocol.messages import Accuse, Compare, Holding, Waiting, Want
+from peers.protocol.messages import Accuse, Compare, Holding, Marked, Waiting, Want
 from peers.protocol.rounds import Attempt, Round
 from peers.protocol.signed_averages import Origin
 from peers.values.chunks import parts_of
@@ -188,9 +188,14 @@ class Exchange:
                 return self.on_compare(sender, message)
 
     def on_compare(self, sender: str, compare: Compare) -> list[Effect]:
-        """Our payload is not the leader's. Show what was signed to us of the first chunk that differs."""
+        """Our payload is another one than the leader's, or another member's. Show what was signed to us of the first
+        chunk that differs."""
+        if compare.attempt != self.attempt or sender != self.attempt.leader:
+            return []
+        if compare.marks is None:
+            return [Send(sender, Marked(attempt=self.attempt, marks=self.averages.marks()))]
         shown = self.averages.difference(compare.marks)
-        if compare.attempt != self.attempt or sender != self.attempt.leader or shown is None:
+        if shown is None:
             return []
         accused = shown.origin.reducer
         return [Send(sender, Accuse(attempt=self.attempt, accused=accused, reason="two averages", average=shown))]

@@ -43,22 +43,25 @@ class Judge:
             return False
         return self._is_proven(BadContribution(author=round.author(accused), evidence=accuse.evidence))
 
-    def is_two_averages(self, accuse: Accuse) -> bool:
-        """Return whether the accused has given the accuser another average than us."""
-        exchange, shown = self.exchange(), accuse.average
-        ours = exchange.averages.signed(shown.chunk) if exchange and shown else None
-        if exchange is None or shown is None or ours is None:
-            return False
-        if not accuse.accused == ours.origin.reducer == shown.origin.reducer:
+    def averaged(self, chunk: int) -> Averaged | None:
+        """Return what has been signed to us of a chunk in the round under way."""
+        exchange = self.exchange()
+        return exchange.averages.signed(chunk) if exchange else None
+
+    def is_two_averages(self, round: Round, first: Averaged, second: Averaged) -> bool:
+        """Return whether one reducer has signed both of one chunk, and they differ."""
+        reducer = first.origin.reducer
+        starts = {member.peer: member.incarnation for member in round.roster}
+        if (second.chunk, second.origin.reducer) != (first.chunk, reducer) or reducer not in starts:
             return False
         proof = TwoAverages(
-            round_name=exchange.name,
-            terms=exchange.round.terms,
-            reducer=accuse.accused,
-            incarnation=exchange.averages.start_of(accuse.accused),
-            chunk=shown.chunk,
-            first=_signed(ours),
-            second=_signed(shown),
+            round_name=round.name,
+            terms=round.terms,
+            reducer=reducer,
+            incarnation=starts[reducer],
+            chunk=first.chunk,
+            first=_signed(first),
+            second=_signed(second),
         )
         return self._is_proven(proof)
 

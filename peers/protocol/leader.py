@@ -17,19 +17,19 @@ from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
-from peers.protocol.attempts import annex_of, are_apart, held_up_by, is_connected, reducers, still_in_round, told
+from peers.protocol.attempts import annex_of, are_apart, ends, held_up_by, is_connected, reducers, still_in_round, told
 from peers.protocol.certifier import OPEN_LIMIT, Certifier, passers
 from peers.protocol.claims import Claim, disclaimers
 from peers.protocol.commitment import Contribution, digest_of_all
+from peers.protocol.comparison import Comparison
 from peers.protocol.disputes import Disputes
 from peers.protocol.effects import Effect, Note, Send
 from peers.protocol.gathering import LEAVES, Gathering
 from peers.protocol.judge import Judge
-from peers.protocol.messages import Abort, Accuse, Adopt, Begin, Commit, Compare, Complete, Ready, Told, Waiting
+from peers.protocol.messages import Accuse, Adopt, Begin, Commit, Complete, Marked, Ready, Told, Waiting
 from peers.protocol.rounds import Attempt, Holder, Round
 from peers.protocol.tally import Tally
 from peers.values.chunks import PayloadSize
-from peers.values.wire import printable
 
 
 class Leader(Gathering):
@@ -171,13 +171,14 @@ class Leader(Gathering):
         return self._run(adopt, members, what, now)
 
     def _run(self, running: Begin | Adopt, members: Sequence[str], what: str, now: float) -> list[Effect]:
-        self._running, self._members = running, dict.fromkeys(members)
+        self._running, self._members, self._seconds = running, dict.fromkeys(members), running.seconds
         self._began_at = self._moved_at = now
-        self._seconds = running.seconds
         self._barred.attempt_begins(members)
         self._unseen_since.clear()
         self._disputes = Disputes(self._settings.timing)
         self._tally = Tally()
+        if isinstance(running, Begin):
+            self._comparison = Comparison(self._me, running, self._judge, self._settings.timing.resend)
         note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peer{'s' * (len(members) > 1)}")
         return [note, *self._tell(members, self._ready, now)]
 
@@ -207,7 +208,7 @@ class Leader(Gathering):
         remaining = [peer for peer in self._members if peer not in lost]
         if not self._is_enough(remaining):
             return self._abort(reason)
-        farewell = self._ends(running.attempt, lost, reason)
+        farewell = ends(running.attempt, lost, reason)
         what = f"goes on ({reason})"
         if isinstance(running, Adopt):
             if running.holders and not set(running.donors) & set(remaining):
@@ -258,17 +259,13 @@ class Leader(Gathering):
                 self._bar(peer, now)
         return self._lose(late, f"enough have signed without {', '.join(late)}", now)
 
-    def _ends(self, attempt: Attempt, members: Iterable[str], reason: str) -> list[Effect]:
-        abort = Abort(attempt=attempt, reason=printable(reason))
-        return [Send(peer, abort) for peer in members]
-
     def _abort(self, reason: str) -> list[Effect]:
         assert self._running is not None
         attempt, members = self._running.attempt, self._members
         self._running, self._members = None, {}
         self._ready.clear()  # everyone says Ready again, with what it holds by then
         self._barred.ready.clear()
-        return [Note("warning", f"attempt {attempt} failed: {reason}"), *self._ends(attempt, members, reason)]
+        return [Note("warning", f"attempt {attempt} failed: {reason}"), *ends(attempt, members, reason)]
 
     # What members say -----------------------------------------------------------------------------------------
     def on_waiting(self, sender: str, waiting: Waiting, now: float) -> list[Effect]:
@@ -322,15 +319,19 @@ class Leader(Gathering):
         running, accused = self._running, accuse.accused
         if not self._is_running(accuse.attempt) or sender not in self._members or not isinstance(running, Begin):
             return []
-        if self._judge.is_two_averages(accuse):
+        if self._comparison.convicts(sender, accuse):
             self._spoiled.add(running.round.name)  # everybody holds something else
             self._bar(accused, now)
             return self._abort(f"{accused} gave {sender} another average")
-        if accused not in self._members:
+        if accused not in self._members or self._comparison.is_open_to(sender):
             return []
         if self._judge.is_bad_contribution(accuse, running.round):
             return self._leave_behind([accuse.accused], f"sent {sender} bad blocks: {accuse.reason}", now)
         return self._leave_behind([sender], f"accuses {accuse.accused} without evidence: {accuse.reason}", now)
+
+    def on_marked(self, sender: str, marked: Marked, now: float) -> list[Effect]:
+        is_wanted = self._is_running(marked.attempt) and isinstance(self._running, Begin)
+        return self._comparison.hear(sender, marked, self._tally, now) if is_wanted else []
 
     def on_prepared(self, sender: str, said: Told, now: float) -> list[Effect]:
         """A member says what has come of the round. Nobody is lost for holding another payload than most before it is
@@ -348,7 +349,7 @@ class Leader(Gathering):
         self._spoiled.add(round.name)  # should it be aborted
         if makes_absent:
             return self._leave_behind([sender], "does without blocks of members that are not lost", now)
-        return self._compare(said.attempt, wrong, now)
+        return self._compare(wrong, now)
 
     def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
         effects, running = self.on_prepared(sender, complete, now), self._running
@@ -362,16 +363,15 @@ class Leader(Gathering):
             return self._abort(f"what its members say can be no entry: {error}")
         return self._commit_if_signed(header, running, now)
 
-    def _compare(self, attempt: Attempt, wrong: Sequence[str], now: float) -> list[Effect]:
-        """Who holds something else than we do may show who has given us different averages. If for a while nobody does,
-        those who are alone with what they hold are lost."""
-        timing = self._settings.timing
-        if self._tally.have_spoken(self._members) and now - self._tally.differing_since >= timing.heartbeat_expiry:
-            return self._leave_behind(wrong, "hold another payload", now)
+    def _compare(self, wrong: Sequence[str], now: float) -> list[Effect]:
+        """Members may show who has given them different averages. If for a while nobody does, those who are alone with
+        what they hold are lost, unless the leader has nothing of its own that tells who that is."""
+        is_over = now - self._tally.differing_since >= self._settings.timing.heartbeat_expiry
+        if not is_over or not self._tally.have_spoken(self._members):
+            return self._comparison.ask(self._tally, now)
         if self._me not in self._members:
-            return self._abort("its members hold different payloads, and its leader is in it with none")
-        compare = Compare(attempt=attempt, marks=self._judge.marks)
-        return [Send(peer, compare) for peer in self._tally.to_ask(self._me, now, timing.resend)]
+            return self._abort("its members hold different payloads, and do not show why")
+        return self._leave_behind(wrong, "hold another payload", now)
 
     def _commit_if_signed(self, header: Header, running: Begin | Adopt, now: float) -> list[Effect]:
         """All say the same. Who has signed something else is lost."""
@@ -394,7 +394,7 @@ class Leader(Gathering):
         """The sender speaks of another attempt than the one that runs."""
         if self._running and sender in self._members:
             return self._tell([sender], self._ready, now)
-        return self._ends(attempt, [sender], "this attempt is over")
+        return ends(attempt, [sender], "this attempt is over")
 
     def _is_running(self, attempt: Attempt) -> bool:
         return self._running is not None and self._running.attempt == attempt

@@ -12,7 +12,7 @@ from peers.protocol.desk import Desk
 from peers.protocol.exchange import Exchange
 from peers.protocol.judge import Judge
 from peers.protocol.leader import Leader
-from peers.protocol.messages import Accuse, Complete, LeaseRequest, Prepared, Ready, Waiting
+from peers.protocol.messages import Accuse, Complete, LeaseRequest, Marked, Prepared, Ready, Waiting
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.showings import Showings
 from peers.protocol.trainer import Trainer, TrainerState
@@ -129,6 +129,10 @@ class Leadership:
     def on_accuse(self, accuse: Accuse, sender: str) -> None:
         if self._leader is not None:
             self._desk.emit(*self._leader.on_accuse(sender, accuse, self._desk.now))
+
+    def on_marked(self, marked: Marked, sender: str) -> None:
+        if self._leader is not None:
+            self._desk.emit(*self._leader.on_marked(sender, marked, self._desk.now))
 
     def on_prepared(self, prepared: Prepared, sender: str) -> None:
         if self._leader is not None and prepared.attempt.leader == self._desk.me:

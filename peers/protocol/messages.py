@@ -218,10 +218,22 @@ class Prove(Value):
 
 
 class Compare(Value):
-    """Leader → member: your payload is not mine. These are the marks of my averages, in their order: of the first that
-    is another one at yours, show me what its reducer has signed."""
+    """Leader → member: another member's payload, or mine, is not yours. These are the marks of its averages, in their
+    order: of the first that is another one at yours, show me what its reducer has signed. Without: tell me yours."""
 
     kind: ClassVar[Literal["compare"]] = "compare"
+    attempt: Attempt
+    marks: Marks | None
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Marked(Value):
+    """Member → leader: these are the marks of my averages, in their order."""
+
+    kind: ClassVar[Literal["marked"]] = "marked"
     attempt: Attempt
     marks: Marks
 
@@ -348,6 +360,7 @@ Message = (
     | Accuse
     | Prove
     | Compare
+    | Marked
     | Prepared
     | Complete
     | Commit

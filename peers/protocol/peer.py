@@ -67,6 +67,7 @@ from peers.protocol.messages import (
     LeaseGrant,
     LeaseRequest,
     Leaving,
+    Marked,
     Message,
     Prepared,
     Prove,
@@ -233,6 +234,8 @@ class Peer:
                 leadership.on_waiting(message, sender)
             case Accuse():
                 leadership.on_accuse(message, sender)
+            case Marked():
+                leadership.on_marked(message, sender)
             case Prove() if course.answers(sender):
                 slot.witness.hear(sender, message)
             case Prepared():

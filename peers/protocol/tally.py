@@ -18,7 +18,6 @@ class Tally:
         self.differing_since = inf
         """When members were first heard to say different things, if they still do."""
         self._said: dict[str, Told] = {}
-        self._asked_at: dict[str, float] = {}
         self._waiting: dict[str, tuple[float, tuple[str, ...]]] = {}  # when each said so last, and for whom
 
     def hear(self, sender: str, said: Told, now: float) -> bool:
@@ -58,11 +57,17 @@ class Tally:
         usual = max(counts, key=lambda outcome: counts[outcome])
         return [peer for peer, outcome in outcomes.items() if outcome != usual]
 
-    def to_ask(self, member: str, now: float, pause: float) -> list[str]:
-        """Return those who say something else than this member, if that has said anything, and were not asked for so
-        many seconds who has given them that. They are asked from now on."""
-        mine = self._said.get(member)
-        unlike = [peer for peer, said in self._said.items() if mine and said.outcome != mine.outcome]
-        due = [peer for peer in unlike if now - self._asked_at.get(peer, -inf) >= pause]
-        self._asked_at |= dict.fromkeys(due, now)
-        return due
+    def unlike(self, member: str) -> list[str]:
+        """Return those who say something else than this member, if that has said anything."""
+        return [peer for peer in self._said if self.are_unlike(member, peer)]
+
+    def are_unlike(self, one: str, other: str) -> bool:
+        """Return whether both have spoken, and say different things."""
+        said = [self._said[peer].outcome for peer in (one, other) if peer in self._said]
+        return len(said) == 2 and said[0] != said[1]
+
+    def pair(self, turn: int) -> tuple[str, str] | None:
+        """Return one that says what most do, and one that says something else, others in each turn; None: all agree."""
+        differing = self.differing
+        usual = [peer for peer in self._said if peer not in differing]
+        return (usual[turn % len(usual)], differing[turn % len(differing)]) if differing else None

@@ -16,6 +16,7 @@ from peers.protocol.messages import (
     Inquire,
     LeaseRequest,
     Leaving,
+    Marked,
     Message,
     Prepared,
     Ready,
@@ -272,6 +273,15 @@ class Accuser(Lie):
                 yield sender, Accuse(attempt=message.attempt, accused=victim, reason="bad blocks")
 
 
+class FalseMarks(ManyAverages):
+    """And it tells a leader what it likes of those that it has itself."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Marked):
+            message = message.model_copy(update={"marks": invented(message.marks)})
+        yield to, message
+
+
 class ManyCompletes(Lie):
     """It signs another entry for each member, whatever it holds."""
 
@@ -370,6 +380,7 @@ MEMBERS_LIES: dict[str, type[Lie]] = {
     "unsigned blocks": UnsignedBlocks,
     "all absent": AllAbsent,
     "accuser": Accuser,
+    "false marks": FalseMarks,
     "many completes": ManyCompletes,
     "many payloads": ManyPayloads,
     "speaks last": SpeaksLast,

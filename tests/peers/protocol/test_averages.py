@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from peers.protocol.averages import MARK_BYTES, Averages
+from peers.protocol.comparison import Comparison
 from peers.protocol.exchange import Exchange
-from peers.protocol.messages import Accuse, Compare
+from peers.protocol.messages import Accuse, Begin, Compare, Marked
 from peers.protocol.rounds import Round
 from peers.protocol.signed_averages import Averaged, Origin
 from peers.simulator.simulated_keys import SimulatedKeys
@@ -19,6 +20,7 @@ LOG = first_log()
 
 
 ROUND = round_among("abc")
+BEGIN = Begin(attempt=AT, round=ROUND, seconds=60.0, open=False, commitments=())
 
 
 def averages(me: str = "a", round: Round = ROUND) -> Averages:
@@ -43,10 +45,10 @@ def having(*kept: Averaged) -> Averages:
 
 def convicts(mine: Averages, accused: str, shown: Averaged) -> bool:
     """Whether the leader, which has these averages, believes an accusation."""
-    exchange = Exchange("a", AT, round_among("abc"), keys=SimulatedKeys("a"))
+    exchange = Exchange("a", AT, ROUND, keys=SimulatedKeys("a"))
     exchange.averages = mine
-    accuse = Accuse(attempt=AT, accused=accused, reason="two averages", average=shown)
-    return judge(LOG, lambda: exchange).is_two_averages(accuse)
+    comparison = Comparison("a", BEGIN, judge(LOG, lambda: exchange), 1.0)
+    return comparison.convicts("c", Accuse(attempt=AT, accused=accused, reason="two averages", average=shown))
 
 
 def test_two_averages_of_one_chunk_convict_their_reducer() -> None:
@@ -123,6 +125,15 @@ def test_a_member_shows_its_leader_what_differs_and_nobody_else() -> None:
     assert exchange.hear("b", compare) == []
     assert exchange.hear("a", Compare(attempt=attempt(LOG, 7), marks=b"")) == []
     assert exchange.hear("a", Compare(attempt=AT, marks=exchange.averages.marks())) == []
+
+
+def test_a_member_tells_its_leader_what_its_averages_are_known_by() -> None:
+    exchange = Exchange("c", AT, ROUND, keys=SimulatedKeys("c"))
+    shown = signed_by("b", THEIRS)
+    exchange.averages.keep(shown.chunk, shown.digest, shown.absent, shown.origin)
+    ask = Compare(attempt=AT, marks=None)
+    assert sends(exchange.hear("a", ask), Marked) == [("a", Marked(attempt=AT, marks=having(shown).marks()))]
+    assert exchange.hear("b", ask) == []
 
 
 @pytest.mark.parametrize(

@@ -632,18 +632,6 @@ def test_what_is_said_of_another_attempt_is_set_right() -> None:
     assert [message for _, message in sends(lead.leader.on_prepared("b", late, lead.now), Begin)] == [begin]
 
 
-def test_a_leader_that_is_no_member_ends_an_attempt_whose_members_differ() -> None:
-    """Regression: it looked for what it held itself, and fell over that."""
-    lead = Lead()
-    lead.ready("bc")
-    begin = sends(lead.tick("bc", after=TIMING.grace), Begin)[0][1]
-    assert begin.round.peers == ("b", "c")
-    lead.complete("b", begin)
-    effects = lead.complete("c", begin, OTHER)
-    assert {to for to, _ in sends(effects, Abort)} == {"b", "c"}
-    assert not lead.leader.running
-
-
 def test_a_leader_that_holds_another_payload_than_the_others_ends_the_attempt() -> None:
     """It can't leave itself out, and waiting for the time to be up helps nobody."""
     lead = Lead()

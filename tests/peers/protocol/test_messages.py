@@ -31,6 +31,7 @@ from peers.protocol.messages import (
     LeaseGrant,
     LeaseRequest,
     Leaving,
+    Marked,
     Message,
     Prepared,
     Prove,
@@ -100,6 +101,8 @@ MESSAGES: tuple[Message, ...] = (
     ),
     Prove(position=LOG.position, fault="averages", proof=bytes(range(40))),
     Compare(attempt=attempt(LOG), marks=bytes(range(16))),
+    Compare(attempt=attempt(LOG), marks=None),
+    Marked(attempt=attempt(LOG), marks=bytes(range(16))),
     Prepared(attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),), entry=HEADER.digest),
     Complete(
         attempt=attempt(LOG), payload=PAYLOAD, missed=(("b", 2),), entry=HEADER.digest, signature=bytes(range(64))
