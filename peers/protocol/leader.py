@@ -51,8 +51,7 @@ class Leader(Gathering):
         self._running: Begin | Adopt | None = None
         self._members: dict[str, None] = {}  # who remains in the running attempt, in order
         self._began_at = self._moved_at = self._seconds = 0.0
-        self._moved: dict[str, int] = {}  # chunks, as members say
-        self._unseen_since: dict[str, float] = {}
+        self._moved, self._unseen_since = dict[str, int](), dict[str, float]()  # chunks, as members say; since when
         self._disputes = Disputes(settings.timing)
         self._tally = Tally()
         self._left: Counter[str] = Counter()
@@ -73,9 +72,8 @@ class Leader(Gathering):
             return self._tell([sender], {sender: ready}, now)  # it has not heard of the attempt yet, or lacks a proof
         reason = f"{sender} has left the attempt"
         self._left[sender] += 1
-        if self._left[sender] > LEAVES and (effects := self._lose([sender], reason, now)):
-            return effects
-        return self._abort(reason) + super().on_ready(sender, ready, now)
+        effects = self._lose([sender], reason, now) if self._left[sender] > LEAVES else []
+        return effects or self._abort(reason) + super().on_ready(sender, ready, now)
 
     def gone(self, peer: str, now: float) -> list[Effect]:
         """The peer has said goodbye."""
@@ -357,6 +355,8 @@ class Leader(Gathering):
             return effects
         if isinstance(running, Adopt):
             return self._commit_if_signed(running.header, running, now)
+        if self._tally.differing:
+            return []  # it is still to be seen who has lied
         try:
             header = running.round.entry(self._log, dict(complete.missed), complete.payload)
         except LogError as error:
