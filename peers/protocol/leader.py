@@ -321,7 +321,7 @@ class Leader(Gathering):
             self._spoiled.add(running.round.name)  # everybody holds something else
             self._bar(accused, now)
             return self._abort(f"{accused} gave {sender} another average")
-        if accused not in self._members or self._comparison.is_open_to(sender):
+        if accused not in self._members or self._comparison.has_asked(sender, accuse):
             return []
         if self._judge.is_bad_contribution(accuse, running.round):
             return self._leave_behind([accuse.accused], f"sent {sender} bad blocks: {accuse.reason}", now)

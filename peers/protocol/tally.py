@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from math import inf
+from math import inf, lcm
 
 from peers.protocol.messages import Complete, Told
 
@@ -67,7 +67,12 @@ class Tally:
         return len(said) == 2 and said[0] != said[1]
 
     def pair(self, turn: int) -> tuple[str, str] | None:
-        """Return one that says what most do, and one that says something else, others in each turn; None: all agree."""
+        """Return one that says what most do, and one that says something else, others in each turn, and each with each
+        in the end; None: all agree."""
         differing = self.differing
-        usual = [peer for peer in self._said if peer not in differing]
-        return (usual[turn % len(usual)], differing[turn % len(differing)]) if differing else None
+        if not differing:
+            return None
+        apart = set(differing)
+        usual = [peer for peer in self._said if peer not in apart]
+        shift = turn // lcm(len(usual), len(differing))
+        return usual[turn % len(usual)], differing[(turn + shift) % len(differing)]
