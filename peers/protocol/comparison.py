@@ -43,7 +43,10 @@ class Comparison:
     def ask(self, tally: Tally, now: float) -> list[Effect]:
         """Ask for what is still to be seen, each member once in a while."""
         if not self._is_late:
-            return self._compare(dict.fromkeys(tally.unlike(self._me), self._judge.marks), now)
+            others = tally.unlike(self._me)
+            if others and self._me not in self._marks:
+                self._marks[self._me] = self._judge.marks  # once: it takes long, and this is asked at each message
+            return self._compare(dict.fromkeys(others, self._marks.get(self._me)), now)
         had_time = now - self._since >= PATIENCE * self._pause
         if self._pair is None or had_time or not tally.are_unlike(*self._pair):
             self._pair, self._since = tally.pair(self._turn), now

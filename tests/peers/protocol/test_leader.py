@@ -454,6 +454,14 @@ def test_one_that_says_again_that_it_holds_something_else_has_nobody_left_out() 
     assert lead.leader._standing.barred(lead.now) == {"c"}
 
 
+def test_members_that_differ_before_their_leader_has_a_payload_are_asked_when_it_has_one() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    lead.complete("b", begin)
+    assert lead.complete("c", begin, OTHER) == []
+    assert [peer for peer, _ in sends(lead.complete("a", begin), Compare)] == ["c"]
+
+
 # Somebody is lost ----------------------------------------------------------------------------------------------
 HELD_UP = SCHEDULE.stall + 1
 
