@@ -148,8 +148,10 @@ class Replication:
         self._looking = self._host.start(self._fetch_lineage(fetch))
 
     async def _fetch_lineage(self, fetch: FetchLineage) -> None:
+        beat = self._peer.presence.live().get(fetch.donor)
+        head = beat.head if beat is not None and beat.index == fetch.index else None
         try:
-            found = await self._lineages.compare(fetch.donor, fetch.index, fetch.others, self._peer.log)
+            found = await self._lineages.compare(fetch.donor, fetch.index, fetch.others, self._peer.log, head)
         except LineageError as error:
             self._host.handle(LineageNotSeen(fetch.donor, str(error)))
         else:

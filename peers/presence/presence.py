@@ -214,6 +214,11 @@ class Presence:
         """The first of the claimants, if there are any."""
         return next(iter(self._claimants(log, lineage, is_astray)), None)
 
+    def furthest(self, log: LogState, lineage: Lineage, is_astray: bool = False) -> str | None:
+        """The first of the claimants that are no further back than our log remembers: any others may be on it, too."""
+        claimants = self._claimants(log, lineage, is_astray)
+        return next((peer for peer in claimants if self.live()[peer].index >= lineage.known_from), None)
+
     def _claimants(self, log: LogState, lineage: Lineage, is_astray: bool) -> tuple[str, ...]:
         """The live peers that say that they are where our log does not lead, or further on: those of our last roster
         first, and the one first that says it has trained most. Whether that is true, their logs will show. Whoever
@@ -241,6 +246,7 @@ class Presence:
             peer: (
                 peer not in distrusted,
                 peer not in vain,  # or a few that claim most would be looked at in turn for ever
+                beat.index >= lineage.known_from,
                 peer in log.incarnations,
                 beat.lineage_tokens,
                 _inverted(beat.head),

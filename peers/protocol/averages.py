@@ -15,10 +15,13 @@ from peers.log.header import MEMBER_LIMIT
 from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Averaged, Origin
 from peers.values.signing import Keys
-from peers.values.wire import DIGEST_BYTES, Count, Digest, PeerId, Value, digest_of, pack
+from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack
 
 AVERAGE_CONTEXT = b"diloco-peer average\0"
-MARK_BYTES = 8
+MARK_BYTES = 16
+"""With half of them a reducer could find two averages with one mark while the round lasts: it would need 2³² tries."""
+MARKED = MESSAGE_LIMIT // 2 // MARK_BYTES
+"""Chunks that are told apart: as many marks as a message may have. That is a payload of 16 GiB."""
 NO_STARTS: Mapping[str, int] = {}
 NO_TERMS = bytes(DIGEST_BYTES)
 
@@ -87,11 +90,11 @@ class Averages:
 
     def marks(self) -> bytes:
         """Return what tells these averages from others, a few bytes for each chunk."""
-        return b"".join(self._mark(self._signed[chunk]) for chunk in sorted(self._signed))
+        return b"".join(self._mark(self._signed[chunk]) for chunk in sorted(self._signed)[:MARKED])
 
     def difference(self, marks: bytes) -> Averaged | None:
         """Return the first of our averages whose mark is another one."""
-        for place, chunk in enumerate(sorted(self._signed)):
+        for place, chunk in enumerate(sorted(self._signed)[:MARKED]):
             if self._mark(self._signed[chunk]) != marks[place * MARK_BYTES : (place + 1) * MARK_BYTES]:
                 return self._signed[chunk]
         return None

@@ -181,9 +181,9 @@ class Course:
         """Get the state of those who are further on, then a lease from the leader."""
         if not self.joiner.may_ask or self._leave_by is not None or not self.slot.log.closes:
             return
-        if self.replica.claimant is None:
+        if self.replica.furthest is None:
             self.replica.note_nobody_ahead()
-        elif self.catching_up.search.question.is_due:
+        if self.catching_up.search.question.is_due:
             self.catching_up.look()
         if self.replica.is_behind or self.replica.state is not ReplicaState.LEVEL:
             return

@@ -51,8 +51,7 @@ class Leader(Gathering):
         self._running: Begin | Adopt | None = None
         self._members: dict[str, None] = {}  # who remains in the running attempt, in order
         self._began_at = self._moved_at = self._seconds = 0.0
-        self._moved: dict[str, int] = {}  # chunks, as members say
-        self._unseen_since: dict[str, float] = {}
+        self._moved, self._unseen_since = dict[str, int](), dict[str, float]()  # chunks, as members say; since when
         self._disputes = Disputes(settings.timing)
         self._tally = Tally()
         self._left: Counter[str] = Counter()
@@ -73,9 +72,8 @@ class Leader(Gathering):
             return self._tell([sender], {sender: ready}, now)  # it has not heard of the attempt yet, or lacks a proof
         reason = f"{sender} has left the attempt"
         self._left[sender] += 1
-        if self._left[sender] > LEAVES and (effects := self._lose([sender], reason, now)):
-            return effects
-        return self._abort(reason) + super().on_ready(sender, ready, now)
+        effects = self._lose([sender], reason, now) if self._left[sender] > LEAVES else []
+        return effects or self._abort(reason) + super().on_ready(sender, ready, now)
 
     def gone(self, peer: str, now: float) -> list[Effect]:
         """The peer has said goodbye."""
@@ -323,7 +321,7 @@ class Leader(Gathering):
             self._spoiled.add(running.round.name)  # everybody holds something else
             self._bar(accused, now)
             return self._abort(f"{accused} gave {sender} another average")
-        if accused not in self._members or self._comparison.is_open_to(sender):
+        if accused not in self._members or self._comparison.has_asked(sender, accuse):
             return []
         if self._judge.is_bad_contribution(accuse, running.round):
             return self._leave_behind([accuse.accused], f"sent {sender} bad blocks: {accuse.reason}", now)
@@ -357,6 +355,8 @@ class Leader(Gathering):
             return effects
         if isinstance(running, Adopt):
             return self._commit_if_signed(running.header, running, now)
+        if self._tally.differing:
+            return []  # it is still to be seen who has lied
         try:
             header = running.round.entry(self._log, dict(complete.missed), complete.payload)
         except LogError as error:

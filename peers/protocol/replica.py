@@ -192,6 +192,11 @@ class Replica(Part):
         return self._presence.claimant(self.log, self.lineage, self.contradiction is not None)
 
     @property
+    def furthest(self) -> str | None:
+        """The claimant that is no straggler, as far as our log tells; None: nobody is ahead."""
+        return self._presence.furthest(self.log, self.lineage, self.contradiction is not None)
+
+    @property
     def is_behind(self) -> bool:
         """Whether to wait for what others have made rather than go on from here."""
         return self._presence.is_behind(self.log, self.lineage, self.contradiction is not None)
@@ -294,9 +299,10 @@ class Replica(Part):
             self._desk.emit(TokensLost("entries", tokens, reason))
 
     def _not_restored(self, failed: SnapshotFailed) -> None:
-        was_behind = self.claimant is not None
+        before = self.claimant, self.furthest
         self._presence.gave_nothing(failed.donor)
-        if was_behind and self.claimant is None:  # nobody else is ahead: to go on alone would be worse
+        after = self.claimant, self.furthest
+        if after.count(None) > before.count(None):  # nobody else is ahead: to go on alone would be worse
             self._presence.ask_again(failed.donor)
         self.has_snapshot = True  # as good as: whoever knows what followed may have all of it
         self._desk.emit(Note("warning", f"no state from {failed.donor}: {failed.reason}"))

@@ -159,7 +159,7 @@ class Search:
 
     def far_behind(self) -> FarBehind | None:
         """Nobody has what follows here any more: the state of who is furthest on leads further, if anybody is."""
-        ahead = self._replica.claimant
+        ahead = self._replica.furthest
         return self._far_behind(ahead) if ahead is not None else None
 
     def _far_behind(self, donor: str, common: int = 0) -> FarBehind:

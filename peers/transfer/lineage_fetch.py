@@ -78,13 +78,18 @@ class LineageFetch:
         self._recent = recent
         self._last: Look | None = None
 
-    async def compare(self, donor: str, index: int, others: Sequence[str], here: LogState) -> Compared:
+    async def compare(
+        self, donor: str, index: int, others: Sequence[str], here: LogState, head: bytes | None = None
+    ) -> Compared:
         """Look at the donor's log up to `index`. `here` is where our state is.
 
-        What `donor` lacks, `others` are asked for: the signatures say whether it fits.
+        What `donor` lacks, `others` are asked for: the signatures say whether it fits. Nobody is asked for anything if
+        our own log has led to the `head` that the donor says it is at: the log of a straggler may be long.
 
         Raises: LineageError.
         """
+        if index <= here.position.index and self._ours.heads_at([index]) == {index: head}:
+            return Compared(Branch(here, here), Branch(here, here), Chain(self._ours.empty_log))
         clock = asyncio.get_running_loop()
         began = clock.time()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.protocol.averages import MARK_BYTES, Averages
+from peers.protocol.averages import MARK_BYTES, MARKED, Averages
 from peers.protocol.comparison import Comparison
 from peers.protocol.exchange import Exchange
 from peers.protocol.messages import Accuse, Begin, Compare, Marked
@@ -113,6 +113,15 @@ def test_marks_show_where_payloads_differ() -> None:
     assert member.difference(leader.marks()) == theirs
     assert leader.difference(leader.marks()) is None
     assert member.difference(b"") == same, "who says nothing is told the first"
+
+
+def test_the_marks_of_many_chunks_fit_into_a_message() -> None:
+    """Regression: to say that of a payload of 34 G values raised an error."""
+    large = having()
+    large._signed = dict.fromkeys(range(2 * MARKED + 1), signed_by("b", OURS))
+    compare = Compare(attempt=AT, marks=large.marks())
+    assert compare.marks is not None
+    assert large.difference(compare.marks) is None
 
 
 def test_a_member_shows_its_leader_what_differs_and_nobody_else() -> None:

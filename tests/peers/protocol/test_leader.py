@@ -441,6 +441,27 @@ def test_a_member_that_leaves_one_attempt_after_another_ends_none_of_them() -> N
     assert {begin.round.lost for _, begin in sends(effects, Begin)} == {("b",)}
 
 
+def test_one_that_says_again_that_it_holds_something_else_has_nobody_left_out() -> None:
+    """Regression: it had just been asked what it has, so that nothing was left to be sent; then all others were taken
+    for liars, who did not sign what it said last."""
+    lead = Lead()
+    begin = lead.begun()
+    lead.all_complete("ab", begin)
+    assert sends(lead.complete("c", begin, OTHER), Compare)
+    assert lead.complete("c", begin, OTHER) == []
+    lead.now += TIMING.heartbeat_expiry
+    goes_on(lead.complete("c", begin, OTHER), "ab", lost="c")
+    assert lead.leader._standing.barred(lead.now) == {"c"}
+
+
+def test_members_that_differ_before_their_leader_has_a_payload_are_asked_when_it_has_one() -> None:
+    lead = Lead()
+    begin = lead.begun()
+    lead.complete("b", begin)
+    assert lead.complete("c", begin, OTHER) == []
+    assert [peer for peer, _ in sends(lead.complete("a", begin), Compare)] == ["c"]
+
+
 # Somebody is lost ----------------------------------------------------------------------------------------------
 HELD_UP = SCHEDULE.stall + 1
 

@@ -401,6 +401,38 @@ def test_a_donor_that_failed_is_asked_again_only_if_there_is_no_other() -> None:
         assert place.presence.distrusted == frozenset(), "it may lead all the same"
 
 
+def in_doubt(others: str = "c") -> Place:
+    """Too few went on from somewhere in our log. These are where we are; a is further back than we remember."""
+    place = Place()
+    place.step(first_log())
+    for _ in range(RECENT_ENTRIES):
+        place.step(after(place.replica.log))
+    place.replica.lineage.doubt = first_log()
+    place.see(place.replica.log, others)
+    place.see(LOG.at(first_log().last), "a")
+    assert place.replica.claimant == "a", "it may be where most went on"
+    return place
+
+
+def test_nobody_goes_back_to_the_state_of_one_that_is_further_back_before_it_has_seen_its_log() -> None:
+    """Regression: where nobody had the payload that came next, a peer took the state of a straggler on its own log."""
+    place = in_doubt()
+    assert place.search.far_behind() is None
+    place.see(far_from(place.replica.log, SETTINGS.snapshot_every), "c")
+    far = place.search.far_behind()
+    assert far is not None
+    assert far.donor == "c"
+
+
+def test_the_only_one_that_is_further_on_is_asked_again_though_others_are_further_back() -> None:
+    """Regression: to ask nobody for a while, and go on alone, seemed better: there was a straggler to be looked at."""
+    place = in_doubt("")
+    place.see(far_from(place.replica.log, SETTINGS.snapshot_every + 1), "c")
+    place.replica.take(FarBehind("c"))
+    place.replica.take(SnapshotFailed("c", "gone"))
+    assert place.presence.unhelpful == frozenset()
+
+
 def test_who_leaves_a_lineage_loses_its_own_tokens_in_it() -> None:
     place = Place()
     place.step(after(LOG))

@@ -138,6 +138,22 @@ def test_who_has_what_we_have(theirs: Past, better: bool) -> None:
     asyncio.run(scenario())
 
 
+def test_nobody_is_asked_for_the_log_of_one_that_is_where_ours_has_led() -> None:
+    """Regression: a minority looked at each straggler again and again, and had its own whole log sent each time."""
+
+    async def scenario() -> None:
+        here, place = COMMON.end, COMMON.logs[4].position
+        fetch = LineageFetch(FakeTransport("me"), COMMON.kept(), SimulatedKeys("me").verify)
+        found = await fetch.compare("donor", place.index, (), here, place.head)
+        assert not found.theirs.splits_from(found.ours)
+        assert not found.theirs.is_better_than(found.ours)
+        for index, head in ((place.index, bytes(32)), (here.position.index + 1, place.head)):
+            with pytest.raises(LineageError):
+                await fetch.compare("donor", index, (), here, head)
+
+    asyncio.run(scenario())
+
+
 def test_what_the_donor_lacks_others_may_have() -> None:
     """It joined in the middle of the run."""
 
