@@ -51,9 +51,9 @@ class Leader(Gathering):
         self._running: Begin | Adopt | None = None
         self._members: dict[str, None] = {}  # who remains in the running attempt, in order
         self._began_at = self._moved_at = self._seconds = 0.0
-        self._moved, self._unseen_since = dict[str, int](), dict[str, float]()  # chunks, as members say; since when
-        self._disputes = Disputes(settings.timing)
-        self._tally = Tally()
+        self._moved: dict[str, int] = {}  # chunks, as members say
+        self._unseen_since: dict[str, float] = {}
+        self._disputes, self._tally = Disputes(settings.timing), Tally()
         self._left: Counter[str] = Counter()
         self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
 
