@@ -31,6 +31,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # whose tests look for what theirs have
     atexit.register(shutil.rmtree, own_folder, ignore_errors=True)
     os.environ["TMPDIR"] = tempfile.tempdir = own_folder
 
+# Ctrl-C ends what tests start, though a shell that runs the tests in the background has it ignored.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Simulated swarms keep all that they say. To look through it for garbage as often as usual takes a fifth of the time.
 gc.set_threshold(50_000, 10, 10)
 
