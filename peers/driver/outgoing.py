@@ -3,102 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager, suppress
-from itertools import takewhile
 from typing import Protocol
 
-from peers import metrics
 from peers.driver.flights import Flights
 from peers.driver.host import Host
 from peers.driver.incoming import CHUNKS, CLOSING_TIME, StreamHeader
-from peers.links.sockets import has_bbr
+from peers.driver.uplink import Uplink
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import ChunkSent, ChunksUnsent
 from peers.protocol.rounds import Attempt
-from peers.streams.channel import BYTES_UNDER_WAY, Channel, PeerUnreachableError
+from peers.streams.channel import Channel, PeerUnreachableError
 from peers.streams.chunk_streams import ChunkSender, Frame
-from peers.streams.lanes import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes
-from peers.streams.throttle import RateMeter
+from peers.streams.lanes import FEWEST
 from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import pack
 
-LATE = 1.5  # times as long as a chunk should take: then it is sent on another stream, too
-LEAST_PATIENCE = 1.0  # seconds before that
 LOOK = 0.25  # seconds from one look at what is late to the next
-PATIENCE = 5.0  # seconds for which a chunk waits for those of earlier rounds
-SECONDS_UNDER_WAY = 0.5  # of what our link carries
 STREAMS = 512  # to all members together, where more than the fewest are of use
 
 
 class OutgoingTransport(Protocol):
     def stream(self, peer_id: str, protocol: str) -> AbstractAsyncContextManager[Channel]: ...
-
-
-class Uplink:
-    """What our link carries away in all rounds together: `meter` measures what is confirmed.
-
-    Rounds of several fragments may be under way. They take their turns in the order in which they began: if they shared
-    the link, each of them would be late.
-    """
-
-    def __init__(self) -> None:
-        self.meter = RateMeter()
-        self.lanes = Lanes(FEWEST_WITH_BBR, MOST_WITH_BBR) if has_bbr() else Lanes()
-        self.sent_bytes = 0
-        self._rounds: dict[Outgoing, None] = {}  # in the order in which they began
-        self._news = asyncio.Event()
-
-    def begin_round(self, outgoing: Outgoing, others: int) -> None:
-        """A round begins, with so many other members."""
-        self.end_round(outgoing)
-        self._rounds[outgoing] = None
-        self.lanes.begin_round(others)
-        self.meter.begin_round()
-
-    def end_round(self, outgoing: Outgoing) -> None:
-        """A round is over, if there is one."""
-        self._rounds.pop(outgoing, None)
-        self.moved()
-
-    def passed(self, count: int, seconds: float) -> None:
-        """So many bytes of a chunk are confirmed, which took so many seconds."""
-        self.meter.passed(count, seconds)
-        self.sent_bytes += count
-        metrics.ROUND_BYTES.labels("sent").inc(count)
-
-    def under_way(self, streams: int) -> int:
-        """Return the bytes that each of so many streams has under way at most: what lies in buffers when another chunk
-        becomes more urgent, or another stream runs dry, is out of our hands."""
-        rate = self.meter.rate
-        return int(min(BYTES_UNDER_WAY, SECONDS_UNDER_WAY * rate / max(streams, 1))) if rate else BYTES_UNDER_WAY
-
-    def patience(self, streams: int, chunk: int) -> float:
-        """Return the seconds after which a chunk of so many bytes, on one of so many streams, should be there."""
-        rate = self.meter.rate
-        return max(LEAST_PATIENCE, LATE * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
-
-    async def turn(self, outgoing: Outgoing, to: str) -> None:
-        """Wait until no round that began earlier has anything to send to a member; but not for one that hangs."""
-        try:
-            async with asyncio.timeout(PATIENCE):
-                while self._earlier(outgoing, to):
-                    await self._news.wait()
-        except TimeoutError:
-            for other in self._earlier(outgoing, to):
-                other.hangs_at.add(to)
-
-    def _earlier(self, outgoing: Outgoing, to: str) -> list[Outgoing]:
-        """Return the rounds that began earlier and go on sending to a member."""
-        earlier = takewhile(lambda one: one is not outgoing, self._rounds)
-        return [other for other in earlier if other.has_more(to) and to not in other.hangs_at]
-
-    def moved(self) -> None:
-        """A round has nothing left to send to a member, or has ended."""
-        self._news.set()
-        self._news = asyncio.Event()
 
 
 class Outgoing:

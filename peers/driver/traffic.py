@@ -7,7 +7,8 @@ from typing import Protocol
 
 from peers.driver.host import Host
 from peers.driver.incoming import Incoming, IncomingTransport
-from peers.driver.outgoing import Outgoing, OutgoingTransport, Uplink
+from peers.driver.outgoing import Outgoing, OutgoingTransport
+from peers.driver.uplink import Uplink
 from peers.protocol.effects import SendChunk
 from peers.protocol.rounds import Attempt
 from peers.streams.throttle import Caps

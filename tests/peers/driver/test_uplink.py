@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
-from peers.driver.outgoing import PATIENCE, SECONDS_UNDER_WAY, Outgoing, Uplink
+from peers.driver.uplink import PATIENCE, SECONDS_UNDER_WAY, Uplink
 from peers.streams.channel import BYTES_UNDER_WAY
 from tests.peers.streams.test_throttle import now, simulate
 
@@ -17,17 +17,13 @@ class Round:
         self.members = set(members)
         self.hangs_at = set[str]()
         self._uplink = uplink
-        uplink.begin_round(self.outgoing, 2)
-
-    @property
-    def outgoing(self) -> Outgoing:
-        return cast(Outgoing, self)
+        uplink.begin_round(self, 2)
 
     def has_more(self, to: str) -> bool:
         return to in self.members
 
     def turn(self, to: str) -> asyncio.Task[None]:
-        return asyncio.create_task(self._uplink.turn(self.outgoing, to))
+        return asyncio.create_task(self._uplink.turn(self, to))
 
 
 async def is_done(task: asyncio.Task[Any]) -> bool:
@@ -59,9 +55,9 @@ def test_a_round_that_is_over_or_begins_anew_is_no_earlier_one() -> None:
         first, second = Round(uplink, "a"), Round(uplink, "a")
         waiting = second.turn("a")
         assert not await is_done(waiting)
-        uplink.end_round(first.outgoing)
+        uplink.end_round(first)
         assert await is_done(waiting)
-        uplink.begin_round(first.outgoing, 2)
+        uplink.begin_round(first, 2)
         assert await is_done(second.turn("a"))
         assert not await is_done(first.turn("a"))
 
