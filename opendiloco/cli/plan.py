@@ -138,8 +138,8 @@ def show(plan: Plan, settings: Settings, memory: Sequence[Memory], target: float
     console.print(report.methods_table(forecasts))
     console.print("\nwith DiLoCo:")
     console.print(report.peers_table(plan, forecasts[1], memory))
-    too_slow = report.too_slow_lines(plan, forecasts[1])
-    for line in (*report.cost_lines(forecasts), *report.lacking_lines(plan, memory), *too_slow):
+    lacking, too_slow = report.lacking_lines(plan, memory), report.too_slow_lines(plan, forecasts[1])
+    for line in (*report.cost_lines(forecasts), *lacking, *too_slow, *report.full_link_lines(forecasts)):
         console.print(line)
     console.print(f"\nto compute for {target:.1%} of the time:")
     console.print(report.ways_table(ways))

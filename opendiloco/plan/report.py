@@ -19,6 +19,8 @@ from opendiloco.plan.schedule import Node, Simulation, Step, Wire
 POINTS = 61
 WIDEST = 1e12
 """Bits a second at the right end of the curves; the left end is a thousandth of the slowest link."""
+FULL = 0.85
+"""Share of its time from which on a link that rounds overlap on is too busy for them to be in time, as measured."""
 PLANNED_TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 
@@ -88,6 +90,19 @@ def too_slow_lines(plan: Plan, found: Forecast) -> list[str]:
         for peer, forecast in zip(plan.swarm.peers, found.peers, strict=True)
         if not forecast.cycles
     ]
+
+
+def full_link_lines(forecasts: Sequence[Forecast]) -> list[str]:
+    """Return with which methods peers compute less than is planned, since rounds that overlap need all of a link."""
+    lines = list[str]()
+    for found in forecasts:
+        busiest = max(found.peers, key=lambda peer: peer.link_share)
+        if found.method.overlap and busiest.link_share >= FULL:
+            lines.append(
+                f"too full: with {found.method.name} the link of {busiest.name} is busy for {busiest.link_share:.0%} of"
+                " the time. TCP does not fill it so far: expect peers to wait. More inner steps or fewer bits help."
+            )
+    return lines
 
 
 def headline(plan: Plan, finest: Forecast) -> str:
