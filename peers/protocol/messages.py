@@ -102,7 +102,17 @@ class Ready(Value):
         return Member(peer=sender, tokens=tokens, samples=samples, wants=wants, incarnation=self.incarnation)
 
 
-class Begin(Value):
+class OfAttempt(Value):
+    """A message about an attempt, and so about its position."""
+
+    attempt: Attempt
+
+    @property
+    def position(self) -> Position:
+        return self.attempt.position
+
+
+class Begin(OfAttempt):
     """Leader → remaining members: begin this round, or go on with it now that somebody is lost.
 
     The leader ends the attempt after `seconds`. If it is `open`, all members tell each other that they are complete,
@@ -113,26 +123,20 @@ class Begin(Value):
     """
 
     kind: ClassVar[Literal["begin"]] = "begin"
-    attempt: Attempt
     round: Round
     seconds: Seconds
     open: Annotated[bool, Field(strict=True)]
     commitments: Annotated[tuple[Contribution, ...], Field(max_length=MEMBER_LIMIT)]
     disclaimers: Disclaimers = ()
 
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
-
-class Adopt(Value):
+class Adopt(OfAttempt):
     """Leader → members: an earlier attempt's entry may have been committed; take it over from its holders.
 
     Their signatures show it. A fragment that nobody has trained is skipped: that entry has no holders yet.
     """
 
     kind: ClassVar[Literal["adopt"]] = "adopt"
-    attempt: Attempt
     header: Header
     holders: Holders
     seconds: Seconds
@@ -142,37 +146,23 @@ class Adopt(Value):
         """Who has the payload."""
         return tuple(holder.peer for holder in self.holders)
 
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
-
-class Holding(Value):
+class Holding(OfAttempt):
     """Member → whoever a lost member's chunks have fallen to: of those, I have these already."""
 
     kind: ClassVar[Literal["holding"]] = "holding"
-    attempt: Attempt
     chunks: ChunkSet
 
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
-
-class Want(Value):
+class Want(OfAttempt):
     """Who reduces a lost member's chunks → member: send me these, `reduced` as you hold them, or your own blocks."""
 
     kind: ClassVar[Literal["want"]] = "want"
-    attempt: Attempt
     reduced: ChunkSet
     own: ChunkSet
 
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
-
-class Waiting(Value):
+class Waiting(OfAttempt):
     """Member → leader: chunks of the payload are missing; I need something from these peers.
 
     `moved` counts the chunks that have come and gone here since the round began. With the `unreached` of its members it
@@ -180,30 +170,20 @@ class Waiting(Value):
     """
 
     kind: ClassVar[Literal["waiting"]] = "waiting"
-    attempt: Attempt
     missing: Peers
     moved: Count
     unreached: Peers
 
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
-
-class Accuse(Value):
+class Accuse(OfAttempt):
     """Member → leader: this peer broke the rules, as the evidence shows: what it contributed, or an average that it
     signed to us and not to you. Who accuses without is to blame itself."""
 
     kind: ClassVar[Literal["accuse"]] = "accuse"
-    attempt: Attempt
     accused: PeerId
     reason: Reason
     evidence: Evidence | None = None
     average: Averaged | None = None
-
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
 
 class Prove(Value):
@@ -217,35 +197,24 @@ class Prove(Value):
     proof: Annotated[bytes, Field(strict=True, max_length=PROOF_LIMIT)]
 
 
-class Compare(Value):
+class Compare(OfAttempt):
     """Leader → member: another member's payload, or mine, is not yours. These are the marks of its averages, in their
     order: of the first that is another one at yours, show me what its reducer has signed. Without: tell me yours."""
 
     kind: ClassVar[Literal["compare"]] = "compare"
-    attempt: Attempt
     marks: Marks | None
 
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
-
-class Marked(Value):
+class Marked(OfAttempt):
     """Member → leader: these are the marks of my averages, in their order."""
 
     kind: ClassVar[Literal["marked"]] = "marked"
-    attempt: Attempt
     marks: Marks
 
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
-
-class Told(Value):
+class Told(OfAttempt):
     """What a member says has come of a round: the payload's digest, and whose blocks lack in how many chunks."""
 
-    attempt: Attempt
     payload: Digest
     missed: Missed
     entry: Digest
@@ -254,10 +223,6 @@ class Told(Value):
     def outcome(self) -> Result:
         """What all members must say alike: also the entry itself, of which each is told by its leader."""
         return self.attempt, self.payload, self.missed, self.entry
-
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
 
 class Prepared(Told):
@@ -287,16 +252,11 @@ class Commit(Value):
         return Position(index=self.header.index, head=self.header.previous, fragment=self.header.fragment)
 
 
-class Abort(Value):
+class Abort(OfAttempt):
     """Leader → members: this attempt is over; say Ready again."""
 
     kind: ClassVar[Literal["abort"]] = "abort"
-    attempt: Attempt
     reason: Reason
-
-    @property
-    def position(self) -> Position:
-        return self.attempt.position
 
 
 class Refuse(Value):

@@ -46,7 +46,7 @@ class LateLead(Lead):
 def test_a_leader_that_is_no_member_has_two_of_its_members_compare() -> None:
     """Regression: it looked for what it held itself, and fell over that; then it ended attempt after attempt."""
     lead = LateLead()
-    attempt, late = lead.begin.attempt, TIMING.resend
+    attempt = lead.begin.attempt
     assert sends(lead.asked, Compare) == [(peer, Compare(attempt=attempt, marks=None)) for peer in "bc"]
     assert lead.leader.on_marked("z", Marked(attempt=attempt, marks=b""), lead.now) == []
     assert lead.marked("c", b"his marks") == [], "b was asked a moment ago"
@@ -54,7 +54,7 @@ def test_a_leader_that_is_no_member_has_two_of_its_members_compare() -> None:
     assert {peer: compare.marks for peer, compare in asked} == {"b": b"his marks", "c": b"her marks"}
     assert lead.marked("b", b"others") == [], "it has said so"
     assert lead.shows("c", OTHER) == [], "the other one is still to show what it has"
-    lead.now += late
+    lead.now += TIMING.resend
     again = sends(lead.complete("c", lead.begin, OTHER), Compare)
     assert [peer for peer, _ in again] == ["b"]
     effects = lead.shows("b", PAYLOAD)
