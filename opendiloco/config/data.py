@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from opendiloco.config.section import Digest, Name, Positive, PositiveFloat, Section, Seed
+from opendiloco.config.section import Digest, Name, Positive, Section, Seed
 
 BYTE_TOKENIZER_SIZE = 259
 """Token ids of the tokenizer "bytes": 256 bytes and three special tokens."""
@@ -58,7 +58,7 @@ class SourceSection(Section):
     split: Name = "train"
     revision: Name | None = None
     column: Name = "text"
-    weight: PositiveFloat = 1.0
+    weight: Annotated[float, Field(gt=1e-9, le=1e9)] = 1.0
     streaming: bool = False
     shards: Positive | None = None
     windows_per_shard: Annotated[int, Field(ge=1, le=10**9)] | None = None

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from peers.errors import ManifestError
 
 LONGEST_VALUE = 60
+PROBLEMS_LIMIT = 20
 
 
 def read_toml(path: Path, remedy: str) -> dict[str, Any]:
@@ -32,10 +33,11 @@ def explain_validation_error(origin: str, error: ValidationError, model: type[Ba
 
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return one line for each problem, each with its own remedy."""
-    lines = [_line(problem, model) for problem in error.errors()]
+    problems = error.errors()
+    lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]  # a stranger's file may have thousands
     if len(lines) == 1:
         return f"{origin}: {lines[0]}"
-    return f"{origin}: {len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
+    return f"{origin}: {len(problems)} problems:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def _line(problem: Any, model: type[BaseModel]) -> str:

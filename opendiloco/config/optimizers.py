@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
-from opendiloco.config.section import Fraction, NotNegativeFloat, PositiveFloat, Section, StepCount, TokenCount
+from opendiloco.config.section import LARGEST, Fraction, NotNegativeFloat, PositiveFloat, Section, StepCount, TokenCount
 from peers.values.amendments import check_momentum
 
 
@@ -75,7 +75,7 @@ class AdafactorSection(InnerOptimizer):
     kind: Literal["adafactor"] = "adafactor"
     beta2_decay: Annotated[float, Field(le=0, ge=-10)] = -0.8
     epsilon: PositiveFloat = 1e-3
-    clip_threshold: Annotated[float, Field(ge=1, le=1e30)] = 1.0
+    clip_threshold: Annotated[float, Field(ge=1, le=LARGEST)] = 1.0
     weight_decay: NotNegativeFloat = 0.0
 
 
@@ -88,6 +88,14 @@ class TorchSection(InnerOptimizer):
     kind: Literal["torch"] = "torch"
     name: Annotated[str, Field(min_length=1)]
     options: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def check_options(self) -> Self:
+        for key, value in self.options.items():
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int | float) and not abs(number) <= LARGEST:
+                    raise ValueError(f"options.{key} = {number!r:.60}: too large. Use {LARGEST:g} or less")
+        return self
 
 
 def _with_kind(value: Any) -> Any:

@@ -55,6 +55,21 @@ class ModelSection(Section):
         return self
 
 
+BATCH_TOKENS = LONGEST_TEXT = 10**8
+"""Tokens of a batch, and of held-out text, which peers have in memory: at 8 bytes each, a gigabyte."""
+ROUND_TOKENS = 10**12
+"""Tokens that one peer trains on between two outer steps."""
+RUN_TOKENS = 10**15
+"""Tokens that one peer trains on in a whole run, so that those of a thousand are a number that the log can carry."""
+
+
+def check_product(limit: int, **factors: int) -> None:
+    """Raises: ValueError when the product of these values, by their keys, is above the limit."""
+    if math.prod(factors.values()) > limit:
+        given = " * ".join(f"{key.replace('__', '.')} = {value}" for key, value in factors.items())
+        raise ValueError(f"{given} is {math.prod(factors.values()):.3g} tokens; make them {limit:.0e} at most")
+
+
 class TrainingSection(Section):
     """One peer's inner loop. `inner_steps` is H; a batch is `batch_size` windows of `sequence_length` tokens.
 
@@ -80,6 +95,18 @@ class TrainingSection(Section):
     micro_batch: Positive | None = None
     activation_checkpointing: bool = False
 
+    @model_validator(mode="after")
+    def check_tokens(self) -> Self:
+        batch = {"batch_size": self.batch_size, "sequence_length": self.sequence_length}
+        check_product(BATCH_TOKENS, **batch)
+        check_product(ROUND_TOKENS, inner_steps=self.inner_steps, **batch)
+        return self
+
+    @property
+    def round_tokens(self) -> int:
+        """Return the tokens that a peer trains on between two outer steps, if it takes all inner steps."""
+        return self.inner_steps * self.batch_size * self.sequence_length
+
 
 HALF = 0.5
 """Of those who train: the smallest share that is no minority."""
@@ -90,7 +117,7 @@ class RoundsSection(Section):
 
     heartbeat_seconds: Seconds = Timing.heartbeat
     """How often a peer says that it is there."""
-    heartbeat_expiry_seconds: Annotated[float, Field(gt=0, le=300)] = Timing.heartbeat_expiry
+    heartbeat_expiry_seconds: Annotated[float, Field(ge=0.1, le=300)] = Timing.heartbeat_expiry
     """Silence after which a peer counts as gone; more than twice `heartbeat_seconds`."""
     grace_seconds: Seconds = Timing.grace
     """How long a leader that is ready waits for live peers that are still training."""
@@ -225,6 +252,13 @@ class RunConfig(Section):
             )
         if self.outer_steps is None and self.schedule.total_steps == 0:
             raise ValueError("the schedule is empty; give schedule.stable_steps, or outer_steps at the top")
+        length = self.training.sequence_length
+        check_product(LONGEST_TEXT, evaluation__windows=self.evaluation.windows, training__sequence_length=length)
+        if self.total_outer_steps * self.training.round_tokens > RUN_TOKENS:
+            raise ValueError(
+                f"{self.total_outer_steps} outer steps of {self.training.round_tokens} tokens are more than a run may "
+                f"have, {RUN_TOKENS}; give fewer outer_steps, or a shorter schedule"
+            )
         config = self.model.config or {}
         tokens = BYTE_TOKENIZER_SIZE if self.tokenizer.kind == "bytes" else 0
         problem = misfit(config.get("max_position_embeddings"), config.get("vocab_size"), self, tokens)

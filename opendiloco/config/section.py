@@ -23,16 +23,18 @@ def _check_peer_id(value: str) -> str:
     return value
 
 
-# The upper bounds are far beyond what makes sense, and keep every number that is made of these within what the wire,
-# fp32 and the clocks can carry.
+# The bounds are far beyond what makes sense, and keep every number that is made of these within what the wire, fp32 and
+# the clocks can carry: a manifest may come from a stranger.
+LARGEST = 1e30
+VALUES_LIMIT = 10**12
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
-StepCount = Annotated[int, Field(ge=0, le=10**12)]
-ValueCount = Annotated[int, Field(ge=1, le=10**12)]
+StepCount = Annotated[int, Field(ge=0, le=10**9)]
+ValueCount = Annotated[int, Field(ge=1, le=VALUES_LIMIT)]
 TokenCount = Annotated[int, Field(ge=0, le=10**15)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveFloat = Annotated[float, Field(gt=0, le=1e30)]
-NotNegativeFloat = Annotated[float, Field(ge=0, le=1e30)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
+PositiveFloat = Annotated[float, Field(ge=1e-30, le=LARGEST)]
+NotNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST)]
+Seconds = Annotated[float, Field(ge=0.1, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 # The formats are what the reference page calls them.

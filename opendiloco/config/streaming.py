@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from opendiloco.alignment import next_fragment
-from opendiloco.config.section import Positive, Section, StepCount, ValueCount
+from opendiloco.config.section import VALUES_LIMIT, Positive, Section, StepCount, ValueCount
 
 FRAGMENTS_LIMIT = 256
 """Fragments that a run may have: a cycle of them has to fit into messages that name all of its entries."""
@@ -46,6 +46,12 @@ class StreamingSection(Section):
     def check_sizes(self) -> Self:
         if self.sizes is not None and self.layers_per_fragment is None:
             raise ValueError("sizes are given without layers_per_fragment, so there is one fragment; remove sizes")
+        return self
+
+    @model_validator(mode="after")
+    def check_all_sizes(self) -> Self:
+        if sum(self.sizes or ()) > VALUES_LIMIT:
+            raise ValueError(f"sizes are {sum(self.sizes or ())} values in all; make them {VALUES_LIMIT} at most")
         return self
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.values.amendments import Amendment
 from peers.values.anchors import Anchors
-from peers.values.clock import now
+from peers.values.clock import next_sequence, now
 from peers.values.identity import Identity
 from peers.values.places import Place
 from peers.values.wire import printable
@@ -120,7 +119,7 @@ class Pulse:
 
     def heartbeat(self) -> Heartbeat:
         """What there is to say about this peer now. Never the same twice: the sequence grows."""
-        self._sequence = max(self._sequence + 1, time.time_ns() // 1_000_000)
+        self._sequence = next_sequence(self._sequence)
         peer, progress, log = self._peer, self._peer.trainer.progress, self._peer.settled
         goodbye = peer.goodbye if peer.state is State.LEFT else None
         ticket, revocations = self._transport.credentials(peer.settings.run)

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,118 @@ def test_the_longest_expiry_fits_a_heartbeat(small_content: dict[str, Any]) -> N
     timing = Run.sign(RunConfig.from_manifest_content(content), Identity.generate()).settings.timing
     [lifetime] = [part.le for part in Heartbeat.model_fields["lifetime"].metadata if hasattr(part, "le")]
     assert 2 * timing.heartbeat_expiry <= lifetime  # what `Pulse.heartbeat` says of itself
+
+
+def numbers_in(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every number of a JSON schema, by its path in it."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number"):
+            yield path, schema
+        for key, part in schema.items():
+            yield from numbers_in(part, f"{path}/{key}")
+    if isinstance(schema, list):
+        for number, part in enumerate(schema):
+            yield from numbers_in(part, f"{path}/{number}")
+
+
+def test_every_number_of_a_manifest_has_bounds() -> None:
+    """A manifest with heartbeat_seconds = 1e-9 ended the archive of all runs."""
+    found = dict(numbers_in(RunConfig.model_json_schema()))
+    assert len(found) > 50
+    for path, schema in found.items():
+        assert {"minimum", "exclusiveMinimum"} & schema.keys(), f"{path} has no lower bound"
+        assert {"maximum", "exclusiveMaximum"} & schema.keys(), f"{path} has no upper bound"
+
+
+def leaves(content: Any) -> Iterator[tuple[dict[str, Any] | list[Any], Any]]:
+    """Where each number of a manifest's content is: a container and its key."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in items:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield content, key
+        yield from leaves(value)
+
+
+EXTREMES = (-1, 0, 1, 10**6, 10**9, 10**12, 10**15, 10**18, 10**400, 5e-324, 1e-9, 0.1, 1e30, 1e308)
+
+
+def test_accepted_numbers_come_to_nothing_absurd(small_content: dict[str, Any]) -> None:
+    """Any number of a manifest is set to anything: it is refused as an error of the manifest, or can be worked with."""
+    content = RunConfig.from_manifest_content(small_content).to_manifest_content()
+    del content["model"]["config"]["max_position_embeddings"]  # which would bound a sequence
+    content["streaming"] |= {"layers_per_fragment": 1, "sizes": [500, 600]}
+    content["rounds"]["contributions"], content["rounds"]["policy"] = 0.5, "asynchronous"
+    content["data"]["sources"], content["data"]["source"] = [{"source": "a", "shards": 2, "windows_per_shard": 9}], None
+    organiser, accepted = Identity.generate(), 0
+    RunConfig.from_manifest_content(copy.deepcopy(content))
+    for table, key in leaves(content):
+        before = table[key]
+        for extreme in EXTREMES:
+            table[key] = float(extreme) if isinstance(before, float) and extreme < 10**300 else extreme
+            try:
+                config = RunConfig.from_manifest_content(copy.deepcopy(content))
+            except ManifestError:
+                continue
+            settings = Run.sign(config, organiser).settings
+            assert settings.timing.heartbeat >= 0.1
+            assert settings.timing.heartbeat_expiry <= 300
+            lease = settings.samples_per_lease * settings.tokens_per_sample
+            assert 1000 * config.total_outer_steps * lease < 2**62, "more tokens than the log can carry"
+            assert config.training.batch_size * config.training.sequence_length <= 10**8
+            assert config.evaluation.windows * config.training.sequence_length <= 10**8
+            assert sum(config.data.shares) <= 10_000
+            accepted += 1
+        table[key] = before
+    assert accepted > 100
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"training": {"inner_steps": 1, "batch_size": 10**6, "sequence_length": 10**6}},
+            "training: batch_size = 1000000 * sequence_length = 1000000 is 1e+12 tokens; make them 1e+08 at most.",
+        ),
+        (
+            {"training": {"inner_steps": 10**6, "batch_size": 10**3, "sequence_length": 10**4}},
+            "training: inner_steps = 1000000 * batch_size = 1000 * sequence_length = 10000 is 1e+13 tokens; make them",
+        ),
+        (
+            {
+                "evaluation": {"windows": 10**6},
+                "training": {"inner_steps": 1, "batch_size": 1, "sequence_length": 1000},
+            },
+            "evaluation.windows = 1000000 * training.sequence_length = 1000 is 1e+09 tokens; make them 1e+08 at most.",
+        ),
+        (
+            {"outer_steps": 10**6, "training": {"inner_steps": 10**6, "batch_size": 1000, "sequence_length": 100}},
+            "1000000 outer steps of 100000000000 tokens are more than a run may have, 1000000000000000; give fewer",
+        ),
+        (
+            {"streaming": {"layers_per_fragment": 1, "sizes": [10**12, 1]}},
+            "streaming: sizes are 1000000000001 values in all; make them 1000000000000 at most.",
+        ),
+        (
+            {"inner_optimizer": {"kind": "torch", "learning_rate": 1.0, "name": "SGD", "options": {"momentum": 1e300}}},
+            "inner_optimizer: options.momentum = 1e+300: too large. Use 1e+30 or less.",
+        ),
+    ],
+)
+def test_numbers_that_are_too_large_together_are_named(
+    small_content: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    content = copy.deepcopy(small_content) | change
+    del content["model"]["config"]["max_position_embeddings"]
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_manifest_content(content)
+    assert str(caught.value).startswith(f"manifest: {said}")
+
+
+def test_a_file_with_thousands_of_problems_is_answered_with_a_few(small_content: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_manifest_content(small_content | {f"key{number}": number for number in range(5000)})
+    heading, *lines = str(caught.value).splitlines()
+    assert (heading, len(lines)) == ("manifest: 5000 problems:", 20)
 
 
 def test_several_problems_get_a_line_each(tmp_path: Path) -> None:
