@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -31,6 +30,7 @@ from peers.log.folder import LogFolder, RunLog
 from peers.log.header import NO_PAYLOAD, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
+from peers.net.run_failures import RunFailures
 from peers.net.transport import CallHandler, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
@@ -49,6 +49,7 @@ from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
 from peers.transfer.storage import FolderStorage
 from peers.values.anchors import Anchors
+from peers.values.clock import next_sequence
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.wire import DIGEST_BYTES, WireError
@@ -56,7 +57,7 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-POLL = 5.0  # seconds between two looks for new runs
+POLL = 5.0  # seconds between two looks for new runs, and at runs in which nobody has been yet
 SNAPSHOT_SHARE = 4  # of so many snapshots of the peers one is kept: each takes their links 8 bytes a parameter
 NO_STATE = bytes(DIGEST_BYTES)
 FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, SnapshotError, OSError)
@@ -79,6 +80,7 @@ class ArchivedRun:
         self._state_bytes = 0  # until the model's size is known
         self.buffers: tuple[PayloadBuffers, ...] = ()  # of each fragment, from then on
         self._snapshot: Snapshot | None = None
+        self._sequence = 0
         self._peers: frozenset[str] = frozenset()
         self._anchoring = Anchoring(run, identity, transport, self._folder)
         self._doubts = Doubts(run.settings.timing.partition_grace)
@@ -153,13 +155,14 @@ class ArchivedRun:
     async def publish(self) -> None:
         """Say that the run is kept here, up to where."""
         end = self.end
+        self._sequence = next_sequence(self._sequence, self._transport.pace(self.run.run_id).after)
         ticket, revocations = self._transport.credentials(self.run.run_id)
         heartbeat = Heartbeat(
             run=self.run.run_id,
             peer=self._identity.peer_id,
             incarnation=0,
-            sequence=time.time_ns() // 1_000_000,
-            lifetime=self.run.settings.timing.heartbeat_expiry * 2,
+            sequence=self._sequence,
+            lifetime=2 * max(self.run.settings.timing.heartbeat_expiry, 2 * POLL),
             state=PeerState.ARCHIVING,
             index=end.position.index,
             head=end.position.head,
@@ -313,7 +316,6 @@ class Archive:
         self._identity = identity
         self._folder = folder
         self._runs: dict[str, ArchivedRun] = {}
-        self._unusable: set[str] = set()
 
     def kept(self, run: str) -> ArchivedRun | None:
         """Return what is kept of a run; None: nothing, or nothing yet."""
@@ -333,43 +335,49 @@ class Archive:
         await serve_payloads(transport, kept)
         await serve_proofs(transport, logs)
         await transport.on_call(CALL, self._answerer(transport))
+        opening = RunFailures("opening its archive")
         async with asyncio.TaskGroup() as tasks:
+            keeping: dict[str, asyncio.Task[None]] = {}
             while True:
-                for manifest in manifests:
-                    if manifest.run_id not in self._runs and manifest.run_id not in self._unusable:
-                        archived = await asyncio.to_thread(self._open, manifest, transport)
-                        if archived is not None:
-                            self._runs[manifest.run_id] = archived
-                            sources[manifest.run_id], pasts[manifest.run_id] = archived, archived.log.stretch
-                            logs[manifest.run_id] = archived.log
-                            tasks.create_task(self._keep_one(archived, kept))
+                known = {manifest.run_id: manifest for manifest in manifests}
+                for run_id in keeping.keys() - known.keys():  # forgotten by the node
+                    keeping[run_id].cancel()
+                    await asyncio.wait([keeping.pop(run_id)])
+                    for served in (self._runs, sources, pasts, kept, logs):
+                        served.pop(run_id, None)
+                    transport.forget(run_id)
+                for run_id in [one for one in known if one not in keeping and opening.is_due(one)]:
+                    with opening.caught(run_id):
+                        run = Run.from_manifest(known[run_id])
+                        archived = await asyncio.to_thread(ArchivedRun, run, self._identity, transport, self._folder)
+                        self._runs[run_id], sources[run_id] = archived, archived
+                        pasts[run_id], logs[run_id] = archived.log.stretch, archived.log
+                        keeping[run_id] = tasks.create_task(self._keep_one(archived, kept))
                 await asyncio.sleep(POLL)
 
-    def _open(self, manifest: SignedManifest, transport: HivemindTransport) -> ArchivedRun | None:
-        try:
-            return ArchivedRun(Run.from_manifest(manifest), self._identity, transport, self._folder)
-        except DilocoPeerError as error:
-            logger.error("run %s is not archived: %s", manifest.run_id, error)
-            self._unusable.add(manifest.run_id)
-            return None
-
     async def _keep_one(self, archived: ArchivedRun, kept: dict[str, Sequence[PayloadBuffers]]) -> None:
+        keeping, run_id = RunFailures("keeping its archive"), archived.run.run_id
         async with archived.checkpointer:
             while True:
-                for work in (
-                    archived.follow,
-                    archived.anchor,
-                ):  # what a peer does not give keeps no anchor from signing
-                    try:
-                        await work()
-                    except (*FAILURES, DilocoPeerError) as error:
-                        logger.warning("run %s: %s", archived.run.run_id, error)
-                if archived.buffers:
-                    kept[archived.run.run_id] = archived.buffers
-                if archived.end.last is not None or archived.run.manifest.is_by_invitation:  # else nobody gives it any
-                    await archived.publish()
-                metrics.ARCHIVED_OUTER_STEP.labels(archived.run.run_id).set(archived.end.position.index)
-                await asyncio.sleep(archived.run.settings.timing.heartbeat)
+                if keeping.is_due(run_id):
+                    with keeping.caught(run_id):
+                        await self._keep_up(archived, kept)
+                is_in_use = archived.end.last is not None or archived._peers
+                pause = archived.run.settings.timing.heartbeat
+                await asyncio.sleep(pause if is_in_use else max(pause, POLL))
+
+    async def _keep_up(self, archived: ArchivedRun, kept: dict[str, Sequence[PayloadBuffers]]) -> None:
+        for work in (archived.follow, archived.anchor):  # what a peer does not give keeps no anchor from signing
+            try:
+                await work()
+            except (*FAILURES, DilocoPeerError) as error:
+                logger.warning("run %s: %s", archived.run.run_id, error)
+        if archived.buffers:
+            kept[archived.run.run_id] = archived.buffers
+        if archived.end.last is not None or archived.run.manifest.is_by_invitation:  # else nobody gives it any
+            await archived.publish()
+        if archived.end.last is not None:
+            metrics.ARCHIVED_OUTER_STEP.labels(archived.run.run_id).set(archived.end.position.index)
 
     def _answerer(self, transport: HivemindTransport) -> CallHandler:
         async def answer(sender: str, data: bytes) -> bytes:

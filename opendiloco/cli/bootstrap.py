@@ -84,6 +84,7 @@ def command(
 
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import Interrupts, run_interruptible
+    from opendiloco.run import Run
     from peers.links.settings import LinkSettings
     from peers.metrics import serve_metrics
     from peers.net.bootstrap import run_bootstrap
@@ -115,7 +116,8 @@ def command(
             from opendiloco.dashboard.node import NodeDashboard
 
             beside.append(NodeDashboard(listening, kept))
-        await run_bootstrap(key, listen, announce, others, runs, show_addresses, stop, beside, links, shown)
+        place = (listen, announce, others, runs)
+        await run_bootstrap(key, *place, show_addresses, stop, Run.from_manifest, beside, links, shown)
 
     with hold_identity(identity) as key:
         run_interruptible(main)

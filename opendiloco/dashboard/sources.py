@@ -10,7 +10,6 @@ from typing import Protocol
 
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.run import Run
-from peers.errors import ManifestError
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat
 from peers.values.anchors import Anchors
@@ -125,8 +124,8 @@ class NodeSources:
             return
         try:
             run = source.run if source else Run.from_manifest(manifest)
-        except ManifestError as error:
-            logger.info("run %s is not shown: %s", run_id, error)
+        except Exception as error:  # whatever is wrong with one run, all others are shown
+            logger.warning("run %s is not shown: %s", run_id, error)
             self._sources[run_id] = None
             return
         self._sources[run_id] = Source(

@@ -14,6 +14,7 @@ from opendiloco.dashboard.sources import Source
 from opendiloco.dashboard.state import RunView
 from peers.errors import DilocoPeerError
 from peers.log.state import LogError
+from peers.net.run_failures import RunFailures
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class Watching:
     def __init__(self, sources: Callable[[], Iterable[Source]]) -> None:
         self._sources = sources
         self._is_failing = False
+        self._failures = RunFailures("making its page")
         self.runs: dict[str, RunWatch] = {}
         self.board = Board()
         """The list of runs."""
@@ -165,10 +167,11 @@ class Watching:
         for run in self.runs.keys() - sources.keys():
             del self.runs[run]
         for run, source in sources.items():
-            if run not in self.runs:
-                self.runs[run] = RunWatch(source)
-            else:
+            if run in self.runs:
                 self.runs[run].source = source
+            elif self._failures.is_due(run):
+                with self._failures.caught(run):
+                    self.runs[run] = RunWatch(source)
 
     def _due(self, looking: Mapping[str, object]) -> list[tuple[str, RunWatch]]:
         """All that are watched, and of the others the one at which nobody has looked for longest."""

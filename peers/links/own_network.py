@@ -1,14 +1,29 @@
-"""Where this machine is, as far as it can tell by itself."""
+"""Where this machine is, as far as it can tell by itself; and in which networks others are."""
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address, ip_network
 
 SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
 """Addresses on the internet, one of each version; any would do, and nothing is sent to them."""
+
+HOST = re.compile(r"/ip[46]/(?P<host>[^/]+)/(?!.*/p2p-circuit)")
+NETWORK_BITS = {4: 24, 6: 48}
+"""Of an address, that one customer of a provider has in common with its own others, more or less."""
+
+
+def network_at(address: str) -> str | None:
+    """Return the network that a multiaddr is in; None where it does not say, or it is that of a relay."""
+    match = HOST.match(address)
+    if match is None:
+        return None
+    host = ip_address(match["host"])
+    host = (host.ipv4_mapped if isinstance(host, IPv6Address) else None) or host
+    return str(ip_network((host, NETWORK_BITS[host.version]), strict=False))
 
 
 def is_behind_nat() -> bool:

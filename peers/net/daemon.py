@@ -22,7 +22,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, SwarmUnreachableError, quoted
+from peers.errors import (
+    DilocoPeerError,
+    LocalNetworkError,
+    ManifestError,
+    RemoteProtocolError,
+    SwarmUnreachableError,
+    quoted,
+)
 from peers.net.light import load_hivemind
 from peers.net.signals import signals_held_back
 from peers.streams.channel import PeerUnreachableError
@@ -121,6 +128,20 @@ def to_peer_id(peer_id: str) -> Any:
     if not is_peer_id(peer_id):
         raise PeerUnreachableError(peer_id, "it is not a peer id")
     return HIVEMIND.p2p.PeerID.from_base58(peer_id)
+
+
+@contextmanager
+def peer_errors(peer_id: str) -> Iterator[None]:
+    """Have whatever goes wrong on the way to a peer be, to the caller, that peer's failure."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        logger.warning("dropped a stream: %s", error)
+        raise PeerUnreachableError(peer_id, error.message) from error
+    except TimeoutError as error:
+        raise PeerUnreachableError(peer_id, "no answer in time") from error
+    except NETWORK_ERRORS as error:
+        raise PeerUnreachableError(peer_id, str(error) or type(error).__name__) from error
 
 
 async def start_daemon(

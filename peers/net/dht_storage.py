@@ -40,6 +40,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
     def favour(self, key: Any) -> None:
         self._favoured.setdefault(key, RecordBudget(OWN_BYTES))
 
+    def disfavour(self, key: Any) -> None:
+        """Give a key no more room than all others: what lies there stays until it expires."""
+        self._favoured.pop(key, None)
+
     def name(self, key: Any, subkeys: Collection[Any]) -> None:
         """Never replace the records of these under a key; of none: of nobody any more."""
         if subkeys:

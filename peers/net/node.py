@@ -17,7 +17,7 @@ from typing import Any, Self
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, RemoteProtocolError
 from peers.links.network_watch import NetworkWatch
-from peers.links.own_network import is_behind_nat
+from peers.links.own_network import is_behind_nat, network_at
 from peers.net.amendments import AMENDMENTS, Amendments
 from peers.net.anchorage import ANCHORS, Anchorage
 from peers.net.daemon import (
@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 RecordValidatorBase: Any = HIVEMIND.validation.RecordValidatorBase
 ADDRESS_LIMIT = 8
+UNKNOWN_NETWORK = "unknown"
 DHT_WAIT = 5.0  # seconds for one request to one DHT node
 DHT_OPTIONS = {
     "wait_timeout": DHT_WAIT,
@@ -222,6 +223,17 @@ class HivemindNode:
             async with asyncio.timeout(DHT_WAIT):
                 await self._daemon._client.disconnect(to_peer_id(peer_id))
 
+    async def network_of(self, peer_id: str) -> str:
+        """Return the network from which a peer has connected with us; UNKNOWN_NETWORK where it came through a relay."""
+        try:
+            async with asyncio.timeout(DHT_WAIT):
+                known = await self._daemon.list_peers()
+        except NETWORK_ERRORS as error:
+            logger.debug("no list of connections: %r", error)
+            return UNKNOWN_NETWORK
+        addresses = [str(one) for peer in known if str(peer.peer_id) == peer_id for one in peer.addrs]
+        return min(filter(None, map(network_at, addresses)), default=UNKNOWN_NETWORK)
+
     async def clock_of(self, peer_id: str) -> tuple[float, float]:
         """Return by how many seconds a node's clock is ahead of ours, and those of the round trip that told: the answer
         was written somewhere within it. Raises: PeerUnreachableError."""
@@ -252,6 +264,8 @@ class HivemindNode:
         self.anchorage.forget(run_id)
         self.amendments.forget(run_id)
         self._name(run_id, ())
+        for key in (manifest_key(run_id), heartbeats_key(run_id)):
+            self._node.protocol.storage.disfavour(HIVEMIND.protocol.DHTID.generate(key))
 
     def _name(self, run_id: str, peers: Collection[str]) -> None:
         self._node.protocol.storage.name(HIVEMIND.protocol.DHTID.generate(heartbeats_key(run_id)), peers)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Self, TypeAlias
 
 from peers import metrics
@@ -22,7 +22,7 @@ from peers.links.opening import PROBED_PORTS
 from peers.links.probing import probe
 from peers.links.relays import LINK_INFO, LinkInfo
 from peers.links.settings import LinkSettings
-from peers.net.daemon import NETWORK_ERRORS, Daemon, to_peer_id
+from peers.net.daemon import NETWORK_ERRORS, Daemon, peer_errors, to_peer_id
 from peers.net.first_contact import endpoint
 from peers.net.node import HivemindNode
 from peers.net.whereabouts import GOSSIP, Whereabouts
@@ -173,6 +173,14 @@ class HivemindTransport(HivemindNode):
         if self._links and self._is_eager:
             self._links.prepare(peer_id)
 
+    def forget(self, run_id: str) -> None:
+        """Forget a run that was learned, and its peers."""
+        super().forget(run_id)
+        if whereabouts := self._whereabouts.pop(run_id, None):
+            task = asyncio.create_task(whereabouts.close())
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
     # Who is there ---------------------------------------------------------------------------------------------
     def whereabouts_of(self, run_id: str) -> Whereabouts:
         if run_id not in self._whereabouts:
@@ -268,7 +276,7 @@ class HivemindTransport(HivemindNode):
         return await self._call_over_libp2p(peer_id, name, payload, timeout)
 
     async def _call_over_libp2p(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
-        with _peer_errors(peer_id):
+        with peer_errors(peer_id):
             async with asyncio.timeout(timeout):
                 answer: bytes = await self._daemon._client.call_unary_handler(
                     to_peer_id(peer_id), f"{PROTOCOL_PREFIX}/call/{name}", payload
@@ -341,7 +349,7 @@ class HivemindTransport(HivemindNode):
         link = await self._links.link_with(peer_id) if self._links else None
         if link is None:
             await self._meet(peer_id, CALL_TIMEOUT)
-        with _peer_errors(peer_id):
+        with peer_errors(peer_id):
             async with link.conversation(protocol) if link else self._libp2p_stream(peer_id, protocol) as channel:
                 yield channel
 
@@ -383,17 +391,3 @@ class HivemindTransport(HivemindNode):
                 self._serving.discard(task)
 
         await self._daemon.add_binary_stream_handler(f"{PROTOCOL_PREFIX}/{protocol}", serve)
-
-
-@contextmanager
-def _peer_errors(peer_id: str) -> Iterator[None]:
-    """Whatever goes wrong on the way to a peer is, to the caller, that peer's failure."""
-    try:
-        yield
-    except RemoteProtocolError as error:
-        logger.warning("dropped a stream: %s", error)
-        raise PeerUnreachableError(peer_id, error.message) from error
-    except TimeoutError as error:
-        raise PeerUnreachableError(peer_id, "no answer in time") from error
-    except NETWORK_ERRORS as error:
-        raise PeerUnreachableError(peer_id, str(error) or type(error).__name__) from error

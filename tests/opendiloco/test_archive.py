@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +16,12 @@ import numpy as np
 import pytest
 
 from opendiloco import kernels
-from opendiloco.checkpoints.archive import ArchivedRun
+from opendiloco.checkpoints import archive as archives
+from opendiloco.checkpoints.archive import Archive, ArchivedRun
 from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
+from peers.errors import LocalProtocolError
 from peers.log.anchorer import ANCHORED
 from peers.log.exclusions import Fault
 from peers.log.folder import LogFolder
@@ -27,6 +31,7 @@ from peers.log.state import LogState
 from peers.net.anchorage import Anchorage
 from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.voice import Pace
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
 from peers.streams.channel import PeerUnreachableError, RefusalError
@@ -54,6 +59,8 @@ class Network:
         self.published: list[Heartbeat] = []
         self.anchorage = Anchorage()
         self.anchorage.learn(manifest)
+        self.heard = 0
+        """The latest sequence of our own key that others have."""
         self.told: bytes | None = b""
         """None: it does not answer."""
 
@@ -67,6 +74,9 @@ class Network:
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"ticket", 7
+
+    def pace(self, run_id: str) -> Pace:
+        return Pace(after=self.heard)
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         self.published.append(Heartbeat.verify(heartbeat, run_id))
@@ -140,6 +150,125 @@ def test_it_says_that_it_is_an_archive(run: Run, tmp_path: Path) -> None:
     assert heartbeat.state is PeerState.ARCHIVING
     assert (heartbeat.index, heartbeat.head) == (2, states[-1].position.head)
     assert (heartbeat.ticket, heartbeat.revocations) == (b"ticket", 7)
+
+
+def test_its_heartbeats_follow_each_other_whatever_the_clock_does(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: two within a millisecond, or a clock that was set back, ended the archive of all runs."""
+    kept, times = archive(run, tmp_path), iter([1000, 1000, 10, 10])
+    network = cast(Any, kept._transport)
+    monkeypatch.setattr(time, "time_ns", lambda: next(times) * 1_000_000_000)
+    for _ in range(3):
+        asyncio.run(kept.publish())
+    network.heard = 2_000_000  # by ourselves, before a restart with a clock that is behind
+    asyncio.run(kept.publish())
+    assert [beat.sequence for beat in network.published] == [1_000_000, 1_000_001, 1_000_002, 2_000_001]
+
+
+class ManyRuns(Network):
+    """What an archive of several runs has of the network, in which one of them is poison."""
+
+    def __init__(self, poison: str) -> None:
+        self.poison = poison
+        self.beats: dict[str, int] = {}
+        self.forgotten: list[str] = []
+        self.changed = asyncio.Event()
+
+    def anchors_of(self, run_id: str) -> Anchors:
+        return Anchors(run_id)
+
+    def pace(self, run_id: str) -> Pace:
+        return Pace()
+
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
+        if run_id == self.poison:
+            raise LocalProtocolError("heartbeat 1 does not follow 1")
+        self.beats[run_id] = self.beats.get(run_id, 0) + 1
+        self.changed.set()
+        return True
+
+    def forget(self, run_id: str) -> None:
+        self.forgotten.append(run_id)
+        self.changed.set()
+
+    async def nothing(self, *what: object, **how: object) -> None:
+        pass
+
+    on_call = on_pull = on_stream = nothing
+
+    async def until(self, is_true: Callable[[], bool], lacking: str) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(30.0):
+                while not is_true():
+                    self.changed.clear()
+                    await self.changed.wait()
+        assert is_true(), lacking
+
+
+@asynccontextmanager
+async def keeping(network: ManyRuns, manifests: list[SignedManifest], folder: Path) -> AsyncIterator[None]:
+    task = asyncio.create_task(Archive(NODE, folder).keep(cast(HivemindTransport, network), manifests))
+    try:
+        yield
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def invited(small_config: RunConfig, **changes: Any) -> SignedManifest:
+    """A run in which an archive says that it is there, though nobody else is."""
+    content = small_config.to_manifest_content() | {"admission": {"mode": "invite"}} | changes
+    content["rounds"] |= {"heartbeat_seconds": 0.1}
+    return SignedManifest.create(Identity.generate(), "invited", content)
+
+
+@pytest.mark.parametrize("poison", ["heartbeats", "folder", "content"])
+def test_a_run_that_cannot_be_kept_ends_no_other(
+    small_config: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    poison: str,
+) -> None:
+    """Regression: whatever went wrong with one ended the archive of all, also at the next start."""
+    monkeypatch.setattr(archives, "POLL", 0.01)
+    good = invited(small_config)
+    bad = invited(small_config, **({"outer_steps": -1} if poison == "content" else {}))
+    if poison == "folder":
+        (tmp_path / bad.run_id).write_text("not a folder")
+
+    async def scenario() -> None:
+        network = ManyRuns(bad.run_id if poison == "heartbeats" else "")
+        async with keeping(network, [bad, good], tmp_path):
+            await network.until(lambda: network.beats.get(good.run_id, 0) >= 3, "the other run is not kept")
+        assert set(network.beats) == {good.run_id}
+
+    asyncio.run(scenario())
+    [record] = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert bad.run_id in record.getMessage()
+
+
+def test_a_run_that_the_node_has_forgotten_is_kept_no_more(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what it does for runs that nobody uses would become more and more."""
+    monkeypatch.setattr(archives, "POLL", 0.01)
+    manifests = [invited(small_config), invited(small_config)]
+    first, second = (manifest.run_id for manifest in manifests)
+
+    async def scenario() -> None:
+        network = ManyRuns("")
+        async with keeping(network, manifests, tmp_path):
+            await network.until(lambda: set(network.beats) == {first, second}, "not both are kept")
+            del manifests[0]
+            await network.until(lambda: network.forgotten == [first], "the first is kept on")
+            beats = dict(network.beats)
+            await network.until(lambda: network.beats[second] >= beats[second] + 3, "the second is kept no more")
+            assert network.beats[first] == beats[first]
+
+    asyncio.run(scenario())
 
 
 def test_it_refuses_a_snapshot_that_it_does_not_have(run: Run, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.links import own_network
-from peers.links.own_network import everywhere, is_behind_nat
+from peers.links.own_network import everywhere, is_behind_nat, network_at
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,22 @@ def test_private_addresses_are_behind_a_nat(
 ) -> None:
     monkeypatch.setattr(own_network, "_own_addresses", lambda: addresses)
     assert is_behind_nat() is behind
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("/ip4/203.0.113.77/tcp/31337", "203.0.113.0/24"),
+        ("/ip4/203.0.113.1/udp/1/quic-v1/p2p/12D3KooW", "203.0.113.0/24"),
+        ("/ip6/2001:db8:1:2::3/tcp/4", "2001:db8:1::/48"),
+        ("/ip6/::ffff:203.0.113.9/tcp/4", "203.0.113.0/24"),
+        ("/ip4/203.0.113.77/tcp/1/p2p/12D3KooW/p2p-circuit", None),
+        ("/p2p/12D3KooW/p2p-circuit", None),
+        ("/dns4/example.org/tcp/1", None),
+    ],
+)
+def test_an_address_says_which_network_it_is_in_unless_it_is_a_relays(address: str, network: str | None) -> None:
+    assert network_at(address) == network
 
 
 def test_a_machine_looks_at_itself() -> None:

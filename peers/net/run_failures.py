@@ -1,0 +1,55 @@
+"""Failures of single runs at a node that serves many: none of them may end what the node does for the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from peers.errors import DilocoPeerError
+from peers.values.clock import now
+
+logger = logging.getLogger(__name__)
+
+RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds
+
+
+@dataclass
+class _Failure:
+    count: int
+    retry_at: float
+
+
+class RunFailures:
+    """The runs for which a piece of work has failed. Each failure is logged once, until the work succeeds again."""
+
+    def __init__(self, work: str, clock: Callable[[], float] = now) -> None:
+        self._work = work
+        self._clock = clock
+        self._failed: dict[str, _Failure] = {}
+
+    def is_due(self, run: str) -> bool:
+        """Return whether the work may be tried: after each failure later than after the one before."""
+        return run not in self._failed or self._clock() >= self._failed[run].retry_at
+
+    @contextmanager
+    def caught(self, run: str) -> Iterator[None]:
+        """Catch and log what the work for one run raises."""
+        try:
+            yield
+        except Exception as error:  # also one that nobody has thought of: a stranger may have made the run
+            count = self._failed[run].count if run in self._failed else 0
+            self._failed[run] = _Failure(count + 1, self._clock() + min(RETRY_LAST, RETRY_FIRST * 2**count))
+            if count:
+                logger.debug("run %s: %s: %r", run, self._work, error)
+            else:
+                is_known = isinstance(error, DilocoPeerError)
+                message = "run %s: %s failed, which is tried again later: %s"
+                logger.error(message, run, self._work, error, exc_info=None if is_known else error)
+        else:
+            self.forget(run)
+
+    def forget(self, run: str) -> None:
+        """Forget the failures of a run."""
+        self._failed.pop(run, None)
