@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from peers.errors import LocalNetworkError
-from peers.net import bootstrap
-from peers.net.bootstrap import ANNOUNCE_MANIFEST, announce_manifest, run_bootstrap
+from peers.net import bootstrap, manifest_store
+from peers.net.bootstrap import ANNOUNCE_MANIFEST, ANNOUNCEMENTS_BURST, announce_manifest, run_bootstrap
+from peers.net.manifest_store import ManifestStore
 from peers.net.transport import HivemindTransport
 from peers.streams.channel import PeerRefusedError
 from peers.values.identity import Identity
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.swarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 TIMEOUT = 120.0  # seconds for a node to start, answer or stop; about one on an idle machine
+KEPT = ("manifest", "origin")
 MANIFEST = SignedManifest.create(Identity.generate(), "tiny", {"name": "tiny"})
 
 
@@ -53,8 +55,8 @@ async def bootstrap_node(
 
 
 @asynccontextmanager
-async def visitor(addresses: tuple[str, ...]) -> AsyncIterator[HivemindTransport]:
-    transport = await HivemindTransport.create(Identity.generate(), addresses, LOOPBACK)
+async def visitor(addresses: tuple[str, ...], listen: tuple[str, ...] = LOOPBACK) -> AsyncIterator[HivemindTransport]:
+    transport = await HivemindTransport.create(Identity.generate(), addresses, listen)
     try:
         yield transport
     finally:
@@ -69,7 +71,7 @@ def test_announced_run_is_found_after_everybody_has_left_and_the_node_restarted(
                 assert await announce_manifest(organiser, MANIFEST, addresses) == addresses
             async with visitor(addresses) as volunteer:
                 assert await volunteer.find_manifest(MANIFEST.run_id) is not None
-        assert [path.name for path in tmp_path.iterdir()] == [f"{MANIFEST.run_id}.manifest"]
+        assert {path.name for path in tmp_path.iterdir()} == {f"{MANIFEST.run_id}.{kind}" for kind in KEPT}
         same_port = (addresses[0].partition("/p2p/")[0],)
         async with bootstrap_node(identity, tmp_path, same_port) as again, visitor(again) as volunteer:
             assert again == addresses
@@ -107,7 +109,10 @@ def test_nonsense_is_not_remembered(tmp_path: Path) -> None:
 
 
 def test_full_node_refuses_further_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "MANIFEST_LIMIT", 1)
+    monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 1)
+    store = ManifestStore(tmp_path)
+    store.add(MANIFEST, "192.0.2.0/24")
+    store.touch(MANIFEST.run_id)
 
     async def main() -> None:
         other = SignedManifest.create(Identity.generate(), "other", {})
@@ -115,6 +120,47 @@ def test_full_node_refuses_further_runs(tmp_path: Path, monkeypatch: pytest.Monk
             assert await announce_manifest(organiser, MANIFEST, addresses) == addresses
             assert await announce_manifest(organiser, MANIFEST, addresses) == addresses
             assert await announce_manifest(organiser, other, addresses) == ()
+
+    asyncio.run(main())
+
+
+def test_a_flood_from_one_network_does_not_close_the_node_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: 500 junk manifests in 23 seconds did, whoever signed them. Here they come from 127.0.5.0/24."""
+    monkeypatch.setattr(manifest_store, "SHARE_LIMIT", 5)
+    monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 7)
+    monkeypatch.setattr(bootstrap, "now", lambda: 1000.0)  # so that no time passes in which more are let in
+    elsewhere = ("/ip4/127.0.5.1/tcp/0",)
+
+    async def flood(attacker: HivemindTransport, node: str, count: int) -> list[str]:
+        """What the node answers to so many runs, each of a key of its own."""
+        answers = []
+        for number in range(count):
+            junk = SignedManifest.create(Identity.generate(), f"junk-{number}", {})
+            try:
+                await attacker.call(node, ANNOUNCE_MANIFEST, junk.pack(), TIMEOUT)
+                answers.append("")
+            except PeerRefusedError as error:
+                answers.append(str(error))
+        return answers
+
+    async def main() -> None:
+        last = SignedManifest.create(Identity.generate(), "last", {})
+        async with bootstrap_node(Identity.generate(), tmp_path) as addresses:
+            node = addresses[0].rpartition("/")[2]
+            async with visitor(addresses) as organiser, visitor(addresses, elsewhere) as attacker:
+                assert await announce_manifest(organiser, MANIFEST, addresses) == addresses
+                answers = await flood(attacker, node, 40)
+                assert answers.count("") == ANNOUNCEMENTS_BURST
+                assert "you have announced many runs lately" in answers[-1]
+                assert await announce_manifest(organiser, last, addresses) == addresses
+            async with visitor(addresses, elsewhere) as same_attacker:
+                [answer] = await flood(same_attacker, node, 1)
+                assert "your network, 127.0.5.0/24, has announced many runs lately" in answer
+        kept = {path.name.partition("-")[0] for path in tmp_path.glob("*.manifest")}
+        assert kept == {"tiny", "last", "junk"}
+        assert len(list(tmp_path.glob("junk-*.manifest"))) == 5
 
     asyncio.run(main())
 
