@@ -71,18 +71,18 @@ class ArchivedRun:
         self.run = run
         self._identity = identity
         self._transport = transport
-        self._folder = RunFolder.open(run, identity.peer_id, base)
+        self.folder = RunFolder.open(run, identity.peer_id, base)
         self._format = kernels.FORMATS[run.config.codec.kind]
-        self.log = LogFolder.open(self._folder.log, run.settings.empty_log, self._format.block_bytes)
+        self.log = LogFolder.open(self.folder.log, run.settings.empty_log, self._format.block_bytes)
         self._proofs = MissingProofs(transport, self.log)
-        self._checkpoints = Checkpoints(self._folder.checkpoints, run.run_id)
-        self.checkpointer = Checkpointer(KeepingPlan(self._folder))
+        self._checkpoints = Checkpoints(self.folder.checkpoints, run.run_id)
+        self.checkpointer = Checkpointer(KeepingPlan(self.folder))
         self._state_bytes = 0  # until the model's size is known
         self.buffers: tuple[PayloadBuffers, ...] = ()  # of each fragment, from then on
         self._snapshot: Snapshot | None = None
         self._sequence = 0
         self._peers: frozenset[str] = frozenset()
-        self._anchoring = Anchoring(run, identity, transport, self._folder)
+        self._anchoring = Anchoring(run, identity, transport, self.folder)
         self._doubts = Doubts(run.settings.timing.partition_grace)
         self._load()
         end = self.log.log_after(self.log.next_index)
@@ -93,7 +93,7 @@ class ArchivedRun:
     @cached_property
     def held_out(self) -> HeldOutCurve:
         """The losses on held-out text that are kept beside the log, for whoever shows them."""
-        return HeldOutCurve(self._folder.held_out)
+        return HeldOutCurve(self.folder.held_out)
 
     # What is here ---------------------------------------------------------------------------------------------
     def _load(self) -> None:
@@ -292,7 +292,7 @@ class ArchivedRun:
             found = await compare(index)
             return Vouched(found.theirs, partial(state_told, found.theirs, beats), least, is_wary=True)
 
-        storage = FolderStorage(self._folder.download, available_memory)
+        storage = FolderStorage(self.folder.download, available_memory)
         snapshot = await fetch_snapshot(
             self._transport, donors, self.log.empty_log, least, vouch, storage, self._state_bytes
         )
@@ -341,11 +341,14 @@ class Archive:
             while True:
                 known = {manifest.run_id: manifest for manifest in manifests}
                 for run_id in keeping.keys() - known.keys():  # forgotten by the node
-                    keeping[run_id].cancel()
-                    await asyncio.wait([keeping.pop(run_id)])
+                    archived, task = self._runs[run_id], keeping.pop(run_id)
+                    task.cancel()
+                    await asyncio.wait([task])
                     for served in (self._runs, sources, pasts, kept, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
+                    if archived.end.last is None:
+                        await asyncio.to_thread(archived.folder.remove)
                 for run_id in [one for one in known if one not in keeping and opening.is_due(one)]:
                     with opening.caught(run_id):
                         run = Run.from_manifest(known[run_id])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +56,12 @@ class RunFolder:
                 "Name a folder on a disk with space with --state.",
             ) from error
         return folder
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it, as far as that is possible."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):  # it has another peer's
+            self.path.parent.rmdir()
 
     @property
     def run_id(self) -> str:

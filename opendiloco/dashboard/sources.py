@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +10,10 @@ from typing import Protocol
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.run import Run
 from peers.log.folder import RunLog
+from peers.net.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat
 from peers.values.anchors import Anchors
 from peers.values.manifest import SignedManifest
-
-logger = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 10.0  # between two looks at which runs a node remembers
 NO_ARCHIVE = (
@@ -101,7 +99,8 @@ class NodeSources:
     def __init__(self, network: Network, kept: Callable[[str], Archived | None] | None) -> None:
         self._network = network
         self._kept = kept
-        self._sources: dict[str, Source | None] = {}  # None: of another version
+        self._sources: dict[str, Source] = {}
+        self._failures = RunFailures("finding its log")
         self._updated_at = float("-inf")
 
     def current(self, manifests: Iterable[SignedManifest]) -> list[Source]:
@@ -109,27 +108,23 @@ class NodeSources:
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
             self._update(manifests)
             self._updated_at = time.monotonic()
-        return [source for source in self._sources.values() if source is not None]
+        return list(self._sources.values())
 
     def _update(self, manifests: Iterable[SignedManifest]) -> None:
         known = {manifest.run_id: manifest for manifest in manifests}
         self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in known}
         for run_id, manifest in known.items():
-            self._begin(run_id, manifest)
+            if self._failures.is_due(run_id):
+                with self._failures.caught(run_id):
+                    self._begin(run_id, manifest)
 
     def _begin(self, run_id: str, manifest: SignedManifest) -> None:
         archived = self._kept(run_id) if self._kept else None
         source = self._sources.get(run_id)
-        if run_id in self._sources and (source is None or archived is None or source.log() is not None):
-            return
-        try:
-            run = source.run if source else Run.from_manifest(manifest)
-        except Exception as error:  # whatever is wrong with one run, all others are shown
-            logger.warning("run %s is not shown: %s", run_id, error)
-            self._sources[run_id] = None
+        if source is not None and (archived is None or source.log() is not None):
             return
         self._sources[run_id] = Source(
-            run,
+            source.run if source else Run.from_manifest(manifest),
             lambda: self._network.heartbeats(run_id),
             lambda: archived.log if archived else None,
             lambda: self._network.anchors_of(run_id),

@@ -31,6 +31,7 @@ from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.tickets import Ticket, TicketError
+from peers.values.wire import printable
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,6 @@ REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
 ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE = 30.0, 0.1  # that one peer, and one network, may make: at once, and a second
 NETWORKS_TOGETHER = 20  # times that, for all networks together
 MANY = 10**6  # peers are not limited together: keys cost nothing
-REFUSAL_LENGTH = 500  # characters
 LIFE_SIGN_INTERVAL = 5.0  # seconds
 LIFE_SIGN_LIMIT = 30.0  # seconds without one, after which the node hangs
 
@@ -97,7 +97,7 @@ async def run_bootstrap(
     libp2p's daemon dies.
     """
     store = ManifestStore(manifest_directory, check)
-    entering, publishing = RunFailures("learning who may join"), RunFailures("publishing")
+    publishing = RunFailures("publishing")
     chains = {ticket.run: ticket.chain_for(identity.peer_id) for ticket in tickets}
     transport = await HivemindTransport.create(identity, initial_peers, listen, announce, public=True, links=links)
     announcements = Announcements(transport)
@@ -112,7 +112,7 @@ async def run_bootstrap(
                 for run in store.add(manifest, network):
                     transport.forget(run)
             except ManifestError as error:
-                raise RefusalError(error.message[:REFUSAL_LENGTH]) from error
+                raise RefusalError(printable(error.message)) from error
             except LocalNetworkError as error:
                 logger.error("run %s is not kept: %s", manifest.run_id, error)
                 raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
@@ -124,7 +124,7 @@ async def run_bootstrap(
         transport.doors.on_revoked = store.keep_revocations
         transport.anchorage.on_news = store.keep_anchors
         for manifest in store:
-            with entering.caught(manifest.run_id):
+            with publishing.caught(manifest.run_id):
                 _open_door(transport, store, manifest, chains)
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
         await serve_catalogue(

@@ -20,6 +20,7 @@ from peers.errors import LocalNetworkError
 from peers.streams.channel import RefusalError
 from peers.values.manifest import SignedManifest
 from peers.values.whole_files import write_whole
+from peers.values.wire import printable
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +80,10 @@ class ManifestStore:
                 self._check(manifest)
                 self._read[run_id] = manifest
             except OSError as error:  # which may be over at the next look
-                logger.warning("skipped %s: %s", path, error)
+                logger.warning("skipped %s: %s", path, printable(str(error)))
             except Exception as error:  # whatever is wrong with one file, the others are kept
                 self._read[run_id] = None
-                logger.warning("skipped %s: %s", path, error)
+                logger.warning("skipped %s: %s", path, printable(str(error)))
         return self._read.get(run_id)
 
     def run_ids(self) -> list[str]:

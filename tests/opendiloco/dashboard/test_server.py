@@ -26,11 +26,12 @@ from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
 from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
 from opendiloco.dashboard.state import RunView
-from opendiloco.dashboard.watching import Watching
+from opendiloco.dashboard.watching import RunWatch, Watching
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.values.anchors import NO_ANCHORS, Anchors
+from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from tests.opendiloco.dashboard.invented import HOSTILE, PEERS, Story, invented_run, said
 
@@ -314,6 +315,45 @@ def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(
     assert second.log() is None
     assert sources.current(manifests)[0] is first
     assert sources.current(manifests[1:]) == [second], "a run that was forgotten"
+
+
+def test_a_run_that_cannot_be_shown_keeps_no_other_from_it(
+    story: Story, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named once."""
+    monkeypatch.setattr(dashboard_sources, "UPDATE_SECONDS", 0.0)
+    poison, other = SignedManifest.create(Identity.generate(), "poison", {}), invented_run("other").manifest
+    sources = NodeSources(Network(), None)
+    for _ in range(2):
+        assert [source.run.manifest for source in sources.current([poison, other])] == [other]
+    assert caplog.text.count(poison.run_id) == 1
+
+
+def test_a_run_whose_page_cannot_be_made_keeps_no_other_from_it(
+    story: Story, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(story.source, run=invented_run("other"))
+
+    class Watch(RunWatch):
+        def __init__(self, source: Source) -> None:
+            if source is story.source:
+                raise KeyError("a mistake")
+            super().__init__(source)
+
+    monkeypatch.setattr("opendiloco.dashboard.watching.RunWatch", Watch)
+
+    async def scenario() -> None:
+        watched = Watching(lambda: [story.source, other])
+        looking = asyncio.create_task(watched.keep_looking())
+        async with asyncio.timeout(LIMIT):
+            while not watched.runs:
+                await asyncio.sleep(0.01)
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+        assert list(watched.runs) == [other.run.run_id]
+
+    asyncio.run(scenario())
+    assert caplog.text.count(f"run {story.run.run_id}: making its page failed") == 1
 
 
 # Addresses ------------------------------------------------------------------------------------------------------

@@ -44,6 +44,14 @@ def test_strangers_fill_only_their_own_part(storage: BoundedStorage) -> None:
     assert {subkey: item.value for subkey, item in storage.get(RUN).value.items()} == {"a": b"newer", "b": b"heartbeat"}
 
 
+def test_a_run_that_is_forgotten_has_no_room_of_its_own_any_more(storage: BoundedStorage) -> None:
+    storage.favour(RUN)
+    storage.disfavour(RUN)
+    assert storage.store_subkey(STRANGE, "a", b"heartbeat", LATER)
+    assert storage.store_subkey(STRANGE, "b", b"heartbeat", LATER)
+    assert not storage.store_subkey(RUN, "a", b"heartbeat", LATER)
+
+
 def test_what_a_node_had_before_is_taken_over(storage: BoundedStorage) -> None:
     before = HIVEMIND.protocol.DHTLocalStorage()
     before.store(RUN, b"heartbeat", LATER, subkey="a")
