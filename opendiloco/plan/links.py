@@ -8,9 +8,10 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opendiloco.config.errors import explain_validation_error, read_toml
-from opendiloco.config.section import Name, NotNegativeFloat, Positive, PositiveFloat, Section
+from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section
 
 Megabits = Annotated[float, Field(gt=0, le=1e7)]
+Amount = Annotated[float, Field(gt=0, le=1e30)]
 Milliseconds = Annotated[float, Field(ge=0, le=60_000)]
 PEERS_LIMIT = 1000
 """That a swarm is built for."""
@@ -28,12 +29,12 @@ class PeerSection(Section):
     up_mbit: Megabits
     down_mbit: Megabits
     latency_ms: Milliseconds = 50.0
-    step_seconds: PositiveFloat | None = None
-    tokens_per_second: PositiveFloat | None = None
+    step_seconds: Amount | None = None
+    tokens_per_second: Amount | None = None
     gpu: Name | None = None
     gpus: Annotated[int, Field(ge=0, le=64)] = 1
-    gpu_memory_gb: PositiveFloat | None = None
-    main_memory_gb: PositiveFloat | None = None
+    gpu_memory_gb: Amount | None = None
+    main_memory_gb: Amount | None = None
     price_per_hour: NotNegativeFloat | None = None
 
     @model_validator(mode="after")

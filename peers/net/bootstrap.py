@@ -111,6 +111,7 @@ async def run_bootstrap(
                     return manifest.run_id.encode()
                 for run in store.add(manifest, network):
                     transport.forget(run)
+                    publishing.forget(run)
             except ManifestError as error:
                 raise RefusalError(printable(error.message)) from error
             except LocalNetworkError as error:

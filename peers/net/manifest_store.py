@@ -54,8 +54,9 @@ class ManifestStore:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for path in directory.glob(f"*{ORIGIN_SUFFIX}"):
-                network, _, used = path.read_text(encoding="utf-8").partition(" ")
-                self._origins[path.name.removesuffix(ORIGIN_SUFFIX)] = _Origin(network, used == IS_USED)
+                run_id = path.name.removesuffix(ORIGIN_SUFFIX)
+                network, _, used = self._kept(run_id, ORIGIN_SUFFIX).decode(errors="replace").partition(" ")
+                self._origins[run_id] = _Origin(network, used == IS_USED)
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -163,7 +164,7 @@ class ManifestStore:
     def _make_room(self, organiser: str, network: str) -> list[str]:
         """Forget runs whose place is needed for a new one of this organiser and network, and return them.
 
-        Raises: RefusalError when there are none, OSError.
+        Raises: RefusalError when there are none, and then all are kept; OSError.
         """
         used_at = {path.name.removesuffix(SUFFIX): path.stat().st_mtime for path in self._paths()}
         forgotten = list[str]()
@@ -177,10 +178,11 @@ class ManifestStore:
                 run_id = self._least_needed(left, used_at)
                 if run_id is None:
                     raise RefusalError(f"this node remembers {limit} runs{which}, all in use; ask again tomorrow")
-                self._forget(run_id)
                 left.remove(run_id)
                 del used_at[run_id]
                 forgotten.append(run_id)
+        for run_id in forgotten:
+            self._forget(run_id)
         return forgotten
 
     def _runs_of(self, organiser: str, run_ids: Iterable[str]) -> list[str]:

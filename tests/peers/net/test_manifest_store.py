@@ -134,6 +134,26 @@ def test_one_key_does_not_take_all_places(tmp_path: Path, monkeypatch: pytest.Mo
         store.add(FIRST, "203.0.113.0/24")
 
 
+def test_nothing_is_forgotten_for_a_run_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_store, "SHARE_LIMIT", 2)
+    store = ManifestStore(tmp_path)
+    store.add(FIRST, THERE)
+    store.add(SECOND, THERE)
+    for number in range(2):
+        used = made(f"used-{number}")
+        store.add(used, HERE)
+        store.touch(used.run_id)
+    with pytest.raises(RefusalError, match="from your network"):
+        store.add(THIRD, HERE)
+    assert kept(store) == {"first", "second", "used-0", "used-1"}
+
+
+def test_a_spoiled_note_of_where_a_run_came_from_is_no_matter(tmp_path: Path) -> None:
+    ManifestStore(tmp_path).add(FIRST, HERE)
+    (tmp_path / f"{FIRST.run_id}.origin").write_bytes(b"\xff\xfe")
+    assert kept(ManifestStore(tmp_path)) == {"first"}
+
+
 def test_to_announce_a_run_again_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 2)
     store = ManifestStore(tmp_path)
