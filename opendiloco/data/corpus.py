@@ -217,6 +217,8 @@ def _explained(section: SourceSection) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
+        if isinstance(error.__cause__, DataError):  # raised while `datasets` called us
+            raise error.__cause__ from None
         raise DataError(
             f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {first_line(error)}",
             'Give a folder with text or dataset files, a dataset\'s hub name, or "stdlib".',

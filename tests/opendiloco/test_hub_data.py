@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,10 +15,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
-GOOD = {"README.md": "---\nlicense: mit\n---\n# Texts\n", "data/train.jsonl": '{"text": "one"}\n{"text": "two"}\n'}
+GOOD = {"README.md": b"---\nlicense: mit\n---\n# Texts\n", "data/train.jsonl": b'{"text": "one"}\n{"text": "two"}\n'}
 CARD = "---\nconfigs:\n- config_name: default\n  {}\n---\n"
 
 READ = """
@@ -38,7 +41,7 @@ for source, streaming in json.loads(sys.argv[1]):
 class Hub:
     """A server of repositories, `files[name][path]`; it notes the requests for all else."""
 
-    def __init__(self, port: int, files: dict[str, dict[str, str]]) -> None:
+    def __init__(self, port: int, files: dict[str, dict[str, bytes]]) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.files = files
         self.others = list[str]()
@@ -58,7 +61,7 @@ class Hub:
 
 
 @contextmanager
-def hub_of(files: dict[str, dict[str, str]]) -> Iterator[Hub]:
+def hub_of(files: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -71,7 +74,7 @@ def hub_of(files: dict[str, dict[str, str]]) -> Iterator[Hub]:
             if name not in hub.files:
                 hub.others.append(f"{self.command} {self.path}")
                 return self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-            held = {path: text.encode() for path, text in hub.files[name].items()}
+            held = hub.files[name]
             about = [
                 {"type": "file", "path": path, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
                 for path, text in held.items()
@@ -94,7 +97,10 @@ def hub_of(files: dict[str, dict[str, str]]) -> Iterator[Hub]:
         def resolve(self, held: dict[str, bytes], file: str) -> None:
             if file not in held:
                 return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-            return self.reply(200, held[file], {"ETag": f'"{hashlib.sha1(held[file]).hexdigest()}"'})
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+            part = held[file][int(asked[1]) : int(asked[2]) + 1] if asked else held[file]
+            tag = hashlib.sha1(held[file]).hexdigest()
+            return self.reply(206 if asked else 200, part, {"ETag": f'"{tag}"'})
 
         def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
             self.send_response(status)
@@ -126,8 +132,12 @@ def is_below(path: str, folder: str, deep: bool) -> bool:
 
 
 def test_a_data_set_on_the_hub_is_read_whatever_lies_in_the_current_folder(tmp_path: Path) -> None:
-    with hub_of({"some/texts": GOOD}) as hub:
-        assert hub.read(("some/texts", False), ("some/texts", True), folder=tmp_path) == [["one", "two"]] * 2
+    (tmp_path / "texts.py").write_text("raise AssertionError")
+    rows, file = pa.table({"text": ["one", "two"]}), pa.BufferOutputStream()
+    parquet.write_table(rows, file)
+    with hub_of({"some/texts": GOOD, "some/rows": {"train.parquet": file.getvalue().to_pybytes()}}) as hub:
+        sources = [(name, streaming) for name in hub.files for streaming in (False, True)]
+        assert hub.read(*sources, folder=tmp_path) == [["one", "two"]] * 4
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -142,7 +152,9 @@ def test_a_card_on_the_hub_names_nothing_elsewhere(tmp_path: Path, streaming: bo
             f"data_dir: {tmp_path}",
             "data_files: data/train.jsonl\n  version: ../../../../../elsewhere",
         ]
-        files = {f"some/evil{place}": GOOD | {"README.md": CARD.format(one)} for place, one in enumerate(entries)}
+        files = {
+            f"some/evil{place}": GOOD | {"README.md": CARD.format(one).encode()} for place, one in enumerate(entries)
+        }
         with hub_of(files) as hub:
             said = hub.read(*((name, streaming) for name in files), folder=tmp_path)
     assert all("is not a file of its own" in str(one) for one in said[:-1]), said

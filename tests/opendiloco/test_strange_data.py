@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from opendiloco.config.data import SourceSection
-from opendiloco.data import corpus
+from opendiloco.data import builders, corpus
 from opendiloco.data.corpus import open_corpus
 from opendiloco.errors import DataError
 
@@ -230,3 +230,29 @@ def test_a_row_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stre
         (tmp_path / name / "train.jsonl").write_text(json.dumps({"text": row}) + "\n", encoding="utf-8")
         with pytest.raises(DataError, match=r"data.column = 'text' of .* has a row of 101 .*; 100 is the most"):
             texts(tmp_path / name, streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_small_file_of_gigabytes_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    """All rows refer to one text, so a file's size says nothing of what it takes to read it."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    monkeypatch.setattr(builders, "LARGEST", 1 << 26)
+    text, rows = "a" * (1 << 20), 4096  # 4 GB
+    table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * rows), pa.array([text]))})
+    (tmp_path / "rows").mkdir()
+    parquet.write_table(table, tmp_path / "rows" / "train.parquet", store_schema=False)
+    before = pa.total_allocated_bytes(), pa.default_memory_pool().max_memory()
+    with pytest.raises(DataError, match=r"the rows of .*train.parquet take more than 1?\d\d,"):
+        texts(tmp_path / "rows", streaming=streaming)
+    assert pa.default_memory_pool().max_memory() - before[1] < 1 << 28
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_of_many_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    monkeypatch.setattr(builders, "TABLE_BYTES", 1000)
+    rows = [f"{number} {'a' * number}" for number in range(333)]
+    for part in (0, 1):
+        write_parquet(tmp_path / "rows" / f"train-{part}.parquet", {"text": (TEXT, rows[part::2])})
+    assert texts(tmp_path / "rows", streaming=streaming) == rows[0::2] + rows[1::2]
