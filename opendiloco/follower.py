@@ -32,13 +32,14 @@ async def newest_state(
 ) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
     """The newest state of a run's peers, in a workload that can evaluate, generate and export.
 
-    Text to evaluate on is in the folders `data`, if there are any.
+    The run's local text is in the folders `data`: a worker reads it, and nothing else of this machine.
 
-    Raises: SwarmUnreachableError when no peer gives a state, and what starting a worker raises.
+    Raises: DataError when they are not one for each local source; SwarmUnreachableError when no peer gives a state;
+    what starting a worker raises.
     """
     async with connected(key, invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
-        run = run.with_data(data) if data else run
+        run = run.with_data(data)
         await ask_for_anchors(transport, run, invite.addresses)
         if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
             raise nobody_trains(run.run_id)

@@ -79,6 +79,5 @@ def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()
     from opendiloco.kept_states import export_origin, find_origin
 
     origin = find_origin(place.source, place.at, place.manifest)
-    if data:
-        origin = replace(origin, run=origin.run.with_data(data))
+    origin = replace(origin, run=origin.run.with_data(data))
     return asyncio.run(export_origin(origin, folder, from_folder(origin.index), dtype))

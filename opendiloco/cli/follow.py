@@ -157,7 +157,7 @@ async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path |
 
     async with connected(key, invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
-        run = run.with_data(plan.data) if plan.data else run
+        run = run.with_data(plan.data) if plan.needs_model else run
         await ask_for_anchors(transport, run, invite.addresses)
         await unless_failed(track(run, transport, plan, folder, audit), transport.failure())
 

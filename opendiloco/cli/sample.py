@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import Place, place_options, reader
+from opendiloco.cli.options import Place, data_option, place_options, reader
 from opendiloco.workers.options import TEMPERATURE
 
 if TYPE_CHECKING:
@@ -52,10 +54,18 @@ if TYPE_CHECKING:
     show_default=True,
     help="Write N samples.",
 )
+@data_option("Open the run's text in this folder.")
 @click.argument("prompt")
 @click.pass_obj
 def command(
-    log: LogOptions, place: Place, tokens: int, temperature: float, seed: int, samples: int, prompt: str
+    log: LogOptions,
+    place: Place,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    samples: int,
+    data: tuple[Path, ...],
+    prompt: str,
 ) -> None:
     """Print how the run's model, as its peers or a checkpoint have it, continues PROMPT.
 
@@ -67,7 +77,7 @@ def command(
     log.start()
 
     async def write() -> None:
-        async with state_at(place) as (_, past, workload):
+        async with state_at(place, data) as (_, past, workload):
             click.echo(f"after {past.outer_steps} outer steps:", err=True)
             for number in range(samples):
                 click.echo(prompt + await workload.generate(prompt, tokens, seed + number, temperature))
@@ -76,16 +86,17 @@ def command(
 
 
 @asynccontextmanager
-async def state_at(place: Place) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+async def state_at(place: Place, data: Sequence[Path]) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
     """The state from there. Raises: what getting it raises."""
     if place.source is None:
         from opendiloco.follower import newest_state
 
         with reader(place.identity) as key:
-            async with newest_state(place.invite(), key) as found:
+            async with newest_state(place.invite(), key, data) as found:
                 yield found
     else:
         from opendiloco.kept_states import find_origin, state_of
 
-        async with state_of(find_origin(place.source, place.at, place.manifest)) as found:
+        origin = find_origin(place.source, place.at, place.manifest)
+        async with state_of(replace(origin, run=origin.run.with_data(data))) as found:
             yield found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from opendiloco.config.section import Digest, Name, Positive, Section, Seed
 
@@ -19,6 +21,24 @@ STANDARD_LIBRARY = "stdlib"
 SOURCE_LIMIT = 64
 LONGEST_CYCLE = 10_000
 """Samples after which a mixture begins again; `Mixture` keeps a table of them."""
+
+PART = r"\w[\w.-]*(\[[-\d%:]*\])?(\(\w+\))?"
+
+
+def _check_split(value: str) -> str:
+    if not re.fullmatch(rf"{PART}( *\+ *{PART})*", value):  # it can become a folder's name
+        raise PydanticCustomError("split", 'not a split such as "train" or "train[:10%]"')
+    return value
+
+
+def _check_revision(value: str) -> str:
+    if not re.fullmatch(r"\w[\w./-]*", value) or ".." in value:  # it becomes a file's name in the hub's cache
+        raise PydanticCustomError("revision", "not a branch, a tag or a commit")
+    return value
+
+
+Split = Annotated[str, AfterValidator(_check_split), WithJsonSchema({"type": "string", "minLength": 1})]
+Revision = Annotated[str, AfterValidator(_check_revision), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
 class TokenizerSection(Section):
@@ -55,8 +75,8 @@ class SourceSection(Section):
 
     source: Name
     subset: Name | None = None
-    split: Name = "train"
-    revision: Name | None = None
+    split: Split = "train"
+    revision: Revision | None = None
     column: Name = "text"
     weight: Annotated[float, Field(gt=1e-9, le=1e9)] = 1.0
     streaming: bool = False
@@ -88,7 +108,7 @@ class DataSection(Section):
     """
 
     source: Name | None = None
-    split: Name | None = None
+    split: Split | None = None
     column: Name | None = None
     digest: Digest | None = None
     sources: Annotated[tuple[SourceSection, ...], Field(strict=False, max_length=SOURCE_LIMIT)] = ()

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
+from opendiloco.data.builders import data_files, open_builder
 from opendiloco.data.downloads import downloading_rows
 from opendiloco.data.local_sources import check_files, is_local
 from opendiloco.errors import DataError, first_line
@@ -29,6 +30,9 @@ from opendiloco.stages import at_stage, passing
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files of a folder that `datasets` has saved with `save_to_disk`: of one split, or of several."""
+LONGEST = 1 << 27
+"""Characters of a row's text, or its tokens: tokenizing takes some ten times the memory."""
+TEXT_OR_TOKENS = "Choose a column of text, or of lists of token ids."
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py"})
 
 
@@ -98,27 +102,15 @@ class TextFiles:
 
 
 class Rows:
-    """A data set, as `datasets` reads it: a folder of Parquet, JSON, CSV or Arrow files, or a name on the hub.
-
-    The hub is asked as nobody: else a manifest could name what only this machine's owner may read there.
-    """
+    """A data set, as `datasets` reads it: a folder of Parquet, JSON, CSV or Arrow files, or a name on the hub."""
 
     def __init__(self, section: SourceSection) -> None:
-        import datasets
-
         self._section = section
         self.is_stream = section.streaming or section.shards is not None
         with _explained(section):
-            revision = None if is_local(section.source) else section.revision
-            self._builder: Any = datasets.load_dataset_builder(
-                section.source, section.subset, revision=revision, token=False
-            )
-            parts = sorted((str(split), part) for split, part in (self._builder.config.data_files or {}).items())
-            files = [file for _, part in parts for file in part]
-            check_files(section.source, files)
-            if not files:
-                raise FileNotFoundError("it has no data files.")
-        local = _facts(files) if is_local(section.source) else ""
+            self._builder = open_builder(section)
+            parts = sorted((str(split), part) for split, part in self._builder.config.data_files.items())
+        local = _facts(data_files(self._builder)) if is_local(section.source) else ""
         self.fingerprint = repr([(split, list(part), part.origin_metadata) for split, part in parts]) + local
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
@@ -132,8 +124,14 @@ class Rows:
                 yield self._document(row[section.column])
 
     def _document(self, value: Any) -> Document:
-        """Return a row's text, or its token ids. Raises: DataError when it is neither."""
+        """Return a row's text, or its token ids. Raises: DataError when it is neither, or too long."""
         section = self._section
+        if isinstance(value, str | list) and len(value) > LONGEST:
+            raise DataError(
+                f"data.column = {section.column!r} of {section.source!r} has a row of {len(value):,} characters or "
+                f"tokens; {LONGEST:,} is the most.",
+                "Cut its documents into smaller ones, or choose another data set.",
+            )
         if isinstance(value, str | None):
             encoded = (value or "").encode("utf-8", errors="replace")
             return Document(encoded, encoded)
@@ -141,22 +139,31 @@ class Rows:
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind != "i"):
             raise DataError(
                 f"data.column = {section.column!r} of {section.source!r} has {type(value).__name__}, not text.",
-                "Choose a column of text, or of lists of token ids.",
+                TEXT_OR_TOKENS,
             )
         ids = tokens.astype(np.int64)
         return Document(b"", ids.tobytes(), ids)
 
     def _load(self) -> Any:
-        """Return all rows, with their column of text or tokens only."""
+        """Return all rows, with their column of text or tokens only.
+
+        Raises: DataError when it is not there, or of a type that reading decodes: images, for instance, are fetched
+        from the URLs or opened at the paths that are in their rows.
+        """
         section = self._section
         rows = self._open()
-        columns = rows.column_names
-        if columns is None:  # a stream does not always know
-            columns = list(next(iter(rows), {}))
+        types = rows.features
+        columns = list(next(iter(rows), {}) if types is None else types)  # rows without types are not decoded
         if section.column not in columns:
             raise DataError(
                 f"data.column = {section.column!r} is not in {section.source!r}.",
                 f"Choose one of: {', '.join(columns)}.",
+            )
+        if types is not None and not _is_plain(types[section.column]):
+            raise DataError(
+                f"data.column = {section.column!r} of {section.source!r} has the type {types[section.column]!r}, "
+                "not text.",
+                TEXT_OR_TOKENS,
             )
         return rows.select_columns([section.column])
 
@@ -167,8 +174,8 @@ class Rows:
             rows = self._builder.as_streaming_dataset(split=section.split)
             _check_shards(section, rows.num_shards)
             return rows
-        files = [str(file) for part in (self._builder.config.data_files or {}).values() for file in part]
-        with nullcontext() if is_local(section.source) else downloading_rows(section.source, files):
+        here = is_local(section.source)
+        with nullcontext() if here else downloading_rows(section.source, data_files(self._builder)):
             self._builder.download_and_prepare()
         return self._builder.as_dataset(split=section.split)
 
@@ -184,14 +191,15 @@ class SavedRows(Rows):
             self._folder /= section.split
         with _explained(section):
             state = json.loads((self._folder / "state.json").read_text(encoding="utf-8"))
-            files = [str(self._folder / one["filename"]) for one in state["_data_files"]]
-        check_files(section.source, files)
-        self.fingerprint = _facts([*files, str(self._folder / "state.json")])
+            self._files = [str(self._folder / one["filename"]) for one in state["_data_files"]]
+        check_files(section.source, self._files)
+        self.fingerprint = _facts([*self._files, str(self._folder / "state.json")])
 
     def _open(self) -> Any:
         import datasets
 
-        rows: Any = datasets.load_from_disk(str(self._folder))
+        # load_from_disk would also follow what state.json and dataset_info.json say of formats and types.
+        rows: Any = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in self._files])
         _check_shards(self._section, rows.num_rows, "rows")
         return rows
 
@@ -209,10 +217,21 @@ def _explained(section: SourceSection) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
+        if isinstance(error.__cause__, DataError):  # raised while `datasets` called us
+            raise error.__cause__ from None
         raise DataError(
             f"data.source = {section.source!r}, split {section.split!r}, cannot be loaded: {first_line(error)}",
             'Give a folder with text or dataset files, a dataset\'s hub name, or "stdlib".',
         ) from error
+
+
+def _is_plain(feature: Any) -> bool:
+    """Return whether a column's type is one of plain values, or of lists of them: what reading does not decode."""
+    import datasets
+
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        return _is_plain(feature.feature)
+    return type(feature) is datasets.Value
 
 
 def _facts(files: Iterable[str]) -> str:

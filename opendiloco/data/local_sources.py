@@ -13,11 +13,17 @@ from opendiloco.config.data import STANDARD_LIBRARY, DataSection, SourceSection
 from opendiloco.errors import DataError
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+FORMAT = re.compile(
+    "arrow|audiofolder|conll|csv|eval|fasta|fastq|genbank|harbor|hdf5|iceberg|imagefolder|json|lance|meshfolder|mmcif|"
+    "niftifolder|pandas|parquet|pdb|pdffolder|sql|text|tsfile|videofolder|vortex|webdataset|xml"
+)
+"""Names that `datasets` takes for a format: it would read the files of that format in the current folder."""
 
 
 def is_local(source: str) -> bool:
     """Whether a source is, or could be, a file or folder of this machine's instead of a data set on the hub."""
-    return source != STANDARD_LIBRARY and (HUB_NAME.fullmatch(source) is None or Path(source).exists())
+    is_on_the_hub = HUB_NAME.fullmatch(source) and not FORMAT.fullmatch(source) and not os.path.lexists(source)
+    return source != STANDARD_LIBRARY and not is_on_the_hub
 
 
 def local_sources(section: DataSection) -> list[str]:
@@ -52,7 +58,7 @@ def _wrong_number(local: list[str], given: int) -> DataError:
         return DataError(f"--data is given {given} times, but none of the run's sources is local.", "Leave it out.")
     if len(local) == 1:
         return DataError(
-            f"data.source = {local[0]!r} is a place on this machine; what you have not named is not read.",
+            f"data.source = {local[0]!r} may mean files on this machine; what you have not named is not read.",
             "Name the folder with the run's text, or with text of yours to train on: --data FOLDER.",
         )
     return DataError(

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 from opendiloco import volunteer
 from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.local_sources import local_sources
 from opendiloco.model.card import RunFacts
 from opendiloco.outer.state import LocalState
 from opendiloco.run import Run
@@ -166,8 +167,9 @@ def model(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def follow(recorded: RecordedRun, *arguments: object) -> Result:
+    [text] = local_sources(recorded.run.config.data)
     invite = Invite(recorded.run.run_id, (f"/ip4/192.0.2.2/tcp/1/p2p/{Identity.generate().peer_id}",))
-    return CliRunner().invoke(main, ["follow", "--run", str(invite), *map(str, arguments)])
+    return CliRunner().invoke(main, ["follow", "--run", str(invite), "--data", text, *map(str, arguments)])
 
 
 def news(result: Result) -> list[dict[str, Any]]:
@@ -267,6 +269,14 @@ def test_every_nth_state_is_evaluated(recorded: RecordedRun) -> None:
     assert [line for line in result.stdout.splitlines() if "loss" in line] == [
         f"outer step {index}: held-out loss 2.5000 nats per token, 1.2500 bits per byte" for index in (2, 4)
     ]
+
+
+def test_text_that_the_manifest_names_is_not_opened(recorded: RecordedRun, network: Network) -> None:
+    """`network` lets no worker start."""
+    invite = Invite(recorded.run.run_id, (f"/ip4/192.0.2.2/tcp/1/p2p/{Identity.generate().peer_id}",))
+    result = CliRunner().invoke(main, ["follow", "--run", str(invite), "--evaluate"])
+    assert result.exit_code == 7
+    assert "what you have not named is not read" in result.stderr
 
 
 @pytest.mark.usefixtures("model")

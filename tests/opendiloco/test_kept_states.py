@@ -41,6 +41,10 @@ class Kept:
     recorded: RecordedRun
     folder: RunFolder
 
+    @property
+    def text(self) -> str:
+        return self.recorded.run.config.data.all_sources[0].source
+
     def checkpoint(self, index: int) -> Path:
         return self.folder.checkpoints / file_name(index)
 
@@ -73,12 +77,37 @@ def export(*arguments: object) -> Result:
 @pytest.mark.swarm
 def test_a_sample_of_a_checkpoint(kept: Kept) -> None:
     """The prompt comes first, and nothing but text is on the standard output."""
-    arguments = ["--from", str(kept.folder.path), "--tokens", "5", "--samples", "2", "--temperature", "2", "peers "]
+    arguments = [
+        "--from",
+        str(kept.folder.path),
+        "--data",
+        kept.text,
+        "--tokens",
+        "5",
+        "--samples",
+        "2",
+        "--temperature",
+        "2",
+        "peers ",
+    ]
     done = CliRunner().invoke(main, ["sample", *arguments])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("peers ")
     assert done.stdout.count("peers ") == 2
     assert "after 3 outer steps" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["export", "--out", "model"], ["sample", "peers "]])
+def test_text_that_the_manifest_names_is_not_opened(
+    command: list[str], kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("opendiloco.kept_states.working", None)  # no worker is started
+    done = CliRunner().invoke(main, [*command, "--from", str(kept.folder.path)])
+    assert done.exit_code == 7
+    assert f"data.source = {kept.text!r}" in done.output
+    assert "--data FOLDER" in done.output
+    assert not list(tmp_path.iterdir())
 
 
 def values_of(folder: Path) -> torch.Tensor:
@@ -91,7 +120,7 @@ def values_of(folder: Path) -> torch.Tensor:
 def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp_path: Path) -> None:
     out, there = tmp_path / "model", f"file://{tmp_path}/there"
     before = {path: path.stat().st_mtime_ns for path in kept.folder.path.rglob("*")}
-    done = export("--from", kept.folder.path, "--at", 4, "--out", out, "--push-to", there)
+    done = export("--from", kept.folder.path, "--at", 4, "--data", kept.text, "--out", out, "--push-to", there)
     assert done.exit_code == 0, done.output
     tokens = f"{kept.recorded.headers[3].lineage_tokens:,}"
     card = (out / "README.md").read_text()
@@ -162,7 +191,7 @@ def test_what_is_found_out_late_leaves_nothing(
         yield LocalWorkload(StateOnly(values or len(kept.recorded.states[0].state) // 8), run.config)
 
     monkeypatch.setattr("opendiloco.kept_states.working", working)
-    done = export("--from", kept.folder.path, "--at", 9, "--out", tmp_path / "model")
+    done = export("--from", kept.folder.path, "--at", 9, "--data", kept.text, "--out", tmp_path / "model")
     assert (done.exit_code, said in done.output) == (9, True), done.output
     assert not (tmp_path / "model").exists()
 

@@ -28,12 +28,16 @@ pytestmark = pytest.mark.usefixtures("own_dataset_cache")
         ("home/volunteer/letters", True),
         ("file:///home", True),
         ("letters", True),  # there is such a folder
+        ("linked", True),  # and such a link, to nothing
+        ("json", True),  # all JSON files of the current folder
+        ("json/texts", False),
     ],
 )
 def test_what_could_be_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, local: bool
 ) -> None:
     (tmp_path / "letters").mkdir()
+    (tmp_path / "linked").symlink_to("nowhere")
     monkeypatch.chdir(tmp_path)
     assert is_local(source) is local
 
@@ -95,6 +99,21 @@ def test_a_data_set_on_the_hub_is_made_of_files_on_the_hub(file: str) -> None:
     check_files("some/texts", [f"{HUB}train.parquet"])
     with pytest.raises(DataError, match="not a file of its own"):
         check_files("some/texts", [f"{HUB}train.parquet", file])
+
+
+def test_the_formats_of_datasets_are_no_names_of_data_sets() -> None:
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    assert all(map(is_local, _PACKAGED_DATASETS_MODULES))
+
+
+def test_a_folder_that_is_named_like_a_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "train.jsonl").write_text('{"text": "inside"}\n', encoding="utf-8")
+    (tmp_path / "private.jsonl").write_text('{"text": "outside"}\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    read = open_corpus(SourceSection(source="json")).documents()
+    assert [document.text for document in read] == [b"inside"]
 
 
 @pytest.mark.parametrize("name", ["text", "json", "parquet"])

@@ -126,11 +126,11 @@ def test_export_evaluates_on_the_folder_that_it_is_given(
     monkeypatch.setattr("opendiloco.kept_states.find_origin", lambda *_: origin)
     monkeypatch.setattr("opendiloco.kept_states.export_origin", export_origin)
     (tmp_path / "texts").mkdir()
-    for data in ([], ["--data", str(tmp_path / "texts")]):
-        arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out"), *data]
-        assert CliRunner().invoke(main, arguments).exit_code == 0
-    assert [one.config.data.source for one in seen] == [small_config.data.source, str(tmp_path / "texts")]
-    assert [one.has_runs_text for one in seen] == [True, False]
+    arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(main, arguments).exit_code == 7  # it opens no folder that only the manifest names
+    assert CliRunner().invoke(main, [*arguments, "--data", str(tmp_path / "texts")]).exit_code == 0
+    assert [one.config.data.source for one in seen] == [str(tmp_path / "texts")]
+    assert [one.has_runs_text for one in seen] == [False]
 
 
 @pytest.mark.parametrize(("dtype", "options"), [("float32", ""), ("bfloat16", " --dtype bfloat16")])

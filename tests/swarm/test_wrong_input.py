@@ -14,7 +14,7 @@ import pytest
 from opendiloco.cli.exit_codes import EXIT_CODES
 from peers.values.identity import Identity
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, bootstrap, create_run
+from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce_run, bootstrap, create_run
 
 pytestmark = pytest.mark.swarm
 
@@ -138,6 +138,21 @@ def test_files_that_a_volunteer_has_not_named(place: Place) -> None:
     line = place.refuses(7, "join", "--run", place.invite, *LOOPBACK)
     assert f"data.source = '{place.site.folder / 'corpus'}'" in line
     assert "--data FOLDER" in line
+
+
+def test_a_manifest_whose_source_is_a_format(place: Place, tmp_path: Path) -> None:
+    """Nothing is read, nor looked for, in the folder in which the command is typed."""
+    (place.site.folder / "private.json").write_text('[{"text": "not for strangers"}]')
+    (place.site.folder / "private.txt").write_text("not for strangers")
+    for name in ("json", "text"):
+        invite = announce_run(Site(tmp_path).write_run(name), place.address)
+        line = place.refuses(7, "join", "--run", invite, *LOOPBACK)
+        assert f"data.source = '{name}' may mean files on this machine; what you have not named is not read" in line
+        assert "--data FOLDER" in line
+        assert "private" not in line
+    Site(tmp_path).write_run("json").rename(place.site.folder / "json.toml")
+    line = place.refuses(7, "tokenize", "json.toml", "--out", "tokens")
+    assert f"Couldn't find any data file at {place.site.folder / 'json'}" in line
 
 
 def test_no_gpu(place: Place) -> None:
