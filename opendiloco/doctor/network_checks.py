@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from opendiloco.doctor.facts import Addresses, Bandwidth, DialledBack, Node
 from opendiloco.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
-from opendiloco.plan.figures import bandwidth_words
+from opendiloco.quantities import bandwidth_in_words
 from peers.errors import DilocoPeerError
 from peers.links.contacts import is_public
 from peers.values.reach import Reach
@@ -127,7 +127,7 @@ def check_bandwidth(bandwidth: Bandwidth | None, why_not: str = "") -> Finding:
     if bandwidth is None:
         return skipped("bandwidth", why_not or "there is nobody to measure it with")
     up, down = bandwidth.up, bandwidth.down
-    found = f"{bandwidth_words(up)} up, {bandwidth_words(down)} down, measured with {bandwidth.measured_with}"
+    found = f"{bandwidth_in_words(up)} up, {bandwidth_in_words(down)} down, measured with {bandwidth.measured_with}"
     values: dict[str, Value] = {
         "up_bits_per_second": up,
         "down_bits_per_second": down,

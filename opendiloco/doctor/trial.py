@@ -12,8 +12,7 @@ from opendiloco.doctor.facts import Bandwidth, Gpu, Outlook, Speed, Taken
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.plan.forecast import forecast
 from opendiloco.plan.links import PEERS_LIMIT, Links, PeerSection
-from opendiloco.plan.methods import diloco
-from opendiloco.plan.setup import bits_of, plan_of
+from opendiloco.plan.setup import plan_of
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.needs import UTILISATION, needs_of
 from opendiloco.workers.options import WorkerOptions
@@ -105,7 +104,7 @@ def outlook_of(
         for each in speeds[:PEERS_LIMIT]
     ]
     plan = plan_of(config, skeleton, Links(peers=tuple(sections)))
-    found = forecast(plan, diloco(plan.shape, plan.inner_steps, bits_of(config.codec.kind)))
+    found = forecast(plan)
     own, ourselves = found.peers[0], plan.swarm.peers[0]
     return Outlook(
         inner_steps=own.inner_steps,
