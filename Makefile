@@ -69,6 +69,4 @@ clean: ## remove what was built, the virtual environment and the caches
 $(READY): setup.cfg setup.py pyproject.toml constraints.txt native/build_kernels.py $(wildcard native/*.c native/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,benchmarks]'
-	@# Two of lm-eval's dependencies have no wheels; a task needs neither.
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps lm-eval
 	@touch $@

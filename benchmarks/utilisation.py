@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from benchmarks.processes import PeerProcess, PeerProcessError
 from benchmarks.reporting import Bar, report
 from opendiloco.kernels import FORMATS
 from opendiloco.plan.forecast import Forecast, Plan, forecast
-from opendiloco.plan.methods import Method, Shape, diloco, streaming
 from opendiloco.plan.rounds import LINK_SHARE, Peer, Swarm, round_of
 
 PEER = "benchmarks.streaming_peer"
@@ -54,12 +54,11 @@ class Way:
         """Return the bits that a value takes, scales included."""
         return 8 * FORMATS[self.codec].payload_size(1 << 20) / (1 << 20)
 
-    def method(self, values: int, inner_steps: int) -> Method:
-        """Return it as the planner knows it."""
-        shape = Shape.even(self.fragments, values)
-        if self.fragments == 1:
-            return diloco(shape, inner_steps, self.bits)
-        return streaming(self.name, shape, inner_steps, 1, self.overlap, self.bits)
+    def plan(self, swarm: Swarm, values: int, inner_steps: int) -> Plan:
+        """Return what the planner needs to know of it."""
+        cuts = [values * cut // self.fragments for cut in range(self.fragments + 1)]
+        fragments = tuple(end - start for start, end in pairwise(cuts))
+        return Plan(fragments, swarm, inner_steps, 1, 1.0, 1, self.bits, overlap=self.overlap)
 
 
 @dataclass(frozen=True)
@@ -177,10 +176,9 @@ def main(
     swarm = Swarm((Peer("peer", len(names), link, link, to_each, step_seconds),))
     each = ways(fragments, overlap)
     inner_steps = max(overlap + 1, fragments, round(round_of(swarm, values, each[0].bits).seconds / step_seconds))
-    plan = Plan(Shape.even(1, values), swarm, inner_steps, 1, 1.0, 1)
     setting, places = Setting(values, inner_steps, step_seconds), list(map(place_in, names))
     found = asyncio.run(measure(each, setting, places, turns, cycles))
-    rows = [row_of(series, forecast(plan, series.way.method(values, inner_steps))) for series in found]
+    rows = [row_of(series, forecast(series.way.plan(swarm, values, inner_steps))) for series in found]
     links = f"{link / 1e6:.0f} Mbit/s, {latency * 1e3:.0f} ms there and back"
     cycle = f"{values / 1e6:g} M values, {inner_steps} inner steps of {step_seconds:g} s"
     title = f"utilisation: {len(names)} peers, {links}, {cycle}"

@@ -117,7 +117,7 @@ def try_package(package: Path) -> str:
         pip = [str(binaries / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
         run([*pip, "--requirement", str(LIGHT_REQUIREMENTS), str(package)])
         run([str(binaries / "diloco-peer"), "--version"], folder=folder)
-        return run([str(binaries / "diloco-peer"), "kernels"], folder=folder).splitlines()[0]
+        return run([str(binaries / "python"), "-m", "opendiloco.kernels"], folder=folder).splitlines()[0]
 
 
 def run(command: Sequence[str], environment: Mapping[str, str] | None = None, folder: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Bytes and durations, in words for people."""
+"""Bytes, bandwidths and durations, in words for people."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ def in_words(count: int) -> str:
     """Return bytes with a unit, to three digits."""
     unit, name = next(((size, name) for size, name in UNITS if count >= size), UNITS[-1])
     return f"{float(f'{count / unit:.3g}'):g} {name}"
+
+
+def bandwidth_in_words(bits_per_second: float) -> str:
+    """Return a bandwidth as a person writes it."""
+    for factor, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s")):
+        if bits_per_second >= factor:
+            return f"{bits_per_second / factor:.3g} {unit}"
+    return f"{bits_per_second / 1e3:.3g} kbit/s"
 
 
 def days_in_words(days: float) -> str:

@@ -29,7 +29,6 @@ from peers.net.transport import HivemindTransport
 from peers.streams.throttle import Caps
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
-from peers.values.places import parse_place
 from peers.values.tickets import Ticket
 
 
@@ -101,7 +100,6 @@ class Stay:
                     view.say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave")
                     volunteer.admitted_by(entrance)
                     volunteer.be_in_team(settings.team or "")
-                    volunteer.be_at(parse_place(settings.place) if settings.place else None)
                     volunteer.checkpoint_with(checkpointer)
                     volunteer.remember_with(remembered)
                     if self._journal is not None:

@@ -49,7 +49,6 @@ from peers.transfer.download import Download
 from peers.transfer.storage import FolderStorage
 from peers.values.clock import now
 from peers.values.identity import Identity
-from peers.values.places import Place
 from peers.values.reach import Reach
 from peers.values.workload import SnapshotError
 
@@ -128,10 +127,6 @@ class Volunteer:
     def be_in_team(self, team: str) -> None:
         """Have the others hear that our work is a team's; an empty name: nobody's."""
         self._driver.be_in_team(team)
-
-    def be_at(self, place: Place | None) -> None:
-        """Have the others hear where in the world this machine is."""
-        self._driver.be_at(place)
 
     def admitted_by(self, entrance: Entrance | None) -> None:
         """Stay for as long as this lets us."""

@@ -69,7 +69,7 @@ def test_wheel_has_the_compiled_kernels_and_the_types(wheel_names: list[str]) ->
 
 def test_wheel_has_the_page_of_the_dashboard(wheel_names: list[str]) -> None:
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "opendiloco" / "dashboard" / "static").iterdir()}
-    assert len(files) == 8
+    assert len(files) == 6
     assert files <= set(wheel_names)
 
 

@@ -31,13 +31,11 @@ COMMANDS: Mapping[str, str] = {
     "status": "opendiloco.cli.status",
     "export": "opendiloco.cli.export",
     "sample": "opendiloco.cli.sample",
-    "evaluate": "opendiloco.cli.evaluate",
     "follow": "opendiloco.cli.follow",
     "log": "opendiloco.cli.log",
     "anchor": "opendiloco.cli.anchor",
     "identity": "opendiloco.cli.identity",
     "config": "opendiloco.cli.config",
-    "kernels": "opendiloco.cli.kernels",
 }
 """Each command in the order of `--help`, and the module that has it under the name `command`."""
 

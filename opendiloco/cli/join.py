@@ -56,7 +56,7 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
 def join(log: LogOptions, settings: JoinSettings) -> None:
     """Train in a run until asked to leave; after a long pause, as a new process. Raises: DilocoPeerError."""
     from opendiloco.cli.views import view_for
-    from opendiloco.doctor.quick import check_quickly
+    from opendiloco.doctor.machine import check_quickly
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
     from opendiloco.island.environment import Placement

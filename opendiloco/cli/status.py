@@ -198,7 +198,6 @@ def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
         "relays": list(beat.relays),
         "relayed": list(beat.relayed),
         "unreached": list(beat.unreached),
-        "rates": dict(beat.rates),
         "trouble": beat.trouble,
         "seen": beat.sequence / 1000,
     }

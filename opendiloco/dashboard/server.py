@@ -31,8 +31,6 @@ STATIC = {
     "/app.js": ("app.js", "text/javascript"),
     "/charts.js": ("charts.js", "text/javascript"),
     "/format.js": ("format.js", "text/javascript"),
-    "/matrix.js": ("matrix.js", "text/javascript"),
-    "/world.js": ("world.js", "text/javascript"),
     "/style.css": ("style.css", "text/css"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }

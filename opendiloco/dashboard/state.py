@@ -12,12 +12,10 @@ from typing import Any
 
 from opendiloco.amending import Amended
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.dashboard.bandwidth import matrix
 from opendiloco.dashboard.chronicle import KEPT, Absence, Change, Chronicle, Record
 from opendiloco.dashboard.curve import MOST_POINTS, Curve
 from opendiloco.dashboard.teams import Teams
 from opendiloco.dashboard.timeline import Timeline
-from opendiloco.dashboard.world import world
 from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
 from opendiloco.screen import is_finished, reachability, shown_state
@@ -130,8 +128,6 @@ class RunView:
         return {
             "run": self._run(),
             "peers": self._peers(),
-            "bandwidth": matrix(self._beats, self.me),
-            "world": world(self._beats),
             "losses": self._curves(),
             "rounds": self._rounds(),
             "contributions": self._contributions(),

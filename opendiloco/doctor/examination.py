@@ -1,4 +1,4 @@
-"""One examination: gathers facts in the order of what they need, and tells what each check makes of them."""
+"""One examination: all checks in the order of what they need."""
 
 from __future__ import annotations
 
@@ -9,23 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opendiloco.checkpoints.run_folder import RunFolder
-from opendiloco.doctor.facts import Bandwidth, Gpu, Machine, Node, Speed, Taken
-from opendiloco.doctor.findings import CHECKS, Finding, Verdict, failed_with, passed, skipped
-from opendiloco.doctor.machine_checks import check_disk, check_kernels, check_memory, machine_findings
+from opendiloco.doctor.findings import CHECKS, Finding, Verdict, failed_with, skipped
+from opendiloco.doctor.machine import check_disk, check_kernels, check_memory, has_volunteer, machine_findings
 from opendiloco.doctor.network import (
+    Bandwidth,
+    Node,
     answering_nodes,
-    chosen_ports,
-    dialled_back,
-    is_in_use,
-    measured_bandwidth,
-    own_addresses,
-    start_p2pd,
-    try_ports,
-    ways_to_peers,
-    with_clocks,
-)
-from opendiloco.doctor.network_checks import (
     check_bandwidth,
     check_bootstrap,
     check_clock,
@@ -34,10 +23,24 @@ from opendiloco.doctor.network_checks import (
     check_peers,
     check_ports,
     check_reach,
+    measured_bandwidth,
+    ways_to_peers,
+    with_clocks,
 )
-from opendiloco.doctor.run_checks import check_round, check_run, check_speed
-from opendiloco.doctor.system import has_volunteer, try_kernels, whole_machine
-from opendiloco.entrance import enter
+from opendiloco.doctor.run import (
+    FIRST_SECONDS,
+    Speed,
+    check_admission,
+    check_data,
+    check_round,
+    check_run,
+    check_speed,
+    estimated_speed,
+    measured_speed,
+    plan_among,
+    size,
+)
+from opendiloco.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
@@ -101,13 +104,13 @@ class Examination:
         """Make all checks. What goes wrong is a finding. Raises: ManifestError for addresses that are none;
         LocalNetworkError when libp2p's daemon dies."""
         self._at("looking at this machine")
-        machine = await asyncio.to_thread(whole_machine, self._wishes.state)
-        self._tell(*machine_findings(machine, self._wishes.workers))
+        torch = await asyncio.to_thread(probed_torch, installed_torch())
+        self._tell(*await asyncio.to_thread(machine_findings, torch, self._wishes.workers))
         self._has_volunteer = await asyncio.to_thread(has_volunteer, self._wishes.state)
         self._at("testing the kernels")
-        self._tell(check_kernels(await asyncio.to_thread(try_kernels)))
+        self._tell(await asyncio.to_thread(check_kernels))
         await self._examine_network()
-        await self._examine_training(machine)
+        await self._examine_training(torch)
         self._skip_until(None, "what the run takes is not known")
 
     def _skip_until(self, end: str | None, why: str) -> None:
@@ -126,19 +129,17 @@ class Examination:
     async def _examine_network(self) -> None:
         wishes = self._wishes
         self._at("starting libp2p's daemon")
-        seconds, error = await start_p2pd()
-        self._tell(check_p2pd(seconds, error))
-        taken = try_ports(wishes.listen, wishes.data_port)
-        may_be_ours = self._has_volunteer and taken is not None and is_in_use(taken)
-        self._tell(check_ports(chosen_ports(wishes.listen, wishes.data_port), taken, may_be_ours))
-        self._tell(check_ipv6(own_addresses()))
-        if error is not None or not wishes.addresses:
-            self._skip_until("memory", NO_NODE if error is None else "libp2p's daemon does not start")
+        p2pd = await check_p2pd()
+        ports = check_ports(wishes.listen, wishes.data_port, self._has_volunteer)
+        self._tell(p2pd, ports, check_ipv6())
+        starts = p2pd.verdict is Verdict.PASS
+        if not starts or not wishes.addresses:
+            self._skip_until("memory", NO_NODE if starts else "libp2p's daemon does not start")
             return
         self._at("looking for the bootstrap nodes")
         self._nodes = await answering_nodes(wishes.addresses)
         try:
-            async with self._connected(is_free=taken is None) as transport:
+            async with self._connected(is_free=ports.verdict is Verdict.PASS) as transport:
                 await self._examine_swarm(transport)
         except DilocoPeerError as lost:
             if self._is_told("bootstrap") or isinstance(lost, ManifestError):  # which is about what was typed
@@ -160,8 +161,7 @@ class Examination:
         self._latency = min((node.seconds for node in self._nodes if node.seconds is not None), default=LATENCY)
         self._tell(check_bootstrap(self._nodes, None), check_clock(self._nodes))
         self._at("asking how this machine is seen")
-        seen = await dialled_back(transport, self._wishes.addresses)
-        self._tell(check_reach(seen, sum(node.answers for node in self._nodes)))
+        self._tell(await check_reach(transport, self._nodes))
         ways: dict[str, Reach] = {}
         sought = 0
         if self._wishes.run_id is not None:
@@ -173,7 +173,7 @@ class Examination:
             self._tell(check_peers(ways, sought, len(self._others)))
         self._at("measuring the link")
         self._bandwidth = await measured_bandwidth(transport, ways, self._nodes)
-        self._tell(check_bandwidth(self._bandwidth, "nobody who answers measures it with us now"))
+        self._tell(check_bandwidth(self._bandwidth))
 
     async def _find(self, transport: HivemindTransport, run_id: str) -> Run | None:
         """Return the run as this machine would train in it; None when nobody knows it."""
@@ -183,58 +183,47 @@ class Examination:
         except DilocoPeerError as error:
             self._tell(failed_with("run", error))
             return None
-        folder = None if wishes.ticket else RunFolder.at(run_id, wishes.key.peer_id, wishes.state)
-        try:
-            entrance = await enter(transport, run, wishes.key, wishes.addresses, folder, wishes.ticket)
-            admission = passed(
-                "admission", "the run is open to everybody" if entrance is None else "its ticket is good"
-            )
-        except DilocoPeerError as error:
-            admission = failed_with("admission", error)
+        admission = await check_admission(transport, run, wishes.key, wishes.addresses, wishes.state, wishes.ticket)
         away = (PeerState.LEAVING, PeerState.ARCHIVING)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.state not in away]
         self._others = [beat for beat in beats if beat.peer != wishes.key.peer_id]
-        furthest = max((beat.index for beat in self._others), default=0)
-        self._tell(check_run(run_id, len(self._others), furthest, run.config.total_outer_steps), admission)
-        try:
-            run = run.with_data(wishes.data)
-        except DilocoPeerError as error:
-            self._tell(failed_with("data", error))
-            return run
-        sources = ", ".join(source.source for source in run.config.data.all_sources)
-        self._tell(passed("data", f"it reads {sources}"))
+        data, run = check_data(run, wishes.data)
+        self._tell(check_run(run, [beat.index for beat in self._others]), admission, data)
         return run
 
     # What a run would take, and give ----------------------------------------------------------------------------------
-    async def _examine_training(self, machine: Machine) -> None:
+    async def _examine_training(self, torch: Torch | None) -> None:
+        state = self._wishes.state
         if self._run is None:
-            self._tell(check_memory(machine.memory), check_disk(machine.folder))
+            self._tell(check_memory(), check_disk(state))
             return
         self._at("importing torch and transformers")
         try:
-            gpus = self._gpus(machine)
-            skeleton, taken = await asyncio.to_thread(_size, self._run, len(gpus))
+            gpus = self._gpus(torch)
+            skeleton, taken = await asyncio.to_thread(size, self._run.config, len(gpus))
         except DilocoPeerError as error:
-            self._tell(failed_with("memory", error), check_disk(machine.folder))
+            self._tell(failed_with("memory", error), check_disk(state))
             return
-        self._tell(check_memory(machine.memory, gpus, taken), check_disk(machine.folder, taken))
-        speed = await self._examine_speed(skeleton, gpus)
-        self._tell(self._check_round(skeleton, speed))
+        self._tell(check_memory(gpus, taken), check_disk(state, taken))
+        speed = await self._examine_speed(self._run, skeleton, gpus)
+        if speed is None or self._bandwidth is None:
+            self._tell(skipped("round", f"the {'speed' if speed is None else 'bandwidth'} is not known"))
+            return
+        others = [beat.speed for beat in self._others]
+        plan = plan_among(self._run.config, skeleton, speed, self._bandwidth, self._latency, others)
+        self._tell(check_round(plan, is_supposed=not others, is_measured=bool(speed.steps)))
 
-    def _gpus(self, machine: Machine) -> tuple[Gpu, ...]:
+    def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:
         """Return the GPUs that would train; none: the CPU would. Raises: MachineError."""
-        there = (machine.torch.gpus if machine.torch else None) or ()
+        there = (torch.gpus if torch else None) or ()
         devices = choose_devices(self._wishes.workers, len(there))
         if devices[0] == "cpu":
             return ()
         numbers = [int(device.partition(":")[2] or 0) for device in devices]
         return tuple(there[number] for number in numbers if number < len(there))
 
-    async def _examine_speed(self, skeleton: Any, gpus: Sequence[Gpu]) -> Speed | None:
+    async def _examine_speed(self, run: Run, skeleton: Any, gpus: Sequence[Gpu]) -> Speed | None:
         """Train a little, if nothing is in the way, and nobody else trains here; else estimate."""
-        from opendiloco.doctor import trial
-
-        assert self._run is not None
         why = ""
         if self._wishes.tries and self._has_volunteer:
             why = "a volunteer runs on this machine, and a trial would take memory and time from it"
@@ -244,33 +233,11 @@ class Examination:
         if self._wishes.tries and not lacking and not self._has_volunteer:
             self._at("training a little, as `join` would")
             try:
-                speed = await trial.measured_speed(self._run.config, self._wishes.workers)
+                speed = await measured_speed(run.config, self._wishes.workers)
             except DilocoPeerError as error:
                 self._tell(failed_with("speed", error))
                 return None
-            why = f"no inner step was done within {trial.FIRST_SECONDS:.0f} s"
-        speed = speed or trial.estimated_speed(self._run.config, skeleton, gpus)
+            why = f"no inner step was done within {FIRST_SECONDS:.0f} s"
+        speed = speed or estimated_speed(run.config, skeleton, gpus)
         self._tell(check_speed(speed, f"not measured: see {', '.join(lacking)}" if lacking else why))
         return speed
-
-    def _check_round(self, skeleton: Any, speed: Speed | None) -> Finding:
-        from opendiloco.doctor.trial import outlook_of
-
-        assert self._run is not None
-        if speed is None or self._bandwidth is None:
-            return skipped("round", f"the {'speed' if speed is None else 'bandwidth'} is not known")
-        others = [beat.speed for beat in self._others]
-        outlook = outlook_of(self._run.config, skeleton, speed, self._bandwidth, self._latency, others)
-        return check_round(outlook, bool(speed.steps))
-
-
-def _size(run: Run, gpus: int) -> tuple[Any, Taken]:
-    """Return the skeleton of a run's model, and what the run takes. Takes seconds, mostly imports.
-
-    Raises: DilocoPeerError when the model cannot be built here.
-    """
-    from opendiloco.doctor.trial import taken_by
-    from opendiloco.model.build import sized_skeleton
-
-    skeleton = sized_skeleton(run.config)
-    return skeleton, taken_by(run.config, skeleton, gpus)

@@ -1,4 +1,4 @@
-"""The facts of the network: what starts here, who answers, and what others see of this machine."""
+"""Checks of the network: what starts here, who answers, and what others see of this machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from opendiloco.doctor.facts import Addresses, Bandwidth, DialledBack, Node
+from opendiloco.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
+from opendiloco.quantities import bandwidth_in_words
 from opendiloco.volunteer import connected
 from peers.errors import DilocoPeerError, LocalNetworkError, RemoteProtocolError
-from peers.links.contacts import host_of
+from peers.links.contacts import host_of, is_public
 from peers.links.opening import PROBED_PORTS
 from peers.links.own_network import SOMEWHERE, address_towards, is_behind_nat
 from peers.links.probing import Seen, probe
@@ -40,46 +43,179 @@ LINK_SECONDS = 20.0  # that it may take to find out how peers are reached
 RATING_SECONDS = 30.0
 RATED = 3  # others that are asked to measure with us: they may be busy
 LOOK = 0.5  # seconds between two looks at what goes on
+CLOCK_WARNS = 1.0
+"""Seconds. From 3 on, the DHT lets nobody in."""
+SLOW_LINK = 5e6
+"""Bits a second. A model of a hundred million parameters takes more than five minutes for each round with it."""
+OPEN_A_PORT = (
+    "Turn on UPnP or NAT-PMP in the router, or open a TCP port in it and name it with --data-port; IPv6 would do, too."
+)
 
 
-async def start_p2pd() -> tuple[float, DilocoPeerError | None]:
-    """Start libp2p's daemon and end it again. Returns the seconds of its start, and what went wrong."""
+@dataclass(frozen=True)
+class Node:
+    """A bootstrap node. `seconds` is the time of a round trip, and `ahead` by how much its clock is ahead of ours,
+    give or take half of that; None: it did not say."""
+
+    address: str
+    answers: bool
+    seconds: float | None = None
+    ahead: float | None = None
+
+
+@dataclass(frozen=True)
+class DialledBack:
+    """What a bootstrap node says that it sees of us. `open_port` is a data port of ours that it could dial, if any.
+
+    `keeps_ports`: our router gave a connection the port number that it has here.
+    """
+
+    seen_at: str
+    port: int
+    open_port: int | None
+    keeps_ports: bool
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """Bits a second that our link carries, and with whom that was measured: "a peer" or "a bootstrap node"."""
+
+    up: float
+    down: float
+    measured_with: str
+
+
+async def check_p2pd() -> Finding:
+    """Start libp2p's daemon and end it again."""
     began = time.monotonic()
     try:
         async with connected(Identity.generate(), (), LOOPBACK, client_mode=True):
-            return time.monotonic() - began, None
+            seconds = time.monotonic() - began
     except DilocoPeerError as error:
-        return 0.0, error
+        return failed_with("p2pd", error)
+    return passed("p2pd", f"libp2p's daemon started in {seconds:.1f} s", seconds=seconds)
 
 
-def chosen_ports(addresses: Sequence[str], data_port: int) -> list[int]:
-    """Return the ports that the owner has chosen, of libp2p's addresses and for data."""
-    ports = [int(parts[4]) for address in addresses if len(parts := address.split("/")) > 4 and parts[4].isdigit()]
-    return [port for port in dict.fromkeys([*ports, data_port]) if port]
-
-
-def try_ports(addresses: Sequence[str], data_port: int) -> DilocoPeerError | None:
-    """Return what keeps `join` from listening there; None: nothing."""
+def check_ports(addresses: Sequence[str], data_port: int, has_volunteer: bool) -> Finding:
+    """Whether `join` can listen there. `has_volunteer`: what is in use may be so by the one that runs here."""
+    asked = [int(parts[4]) for address in addresses if len(parts := address.split("/")) > 4 and parts[4].isdigit()]
+    chosen = [port for port in dict.fromkeys([*asked, data_port]) if port]
     try:
         for address in addresses:
             require_free_port(address)
         for listener in listen([host for address in addresses if (host := host_of(address))], data_port):
             listener.close()
     except LocalNetworkError as error:
-        return error
-    return None
+        if has_volunteer and getattr(error.__cause__, "errno", None) == errno.EADDRINUSE:
+            found = f"{error.message.rstrip('.')}, by the volunteer that runs on this machine, it seems"
+            return warned("ports", found, f"If it is not: {error.remedy}")
+        return failed_with("ports", error)
+    if not chosen:
+        return passed("ports", "any free ones will do: none was chosen")
+    return passed("ports", f"free: {', '.join(map(str, chosen))}")
 
 
-def is_in_use(error: DilocoPeerError) -> bool:
-    """Whether what `try_ports` found is that another program listens there."""
-    return getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
-
-
-def own_addresses() -> Addresses:
+def check_ipv6() -> Finding:
+    """IPv6 helps a machine that nobody can dial over IPv4; whether anybody can is for `check_reach` to say."""
     ipv4, ipv6 = map(address_towards, SOMEWHERE)
-    return Addresses(ipv4, ipv6)
+    has_ipv4 = ipv4 is not None and is_public(ipv4)
+    has_ipv6 = ipv6 is not None and is_public(ipv6)
+    values = {"ipv4": ipv4, "ipv6": ipv6, "is_public_ipv4": has_ipv4, "is_public_ipv6": has_ipv6}
+    if ipv4 is None and ipv6 is None:
+        return warned("ipv6", "this machine has no way to the internet", "Check cable, Wi-Fi and routes.", **values)
+    if has_ipv6:
+        also = ", and one of IPv4" if has_ipv4 else "; over IPv4 it is behind a router"
+        return passed("ipv6", f"it has an address of its own of IPv6{also}", **values)
+    where = "it has an address of its own of IPv4" if has_ipv4 else "over IPv4 it is behind a router"
+    return passed("ipv6", f"no IPv6; {where}", **values)
 
 
+def check_bootstrap(nodes: Sequence[Node], error: DilocoPeerError | None) -> Finding:
+    """`error` is what kept us from the swarm, though a node may answer."""
+    silent = [node.address for node in nodes if not node.answers]
+    values = {"nodes": len(nodes), "answering": len(nodes) - len(silent)}
+    if error is not None:
+        return failed("bootstrap", error.message, error.remedy, **values)
+    times = [node.seconds for node in nodes if node.seconds is not None]
+    found = f"{len(nodes) - len(silent)} of {len(nodes)} answer" + (f", in {1e3 * min(times):.0f} ms" if times else "")
+    if silent:
+        remedy = "Ask the organiser whether these nodes still run; one that answers is enough."
+        return warned("bootstrap", f"{found}; silent: {', '.join(silent)}", remedy, **values)
+    return passed("bootstrap", found, **values)
+
+
+def check_clock(nodes: Sequence[Node]) -> Finding:
+    """By the node whose answer came fastest, which says it best."""
+    told = [(node.seconds, node.ahead) for node in nodes if node.seconds is not None and node.ahead is not None]
+    if not told:
+        return skipped("clock", "no bootstrap node says what time it is")
+    seconds, ahead = min(told)
+    said = f"{abs(ahead):.2f} s {'behind' if ahead > 0 else 'ahead of'} the bootstrap node's, ± {seconds / 2:.2f} s"
+    values = {"offset_seconds": -ahead, "uncertainty_seconds": seconds / 2}
+    if abs(ahead) - seconds / 2 > CLOCK_WARNS:
+        remedy = "Switch on time synchronisation (NTP); peers more than 3 seconds apart do not find each other."
+        return warned("clock", f"this clock is {said}", remedy, **values)
+    return passed("clock", f"this clock is {said}", **values)
+
+
+async def check_reach(transport: HivemindTransport, nodes: Sequence[Node]) -> Finding:
+    """How others reach this machine, as far as bootstrap nodes can tell by dialling it back."""
+    seen = await dialled_back(transport, [node.address for node in nodes])
+    if not seen:
+        if not any(node.answers for node in nodes):
+            return skipped("reach", "no bootstrap node answers")
+        remedy = (
+            "Let TCP out to the node's data port; or a node that listens on 443 and 80 is needed (docs/network.md)."
+        )
+        return warned("reach", "no bootstrap node could be asked at its data port", remedy, reach=None)
+    best = max(seen, key=lambda one: (bool(one.open_port), one.keeps_ports))
+    values: dict[str, Value] = {"seen_at": best.seen_at, "port": best.open_port or best.port}
+    if best.open_port:
+        found = f"open: a bootstrap node has dialled {best.seen_at}, port {best.open_port}"
+        return passed("reach", found, reach=Reach.OPEN.value, **values)
+    if best.keeps_ports:
+        found = f"punched: port {best.port} at {best.seen_at} cannot be dialled, but the router keeps port numbers"
+        return passed("reach", f"{found}, so that two peers can dial at once", reach=Reach.PUNCHED.value, **values)
+    found = f"relayed: port {best.port} at {best.seen_at} cannot be dialled, and the router changes port numbers"
+    found = f"{found}: only peers that are open are reached directly"
+    return warned("reach", found, OPEN_A_PORT, reach=Reach.RELAYED.value, **values)
+
+
+def check_peers(ways: Mapping[str, Reach], sought: int, there: int) -> Finding:
+    """How we reach each peer of a run. Of those that are `there`, no way was found in time to those still `sought`; in
+    a large run none is looked for beforehand."""
+    counts = Counter(way for way in ways.values() if way is not Reach.NONE)
+    lost = sum(way is Reach.NONE for way in ways.values()) + sought
+    values = {way.value: counts[way] for way in Reach if way is not Reach.NONE} | {"none": lost}
+    if not ways and not sought:
+        return skipped(
+            "peers", f"{there} are there: ways are looked for when needed" if there else "nobody is there now"
+        )
+    found = ", ".join(f"{count} {way}" for way, count in counts.items()) or "none of them"
+    if not counts:
+        remedy = f"Without a way to any peer it trains in vain. {OPEN_A_PORT}"
+        return failed("peers", f"{lost} there, and no way to any of them", remedy, **values)
+    if lost:
+        return warned("peers", f"{found}; no way to {lost}", OPEN_A_PORT, **values)
+    return passed("peers", f"reached: {found}", **values)
+
+
+def check_bandwidth(bandwidth: Bandwidth | None) -> Finding:
+    if bandwidth is None:
+        return skipped("bandwidth", "nobody who answers measures it with us now")
+    up, down = bandwidth.up, bandwidth.down
+    found = f"{bandwidth_in_words(up)} up, {bandwidth_in_words(down)} down, measured with {bandwidth.measured_with}"
+    values: dict[str, Value] = {
+        "up_bits_per_second": up,
+        "down_bits_per_second": down,
+        "measured_with": bandwidth.measured_with,
+    }
+    if min(up, down) < SLOW_LINK:
+        return warned("bandwidth", f"{found}: slow", "Use a cable; stop other transfers.", **values)
+    return passed("bandwidth", found, **values)
+
+
+# Who answers, and what they see ---------------------------------------------------------------------------------------
 async def answering_nodes(addresses: Sequence[str]) -> list[Node]:
     """Return each of these nodes, and whether it answers. What is not plain TCP cannot be asked, and is taken to."""
     answering = await which_answer(addresses)

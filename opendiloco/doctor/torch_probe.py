@@ -11,18 +11,41 @@ import signal
 import subprocess
 import sys
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from opendiloco.doctor.facts import Gpu, Torch
-
 PROBE_SECONDS = 60.0
 """Importing torch takes 2 on an idle machine, and a GPU's first use a few more."""
 PLATFORM = re.compile(r"^(cuda|hip)\b[^=\n]*= *'([^']+)'", re.MULTILINE)
 NAMES = {"cuda": "CUDA", "hip": "ROCm"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as torch sees it. `error` says why torch cannot compute on it; empty: it can. Memory is in bytes."""
+
+    name: str
+    capability: tuple[int, int]
+    memory: int
+    free: int
+    has_bf16: bool
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """torch as it is installed. `platform` is what it was built for, such as "CUDA 12.8"; None: for CPUs alone.
+
+    `gpus` are None where torch was not asked, and `error` is what it says when it sees none, or cannot be imported.
+    """
+
+    version: str
+    platform: str | None
+    gpus: tuple[Gpu, ...] | None = None
+    error: str = ""
 
 
 def installed_torch() -> Torch | None:

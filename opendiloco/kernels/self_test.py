@@ -1,4 +1,4 @@
-"""Do the kernels give the right bits on this machine, and how fast? About two seconds, for `diloco-peer kernels`."""
+"""A test of the kernels on this machine: whether their bits are right, and how fast they are, in two seconds."""
 
 from __future__ import annotations
 

@@ -1,36 +1,53 @@
-"""What a method comes to with given machines and links: utilisation, tokens, bytes, money, and joining."""
+"""A forecast of a run with given machines and links: utilisation, tokens, bytes, money, joining, bandwidth needed."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from opendiloco.host_memory import STATE_BYTES
-from opendiloco.plan.methods import Method, Shape
-from opendiloco.plan.rounds import LINK_SHARE, Peer, Rounds, Swarm, round_of
-from opendiloco.plan.schedule import Step, Wire, cycle_seconds
+from opendiloco.plan.rounds import LINK_SHARE, QUANTIZED, Peer, Round, Swarm, round_of
 from peers.log.settings import Timing
 from peers.protocol.pace import Pace
 
 SECONDS_A_DAY = 86_400
 LEAST_IDLE = 0.01
 """Share of a link's time that joiners need at least; with less they never catch up."""
+SLOWEST_LINK, FASTEST_LINK = 1e4, 1e13
+"""Bits a second between which a bandwidth is looked for."""
+HALVINGS = 12
+"""Times that this interval is halved: to less than one percent."""
+CYCLES = 2
+"""Cycles that are simulated before one is measured, and while it is: from the second on, all are alike."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run as far as the planner needs to know it. What has a default is the manifest's, too."""
+    """A run as far as the planner needs to know it. What has a default is the manifest's, too.
 
-    shape: Shape
+    `fragments` are the numbers of values in each; `bits` are those of a value on its way, of which `encoded` a second
+    become payload. Training goes on for `overlap` inner steps (the papers' tau) without the result; with 0 it waits.
+    """
+
+    fragments: tuple[int, ...]
     swarm: Swarm
     inner_steps: int
     tokens_per_step: int
     smallest_share: float
     snapshot_every: int
+    bits: float
+    encoded: float = QUANTIZED
     timing: Timing = field(default_factory=Timing)
     staleness: int = 1
     contributions: float | None = None
     overlap: int = 0
+
+    @property
+    def values(self) -> int:
+        return sum(self.fragments)
 
     @property
     def pace(self) -> Pace:
@@ -44,6 +61,11 @@ class Plan:
             contributions=self.contributions,
             overlap=self.overlap,
         )
+
+    @cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """Return the round of each fragment."""
+        return tuple(round_of(self.swarm, values, self.bits, self.encoded) for values in self.fragments)
 
     def own_steps(self, peer: Peer) -> int:
         """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""
@@ -84,12 +106,11 @@ class PeerForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of a method. A cycle is one outer step; data-parallel training has one after each step.
+    """Of a run. A cycle is one outer step. `round_seconds` are those of the longest round.
 
-    `round_seconds` are those of the longest exchange. Costs are None unless all prices are known.
+    Costs are None unless all prices are known.
     """
 
-    method: Method
     cycle_seconds: float
     round_seconds: float
     utilisation: float
@@ -117,45 +138,17 @@ class Forecast:
         return None if self.cost_per_day is None else self.cost_per_day / self.tokens_per_day * 1e9
 
 
-def forecast(plan: Plan, method: Method) -> Forecast:
-    """Return what a method comes to. Peers wait for one another at each cycle's end, but for nobody that is late: its
+def forecast(plan: Plan) -> Forecast:
+    """Return what a run comes to. Peers wait for one another at each cycle's end, but for nobody that is late: its
     work counts in a later entry, for as long as its lease lasts."""
-    if method.cycle == 1:
-        return _data_parallel(plan, method)
-    swarm = plan.swarm
-    rounds = Rounds(
-        tuple(round_of(swarm, fragment.values, method.bits, method.encoded) for fragment in method.fragments)
-    )
-    steps = [plan.own_steps(peer) for peer in swarm.peers]
-    waited_for = [peer for peer in swarm.peers if plan.training_seconds(peer) <= plan.closes_after]
-    seconds = max(map(plan.training_seconds, waited_for)) + max(
-        max(
-            0.0,
-            cycle_seconds(Step.of(1, peer.step_seconds), _with_steps(method, own), rounds) - own * peer.step_seconds,
-        )
-        for own, peer in zip(steps, swarm.peers, strict=True)
-        if peer in waited_for
-    )
-    sent = [sum(each.payload_bits * each.moved[kind] for each in rounds.rounds) for kind in range(len(swarm.peers))]
-    return _forecast(plan, method, seconds, max(each.seconds for each in rounds.rounds), steps, sent)
-
-
-def _data_parallel(plan: Plan, method: Method) -> Forecast:
-    """Return the forecast for an all-reduce that the slowest link and the slowest peer hold up at each step."""
-    swarm = plan.swarm
-    wire = Wire(swarm.slowest_rate, swarm.count, 2 * swarm.delay / len(plan.shape.layers))
-    slowest = max(peer.step_seconds for peer in swarm.peers)
-    seconds = cycle_seconds(Step.of(len(plan.shape.layers), slowest), method, wire)
-    sent = 2 * (swarm.count - 1) / swarm.count * plan.shape.values * method.bits
-    reduction = sent / wire.bits_per_second + 2 * swarm.delay
-    return _forecast(plan, method, seconds, reduction, [1] * len(swarm.peers), [sent] * len(swarm.peers))
-
-
-def _forecast(
-    plan: Plan, method: Method, seconds: float, longest: float, steps: list[int], sent: list[float]
-) -> Forecast:
     kinds = plan.swarm.peers
-    cycles = [1 if method.cycle == 1 else _cycles(plan, peer, seconds) for peer in kinds]
+    steps = [plan.own_steps(peer) for peer in kinds]
+    waited_for = [peer for peer in kinds if plan.training_seconds(peer) <= plan.closes_after]
+    seconds = max(map(plan.training_seconds, waited_for)) + max(
+        max(0.0, cycle_seconds(plan, peer) - plan.training_seconds(peer)) for peer in waited_for
+    )
+    sent = [sum(each.payload_bits * each.moved[kind] for each in plan.rounds) for kind in range(len(kinds))]
+    cycles = [_cycles(plan, peer, seconds) for peer in kinds]
     busy = max(bits / peer.rate for bits, peer in zip(sent, kinds, strict=True))
     peers = tuple(
         PeerForecast(
@@ -166,7 +159,7 @@ def _forecast(
             utilisation=own * peer.step_seconds / (between * seconds) if between else 0.0,
             link_share=min(1.0, bits / peer.rate / seconds),
             sent_bits=bits,
-            joining=joining(plan, method, peer, seconds, busy),
+            joining=joining(plan, peer, seconds, busy),
         )
         for peer, own, between, bits in zip(kinds, steps, cycles, sent, strict=True)
     )
@@ -174,14 +167,53 @@ def _forecast(
     prices = [None if peer.price_per_hour is None else peer.count * peer.price_per_hour for peer in kinds]
     known = [price for price in prices if price is not None]
     return Forecast(
-        method=method,
         cycle_seconds=seconds,
-        round_seconds=longest,
+        round_seconds=max(each.seconds for each in plan.rounds),
         utilisation=sum(peer.count * peer.utilisation for peer in peers) / plan.swarm.count,
         tokens_per_day=tokens / seconds * SECONDS_A_DAY,
         cost_per_day=24 * sum(known) if len(known) == len(prices) else None,
         peers=peers,
     )
+
+
+def cycle_seconds(plan: Plan, peer: Peer) -> float:
+    """Return how long a peer's cycle takes in a long run, with its waiting for rounds but none for other peers.
+
+    Each fragment has a round of its own, which begins after an inner step and ends before one. What a round that began
+    earlier has to send goes first; while it waits for anything else, the link is free for the next one.
+    """
+    steps = plan.own_steps(peer)
+    overlap = min(plan.overlap, steps - 1)
+    taken = sorted(zip(_taken_after(plan, steps, overlap), plan.rounds, strict=True), key=lambda each: each[0])
+    due = deque[tuple[int, float]]()  # the inner step that needs a result, and when it is there
+    done, now, link_free, all_there, ends = 0, 0.0, 0.0, 0.0, list[float]()
+
+    def train(until: int) -> None:
+        nonlocal done, now
+        while due and due[0][0] <= until:
+            needed, there = due.popleft()
+            now = max(now + (needed - 1 - done) * peer.step_seconds, there)
+            done = needed - 1
+        now += (until - done) * peer.step_seconds
+        done = until
+
+    for cycle in range(2 * CYCLES):
+        for after, each in taken:
+            train(cycle * steps + after)
+            link_free = max(now, link_free) + each.transfer
+            due.append((done + 1 + overlap, link_free + each.lag))
+            all_there = max(all_there, link_free + each.lag)
+        train((cycle + 1) * steps)
+        ends.append(max(now, all_there))
+    return (ends[-1] - ends[CYCLES - 1]) / CYCLES
+
+
+def _taken_after(plan: Plan, steps: int, overlap: int) -> Sequence[int]:
+    """Return after how many of a peer's inner steps in a cycle each fragment is taken: `overlap` of them before it is
+    due, so that all have come back when the cycle ends; at the earliest when it begins."""
+    whole, fragments = plan.inner_steps, len(plan.fragments)
+    due = [-(-(place + 1) * whole // fragments) for place in range(fragments)]
+    return [max(0, max(1, each * steps // whole) - overlap) or steps for each in due]
 
 
 def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
@@ -191,7 +223,7 @@ def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
     return cycles if cycles <= 1 + plan.staleness else 0
 
 
-def joining(plan: Plan, method: Method, peer: Peer, seconds: float, busy: float) -> float | None:
+def joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | None:
     """Return the seconds until a newcomer has the state: a snapshot, and the entries since, replayed.
 
     It fetches in the time that rounds leave, from all others at once. The snapshot may be as old as two snapshots are
@@ -202,15 +234,24 @@ def joining(plan: Plan, method: Method, peer: Peer, seconds: float, busy: float)
         return None
     donors = LINK_SHARE * (sum(each.count * each.up for each in plan.swarm.peers) - peer.up)
     rate = idle * min(LINK_SHARE * peer.down, donors)
-    snapshot, payload = 8 * STATE_BYTES * plan.shape.values / rate, plan.shape.values * method.bits / rate
+    snapshot, payload = 8 * STATE_BYTES * plan.values / rate, plan.values * plan.bits / rate
     if payload >= seconds:
         return None
     return (snapshot + plan.snapshot_every * payload) / (1 - payload / seconds)
 
 
-def _with_steps(method: Method, steps: int) -> Method:
-    """Return the method of a peer that makes so many inner steps in a cycle. Each fragment is taken `overlap` of them
-    before it is due, so that all have come back when the cycle ends; at the earliest when it begins."""
-    overlap = min(method.overlap, steps - 1)
-    due = [max(1, end * steps // method.cycle) for end in method.ends]
-    return replace(method, ends=tuple(max(0, end - overlap) or steps for end in due), cycle=steps, overlap=overlap)
+def least_bandwidth(plan: Plan, target: float) -> float | None:
+    """Return the bits a second, up and down, of everybody's link from which on the utilisation is at least the target;
+    None if there are none."""
+
+    def reaches(bandwidth: float) -> bool:
+        peers = tuple(replace(peer, up=bandwidth, down=bandwidth) for peer in plan.swarm.peers)
+        return forecast(replace(plan, swarm=Swarm(peers))).utilisation >= target
+
+    low, high = SLOWEST_LINK, FASTEST_LINK
+    if not reaches(high):
+        return None
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return high

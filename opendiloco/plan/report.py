@@ -1,28 +1,22 @@
-"""What the planner says: tables for a person, plain values for a program, and the figures' data."""
+"""A plan in words: tables for a person, plain values for a program."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 
-from opendiloco.plan.bandwidth import curve, least_bandwidth, logarithmic
-from opendiloco.plan.comparison import Settings, Ways, methods_of
-from opendiloco.plan.figures import Point, bandwidth_words
 from opendiloco.plan.forecast import Forecast, Plan
-from opendiloco.plan.methods import Method, Shape, equal_spacing
 from opendiloco.plan.rounds import Peer
-from opendiloco.plan.schedule import Node, Simulation, Step, Wire
+from opendiloco.quantities import bandwidth_in_words
 
-POINTS = 61
-WIDEST = 1e12
-"""Bits a second at the right end of the curves; the left end is a thousandth of the slowest link."""
 FULL = 0.85
 """Share of its time from which on a link may be too busy for rounds that overlap. Chosen, between what was measured: at
 a half they were in time, at 95 % they were not."""
-PLANNED_TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
+TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
+"""Utilisations for which the bandwidth is named that they need."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +35,32 @@ class Memory:
         return None
 
 
-def methods_table(forecasts: Sequence[Forecast]) -> Table:
-    """Return a row for each method."""
-    table = _table("method", "tau", "bits", "computes", "round", "cycle", "GB/day", "G tokens/day", "joining")
-    for found in forecasts:
-        method = found.method
-        table.add_row(
-            method.name,
-            str(method.overlap),
-            f"{method.bits:.3g}",
-            f"{found.utilisation:.1%}",
-            duration(found.round_seconds),
-            duration(found.cycle_seconds),
-            f"{found.sent_bits_per_day / 8e9:,.0f}",
-            f"{found.tokens_per_day / 1e9:.3g}",
-            "never" if found.joining is None else duration(found.joining),
-        )
+def headline(plan: Plan) -> str:
+    """Return what is planned, in two lines."""
+    fragments = f"{len(plan.fragments)} fragment{'s' * (len(plan.fragments) > 1)}"
+    return (
+        f"{plan.values:,} parameters in {fragments}, {plan.swarm.count} peers, {plan.inner_steps} inner steps;\n"
+        f"{plan.bits:.3g} bits a value, tau {plan.overlap}; the slowest link carries"
+        f" {bandwidth_in_words(plan.swarm.slowest_rate)} of data"
+    )
+
+
+def run_table(found: Forecast) -> Table:
+    """Return the figures of the whole run."""
+    table = _table("computes", "round", "cycle", "GB/day", "G tokens/day", "joining")
+    table.add_row(
+        f"{found.utilisation:.1%}",
+        duration(found.round_seconds),
+        duration(found.cycle_seconds),
+        f"{found.sent_bits_per_day / 8e9:,.0f}",
+        f"{found.tokens_per_day / 1e9:.3g}",
+        "never" if found.joining is None else duration(found.joining),
+    )
     return table
 
 
 def peers_table(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> Table:
-    """Return a row for each kind of peer, with the shares that one method gives it."""
+    """Return a row for each kind of peer."""
     table = _table("peers", "count", "steps", "counts", "computes", "link busy", "memory", "per GPU")
     for peer, forecast, needed in zip(plan.swarm.peers, found.peers, memory, strict=True):
         table.add_row(
@@ -82,103 +81,63 @@ def how_often(cycles: int) -> str:
     return {0: "never", 1: "each time", 2: "every 2nd", 3: "every 3rd"}.get(cycles, f"every {cycles}th")
 
 
-def too_slow_lines(plan: Plan, found: Forecast) -> list[str]:
-    """Return which peers train in vain."""
-    return [
+def warnings(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> list[str]:
+    """Return which machines are too small, which peers train in vain, and whether a link is too full."""
+    lacking = (needed.lacks(peer) for peer, needed in zip(plan.swarm.peers, memory, strict=True))
+    lines = [f"too small: {lack}" for lack in lacking if lack]
+    lines += [
         f"too slow: {forecast.name} takes {duration(plan.training_seconds(peer))} for {forecast.inner_steps} inner"
         f" steps, an outer step takes {duration(found.cycle_seconds)}: its work does not count. Leave it out, lower"
         f" rounds.smallest_share = {plan.smallest_share:g}, or raise rounds.staleness = {plan.staleness}."
         for peer, forecast in zip(plan.swarm.peers, found.peers, strict=True)
         if not forecast.cycles
     ]
-
-
-def full_link_lines(forecasts: Sequence[Forecast]) -> list[str]:
-    """Return with which methods peers compute less than is planned, since rounds that overlap need all of a link."""
-    lines = list[str]()
-    for found in forecasts:
-        busiest = max(found.peers, key=lambda peer: peer.link_share)
-        if found.method.overlap and busiest.link_share >= FULL:
-            lines.append(
-                f"too full: with {found.method.name} the link of {busiest.name} is busy for {busiest.link_share:.0%} of"
-                " the time. TCP does not fill it so far: expect peers to wait. More inner steps or fewer bits help."
-            )
+    busiest = max(found.peers, key=lambda peer: peer.link_share)
+    if plan.overlap and busiest.link_share >= FULL:
+        lines.append(
+            f"too full: the link of {busiest.name} is busy for {busiest.link_share:.0%} of the time. TCP does not fill"
+            " it so far: expect peers to wait. More inner steps or fewer bits help."
+        )
     return lines
 
 
-def headline(plan: Plan, finest: Forecast) -> str:
-    """Return what is planned, in two lines."""
-    return (
-        f"{plan.shape.values:,} parameters, {plan.swarm.count} peers, {plan.inner_steps} inner steps,"
-        f" {len(finest.method.fragments)} fragments;\nthe slowest link carries"
-        f" {bandwidth_words(plan.swarm.slowest_rate)} of data"
-    )
+def cost_line(found: Forecast) -> str:
+    """Return the run's cost; empty unless all prices are known."""
+    if found.cost_per_day is None:
+        return ""
+    return f"{found.cost_per_day:,.2f} a day, {found.cost_per_giga_token:,.2f} for 10⁹ tokens"
 
 
-def lacking_lines(plan: Plan, memory: Sequence[Memory]) -> list[str]:
-    """Return which machines are too small."""
-    lacking = (needed.lacks(peer) for peer, needed in zip(plan.swarm.peers, memory, strict=True))
-    return [f"too small: {lack}" for lack in lacking if lack]
-
-
-def ways_table(ways: Sequence[Ways]) -> Table:
-    """Return what would take each method to the target, one thing changed at a time."""
-    table = _table("method", "computes", "inner steps", "or tau", "or fragment layers")
-    for way in ways:
-        numbers = (way.inner_steps, way.overlap, way.fragment_layers)
-        table.add_row(way.name, f"{way.reached:.1%}", *("-" if number is None else f"{number:,}" for number in numbers))
+def bandwidth_table(needed: Mapping[float, float | None]) -> Table:
+    """Return the bandwidth that every link must have for each utilisation."""
+    table = _table("to compute for", *(f"{target:.0%}" for target in needed))
+    table.add_row("each link needs", *("-" if rate is None else bandwidth_in_words(rate) for rate in needed.values()))
     return table
 
 
-def cost_lines(forecasts: Sequence[Forecast]) -> list[str]:
-    """Return what each method costs, if all prices are known."""
-    return [
-        f"{found.method.name}: {found.cost_per_day:,.2f} a day, {found.cost_per_giga_token:,.2f} for 10⁹ tokens"
-        for found in forecasts
-        if found.cost_per_day is not None
-    ]
-
-
-def plain(plan: Plan, forecasts: Sequence[Forecast], memory: Sequence[Memory], ways: Sequence[Ways]) -> dict[str, Any]:
+def plain(
+    plan: Plan, found: Forecast, memory: Sequence[Memory], needed: Mapping[float, float | None]
+) -> dict[str, Any]:
     """Return all of it as JSON can say it: seconds, bits, bytes."""
     return {
+        "parameters": plan.values,
         "inner_steps": plan.inner_steps,
-        "parameters": plan.shape.values,
-        "methods": [_plain_forecast(found) for found in forecasts],
+        "fragments": len(plan.fragments),
+        "overlap": plan.overlap,
+        "bits": plan.bits,
+        "utilisation": found.utilisation,
+        "cycle_seconds": found.cycle_seconds,
+        "longest_round_seconds": found.round_seconds,
+        "sent_bits": found.sent_bits,
+        "sent_bits_per_day": found.sent_bits_per_day,
+        "tokens_per_day": found.tokens_per_day,
+        "joining_seconds": found.joining,
+        "cost_per_day": found.cost_per_day,
+        "cost_per_giga_token": found.cost_per_giga_token,
+        "peers": [asdict(peer) for peer in found.peers],
         "memory": [{"name": peer.name, **asdict(each)} for peer, each in zip(plan.swarm.peers, memory, strict=True)],
-        "ways_to_target": [asdict(way) for way in ways],
-        "uniform_links": _least_bandwidths(plan, [found.method for found in forecasts]),
+        "bandwidth_needed": {f"{target:g}": rate for target, rate in needed.items()},
     }
-
-
-def utilisation_curves(plan: Plan, settings: Settings) -> dict[str, list[Point]]:
-    """Return each method's utilisation over the bandwidth of uniform links, as the paper simulates it."""
-    even, step = uniform(plan)
-    bandwidths = logarithmic(plan.swarm.slowest_rate / 1e3, max(WIDEST, plan.swarm.slowest_rate), POINTS)
-    return {
-        method.name: list(zip(bandwidths, curve(step, method, bandwidths, plan.swarm.count), strict=True))
-        for method in methods_of(even, settings, equal_spacing)
-    }
-
-
-def schedule_rows(plan: Plan, settings: Settings) -> dict[str, list[Node]]:
-    """Return the nodes of the steps around each method's second synchronisation, over the slowest link."""
-    even, step = uniform(plan)
-    rows = dict[str, list[Node]]()
-    for method in methods_of(even, settings, equal_spacing):
-        place = sorted(method.ends)[1] if len(method.ends) > 1 else method.ends[0] + method.cycle
-        nodes = list[Node]()
-        simulation = Simulation(step, method, Wire(plan.swarm.slowest_rate, plan.swarm.count), nodes)
-        simulation.run(place + method.overlap + 2)
-        rows[method.name] = [node for node in nodes if node.step >= place - 1]
-    return rows
-
-
-def uniform(plan: Plan) -> tuple[Plan, Step]:
-    """Return the plan with all values shared equally by the layers, and the fastest peer's step."""
-    layers = len(plan.shape.layers)
-    even = replace(plan, shape=Shape.even(layers, plan.shape.values))
-    return even, Step.of(layers, min(peer.step_seconds for peer in plan.swarm.peers))
 
 
 def duration(seconds: float) -> str:
@@ -191,36 +150,6 @@ def duration(seconds: float) -> str:
 
 def gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
-
-
-def _plain_forecast(found: Forecast) -> dict[str, Any]:
-    return {
-        "method": found.method.name,
-        "overlap": found.method.overlap,
-        "bits": found.method.bits,
-        "fragments": len(found.method.fragments),
-        "utilisation": found.utilisation,
-        "cycle_seconds": found.cycle_seconds,
-        "longest_round_seconds": found.round_seconds,
-        "sent_bits": found.sent_bits,
-        "sent_bits_per_day": found.sent_bits_per_day,
-        "tokens_per_day": found.tokens_per_day,
-        "joining_seconds": found.joining,
-        "cost_per_day": found.cost_per_day,
-        "cost_per_giga_token": found.cost_per_giga_token,
-        "peers": [asdict(peer) for peer in found.peers],
-    }
-
-
-def _least_bandwidths(plan: Plan, methods: Sequence[Method]) -> Mapping[str, Mapping[str, float | None]]:
-    """Return the bits a second of uniform links that take each method to each of the paper's targets."""
-    _, step = uniform(plan)
-    return {
-        method.name: {
-            f"{target:g}": least_bandwidth(step, method, target, plan.swarm.count) for target in PLANNED_TARGETS
-        }
-        for method in methods
-    }
 
 
 def _table(first: str, *headings: str) -> Table:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opendiloco.plan.methods import QUANTIZED, Fragment
-from opendiloco.plan.schedule import Exchange
 from peers.protocol.planning import deal
 from peers.values.chunks import Chunking, payloads_moved
 
@@ -15,6 +12,8 @@ LINK_SHARE = 0.95
 """Of a link's bits, that are data: a packet of 1,514 bytes carries 1,448, less what TLS and chunk headers take."""
 DELAYS = 6
 """One way, in a round: Ready, Begin, a block to its reducer, its average back, Prepared, Complete."""
+QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
+"""Values a second that one thread encodes, and as sparse payloads with error feedback (docs/codecs.md)."""
 STEPPED = 1.69e9
 """Values a second for which one thread takes the outer step (docs/codecs.md)."""
 BLOCK_VALUES = 1024
@@ -76,8 +75,13 @@ class Round:
     moved: tuple[float, ...]
 
     @property
+    def lag(self) -> float:
+        """Return the seconds that it takes beside its transfer; meanwhile the link is free for the next round."""
+        return self.arithmetic + self.delays
+
+    @property
     def seconds(self) -> float:
-        return self.arithmetic + self.delays + self.transfer
+        return self.transfer + self.lag
 
 
 def round_of(swarm: Swarm, values: int, bits: float, encoded: float = QUANTIZED) -> Round:
@@ -99,20 +103,3 @@ def round_of(swarm: Swarm, values: int, bits: float, encoded: float = QUANTIZED)
             for start, peer in zip(starts, swarm.peers, strict=True)
         ),
     )
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """Carries each fragment in a round of its own, which begins after an inner step and ends before one. What a round
-    that began earlier has to send goes first; while it waits for anything else, the link is free for the next one."""
-
-    rounds: tuple[Round, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all rounds of a cycle together."""
-        return sum(each.seconds for each in self.rounds)
-
-    def exchanges(self, place: int, fragment: Fragment, bits: float) -> Sequence[Exchange]:
-        carried = self.rounds[place]
-        return [Exchange(after=0, before=0, seconds=carried.transfer, lag=carried.arithmetic + carried.delays)]

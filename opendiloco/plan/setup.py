@@ -5,41 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import MachineError
 from opendiloco.kernels import FORMATS
-from opendiloco.model.blocks import transformer_blocks
+from opendiloco.model.build import layout_of
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.plan.forecast import Plan
 from opendiloco.plan.links import Links, PeerSection
-from opendiloco.plan.methods import QUANTIZED, QUANTIZED_SPARSE, Shape
 from opendiloco.plan.report import Memory
-from opendiloco.plan.rounds import Peer, Swarm
+from opendiloco.plan.rounds import QUANTIZED, QUANTIZED_SPARSE, Peer, Swarm
 from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.errors import ManifestError
 
 
 def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
     """Return the plan. Raises: ManifestError where a machine's speed does not follow from its GPU."""
-    training = config.training
-    needs = needs_of(config, skeleton)
-    blocks = tuple(
-        sum(each.numel() for each in block.parameters() if each.requires_grad) for block in transformer_blocks(skeleton)
-    )
-    if not blocks:
-        raise MachineError("the model's layers are not known, so nothing can be planned.", "Use another model.")
-    peers = []
+    training, needs, peers = config.training, needs_of(config, skeleton), []
     for place, section in enumerate(links.peers):
         peak = None
         if section.gpu is not None:
             peak = peak_tokens_per_second(section.gpu, section.gpus, needs.precision, needs.token_flops)
         peers.append(_peer(section, place, training.batch_size * training.sequence_length, peak))
     return Plan(
-        shape=Shape(blocks, needs.host.values - sum(blocks)),
+        fragments=tuple(part.stop - part.start for part in layout_of(skeleton, config.streaming).fragments),
         swarm=Swarm(tuple(peers)),
         inner_steps=training.inner_steps,
         tokens_per_step=training.batch_size * training.sequence_length,
         smallest_share=config.rounds.smallest_share,
         snapshot_every=config.snapshots.every,
+        bits=bits_of(config.codec.kind),
+        encoded=QUANTIZED_SPARSE if config.codec.kind == "sparse" else QUANTIZED,
         timing=config.rounds.timing,
         staleness=config.rounds.staleness,
         contributions=config.rounds.enough,
@@ -58,11 +51,6 @@ def memory_of(config: RunConfig, skeleton: Any, peer: Peer) -> Memory:
 def bits_of(codec: str) -> float:
     """Return the bits that a codec takes for a value, its blocks' headers included."""
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
-
-
-def encoded_by(codec: str) -> float:
-    """Return the values a second that one thread encodes with a codec."""
-    return QUANTIZED_SPARSE if codec == "sparse" else QUANTIZED
 
 
 def _peer(section: PeerSection, place: int, tokens: int, peak: float | None) -> Peer:

@@ -11,7 +11,6 @@ from opendiloco.owner.conditions import Condition, Hours, parse_conditions, pars
 from opendiloco.settings.setting import Settings, setting
 from opendiloco.workers.options import WorkerOptions, parse_overlap
 from opendiloco.workers.trackers import Choice
-from peers.values.places import check_place
 from peers.values.teams import check_team
 
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
@@ -67,13 +66,6 @@ class RunSettings(Settings):
         None,
         metavar="NAME",
         check=check_team,
-    )
-    place: str | None = setting(
-        "Say where in the world this machine is, in degrees north and east; dashboards show it there. Others are told "
-        "whole degrees, and without this nothing.",
-        None,
-        metavar="NORTH,EAST",
-        check=check_place,
     )
     data: tuple[Path, ...] = setting(
         "Train on the text in this folder. Given for each of the run's sources that is a local folder, in their order.",

@@ -38,7 +38,6 @@ from peers.transfer.inspection import payload_kind
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.clock import now
 from peers.values.identity import Identity
-from peers.values.places import Place
 from peers.values.signing import IdentityKeys
 from peers.values.workload import CompanionState, Workload
 
@@ -210,10 +209,6 @@ class Driver:
     def be_in_team(self, team: str) -> None:
         """Tell the others a team's name with each heartbeat."""
         self._pulse.team = team
-
-    def be_at(self, place: Place | None) -> None:
-        """Tell the others where in the world we are with each heartbeat."""
-        self._pulse.place = place
 
     def evaluated(self, held_out: HeldOutLoss) -> None:
         """Tell others from now on what this peer found about theta."""

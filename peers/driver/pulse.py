@@ -11,7 +11,7 @@ from peers.health import HEALTH
 from peers.links.links import EAGER
 from peers.log.folder import RunLog
 from peers.log.lineage import RECENT_ENTRIES
-from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers, tell_rates
+from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice
 from peers.protocol.events import AmendmentSeen, AnchorsSeen, HeadsSeen, HeartbeatsSeen
@@ -21,7 +21,6 @@ from peers.values.amendments import Amendment
 from peers.values.anchors import Anchors
 from peers.values.clock import next_sequence, now
 from peers.values.identity import Identity
-from peers.values.places import Place
 from peers.values.wire import printable
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
@@ -68,7 +67,6 @@ class Pulse:
         self._beats = 0
         self.held_out: HeldOutLoss | None = None
         self.team = ""
-        self.place: Place | None = None
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
@@ -153,10 +151,8 @@ class Pulse:
             revocations=revocations,
             anchors=self._transport.anchors_of(peer.settings.run).digest,
             team=self.team,
-            place=self.place,
             amendment=log.amendment,
             proposed=peer.proposed_amendment,
-            rates=tell_rates(peer.presence.reachability.seen(peer.me)),
         )
 
     async def _connect(self, stranger: Heartbeat) -> None:

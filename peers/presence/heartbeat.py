@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
 from ipaddress import ip_address
-from itertools import islice
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -16,7 +14,6 @@ from peers.errors import RemoteProtocolError
 from peers.values.amendments import Amendment
 from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
-from peers.values.places import LATITUDE, LONGITUDE
 from peers.values.signing import Signature
 from peers.values.teams import TEAM, TEAM_LENGTH
 from peers.values.tickets import CHAIN_BYTES
@@ -39,8 +36,6 @@ SIZE_LIMIT = 4096  # bytes, signature included
 ADDRESS_LENGTH = 256  # characters; a relayed address names two peers
 ENDPOINT_LENGTH = 64  # characters
 NAMED_PEERS = 16  # that a heartbeat names at most for each kind of reachability
-TOLD_RATES = 8
-"""Peers of which a heartbeat says how fast their data comes: nine peers tell all, and eight witness each of more."""
 TAIL = 8  # characters by which a heartbeat names another peer: the last ones of its id
 DEFAULT_LIFETIME = 30.0  # seconds
 LINK_BYTES = 12
@@ -68,19 +63,11 @@ Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, patte
 Vote = Annotated[str, Field(strict=True, pattern=rf"^([A-Za-z0-9]{{{TAIL}}})?$")]
 Team = Annotated[str, Field(strict=True, max_length=TEAM_LENGTH, pattern=TEAM)]
 Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
-North = Annotated[int, Field(strict=True, ge=-LATITUDE, le=LATITUDE)]
-East = Annotated[int, Field(strict=True, ge=-LONGITUDE, le=LONGITUDE)]
-Rates = Annotated[tuple[tuple[Tail, Count], ...], Field(max_length=TOLD_RATES)]
 
 
 def name_peers(peers: Iterable[str]) -> tuple[str, ...]:
     """Name peers as heartbeats do, as far as there is room."""
     return tuple(sorted(peer[-TAIL:] for peer in peers)[:NAMED_PEERS])
-
-
-def tell_rates(rates: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """Tell the first of these rates, in bytes a second, as heartbeats do."""
-    return tuple((peer[-TAIL:], math.ceil(rate / 1000)) for peer, rate in islice(rates, TOLD_RATES))
 
 
 class PeerState(StrEnum):
@@ -141,8 +128,6 @@ class Heartbeat(Value):
     (see `Anchors.digest`); empty: nothing. `team` is whom it wants its work to count for, as it says itself.
 
     `amendment` is the organiser's that is in force at its position, `proposed` a newer one that it knows of.
-    `rates` are kilobytes a second at which data of others came to it, at best, in the last rounds. `place` is where its
-    owner says that it is; None: nobody is to know.
     """
 
     version: Count = PROTOCOL_VERSION
@@ -178,8 +163,6 @@ class Heartbeat(Value):
     team: Team = ""
     amendment: Amendment | None = None
     proposed: Amendment | None = None
-    rates: Rates = ()
-    place: tuple[North, East] | None = None
 
     @property
     def expires(self) -> float:

@@ -8,14 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from peers.errors import RemoteProtocolError
 from peers.log.settings import Timing
 from peers.presence.gossip import Gossip
-from peers.presence.heartbeat import TOLD_RATES, Heartbeat, PeerState, tell_rates
+from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import MeetingPlace
 from peers.presence.news import Request
 from peers.presence.voice import Pace, Voice
@@ -30,7 +29,6 @@ OVERHEAD = 150  # bytes of TLS, TCP and IP around one message
 SEARCH_TIME = 1.0  # seconds that a search of the DHT takes
 FOUND = 64  # heartbeats at most that it finds
 TIMING = Timing()
-ENTRY_SECONDS = 15.0  # from one entry to the next: then peers have new rates to tell
 
 
 @dataclass(frozen=True)
@@ -172,14 +170,7 @@ class Crowd:
             roster_size=self.scale or len(self.peers),
             endpoints=(f"{host}:31338",),
             relays=(relay,),
-            rates=self._rates_of(peer),
         )
-
-    def _rates_of(self, peer: GossipingPeer) -> tuple[tuple[str, int], ...]:
-        """Return rates of some others, which are new with each entry."""
-        others = islice((name for name in self.peers if name != peer.name), TOLD_RATES)
-        entries = int(self.now / ENTRY_SECONDS)
-        return tell_rates((name, 1000 * (9000 + 37 * entries + place)) for place, name in enumerate(others))
 
     # The DHT --------------------------------------------------------------------------------------------------
     def store(self, peer: GossipingPeer, signed: bytes) -> None:

@@ -16,7 +16,6 @@ import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
-    BestAvailableEncryption,
     Encoding,
     NoEncryption,
     PrivateFormat,
@@ -58,17 +57,14 @@ class Identity:
         return self.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
 
     @classmethod
-    def load(cls, path: Path, passphrase: bytes | None = None) -> Identity:
-        """Read a PEM file, with a `passphrase` an encrypted one.
-
-        Raises: LocalNetworkError when it cannot be read or is not such an Ed25519 private key.
-        """
+    def load(cls, path: Path) -> Identity:
+        """Read a PEM file. Raises: LocalNetworkError when it cannot be read or is no unencrypted Ed25519 key."""
         try:
-            key = load_pem_private_key(path.read_bytes(), password=passphrase)
+            key = load_pem_private_key(path.read_bytes(), password=None)
         except OSError as error:
             raise _unreadable(path, error) from error
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key is encrypted
-            raise _not_a_key(path) if passphrase is None else _not_a_backup(path) from error
+            raise _not_a_key(path) from error
         if not isinstance(key, Ed25519PrivateKey):
             raise _not_a_key(path)
         return cls(key)
@@ -85,14 +81,12 @@ class Identity:
                 cls.generate().save(path)
         return cls.load(path)
 
-    def save(self, path: Path, passphrase: bytes | None = None) -> None:
-        """Write a PEM file (PKCS8, mode 0600), whole or not at all, never over an existing one. With a `passphrase` it
-        is encrypted.
+    def save(self, path: Path) -> None:
+        """Write a PEM file (PKCS8, mode 0600), whole or not at all, never over an existing one.
 
         Raises: FileExistsError; LocalNetworkError when the directory is missing or not writable.
         """
-        how = NoEncryption() if passphrase is None else BestAvailableEncryption(passphrase)
-        pem = self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how)
+        pem = self.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
             # mkstemp gives mode 0600 from the start; a link, unlike a rename, refuses to replace a key.
             descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -185,11 +179,4 @@ def _not_a_key(path: Path) -> LocalNetworkError:
     return LocalNetworkError(
         f"{path} is not an identity file: it holds no unencrypted Ed25519 private key in PEM form.",
         "Name another file, or one that does not exist yet to have a new identity made.",
-    )
-
-
-def _not_a_backup(path: Path) -> LocalNetworkError:
-    return LocalNetworkError(
-        f"{path} cannot be decrypted: the passphrase is another one, or it is no encrypted key in PEM form.",
-        "Try another passphrase, or another file.",
     )

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks import accuracy, checkpoint, codecs, convergence, device_memory, training
+from benchmarks import accuracy, checkpoint, codecs, convergence, device_memory, paper_bandwidth, training
 from benchmarks.plain_llama import PlainLlama
 from benchmarks.reporting import Bar, report, speed_ratio, time_interleaved
 from opendiloco.config.run_config import RunConfig
@@ -38,8 +38,9 @@ SMALL: dict[str, Any] = {
         (accuracy.main, ["--run", str(ROOT / "examples/tiny.toml"), "--outer-steps", "1"], {"e3m0", "torch bf16"}),
         (checkpoint.main, ["--sizes", "0.25", "--rounds", "1"], {checkpoint.OURS, checkpoint.SAFETENSORS}),
         (convergence.main, ["--quick", "--seeds", "1"], {method.name for method in convergence.METHODS}),
+        (paper_bandwidth.main, ["--size", "1B"], {"1B"}),
     ],
-    ids=["codecs", "accuracy", "checkpoint", "convergence"],
+    ids=["codecs", "accuracy", "checkpoint", "convergence", "paper_bandwidth"],
 )
 def test_a_benchmark_reports(command: click.Command, arguments: Sequence[str], names: set[str], tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
@@ -48,6 +49,13 @@ def test_a_benchmark_reports(command: click.Command, arguments: Sequence[str], n
     content = json.loads(figures.read_text())
     assert names <= {next(iter(row.values())) for row in content["rows"]}
     assert all(bar["ratio"] > 0 for bar in content["bars"])
+
+
+def test_the_papers_simulated_bandwidths_are_reproduced() -> None:
+    """All of 1B's numbers in Table 4 of arXiv 2501.18512, and its hours in Table 1; no bar depends on a clock."""
+    rows = [paper_bandwidth.row_of("1B", name) for name in paper_bandwidth.TABLE["1B"].rows]
+    assert all(row[f"{target:.0%}, ours"] == row[f"{target:.0%}"] for row in rows for target in paper_bandwidth.TARGETS)
+    assert all(bar.is_met for bar in paper_bandwidth.bars_of(rows))
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ COMMANDS = [
     ["status"],
     ["export"],
     ["sample"],
-    ["evaluate"],
     ["follow"],
     ["log"],
     ["log", "show"],
@@ -53,11 +52,8 @@ COMMANDS = [
     ["anchor"],
     ["identity"],
     ["identity", "show"],
-    ["identity", "backup"],
-    ["identity", "restore"],
     ["config"],
     ["config", "show"],
-    ["kernels"],
 ]
 
 

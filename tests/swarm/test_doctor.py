@@ -11,8 +11,7 @@ import pytest
 
 from opendiloco.doctor import examination
 from opendiloco.doctor.examination import Examination, Wishes
-from opendiloco.doctor.facts import Cards, Folder, Kernels, Machine, Torch
-from opendiloco.doctor.findings import CHECKS, Finding, Verdict
+from opendiloco.doctor.findings import CHECKS, Finding, Verdict, passed
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import ManifestError
 from peers.net.daemon import P2P
@@ -75,11 +74,12 @@ def test_with_a_run_and_without(tmp_path: Path) -> None:
 
 # In this process, of a machine without faults ------------------------------------------------------------------------
 @pytest.fixture
-def faultless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = Folder(tmp_path, 10**12)
-    machine = Machine("3.12.1", 2, Torch("2.9.0", None, ()), Cards(), True, 10**10, 10**10, folder)
-    monkeypatch.setattr(examination, "whole_machine", lambda state: machine)
-    monkeypatch.setattr(examination, "try_kernels", lambda: Kernels("scalar", (), {}))
+def faultless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "probed_torch", lambda torch: None)
+    monkeypatch.setattr(examination, "machine_findings", lambda torch, options: [])
+    monkeypatch.setattr(examination, "check_kernels", lambda: passed("kernels", "fine"))
+    monkeypatch.setattr(examination, "check_memory", lambda *of_a_run: passed("memory", "enough"))
+    monkeypatch.setattr(examination, "check_disk", lambda state, *of_a_run: passed("disk", "enough"))
 
 
 def examine(*addresses: str, run: str | None = None) -> dict[str, Finding]:

@@ -1,8 +1,6 @@
 // Shows a list of runs, or one run, as this node tells of them by server-sent events.
 
 import { LossChart } from "./charts.js";
-import { Matrix } from "./matrix.js";
-import { drawWorld } from "./world.js";
 import { ago, clock, count, duration, element, percent, shortName, size } from "./format.js";
 
 const byId = (id) => document.getElementById(id);
@@ -11,7 +9,7 @@ const show = (id, isShown) => { byId(id).hidden = !isShown; };
 const STATES = {
   training: "good", ready: "warn", averaging: "averaging", finished: "good", joining: "warn", leaving: "bad", gone: "bad",
 };
-const SECTIONS = ["run", "peers", "bandwidth", "world", "losses", "rounds", "contributions"];
+const SECTIONS = ["run", "peers", "losses", "rounds", "contributions"];
 const LOG_ROWS = 12;
 
 let source = null; // the events that are listened to
@@ -21,7 +19,6 @@ let skew = 0; // seconds that the node's clock is ahead of ours
 let known = {}; // the newest of each section
 
 const chart = new LossChart(byId("loss-chart"), byId("loss-value"));
-const matrix = new Matrix(byId("bandwidth-rows"), byId("bandwidth-value"));
 const now = () => Date.now() / 1000 + skew;
 
 // Where we are ---------------------------------------------------------------------------------------------------
@@ -94,9 +91,8 @@ function showList() {
 function showRun(section) {
   show("run", true);
   const draw = {
-    run: [showHead, showRounds, showBoard], peers: [showPeers], bandwidth: [showBandwidth],
-    world: [showWorld],
-    losses: [showLosses, showHead], rounds: [showRounds], contributions: [showBoard],
+    run: [showHead, showRounds, showBoard], peers: [showPeers], losses: [showLosses, showHead],
+    rounds: [showRounds], contributions: [showBoard],
   };
   if (known.run) for (const one of draw[section]) one();
 }
@@ -202,23 +198,6 @@ function cell(label, className, text, more = "") {
 
 const nameOf = (peer) => element("span", { className: "mono", textContent: shortName(peer), title: peer });
 const badge = () => element("span", { className: "me", textContent: "this machine" });
-
-function showBandwidth() {
-  const { rates, more } = known.bandwidth;
-  show("bandwidth-empty", !rates.length);
-  show("bandwidth", rates.length);
-  if (rates.length) matrix.show(known.bandwidth);
-  byId("bandwidth-more").textContent = more
-    ? ` Shown are neighbours in the order of ids, of which each tells; and there ${more === 1 ? "is" : "are"} ${plural(more, "more peer")}.` : "";
-}
-
-function showWorld() {
-  const { places, more, silent } = known.world;
-  show("world", places.length);
-  drawWorld(byId("world-map"), byId("world-places"), known.world);
-  byId("world-note").textContent = "Where a peer is, its owner says, in whole degrees, and only who wants to."
-    + (silent ? ` Of ${plural(silent, "peer")} nobody knows.` : "") + (more ? ` And ${plural(more, "more place")}.` : "");
-}
 
 // Rounds and the log ---------------------------------------------------------------------------------------------
 function showRounds() {

@@ -5,7 +5,7 @@ const HEIGHT = 240;
 const MOST_TICKS = 50;
 const LEFT = 44, RIGHT = 12, TOP = 10, BOTTOM = 26;
 
-export function shape(tag, attributes, text) {
+function shape(tag, attributes, text) {
   const made = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   if (text !== undefined) made.textContent = text;

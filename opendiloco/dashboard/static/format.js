@@ -21,12 +21,6 @@ export function count(number) {
   return (number / scale).toFixed(number / scale < 100 ? 1 : 0) + unit;
 }
 
-// Bytes a second in megabits, as people know their links.
-export function bitrate(bytes, unit = " Mbit/s") {
-  const rate = (8 * bytes) / 1e6;
-  return (rate < 9.95 ? rate.toFixed(1) : count(rate)) + unit;
-}
-
 export function duration(seconds) {
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   if (seconds < 120) return `${Math.round(seconds)} s`;

@@ -17,7 +17,7 @@ from peers.log.electorate import take_order
 from peers.log.folder import MemoryLog
 from peers.log.header import Header, Member
 from peers.log.state import LogState
-from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState, tell_rates
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
 from peers.values.amendments import Amendment
 from peers.values.anchors import NO_ANCHORS
 from peers.values.identity import Identity
@@ -40,10 +40,6 @@ def identity(number: int) -> Identity:
 IDENTITIES = [identity(number) for number in range(6)]
 PEERS = [one.peer_id for one in IDENTITIES]
 KEYS = dict(zip(PEERS, IDENTITIES, strict=True))
-RATES = {0: tell_rates([(PEERS[1], 12_500_000), (PEERS[3], 400_000)]), 1: tell_rates([(PEERS[0], 2_500_000)]), 3: ()}
-"""By whom, and of whom, rates are told: kilobytes a second."""
-PLACES = {0: (53, 13), 1: (-34, -58), 3: None}
-"""Where whose owners say that they are."""
 
 
 def invented_run(name: str = "tiny") -> Run:
@@ -170,8 +166,6 @@ class Story:
                 relayed=(PEERS[3][-8:],) if place == 1 else (),
                 trouble=HOSTILE if place == 3 else "",
                 team="" if place == 0 else TEAM,
-                rates=RATES[place],
-                place=PLACES[place],
             )
             for place in (0, 1, 3)
         ]

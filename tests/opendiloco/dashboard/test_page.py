@@ -11,7 +11,7 @@ from opendiloco.dashboard import watching
 from opendiloco.dashboard.server import bind, dashboard, url_of
 from opendiloco.dashboard.sources import Source
 from tests.opendiloco.dashboard.browser import CHROMIUM, Page, browser, new_page
-from tests.opendiloco.dashboard.invented import HOSTILE, PEERS, Story, invented_run
+from tests.opendiloco.dashboard.invented import HOSTILE, Story, invented_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, of Debian's package chromium")
 
@@ -90,42 +90,6 @@ def test_rounds_are_read_with_the_keyboard(port: int) -> None:
         )
         await page.press("End")
         await page.until("document.querySelector('#round-detail').innerText.includes('Outer step 14')")
-
-    looking(port, [Story(14).source], look)
-
-
-def test_rates_are_read_with_the_keyboard(port: int) -> None:
-    async def look(page: Page, url: str) -> None:
-        await page.until("document.querySelectorAll('#bandwidth-rows tbody tr').length === 3")
-        names = await page.evaluate(
-            "[...document.querySelectorAll('#bandwidth-rows tbody th')].map((one) => one.title)"
-        )
-        first, second, third = (f"…{name[-8:]}" for name in names)
-        rates = {PEERS[1][-7:]: "100 Mbit/s", PEERS[3][-7:]: "3.2 Mbit/s"}
-        await page.evaluate("document.querySelector('#bandwidth-rows [tabindex=\"0\"]').focus()")
-        for key, pair in (("ArrowDown", (third, second)), ("ArrowLeft", (third, first)), ("ArrowUp", (second, first))):
-            await page.press(key)
-            said = await page.evaluate("document.querySelector('#bandwidth-value').textContent")
-            assert said.startswith(f"{pair[0]} to {pair[1]}: "), key
-        assert rates[second[-7:]] in said
-        assert await page.evaluate("document.activeElement.textContent") + " Mbit/s" == rates[second[-7:]]
-        await page.press("ArrowLeft")
-        assert await page.evaluate("document.querySelector('#bandwidth-value').textContent") == said, "no further"
-
-    looking(port, [Story(14).source], look)
-
-
-def test_peers_are_on_the_map_and_in_the_list_beside_it(port: int) -> None:
-    async def look(page: Page, url: str) -> None:
-        await page.until("document.querySelectorAll('#world-map circle').length === 2")
-        places = await page.evaluate("[...document.querySelectorAll('#world-places li')].map((one) => one.innerText)")
-        assert [" ".join(place.split()) for place in places] == [
-            f"34° S 58° W …{PEERS[1][-8:]}",
-            f"53° N 13° E …{PEERS[0][-8:]}",
-        ]
-        dot = "document.querySelector('#world-map circle:nth-of-type(2)')"
-        assert await page.evaluate(f"[{dot}.cx.baseVal.value, {dot}.cy.baseVal.value]") == [193, 31]
-        assert "Of 2 peers nobody knows." in await page.evaluate("document.querySelector('#world-note').textContent")
 
     looking(port, [Story(14).source], look)
 

@@ -130,8 +130,8 @@ def test_events_tell_the_state_and_then_what_is_new(story: Story) -> None:
     async def ask(client: TestClient) -> None:  # type: ignore[type-arg]
         async with client.get(f"/runs/{story.run.run_id}/events") as answer:
             assert answer.content_type == "text/event-stream"
-            told = dict([await event(answer) for _ in range(7)])
-            assert set(told) == {"run", "peers", "bandwidth", "world", "losses", "rounds", "contributions"}
+            told = dict([await event(answer) for _ in range(5)])
+            assert set(told) == {"run", "peers", "losses", "rounds", "contributions"}
             assert HOSTILE in [row["trouble"] for row in json.loads(told["peers"])["rows"]]
             assert all("\n" not in text for text in told.values())
             story.step()

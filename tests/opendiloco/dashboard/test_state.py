@@ -12,13 +12,10 @@ import pytest
 from opendiloco.checkpoints import held_out_curve
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.dashboard import chronicle
-from opendiloco.dashboard.bandwidth import FASTEST, matrix
-from opendiloco.dashboard.bandwidth import SHOWN as SHOWN_RATES
 from opendiloco.dashboard.chronicle import Chronicle
 from opendiloco.dashboard.curve import MOST_POINTS, Curve
 from opendiloco.dashboard.state import LARGEST_LOSS, LARGEST_RATE, REMEMBERED_SECONDS, RunView, minorities
 from opendiloco.dashboard.timeline import SHOWN, Timeline
-from opendiloco.dashboard.world import SHOWN_PLACES, world
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
 from peers.values.amendments import Amendment
@@ -178,7 +175,7 @@ def sections(view: RunView) -> dict[str, Any]:
 
 def test_the_whole_view_is_plain_values(story: Story) -> None:
     found = sections(view_of(story))
-    assert set(found) == {"run", "peers", "bandwidth", "world", "losses", "rounds", "contributions"}
+    assert set(found) == {"run", "peers", "losses", "rounds", "contributions"}
     run = found["run"]
     assert (run["outer_step"], run["outer_steps"], run["peers"], run["archives"]) == (14, 40, 3, 1)
     assert run["lineage_tokens"] == story.invented.end.lineage_tokens
@@ -261,47 +258,6 @@ def test_a_farewell_is_no_presence(story: Story) -> None:
     view = RunView(story.run)
     view.observe([said(story.run, story.invented.end, PEERS[0], state=PeerState.LEAVING)], NOW)
     assert sections(view)["run"]["peers"] == 0
-
-
-# Bandwidth ------------------------------------------------------------------------------------------------------
-def test_rates_are_shown_as_those_say_to_whom_data_came(story: Story) -> None:
-    found = sections(view_of(story))["bandwidth"]
-    me = found["peers"].index(PEERS[0])
-    assert me == 0, "this machine first"
-    assert set(found["peers"]) == {PEERS[0], PEERS[1], PEERS[3]}, "an archive neither sends nor receives"
-    said = {(found["peers"][sender], found["peers"][receiver]): rate for sender, receiver, rate in found["rates"]}
-    assert said == {(PEERS[1], PEERS[0]): 12.5e6, (PEERS[3], PEERS[0]): 0.4e6, (PEERS[0], PEERS[1]): 2.5e6}
-
-
-def test_a_liar_can_only_lie_about_what_comes_to_itself_and_large_swarms_take_bounded_room(story: Story) -> None:
-    end = story.invented.end
-    liar = said(story.run, end, PEERS[0], rates=((PEERS[1][-8:], 2**61), (PEERS[0][-8:], 7), ("nobody11", 7)))
-    found = matrix([liar, said(story.run, end, PEERS[1])])
-    assert (len(found["peers"]), [rate for *_, rate in found["rates"]]) == (2, [FASTEST])
-    crowd = [said(story.run, end, f"{number:08}", rates=((f"{(number + 1) % 100:08}", 5),)) for number in range(100)]
-    found = matrix(crowd, me="00000090")
-    assert found["peers"][:2] == ["00000090", "00000091"]
-    assert (len(found["peers"]), found["more"]) == (SHOWN_RATES, 100 - SHOWN_RATES)
-    assert len(found["rates"]) == SHOWN_RATES - 1
-
-
-# World ----------------------------------------------------------------------------------------------------------
-def test_peers_are_shown_where_their_owners_say_and_nobody_else_is(story: Story) -> None:
-    found = sections(view_of(story))["world"]
-    assert [(one["north"], one["east"], one["peers"], one["names"]) for one in found["places"]] == [
-        (-34, -58, 1, [PEERS[1]]),
-        (53, 13, 1, [PEERS[0]]),
-    ]
-    assert (found["silent"], found["more"]) == (2, 0)
-
-
-def test_the_place_with_most_comes_first_and_large_swarms_take_bounded_room(story: Story) -> None:
-    end = story.invented.end
-    crowd = [said(story.run, end, f"{number:08}", place=(number % 90, number // 90)) for number in range(900)]
-    at_home = [said(story.run, end, f"home{number:04}", place=(-34, -58)) for number in range(9)]
-    found = world([*crowd, *at_home])
-    assert (found["places"][0]["peers"], found["places"][0]["names"]) == (9, ["home0000", "home0001", "home0002"])
-    assert (len(found["places"]), found["more"]) == (SHOWN_PLACES, 901 - SHOWN_PLACES)
 
 
 # Time -----------------------------------------------------------------------------------------------------------

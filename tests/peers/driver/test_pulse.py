@@ -12,10 +12,10 @@ from peers.driver.pulse import REFRESH_BEATS, Pulse
 from peers.links.links import EAGER
 from peers.log.folder import MemoryLog
 from peers.log.lineage import Lineage
-from peers.presence.heartbeat import TAIL, Heartbeat
+from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace
-from peers.protocol.events import AnchorsSeen, HeadsSeen, HeartbeatsSeen, ReachSeen
+from peers.protocol.events import AnchorsSeen, HeadsSeen, HeartbeatsSeen
 from peers.protocol.peer import Peer
 from peers.values.amendments import Amendment
 from peers.values.anchors import NO_ANCHORS, AnchoredHead, Anchors
@@ -110,14 +110,6 @@ def test_it_says_what_is_known_of_the_runs_anchors_and_holds_it_against_the_log(
     pulse = Pulse(peer, ME, network, lambda work: work.close())
     assert pulse.heartbeat().anchors == network.anchors.digest != b""
     assert pulse.anchors(log) == AnchorsSeen(network.anchors, {1: first_log().position.head})
-
-
-def test_it_says_how_fast_the_data_of_others_came() -> None:
-    network, peer = Network(), new_peer()
-    pulse = Pulse(peer, ME, network, lambda work: work.close())
-    assert pulse.heartbeat().rates == ()
-    peer.handle(ReachSeen({}, {OTHER.peer_id: 2_500_100, ME.peer_id: 9}), 0.0)
-    assert pulse.heartbeat().rates == ((OTHER.peer_id[-TAIL:], 2501),)
 
 
 def test_a_peer_that_began_in_the_middle_is_told_what_its_log_has_of_the_time_before() -> None:

@@ -16,16 +16,12 @@ from peers.errors import RemoteProtocolError
 from peers.presence.heartbeat import (
     SIGNING_CONTEXT,
     SIZE_LIMIT,
-    TAIL,
-    TOLD_RATES,
     Heartbeat,
     HeldOutLoss,
     PeerState,
     SignedHeartbeat,
-    tell_rates,
 )
 from peers.values.identity import Identity
-from peers.values.places import check_place, parse_place
 from peers.values.teams import check_team
 from peers.values.wire import PROTOCOL_VERSION, decode, pack
 
@@ -68,18 +64,11 @@ def test_largest_heartbeat_fits() -> None:
     most = 2**62 - 1
     counts: dict[str, Any] = dict.fromkeys(("sequence", "index", "lineage_tokens", "inner_step", "roster_size"), most)
     held_out = HeldOutLoss(index=most, loss=1e300)
-    counts |= {"held_out": held_out, "rates": (("p" * TAIL, most),) * TOLD_RATES, "place": (-90, -180)}
-    largest = heartbeat(run="r" * 128, addresses=("/" + "x" * 199,) * 8, team="t" * 32, **counts)
+    addresses = ("/" + "x" * 199,) * 8
+    largest = heartbeat(run="r" * 128, addresses=addresses, team="t" * 32, held_out=held_out, **counts)
     signed = largest.sign(IDENTITY)
     assert len(signed) <= SIZE_LIMIT
     assert Heartbeat.verify(signed) == largest
-
-
-def test_rates_of_a_thousand_peers_take_little_room() -> None:
-    rates = tell_rates((f"12D3KooW{number:08}", 12_500_000) for number in range(1000))
-    assert rates[0] == ("00000000", 12_500)
-    grown = len(heartbeat(rates=rates).sign(IDENTITY)) - len(heartbeat().sign(IDENTITY))
-    assert grown <= 110, "bytes, of some 700"
 
 
 @pytest.mark.parametrize("name", ["x" * 33, " a", "a ", "a\nb", "ä", "a\x1b[1m"])
@@ -88,26 +77,6 @@ def test_a_teams_name_is_short_and_plain(name: str) -> None:
         heartbeat(team=name)
     with pytest.raises(ValueError, match="no name of a team"):
         check_team(name)
-
-
-@pytest.mark.parametrize(
-    ("text", "place"), [("52.52,13.4", (53, 13)), ("-34,-58", (-34, -58)), (" 90, -180 ", (90, -180)), ("0,0", (0, 0))]
-)
-def test_a_place_is_told_in_whole_degrees(text: str, place: tuple[int, int]) -> None:
-    assert parse_place(text) == place
-    assert Heartbeat.verify(heartbeat(place=place).sign(IDENTITY)).place == place
-
-
-@pytest.mark.parametrize("text", ["", "52", "52,13,1", "91,0", "0,-181", "nan,0", "inf,0", "Berlin", "1e400,0"])
-def test_what_is_not_on_the_globe_is_no_place(text: str) -> None:
-    with pytest.raises(ValueError, match="is no place: give degrees north and east"):
-        check_place(text)
-
-
-@pytest.mark.parametrize("place", [(91, 0), (0, 181), (0.5, 0), (1,), ("1", 2)])
-def test_peers_can_tell_no_other_place(place: Any) -> None:
-    with pytest.raises(ValueError, match="place"):
-        heartbeat(place=place)
 
 
 def test_only_the_peer_itself_signs() -> None:
@@ -153,9 +122,6 @@ def test_other_protocol_version_is_named() -> None:
         {"addresses": ("no slash",)},
         {"addresses": ("/x",) * 9},
         {"lifetime": 1e9},
-        {"rates": (("p" * TAIL, 1),) * (TOLD_RATES + 1)},
-        {"rates": (("<script>", 1),)},
-        {"rates": (("p" * TAIL, -1),)},
         {"unknown": 1},
     ],
     ids=str,

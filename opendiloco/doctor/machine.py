@@ -1,0 +1,394 @@
+"""Checks of the machine itself, and those that `join` makes before anything else: what takes no time, and saves whoever
+waits for the rest."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from platform import python_version
+
+from opendiloco.checkpoints.run_folder import default_state_folder
+from opendiloco.cores import usable_cores
+from opendiloco.doctor.findings import Finding, Value, Verdict, failed, passed, skipped, warned
+from opendiloco.doctor.torch_probe import Gpu, Torch, installed_torch
+from opendiloco.errors import MachineError
+from opendiloco.owner import nvidia_smi
+from opendiloco.owner.controls import Request, ask, sockets
+from opendiloco.owner.sensors import is_on_battery, read_sensors
+from opendiloco.quantities import in_words
+from opendiloco.shared_memory import available_memory
+from opendiloco.workers.options import WorkerOptions, needs_gpu_count
+
+logger = logging.getLogger(__name__)
+
+PCI, NVIDIA_DRIVER, SHM = Path("/sys/bus/pci/devices"), Path("/proc/driver/nvidia"), Path("/dev/shm")
+NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")
+"""A vendor's number on the PCI bus, and how the classes of its graphics and compute cards begin."""
+QUERY = ("name", "temperature.gpu", "power.limit", "power.default_limit", "clocks_throttle_reasons.active")
+QUERY_SECONDS = 10.0
+SLOWED_BY_HEAT, SLOWED_BY_POWER = 0x20 | 0x40, 0x80
+"""Bits of NVML's reasons for slower clocks: thermal slowdowns by software and hardware; the power supply's brake."""
+LEAST_PYTHON = (3, 11)
+LITTLE_MEMORY = 2 * 10**9
+"""Bytes: Python's libraries, the peer process and a small model."""
+FULL_DISK, LITTLE_DISK = 10**8, 5 * 10**9
+LEAST_SHM, LITTLE_SHM = 64 << 20, 1 << 30
+"""Bytes that NCCL wants in /dev/shm for GPUs of one machine: with less than Docker's 64 MiB it fails."""
+HOT, HOT_GPU, NEARLY = 95.0, 87.0, 5.0
+"""Degrees Celsius: of a sensor that names no limit of its own, of a GPU, and below a limit."""
+SLOW_KERNELS = 0.5
+"""GB/s of the slowest operation. A billion parameters would take half a minute of each outer step."""
+LIMITED = 0.6
+"""Share of a GPU's usual power below which it is said that it is limited."""
+INSTALL_TORCH = "Install a build of torch for this GPU (pytorch.org says how), into the environment of diloco-peer."
+
+
+@dataclass(frozen=True)
+class Cards:
+    """GPUs on this machine's buses, whether anything can use them or not. `driver` is NVIDIA's version, if there is
+    one."""
+
+    names: tuple[str, ...] = ()
+    driver: str | None = None
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """What a GPU's driver says of heat and power, in watts; None: it does not say."""
+
+    name: str
+    celsius: float | None
+    limit: float | None = None
+    default_limit: float | None = None
+    is_slowed_by_heat: bool = False
+    is_slowed_by_power: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a run takes of this machine, in bytes, by the formula that `join` goes by; `gpu` of each of `gpus`."""
+
+    memory: int
+    gpu: int | None
+    gpus: int
+    disk: int
+
+
+# What `join` looks at first ------------------------------------------------------------------------------------------
+def check_quickly(state: Path | None, options: WorkerOptions) -> None:
+    """Log what could be better on this machine. Nothing is imported, started or asked for it. Raises: MachineError for
+    what would keep it from training."""
+    for finding in quick_findings(state, options):
+        if finding.verdict is Verdict.FAIL:
+            raise MachineError(f"{finding.found}.", f"{finding.remedy} `diloco-peer doctor` explains more.")
+        if finding.verdict is Verdict.WARN:
+            logger.warning("%s. %s", finding.found, finding.remedy)
+
+
+def quick_findings(state: Path | None, options: WorkerOptions) -> Iterator[Finding]:
+    """Yield what these checks find. How much memory and disk the run takes is not known yet."""
+    torch, cards = installed_torch(), cards_for(options)
+    gpus = gpus_in_use(torch, options)
+    yield from (check_python(), check_torch(torch, cards), check_compiler(gpus > 0), check_shm(gpus), check_power(()))
+    disk = check_disk(state)
+    if "free" not in disk.values:  # nothing can be written there at all
+        yield disk
+
+
+# The checks -----------------------------------------------------------------------------------------------------------
+def machine_findings(torch: Torch | None, options: WorkerOptions) -> list[Finding]:
+    """Return what the checks find that need no kernels, no network and no run."""
+    gpus, cards, states = gpus_in_use(torch, options), cards_for(options), query_gpus()
+    return [
+        check_python(),
+        check_torch(torch, cards),
+        check_gpu(torch, cards, options.device),
+        check_compiler(gpus > 0),
+        check_shm(gpus),
+        check_heat(states),
+        check_power(states),
+    ]
+
+
+def check_python() -> Finding:
+    version, cores = python_version(), usable_cores()
+    found = f"Python {version}, {cores} core{'s' * (cores != 1)} to train on"
+    if tuple(map(int, version.split(".")[:2])) < LEAST_PYTHON:
+        wanted = ".".join(map(str, LEAST_PYTHON))
+        return failed("python", found, f"Install Python {wanted} or newer.", version=version, cores=cores)
+    return passed("python", found, version=version, cores=cores)
+
+
+def check_torch(torch: Torch | None, cards: Cards) -> Finding:
+    """Whether torch is there, and was built for the GPUs that are."""
+    if torch is None:
+        return failed("torch", "torch is not installed", "pip install diloco-peer into this environment again.")
+    values = {"version": torch.version, "platform": torch.platform}
+    if torch.error and torch.gpus is None:
+        return failed("torch", f"torch {torch.version} cannot be imported: {torch.error}", "Install torch again.")
+    found = f"torch {torch.version}, built for {torch.platform or 'CPUs alone'}"
+    if torch.platform is None and cards.names:
+        found = f"{found}, but this machine has a GPU: {', '.join(cards.names)}"
+        return warned("torch", found, f"It would train on the CPU. {INSTALL_TORCH}", **values)
+    return passed("torch", found, **values)
+
+
+def check_gpu(torch: Torch | None, cards: Cards, device: str = "auto") -> Finding:
+    """Whether torch can compute on this machine's GPUs. `device` is what the owner wants to train on."""
+    there = ", ".join(cards.names)
+    if torch is None:
+        return skipped("gpu", "torch is not there to ask")
+    if torch.gpus:
+        broken = [gpu for gpu in torch.gpus if gpu.error]
+        if broken and device != "cpu":
+            found = "; ".join(f"torch cannot compute on {gpu.name}: {gpu.error}" for gpu in broken)
+            return failed("gpu", found, f"{INSTALL_TORCH} Or train on the CPU: --device cpu.", gpus=len(torch.gpus))
+        return _about_gpus(torch.gpus)
+    wants_gpu = device.startswith("cuda")
+    if torch.gpus is None:  # nobody has asked torch
+        return skipped("gpu", f"not asked; on this machine: {there or 'none'}")
+    if not there:
+        return (
+            failed("gpu", f"there is no GPU for --device {device}", "Train on the CPU: --device cpu.", gpus=0)
+            if wants_gpu
+            else passed("gpu", "no GPU here: it trains on the CPU", gpus=0)
+        )
+    if cards.driver is None:
+        found = f"{there} is here, but no driver of it can be seen"
+        remedy = "Install NVIDIA's driver; start a container with --gpus all."
+    else:
+        found = f"{there} is here with driver {cards.driver}, but torch sees none" + (
+            f": {torch.error}" if torch.error else ""
+        )
+        remedy = f"Update the driver, or: {INSTALL_TORCH}" if torch.platform else INSTALL_TORCH
+    return (failed if wants_gpu else warned)("gpu", found, remedy, gpus=0)
+
+
+def _about_gpus(gpus: tuple[Gpu, ...]) -> Finding:
+    names = ", ".join(f"{gpu.name} ({in_words(gpu.memory)}, {'.'.join(map(str, gpu.capability))})" for gpu in gpus)
+    without = [gpu.name for gpu in gpus if not gpu.has_bf16]
+    has_bf16 = not without
+    if without:
+        found, remedy = f"{names}: without bf16", "Runs in bf16 are computed in fp32 here, which takes longer."
+        return warned("gpu", found, remedy, gpus=len(gpus), bf16=has_bf16)
+    return passed("gpu", f"{names}, with bf16", gpus=len(gpus), bf16=has_bf16)
+
+
+def check_compiler(has_gpu: bool) -> Finding:
+    if not has_gpu:
+        return skipped("compiler", "no GPU: models are compiled only on GPUs")
+    if not any(map(shutil.which, [*filter(None, [os.environ.get("CC")]), "gcc", "clang"])):
+        return warned("compiler", "there is no C compiler: the model is not compiled, which is slower", "Install gcc.")
+    return passed("compiler", "a C compiler is there for torch.compile")
+
+
+def check_shm(gpus: int) -> Finding:
+    """Only several GPUs of one machine need /dev/shm: NCCL's. Ours is memory without a name."""
+    free = free_shm()
+    found = "there is no /dev/shm" if free is None else f"{in_words(free)} free in /dev/shm"
+    if gpus < 2:
+        return passed("shm", f"{found}; only several GPUs need it", free=free)
+    remedy = "Make it larger: `mount -o remount,size=4G /dev/shm`; in a container, --shm-size 4g."
+    if free is None or free < LEAST_SHM:
+        return failed("shm", f"{found}: too little for {gpus} GPUs", remedy, free=free)
+    if free < LITTLE_SHM:
+        return warned("shm", f"{found}: little for {gpus} GPUs", remedy, free=free)
+    return passed("shm", found, free=free)
+
+
+def check_heat(gpus: Sequence[GpuState]) -> Finding:
+    readings = [(sensor.name, sensor.celsius, (sensor.critical or HOT + NEARLY) - NEARLY) for sensor in read_sensors()]
+    readings += [(gpu.name, gpu.celsius, HOT_GPU) for gpu in gpus if gpu.celsius is not None]
+    slowed = [gpu.name for gpu in gpus if gpu.is_slowed_by_heat]
+    if not readings and not slowed:
+        return skipped("heat", "no temperature can be read here")
+    if slowed:
+        return warned("heat", f"too hot, and slowed down: {', '.join(slowed)}", "Give it more air; clean its fans.")
+    name, celsius, limit = max(readings, key=lambda reading: reading[1] - reading[2])
+    found = f"{name} is at {celsius:.0f} °C"
+    if celsius >= limit:
+        return warned("heat", f"{found}: hot already", "Give the machine more air; clean its fans.", celsius=celsius)
+    return passed("heat", f"{found}, the hottest of {len(readings)}", celsius=celsius)
+
+
+def check_power(gpus: Sequence[GpuState]) -> Finding:
+    if is_on_battery():
+        return warned("power", "this machine is on battery", "Plug it in: training takes all the power there is.")
+    slowed = [gpu.name for gpu in gpus if gpu.is_slowed_by_power]
+    if slowed:
+        return warned("power", f"slowed down for want of power: {', '.join(slowed)}", "Check the power supply.")
+    limits = [(gpu, gpu.limit, gpu.default_limit) for gpu in gpus if gpu.limit and gpu.default_limit]
+    for gpu, limit, default in limits:
+        if limit < LIMITED * default:
+            found = f"{gpu.name} is limited to {limit:.0f} of {default:.0f} W"
+            return warned("power", found, f"Raise it unless you mean it: nvidia-smi -pl {default:.0f}.", limit=limit)
+    if not limits:
+        return skipped("power", "not on battery; no GPU says what its limit is")
+    return passed("power", ", ".join(f"{gpu.name}: {limit:.0f} of {default:.0f} W" for gpu, limit, default in limits))
+
+
+def check_kernels() -> Finding:
+    """Run the kernels' self-test: two seconds."""
+    try:
+        from opendiloco import kernels
+        from opendiloco.kernels.self_test import differing_sets, measure_speeds
+
+        speeds = {speed.operation: speed.gigabytes_per_second for speed in measure_speeds(threads=1)}
+        chosen, differing = kernels.chosen_kernels(), differing_sets()
+    except Exception as error:  # whatever an extension that does not load, or a wrong DILOCO_KERNELS, raises
+        why = " ".join(str(error).split())
+        return failed("kernels", f"the C kernels cannot be used: {why}", "Install diloco-peer again.")
+    if differing:
+        return failed(
+            "kernels",
+            f"the kernels {', '.join(differing)} do not give the reference's bits here",
+            "Set DILOCO_KERNELS=scalar, and report this with the processor's name: it is a bug, or broken hardware.",
+        )
+    listed = ", ".join(f"{name} {speed:.1f} GB/s" for name, speed in speeds.items())
+    found = f"{chosen}: right to the bit; {listed}"
+    values: dict[str, Value] = {"set": chosen, **speeds}
+    if min(speeds.values()) < SLOW_KERNELS:
+        return warned("kernels", f"{found}: slow", "Stop other programs; unset DILOCO_KERNELS.", **values)
+    return passed("kernels", found, **values)
+
+
+def check_memory(gpus: Sequence[Gpu] = (), taken: Taken | None = None) -> Finding:
+    """Free memory against what a run takes; without a run, against what the smallest would."""
+    free = available_memory()
+    found, values = f"{in_words(free)} of main memory free", {"free": free}
+    if taken is None:
+        if free < LITTLE_MEMORY:
+            return warned("memory", found, "Stop other programs: the smallest run takes about 2 GB.", **values)
+        return passed("memory", found, **values)
+    found, values = f"{found}; the run takes {in_words(taken.memory)}", values | {"needed": taken.memory}
+    if free < taken.memory:
+        return failed("memory", found, "Stop other programs, or use a machine with more memory.", **values)
+    used = gpus[: taken.gpus]
+    if taken.gpu is not None and used:
+        least = min(gpu.free for gpu in used)
+        found = f"{found}; of each GPU {in_words(taken.gpu)} and activations, of {in_words(least)} that are free"
+        values |= {"gpu_free": least, "gpu_needed": taken.gpu}
+        if least < taken.gpu:
+            return failed("memory", found, "Use more GPUs, or larger ones; end what else uses them.", **values)
+    return passed("memory", found, **values)
+
+
+def check_disk(state: Path | None, taken: Taken | None = None) -> Finding:
+    where, remedy = state_folder(state), "Name a folder on a disk with space with --state."
+    try:
+        free = free_disk(where)
+    except OSError as error:
+        return failed("disk", f"{where} cannot be written to: {error.strerror or error}", remedy)
+    found, values = f"{in_words(free)} free for {where}", {"free": free}
+    if free < FULL_DISK:
+        return failed("disk", found, remedy, **values)
+    if taken is not None:
+        found, values = (
+            f"{found}; checkpoints take {in_words(taken.disk)}, and the log",
+            values | {"needed": taken.disk},
+        )
+        if free < taken.disk:
+            return warned("disk", found, f"{remedy} Or keep fewer: --keep 1, --moments none.", **values)
+    elif free < LITTLE_DISK:
+        return warned("disk", found, f"{remedy} Checkpoints take 24 bytes a parameter, and moments 16.", **values)
+    return passed("disk", found, **values)
+
+
+# What is there --------------------------------------------------------------------------------------------------------
+def gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
+    """Return how many GPUs would train. Where torch was not asked, those on the buses count, if it is built for any."""
+    if torch is None or options.device == "cpu":
+        return 0
+    seen = len(read_cards().names) if torch.platform else 0
+    there = seen if torch.gpus is None else len(torch.gpus)
+    wanted = options.gpus or there if needs_gpu_count(options) else 1
+    return min(wanted, there)
+
+
+def cards_for(options: WorkerOptions) -> Cards:
+    """Return the GPUs on the buses; none for an owner who wants the CPU, and need not hear of them."""
+    return Cards() if options.device == "cpu" else read_cards()
+
+
+def read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER) -> Cards:
+    """Return NVIDIA's cards: by name where its driver tells it, else those on the PCI bus."""
+    names = [_model(path) for path in sorted(driver.glob("gpus/*/information"))]
+    if not names:
+        names = ["an NVIDIA GPU" for path in sorted(pci.glob("*")) if _is_card(path)]
+    version = None
+    with suppress(OSError, IndexError):
+        first = (driver / "version").read_text(encoding="utf-8").splitlines()[0]
+        version = next((word for word in first.split() if word[0].isdigit() and "." in word), None)
+    return Cards(tuple(names), version)
+
+
+def _model(information: Path) -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        for line in information.read_text(encoding="utf-8").splitlines():
+            if line.startswith("Model:"):
+                return line.partition(":")[2].strip()
+    return "an NVIDIA GPU"
+
+
+def _is_card(device: Path) -> bool:
+    with suppress(OSError):
+        vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
+        return vendor == NVIDIA and kind.startswith(DISPLAYS)
+    return False
+
+
+def query_gpus() -> tuple[GpuState, ...]:
+    """Return what nvidia-smi says of each GPU; nothing without it."""
+    return parse_gpus(nvidia_smi.query(QUERY, QUERY_SECONDS))
+
+
+def parse_gpus(text: str) -> tuple[GpuState, ...]:
+    """Return the GPUs of nvidia-smi's table, one a line. Fields that it does not know, such as "[N/A]", are None."""
+    found = []
+    for name, celsius, limit, default, reasons in nvidia_smi.rows(text, QUERY):
+        bits = 0
+        with suppress(ValueError):
+            bits = int(reasons, 16)
+        found.append(
+            GpuState(
+                name,
+                celsius=nvidia_smi.number(celsius),
+                limit=nvidia_smi.number(limit),
+                default_limit=nvidia_smi.number(default),
+                is_slowed_by_heat=bool(bits & SLOWED_BY_HEAT),
+                is_slowed_by_power=bool(bits & SLOWED_BY_POWER),
+            )
+        )
+    return tuple(found)
+
+
+def free_shm(path: Path = SHM) -> int | None:
+    with suppress(OSError):
+        return shutil.disk_usage(path).free
+    return None
+
+
+def state_folder(state: Path | None) -> Path:
+    """Return where what outlives a volunteer is kept."""
+    return default_state_folder() if state is None else state
+
+
+def free_disk(path: Path) -> int:
+    """Return the free bytes for a folder; it, or the nearest one above it that is there, is written to, and nothing is
+    left there. Raises: OSError."""
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    with tempfile.TemporaryFile(dir=there):
+        return shutil.disk_usage(there).free
+
+
+def has_volunteer(state: Path | None) -> bool:
+    """Whether a volunteer runs on this machine that keeps what outlives it there."""
+    return any(ask(socket, Request(do="look")) is not None for socket in sockets(state_folder(state)))

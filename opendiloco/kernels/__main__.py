@@ -1,0 +1,32 @@
+"""`python -m opendiloco.kernels`: the instruction set that does the arithmetic, a self-test and its speed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from opendiloco import kernels
+from opendiloco.kernels.self_test import differing_sets, measure_speeds
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Show which instruction set the kernels use, test it against the reference, and measure its speed."""
+    parser = argparse.ArgumentParser(prog="python -m opendiloco.kernels", description=main.__doc__)
+    parser.add_argument("--threads", type=int, choices=range(1, 65), default=1, metavar="N", help="of the speed test")
+    threads = parser.parse_args(arguments).threads
+    supported = ", ".join(kernels.supported_kernels())
+    print(f"kernels: {kernels.chosen_kernels()} (this machine has: {supported})")
+    differing = differing_sets()
+    if differing:
+        sys.exit(
+            f"error: the kernels {', '.join(differing)} don't give the reference's bits here. "
+            "Set DILOCO_KERNELS=scalar, and report this with the processor's name: it's a bug."
+        )
+    print("all sets give the same bits in every format")
+    print(f"int8, {threads} thread{'s' * (threads > 1)}:")
+    for speed in measure_speeds(threads):
+        print(f"  {speed.operation:<12}{speed.gigabytes_per_second:7.1f} GB/s")
+
+
+if __name__ == "__main__":
+    main()

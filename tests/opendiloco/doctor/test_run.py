@@ -1,0 +1,162 @@
+"""Checks of a run against a machine: what it would come to, and how that is worked out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.doctor.findings import Finding, Verdict
+from opendiloco.doctor.network import Bandwidth
+from opendiloco.doctor.run import (
+    Speed,
+    check_round,
+    check_run,
+    check_speed,
+    estimated_speed,
+    plan_among,
+    size,
+    speed_of,
+)
+from opendiloco.doctor.torch_probe import Gpu
+from opendiloco.model.build import sized_skeleton
+from opendiloco.plan.forecast import Plan, forecast
+from opendiloco.plan.rounds import Peer, Swarm
+from opendiloco.run import Run
+from opendiloco.workers.needs import UTILISATION, needs_of
+from peers.values.identity import Identity
+from peers.values.workload import Progress
+from tests.swarm.cli_processes import SMALL_RUN
+
+PASS, WARN, FAIL, SKIPPED = Verdict
+GB, DAY = 10**9, 86_400
+
+
+def assert_finding(finding: Finding, verdict: Verdict, says: str) -> None:
+    assert finding.verdict is verdict, finding
+    assert says in f"{finding.found}\n{finding.remedy}"
+    assert bool(finding.remedy) == (verdict in (WARN, FAIL)), "a remedy where there is something to do"
+
+
+@pytest.mark.parametrize(
+    ("positions", "verdict", "says"),
+    [([3], PASS, ": 1 peer there, outer step 3 of 12"), ([11, 12], WARN, "finished"), ([], PASS, "0 peers")],
+)
+def test_a_run(positions: list[int], verdict: Verdict, says: str, config: RunConfig) -> None:
+    run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
+    assert_finding(check_run(run, positions), verdict, says)
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "says"),
+    [
+        (check_speed(Speed(1234.5, 7)), PASS, "1,234 tokens/s, measured over 7 inner steps"),
+        (check_speed(Speed(1e6, 0)), PASS, "estimated"),
+        (check_speed(None, "see memory"), SKIPPED, "see memory"),
+    ],
+)
+def test_a_speed(finding: Finding, verdict: Verdict, says: str) -> None:
+    assert_finding(finding, verdict, says)
+
+
+def plan(mbit: float = 800.0, step_seconds: float = 3.0, latency: float = 0.0, others: int = 2) -> Plan:
+    """A gigabyte of int8, and others that take three seconds a step."""
+    own, other = (
+        Peer("", count, 1e6 * mbit, 1e6 * mbit, latency, step) for count, step in ((1, step_seconds), (others, 3.0))
+    )
+    return Plan((GB,), Swarm((own, other)), 100, 1000, smallest_share=0.125, snapshot_every=4, bits=8)
+
+
+@pytest.mark.parametrize(
+    ("planned", "is_measured", "verdict", "says"),
+    [
+        (plan(), True, PASS, "5.25 min with 2 others"),
+        (plan(), True, PASS, "1.33 GB up and as much down in each, 365 GB a day; joining takes"),
+        (plan(step_seconds=36.0), True, WARN, "its work counts in one of 2 outer steps"),
+        (plan(step_seconds=60.0), True, FAIL, "too slow"),
+        (plan(step_seconds=60.0), False, WARN, "too slow"),
+        (plan(mbit=0.1), True, FAIL, "never catch up"),
+        (plan(mbit=0.1), False, WARN, "never catch up"),
+    ],
+)
+def test_a_round(planned: Plan, is_measured: bool, verdict: Verdict, says: str) -> None:
+    assert_finding(check_round(planned, is_supposed=False, is_measured=is_measured), verdict, says)
+
+
+def test_where_nobody_is_one_peer_like_this_machine_is_supposed() -> None:
+    found = check_round(plan(others=1), is_supposed=True, is_measured=True)
+    assert_finding(found, PASS, "with one peer like this machine, since nobody is there")
+    sent, cycle = found.values["sent_bytes"], found.values["outer_step_seconds"]
+    assert isinstance(sent, float)
+    assert isinstance(cycle, float)
+    assert found.values["sent_bytes_a_day"] == pytest.approx(sent / cycle * DAY)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    path = tmp_path_factory.mktemp("run") / "run.toml"
+    path.write_text(SMALL_RUN.format(source="corpus", outer_steps=10, inner_steps=20, peers=1))
+    return RunConfig.from_toml(path)
+
+
+@pytest.fixture(scope="module")
+def skeleton(config: RunConfig) -> Any:
+    return sized_skeleton(config)
+
+
+def test_what_a_run_takes_is_what_join_goes_by(config: RunConfig, skeleton: Any) -> None:
+    needs = needs_of(config, skeleton)
+    on_cpu, on_gpu = (size(config, gpus)[1] for gpus in (0, 1))
+    assert (on_cpu.memory, on_cpu.gpu) == (needs.main_memory_on_cpu, None)
+    assert (on_gpu.memory, on_gpu.gpu, on_gpu.disk) == (needs.main_memory, needs.device_memory, needs.disk)
+
+
+def test_a_speed_is_estimated_from_a_peak_that_is_known(config: RunConfig, skeleton: Any) -> None:
+    h100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80, 80, has_bf16=True)
+    one, two = (estimated_speed(config, skeleton, [h100] * count) for count in (1, 2))
+    flops = needs_of(config, skeleton).token_flops
+    assert flops is not None
+    assert one is not None
+    assert two is not None
+    assert one.tokens_per_second == pytest.approx(UTILISATION * 66.9e12 / flops)
+    assert two.tokens_per_second == pytest.approx(2 * one.tokens_per_second)
+    assert two.steps == 0
+    assert estimated_speed(config, skeleton, [replace(h100, name="Something else")]) is None
+    assert estimated_speed(config, skeleton, []) is None
+
+
+def test_the_first_inner_step_does_not_count_unless_it_is_alone() -> None:
+    told = [Progress(1, 5.0, 10.0), Progress(2, 5.0, 300.0)]
+    assert speed_of([60.0, 61.0, 62.0], told, 32) == Speed(32.0, 2)
+    assert speed_of([60.0], told[:1], 32) == Speed(10.0, 1)
+    assert speed_of([], [], 32) is None
+
+
+def planned(config: RunConfig, skeleton: Any, speed: float, bits: float, *others: float) -> Plan:
+    return plan_among(config, skeleton, Speed(speed, 5), Bandwidth(bits, bits, "a peer"), 0.05, others)
+
+
+def test_an_outer_step_is_training_and_a_round(config: RunConfig, skeleton: Any) -> None:
+    """20 inner steps of 32 tokens each; two peers send one payload each, of a byte a parameter and a little more."""
+    alone = planned(config, skeleton, 64.0, 1e6)
+    found, own = forecast(alone), forecast(alone).peers[0]
+    assert (alone.swarm.count, own.inner_steps, own.cycles) == (2, 20, 1)
+    assert alone.training_seconds(alone.swarm.peers[0]) == pytest.approx(10.0)
+    assert found.cycle_seconds == pytest.approx(10.0 + found.round_seconds)
+    assert own.sent_bits / 8 == pytest.approx(needs_of(config, skeleton).payload, rel=0.2)
+    assert forecast(planned(config, skeleton, 64.0, 1e8)).round_seconds < found.round_seconds
+
+
+def test_others_count_with_the_speed_that_they_tell(config: RunConfig, skeleton: Any) -> None:
+    equal, unsaid = (planned(config, skeleton, 64.0, 1e6, other) for other in (64.0, 0.0))
+    assert equal == unsaid
+    behind = planned(config, skeleton, 64.0, 1e6, 128.0, 128.0)
+    assert behind.swarm.count == 3
+    assert behind.own_steps(behind.swarm.peers[0]) == 10, "half as fast, half as many steps"
+
+
+def test_a_machine_that_is_far_too_slow_never_counts(config: RunConfig, skeleton: Any) -> None:
+    """It makes the smallest lease that there is, and the others do not wait for it."""
+    assert forecast(planned(config, skeleton, 1.0, 1e6, 6400.0, 6400.0)).peers[0].cycles == 0
