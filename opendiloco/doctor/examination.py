@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opendiloco.admission import enter
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.doctor.facts import Bandwidth, Gpu, Machine, Node, Speed, Taken
 from opendiloco.doctor.findings import CHECKS, Finding, Verdict, failed_with, passed, skipped
@@ -37,7 +38,6 @@ from opendiloco.doctor.network_checks import (
 )
 from opendiloco.doctor.run_checks import check_round, check_run, check_speed
 from opendiloco.doctor.system import has_volunteer, try_kernels, whole_machine
-from opendiloco.entrance import enter
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
@@ -185,9 +185,9 @@ class Examination:
             return None
         folder = None if wishes.ticket else RunFolder.at(run_id, wishes.key.peer_id, wishes.state)
         try:
-            entrance = await enter(transport, run, wishes.key, wishes.addresses, folder, wishes.ticket)
+            admitted = await enter(transport, run, wishes.key, wishes.addresses, folder, wishes.ticket)
             admission = passed(
-                "admission", "the run is open to everybody" if entrance is None else "its ticket is good"
+                "admission", "the run is open to everybody" if admitted is None else "its ticket is good"
             )
         except DilocoPeerError as error:
             admission = failed_with("admission", error)
