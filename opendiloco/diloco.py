@@ -30,13 +30,13 @@ from typing import Any, Self
 
 import torch
 
+from opendiloco.admission import enter, read_ticket
 from opendiloco.anchorage import ask_for_anchors
 from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
-from opendiloco.entrance import enter, read_ticket
 from opendiloco.errors import first_line
 from opendiloco.interrupts import RememberedInterrupt
 from opendiloco.local_workload import HeldOut
@@ -306,7 +306,7 @@ class DiLoCo:
             run = await find_run(transport, self._invite.run_id)
             check_run(run.config)
             await ask_for_anchors(transport, run, self._invite.addresses)
-            entrance = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
+            admission = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
             vectors = await asyncio.to_thread(initial_vectors, run.config, self._layout)
             device = next(self._model.parameters()).device
@@ -318,7 +318,7 @@ class DiLoCo:
             telemetry = workload.worker.telemetry
             telemetry.track_with([], configuration_of(run, self._identity.peer_id, workload.worker.device))
             volunteer.draw_with(Curves(telemetry, run.config))
-            volunteer.admitted_by(entrance)
+            volunteer.admitted_by(admission)
             loop = asyncio.get_running_loop()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
             self._joining.set_result(_Joined(workload, lambda: _call(loop, volunteer.leave)))

@@ -7,11 +7,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Protocol
 
+from opendiloco.admission import enter
 from opendiloco.anchorage import ask_for_anchors
 from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.journal import Journal
 from opendiloco.checkpoints.run_folder import RunFolder
-from opendiloco.entrance import enter
 from opendiloco.owner.watch import OwnersWatch
 from opendiloco.progress import CHECKING, FINDING
 from opendiloco.run import Run, find_run
@@ -85,7 +85,7 @@ class Stay:
                 run = self._as_wanted(await find_run(transport, invite.run_id, before.remembered_manifest()))
                 folder = RunFolder.open(run, key.peer_id, settings.state)
                 await ask_for_anchors(transport, run, invite.addresses, folder)
-                entrance = await enter(transport, run, key, invite.addresses, folder, self._ticket)
+                admission = await enter(transport, run, key, invite.addresses, folder, self._ticket)
                 view.say(f"found run {run.run_id}; starting a worker (some seconds)")
                 at_stage(CHECKING)
                 kept = folder if settings.keeps_anything else None
@@ -98,7 +98,7 @@ class Stay:
                     await sole
                     view.say(f"what outlives this process is in {folder.path}")
                     view.say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave")
-                    volunteer.admitted_by(entrance)
+                    volunteer.admitted_by(admission)
                     volunteer.be_in_team(settings.team or "")
                     volunteer.checkpoint_with(checkpointer)
                     volunteer.remember_with(remembered)

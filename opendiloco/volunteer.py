@@ -14,6 +14,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from opendiloco.admission import shown_out
 from opendiloco.checkpoints.checkpointer import Checkpointer
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.checkpoints.journal import Journal
@@ -22,7 +23,6 @@ from opendiloco.checkpoints.moments import check_moments_file, newest_moments
 from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.curves import Curves, configuration_of
-from opendiloco.entrance import Entrance
 from opendiloco.kernels import FORMATS
 from opendiloco.local_workload import LocalWorkload, TrainingWorkload
 from opendiloco.progress import Fragments
@@ -41,6 +41,7 @@ from peers.log.state import LogState
 from peers.net.findable import keep_findable
 from peers.net.remembered import RememberedPeers
 from peers.net.transport import HivemindTransport
+from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
@@ -82,7 +83,7 @@ class Volunteer:
         self._log = log
         self._leaving = False
         self._remembered: RememberedPeers | None = None
-        self._entrance: Entrance | None = None
+        self._admission: RunAdmission | None = None
         self._curves: Curves | None = None
 
     @property
@@ -128,11 +129,9 @@ class Volunteer:
         """Have the others hear that our work is a team's; an empty name: nobody's."""
         self._driver.be_in_team(team)
 
-    def admitted_by(self, entrance: Entrance | None) -> None:
-        """Stay for as long as this lets us."""
-        self._entrance = entrance
-        if entrance is not None:
-            entrance.roster = lambda: self._driver.peer.log.roster
+    def admitted_by(self, admission: RunAdmission | None) -> None:
+        """Stay for as long as our ticket is good, in a run by invitation."""
+        self._admission = admission
 
     def _prune_log(self) -> None:
         if self._folder is None or self._log is None:
@@ -157,8 +156,8 @@ class Volunteer:
         peer = self._driver.peer
         listening = doubled(self._transport, self.run.run_id, lambda: peer.incarnation, lambda: peer.log)
         failures.append(asyncio.create_task(listening))
-        if self._entrance is not None:
-            failures.append(asyncio.create_task(self._entrance.failure()))
+        if self._admission is not None:
+            failures.append(asyncio.create_task(shown_out(self._admission, peer.me)))
         try:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
             broken = [failure.result() for failure in failures if failure in done]

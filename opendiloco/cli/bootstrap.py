@@ -127,7 +127,7 @@ def read_tickets(tickets: tuple[str, ...]) -> list[Ticket]:
     """Raises: AdmissionError."""
     if not tickets:
         return []
-    from opendiloco.entrance import read_ticket
+    from opendiloco.admission import read_ticket
 
     return [read_ticket(ticket) for ticket in tickets]
 

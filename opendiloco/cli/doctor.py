@@ -35,8 +35,8 @@ def command(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool)
     With --run, look whether it can take part in that run, how fast, and at what price in traffic. Takes the options
     that `join` takes. Changes nothing, and trains nothing that counts.
     """
+    from opendiloco.admission import read_ticket
     from opendiloco.doctor.examination import Wishes
-    from opendiloco.entrance import read_ticket
 
     log.start("error")
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None

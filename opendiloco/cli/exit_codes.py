@@ -16,7 +16,7 @@ EXIT_CODES: dict[int, str] = {
     10: "a remote folder cannot be used: its URL, the package for it, or its credentials",
     11: "a log whose headers, payloads or states are not what its digests say, or that an anchor may not sign",
     12: "a peer of a run that is followed has another state than the log leads to, or this machine has",
-    13: "a run by invitation does not admit this machine: no ticket, or one that is expired, revoked or used up",
+    13: "a run by invitation does not admit this machine: no ticket, or one that is expired or revoked",
     14: "another machine takes part with the same key: a copied identity file",
     15: "the machines of one volunteer do not fit together, or one of them is lost",
     16: "`doctor` has found what keeps this machine from training, or from taking part in the run",

@@ -160,9 +160,9 @@ class Joining:
 
     def _stay(self) -> Stay:
         """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
+        from opendiloco.admission import read_ticket
         from opendiloco.checkpoints.journal import Journal
         from opendiloco.checkpoints.remote import check_url
-        from opendiloco.entrance import read_ticket
         from opendiloco.stay import Stay
 
         settings = self.settings

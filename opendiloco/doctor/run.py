@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opendiloco.admission import enter
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
 from opendiloco.doctor.findings import Finding, failed, failed_with, passed, skipped, warned
 from opendiloco.doctor.machine import Taken
 from opendiloco.doctor.network import Bandwidth
 from opendiloco.doctor.torch_probe import Gpu
-from opendiloco.entrance import enter
 from opendiloco.plan.forecast import SECONDS_A_DAY, Plan, forecast
 from opendiloco.plan.links import PEERS_LIMIT, Links, PeerSection
 from opendiloco.plan.report import duration
@@ -66,10 +66,10 @@ async def check_admission(
     """Come into the run as `join` would, with this ticket or with one that was kept."""
     folder = None if ticket else RunFolder.at(run.run_id, key.peer_id, state)
     try:
-        entrance = await enter(transport, run, key, addresses, folder, ticket)
+        admission = await enter(transport, run, key, addresses, folder, ticket)
     except DilocoPeerError as error:
         return failed_with("admission", error)
-    return passed("admission", "the run is open to everybody" if entrance is None else "its ticket is good")
+    return passed("admission", "the run is open to everybody" if admission is None else "its ticket is good")
 
 
 def check_data(run: Run, folders: Sequence[Path]) -> tuple[Finding, Run]:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 
 from peers.errors import RemoteProtocolError
-from peers.net.doors import ASK_TIMEOUT, DoorNetwork
+from peers.net.asking import ASK_TIMEOUT, AskingNetwork
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.values.amendments import Amendment, newest
 from peers.values.manifest import SignedManifest
@@ -66,7 +66,7 @@ class Amendments:
         return b""
 
 
-async def give(network: DoorNetwork, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
+async def give(network: AskingNetwork, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
     """Give an amendment to these peers. Returns how many took it."""
     request = pack(AmendmentRequest(run=run, amendment=amendment))
 

@@ -14,8 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.errors import RemoteProtocolError
-from peers.net.asking import Asking
-from peers.net.doors import ASK_TIMEOUT, DoorNetwork
+from peers.net.asking import ASK_TIMEOUT, Asking, AskingNetwork
 from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.values.anchors import HEADS_BYTES, AnchorError, Anchors
@@ -84,7 +83,7 @@ class Anchorage:
         self._take_from(sender, request.run, request.known)
         return self.of(request.run).packed
 
-    async def exchange(self, network: DoorNetwork, run: str, peer: str) -> None:
+    async def exchange(self, network: AskingNetwork, run: str, peer: str) -> None:
         """Tell a peer, or a node that remembers runs, what we know, and take in what it knows.
 
         Raises: PeerUnreachableError, RemoteProtocolError.
@@ -92,7 +91,7 @@ class Anchorage:
         request = AnchorsRequest(run=run, known=self.of(run).packed)
         self._take_from(peer, run, await network.call(peer, ANCHORS, pack(request), ASK_TIMEOUT))
 
-    async def exchange_with(self, network: DoorNetwork, run: str, peers: Iterable[str]) -> int:
+    async def exchange_with(self, network: AskingNetwork, run: str, peers: Iterable[str]) -> int:
         """Exchange with all of these. Returns how many answered."""
 
         async def exchange(peer: str) -> bool:
@@ -105,7 +104,7 @@ class Anchorage:
 
         return sum(await asyncio.gather(*map(exchange, peers)))
 
-    def catch_up(self, network: DoorNetwork, run: str, heartbeats: Iterable[Heartbeat]) -> None:
+    def catch_up(self, network: AskingNetwork, run: str, heartbeats: Iterable[Heartbeat]) -> None:
         """Begin an exchange with one of the peers that know something else."""
         if not self.of(run).keys:
             return

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from typing import Protocol
 
 from peers import metrics
 from peers.errors import RemoteProtocolError
@@ -14,8 +15,15 @@ from peers.streams.channel import PeerUnreachableError
 
 logger = logging.getLogger(__name__)
 
+ASK_TIMEOUT = 10.0  # seconds
 PAUSE = 30.0  # seconds for which a peer is not asked again
 ASKED_LIMIT = 1000
+
+
+class AskingNetwork(Protocol):
+    peer_id: str
+
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
 
 
 class Asking:

@@ -98,7 +98,7 @@ async def run_bootstrap(
     """
     store = ManifestStore(manifest_directory, check)
     publishing = RunFailures("publishing")
-    chains = {ticket.run: ticket.chain_for(identity.peer_id) for ticket in tickets}
+    shown = {ticket.run: ticket.shown_by(identity.peer_id) for ticket in tickets}
     transport = await HivemindTransport.create(identity, initial_peers, listen, announce, public=True, links=links)
     announcements = Announcements(transport)
     try:
@@ -117,19 +117,19 @@ async def run_bootstrap(
             except LocalNetworkError as error:
                 logger.error("run %s is not kept: %s", manifest.run_id, error)
                 raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
-            _open_door(transport, store, manifest, chains)
+            _learn(transport, store, manifest, shown)
             await transport.store_manifest(manifest, MANIFEST_LIFETIME)
             logger.info("run %s was announced by %s, from %s", manifest.run_id, sender, network)
             return manifest.run_id.encode()
 
-        transport.doors.on_revoked = store.keep_revocations
+        transport.admissions.on_revoked = store.keep_revocations
         transport.anchorage.on_news = store.keep_anchors
         for manifest in store:
             with publishing.caught(manifest.run_id):
-                _open_door(transport, store, manifest, chains)
+                _learn(transport, store, manifest, shown)
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
         await serve_catalogue(
-            transport, lambda: (run_id for run_id in store.run_ids() if transport.doors.of(run_id) is None)
+            transport, lambda: (run_id for run_id in store.run_ids() if transport.admissions.of(run_id) is None)
         )
         await transport.on_stream(RATING, Rater(transport.no_round).answer)
         await _publish(transport, store, publishing)
@@ -163,8 +163,8 @@ async def announce_manifest(
     return tuple(kept)
 
 
-def _open_door(
-    transport: HivemindTransport, store: ManifestStore, manifest: SignedManifest, chains: Mapping[str, bytes]
+def _learn(
+    transport: HivemindTransport, store: ManifestStore, manifest: SignedManifest, shown: Mapping[str, bytes]
 ) -> None:
     """Learn who may come into a run, what admits ourselves, should we keep it, and what its anchors have signed."""
     transport.learn(manifest)
@@ -172,13 +172,13 @@ def _open_door(
         transport.anchorage.take(manifest.run_id, store.anchors(manifest.run_id))
     except AnchorError as error:
         logger.warning("what the anchors of %s have signed: %s", manifest.run_id, error)
-    guests = transport.doors.of(manifest.run_id)
-    if guests is None:
+    admission = transport.admissions.of(manifest.run_id)
+    if admission is None:
         return
-    guests.show(transport.peer_id, chains.get(manifest.run_id, b""))
+    admission.ticket = shown.get(manifest.run_id, b"")
     if revoked := store.revocations(manifest.run_id):
         try:
-            guests.revoke(revoked)
+            admission.revoke(revoked)
         except TicketError as error:
             logger.warning("a list of revoked tickets of %s: %s", manifest.run_id, error)
 

@@ -18,6 +18,7 @@ from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, RemoteProtocolError
 from peers.links.network_watch import NetworkWatch
 from peers.links.own_network import is_behind_nat, network_at
+from peers.net.admissions import REVOCATIONS, Admissions
 from peers.net.amendments import AMENDMENTS, Amendments
 from peers.net.anchorage import ANCHORS, Anchorage
 from peers.net.daemon import (
@@ -33,7 +34,6 @@ from peers.net.daemon import (
     unreachable,
 )
 from peers.net.dht_storage import bounded
-from peers.net.doors import REVOCATIONS, Doors
 from peers.net.first_contact import first_contacts, reach
 from peers.net.foothold import Foothold
 from peers.net.records import heartbeats_key, manifest_key, record_is_valid
@@ -62,12 +62,12 @@ DHT_OPTIONS = {
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
     """Keeps from this node's part of the DHT what does not prove itself."""
 
-    def __init__(self, doors: Doors) -> None:
-        self._doors = doors
+    def __init__(self, admissions: Admissions) -> None:
+        self._admissions = admissions
 
     def validate(self, record: Any) -> bool:
         return record_is_valid(
-            record.key, record.subkey, record.value, record.expiration_time, time.time(), self._doors
+            record.key, record.subkey, record.value, record.expiration_time, time.time(), self._admissions
         )
 
 
@@ -88,8 +88,8 @@ class HivemindNode:
     """One node of the DHT. Made by `create`; `close` ends it."""
 
     def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
-        self.doors = Doors()
-        """Who may come into which run."""
+        self.admissions = Admissions()
+        """Admission to the runs that are known here."""
         self.anchorage = Anchorage()
         """What the anchors of runs have signed."""
         self.amendments = Amendments()
@@ -134,7 +134,7 @@ class HivemindNode:
         contacts = await first_contacts(initial_peers, remembered())
         exposure = _exposure(local, public)
         waits = bool(initial_peers) and exposure in (Exposure.PRIVATE, Exposure.UNKNOWN)
-        doors = Doors()
+        admissions = Admissions()
         start = partial(start_daemon, identity, contacts, listen, announce, client_mode, exposure)
         daemon = await reach(start, contacts)
         try:
@@ -142,13 +142,13 @@ class HivemindNode:
                 p2p=daemon,
                 initial_peers=contacts,
                 client_mode=client_mode or waits,
-                record_validator=RecordValidator(doors),
+                record_validator=RecordValidator(admissions),
                 **DHT_OPTIONS,
             )
             node.protocol.storage, node.protocol.cache = bounded(node.protocol.storage), bounded(node.protocol.cache)
             transport = cls(daemon, node, await _visible_addresses(daemon))
-            transport.doors = doors
-            doors.find = transport._search_manifest
+            transport.admissions = admissions
+            admissions.find = transport._search_manifest
         except BaseException as error:
             await stop_daemon(daemon)
             if isinstance(error, RuntimeError) and "none of the initial_peers" in str(error):
@@ -166,7 +166,7 @@ class HivemindNode:
     async def close(self) -> None:
         """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
         try:
-            await self.doors.close()
+            await self.admissions.close()
             await self.anchorage.close()
             if self._watching is not None:
                 self._watching.cancel()
@@ -253,14 +253,14 @@ class HivemindNode:
     def learn(self, manifest: SignedManifest) -> None:
         """Take in who may join this run: only they are heard from now on. Those that the manifest names keep their
         places under the run's key."""
-        self.doors.learn(manifest)
+        self.admissions.learn(manifest)
         self.anchorage.learn(manifest)
         self.amendments.learn(manifest)
         self._name(manifest.run_id, {manifest.organiser, *manifest.anchors})
 
     def forget(self, run_id: str) -> None:
         """Forget a run that was learned."""
-        self.doors.forget(run_id)
+        self.admissions.forget(run_id)
         self.anchorage.forget(run_id)
         self.amendments.forget(run_id)
         self._name(run_id, ())
@@ -274,7 +274,7 @@ class HivemindNode:
     def told(self) -> dict[str, Callable[[str, bytes], Coroutine[None, None, bytes]]]:
         """What answers those that ask for what organisers and anchors have signed, or tell it, by the call's name."""
         return {
-            REVOCATIONS: self.doors.answer,
+            REVOCATIONS: self.admissions.answer,
             ANCHORS: self.anchorage.answer,
             AMENDMENTS: self.amendments.answer,
         }
@@ -289,13 +289,13 @@ class HivemindNode:
 
     def check_admitted(self, run_id: str, peer_id: str) -> None:
         """Raises: RefusalError unless the peer may take part in the run, as far as we know."""
-        self.doors.check(run_id, peer_id)
+        self.admissions.check(run_id, peer_id)
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
-        """Return what our heartbeats show where a ticket is needed: its chain, and the number of our list of revoked
+        """Return what our heartbeats show where a ticket is needed: our own, and the number of our list of revoked
         ones."""
-        guests = self.doors.of(run_id)
-        return (guests.chain, guests.number) if guests else (b"", 0)
+        admission = self.admissions.of(run_id)
+        return (admission.ticket, admission.number) if admission else (b"", 0)
 
     async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
         """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""

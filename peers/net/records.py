@@ -2,8 +2,8 @@
 
 A node refuses every record that does not prove itself: a manifest under the key that its own digest gives it, a
 heartbeat signed by the peer that its subkey names, under the key of the run that it is about. Where the node has the
-manifest of a run by invitation, the peer must be admitted, too. Nothing else can be
-stored, and nobody can overwrite what is somebody else's.
+manifest of a run by invitation, the peer must be admitted, too. Nothing else can be stored, and nobody can overwrite
+what is somebody else's.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import hashlib
 import heapq
 from collections.abc import Hashable
 from itertools import count
-from typing import Protocol
 
 from peers.errors import DilocoPeerError
+from peers.net.admissions import Admissions
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
 from peers.values.wire import WireError, decode
@@ -41,15 +41,8 @@ def key_digest(key: bytes) -> bytes:
     return hashlib.sha1(key, usedforsecurity=False).digest()
 
 
-class Guard(Protocol):
-    """What a node knows of who may come into which run."""
-
-    def admits(self, heartbeat: Heartbeat, wall: float) -> bool: ...
-    def learn(self, manifest: SignedManifest, is_ours: bool) -> None: ...
-
-
 def record_is_valid(
-    key: bytes, subkey: bytes, value: bytes, expiration: float, now: float, guard: Guard | None = None
+    key: bytes, subkey: bytes, value: bytes, expiration: float, now: float, admissions: Admissions | None = None
 ) -> bool:
     """Whether a node may keep a record.
 
@@ -63,8 +56,8 @@ def record_is_valid(
         if owner is None:
             manifest = SignedManifest.unpack(data)
             is_there = key == key_digest(manifest_key(manifest.run_id))
-            if is_there and guard is not None:
-                guard.learn(manifest, is_ours=False)
+            if is_there and admissions is not None:
+                admissions.learn(manifest, is_ours=False)
             return is_there and expiration <= now + MANIFEST_LIFETIME_LIMIT
         heartbeat = Heartbeat.verify(data)
     except (WireError, DilocoPeerError):
@@ -72,7 +65,7 @@ def record_is_valid(
     # The DHT prefers what expires later: past the signed expiration, an old heartbeat could displace a newer one.
     timely = expiration <= heartbeat.expires <= now + CLOCK_TOLERANCE + heartbeat.lifetime
     is_its_own = key == key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer
-    return is_its_own and timely and (guard is None or guard.admits(heartbeat, now))
+    return is_its_own and timely and (admissions is None or admissions.admits(heartbeat, now))
 
 
 class RecordBudget:

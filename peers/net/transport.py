@@ -185,7 +185,7 @@ class HivemindTransport(HivemindNode):
     def whereabouts_of(self, run_id: str) -> Whereabouts:
         if run_id not in self._whereabouts:
             self._whereabouts[run_id] = Whereabouts(run_id, self)
-        self._whereabouts[run_id].gossip.guests = self.doors.of(run_id)
+        self._whereabouts[run_id].gossip.admission = self.admissions.of(run_id)
         return self._whereabouts[run_id]
 
     def pace(self, run_id: str) -> Pace:
@@ -199,7 +199,7 @@ class HivemindTransport(HivemindNode):
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
         found = await self.whereabouts_of(run_id).heartbeats()
-        self.doors.catch_up(self, run_id, found)
+        self.admissions.catch_up(self, run_id, found)
         self.anchorage.catch_up(self, run_id, found)
         if self._links:
             self._links.observe(contacts_of(found), self._is_eager)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from peers.errors import RemoteProtocolError
+from peers.presence.admission import RunAdmission, refused
 from peers.presence.allowances import Allowances
 from peers.presence.copies import Copies
-from peers.presence.guests import GuestList, refused
 from peers.presence.heard import HEARTBEATS_AT_ONCE, NO_TAG, Heard, Word
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
@@ -76,8 +76,8 @@ class Gossip:
         self.answered_at = -float("inf")
         """When another peer last took part in an exchange with us."""
         self.copies = Copies()
-        self.guests: GuestList | None = None
-        """Who may take part; None: everybody."""
+        self.admission: RunAdmission | None = None
+        """Admission to the run; None: it is open."""
         self._others: list[str] = []
         self._counted = 0
         self._counted_at = -float("inf")
@@ -115,11 +115,11 @@ class Gossip:
 
     def _refusal(self, heartbeat: Heartbeat, wall: float) -> str:
         """Return why a peer may not take part; empty: it may."""
-        return self.guests.admit(heartbeat.peer, heartbeat.ticket, wall) if self.guests else ""
+        return self.admission.admit(heartbeat.peer, heartbeat.ticket, wall) if self.admission else ""
 
     def see_out(self, wall: float) -> None:
         """Forget those who may not take part any more: their tickets were revoked, or are expired."""
-        if self.guests is not None:
+        if self.admission is not None:
             out = [one for one in self.heard.all_heartbeats() if one.peer != self.me and self._refusal(one, wall)]
             for heartbeat in out:
                 self.heard.drop(heartbeat.peer)
@@ -302,18 +302,16 @@ class Gossip:
     def _is_member(self, sender: str, told: News, wall: float) -> bool:
         """Whether a peer says, or has said, who it is in this run. Its own heartbeat comes first.
 
-        A peer with a good ticket whose place another one has is told of that like a stranger. Raises: AdmissionError.
+        Raises: AdmissionError, when it has no ticket and needs one.
         """
         if self.heard.get(sender) is not None:
             return True
         own = Heartbeat.verify(told.wholes[0].signed, self.heard.run) if told.wholes else None
         is_own = own is not None and own.peer == sender
-        if self.guests is None:
-            return is_own
         ticket = own.ticket if own is not None and is_own else b""
-        if reason := self.guests.refusal(sender, ticket, wall):
+        if self.admission is not None and (reason := self.admission.admit(sender, ticket, wall)):
             raise refused(sender, self.heard.run, reason)
-        return is_own and not self.guests.admit(sender, ticket, wall)
+        return is_own
 
     # Both -----------------------------------------------------------------------------------------------------
     def _lacks(self, peer: str, word: Word, has: dict[str, LifeSign]) -> bool:

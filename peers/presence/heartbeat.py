@@ -16,7 +16,7 @@ from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
 from peers.values.signing import Signature
 from peers.values.teams import TEAM, TEAM_LENGTH
-from peers.values.tickets import CHAIN_BYTES
+from peers.values.tickets import SHOWN_BYTES
 from peers.values.wire import (
     PROTOCOL_VERSION,
     Count,
@@ -123,7 +123,7 @@ class Heartbeat(Value):
     held no entry from index `departure` on, as the `farewell` proves: its signature of that `Departure`. Its `seal` is
     what later signs of life (`LifeSign`) lead to; None: there will be none.
 
-    In a run by invitation its `ticket` is the chain of grants that admits it, and `revocations` the number of the
+    In a run by invitation its `ticket` is the packed `ShownTicket` that admits it, and `revocations` the number of the
     newest list of revoked tickets that it has. `anchors` names all that it knows of what the run's anchors have signed
     (see `Anchors.digest`); empty: nothing. `team` is whom it wants its work to count for, as it says itself.
 
@@ -157,7 +157,7 @@ class Heartbeat(Value):
     departure: Count = 0
     farewell: Annotated[bytes, Field(strict=True, max_length=SIGNATURE_BYTES)] = b""
     seal: Seal | None = None
-    ticket: Annotated[bytes, Field(strict=True, max_length=CHAIN_BYTES)] = b""
+    ticket: Annotated[bytes, Field(strict=True, max_length=SHOWN_BYTES)] = b""
     revocations: Count = 0
     anchors: Annotated[bytes, Field(strict=True, max_length=ANCHORS_DIGEST_BYTES)] = b""
     team: Team = ""

@@ -84,7 +84,7 @@ class SignedManifest(Value):
 
     @cached_property
     def is_by_invitation(self) -> bool:
-        """Whether only those may join whom the organiser, or a holder of a quota, has given a ticket."""
+        """Whether only peers with a ticket of the organiser may join."""
         admission = self.values.get("admission")
         return isinstance(admission, dict) and admission.get("mode") == "invite"
 

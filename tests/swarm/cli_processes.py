@@ -26,7 +26,7 @@ from opendiloco.run import Run
 from opendiloco.volunteer import connected
 from peers.net.bootstrap import announce_manifest
 from peers.values.identity import Identity
-from peers.values.manifest import Invite
+from peers.values.manifest import Invite, SignedManifest
 from tests.child_processes import child_processes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -272,15 +272,18 @@ def create_run(site: Site, run: Path, address: str, prefix: tuple[str, ...] = ()
 
 def announce_run(run: Path, address: str) -> str:
     """The invite to a new run, for tests of other commands: `run create` takes seconds to check the model."""
-    signed = Run.sign(RunConfig.from_toml(run), Identity.generate())
+    return announce(Run.sign(RunConfig.from_toml(run), Identity.generate()).manifest, address)
 
-    async def announce() -> tuple[str, ...]:
+
+def announce(manifest: SignedManifest, address: str) -> str:
+    """Have a node remember a run. Returns the invite through it."""
+
+    async def announced() -> tuple[str, ...]:
         async with connected(Identity.generate(), (address,), LOOPBACK[1:2], client_mode=True) as transport:
-            return await announce_manifest(transport, signed.manifest, (address,))
+            return await announce_manifest(transport, manifest, (address,))
 
-    kept = asyncio.run(announce())
-    assert kept == (address,)
-    return str(Invite(signed.run_id, kept))
+    assert asyncio.run(announced()) == (address,)
+    return str(Invite(manifest.run_id, (address,)))
 
 
 @contextmanager

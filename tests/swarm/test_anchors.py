@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
@@ -14,12 +13,10 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.volunteer import connected
-from peers.net.bootstrap import announce_manifest
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Command, Site, bootstrap, eventually, volunteers
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce, bootstrap, eventually, volunteers
 
 pytestmark = pytest.mark.swarm
 
@@ -87,17 +84,6 @@ def create(site: Site, run: Path, address: str) -> str:
     [invite] = re.findall(r"^invite: +(\S+)$", created.out, re.MULTILINE)
     assert isinstance(invite, str)
     return invite
-
-
-def announce(manifest: SignedManifest, address: str) -> str:
-    """Have a node remember a run. Returns the invite through it."""
-
-    async def announced() -> tuple[str, ...]:
-        async with connected(Identity.generate(), (address,), LOOPBACK[1:2], client_mode=True) as transport:
-            return await announce_manifest(transport, manifest, (address,))
-
-    assert asyncio.run(announced()) == (address,)
-    return str(Invite(manifest.run_id, (address,)))
 
 
 def status(site: Site, invite: str) -> list[dict[str, object]]:

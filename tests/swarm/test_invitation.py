@@ -12,10 +12,13 @@ from typing import NamedTuple
 import pytest
 
 from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Command, Site, bootstrap, leave
+from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce, bootstrap, eventually, leave
 
 pytestmark = pytest.mark.swarm
+
+SECONDS_TO_EXPIRY = 60
 
 
 class Party(NamedTuple):
@@ -56,37 +59,61 @@ def test_guests_and_others(party: Party) -> None:
     friend = Identity.generate()
     friend.save(site.folder / "friend.pem")
     anybodys, name = party.ticket()
-    (site.folder / "ticket.txt").write_text(party.ticket("--for", friend.peer_id, "--places", "2")[0])
-    with party.join("nobody.pem") as uninvited:
-        ended = uninvited.finish()
-        assert ended.code == 13
-        assert "is by invitation. Ask its organiser for a ticket; join with --ticket." in ended.err
-    with party.join("one.pem", anybodys) as one, party.join("friend.pem", "ticket.txt") as other:
-        other.line("outer step .* 2 peers", "the two guests do not train together")
-        one.line("outer step .* 2 peers", "the first guest does not train with the second")
-        with party.join("late.pem", anybodys) as late:
-            ended = late.finish()
+    (site.folder / "ticket.txt").write_text(party.ticket("--for", friend.peer_id)[0])
+    for shown, reason in (
+        (None, "is by invitation. Ask its organiser for a ticket; join with --ticket."),
+        ("ticket.txt", f"the ticket is for the peer {friend.peer_id}; this machine is"),
+    ):
+        with party.join("nobody.pem", shown) as uninvited:
+            ended = uninvited.finish()
             assert ended.code == 13
-            assert "is taken by" in ended.err
+            assert reason in ended.err
+    with (
+        party.join("one.pem", anybodys) as one,
+        party.join("two.pem", anybodys) as two,
+        party.join("friend.pem", "ticket.txt") as other,
+    ):
+        for guest in (one, two, other):
+            guest.line("outer step .* 3 peers", "the guests do not train together")
         seen = site.run("status", "--run", party.invite, "--identity", "organiser.pem", "--json")
         assert seen.code == 0, seen.err
-        assert len(json.loads(seen.out)["peers"]) == 2
-        given = site.run("invite", "create", "--from", "ticket.txt", "--identity", "friend.pem")
-        assert given.code == 0, given.err
-        again = site.run("invite", "create", "--from", "ticket.txt", "--identity", "friend.pem")
-        assert again.code == 13
-        assert "of the ticket's 2 places, 0 can still be given on" in again.err
+        assert len(json.loads(seen.out)["peers"]) == 3
         how = ("--identity", "organiser.pem", "--initial-peer", party.address)
         revoked = site.run("invite", "revoke", party.manifest, name, *how)
         assert revoked.code == 0, revoked.err
         listed = site.run("invite", "list", party.manifest, "--identity", "organiser.pem")
-        assert re.search(rf"{name} +1 places .* revoked +anybody", listed.out)
-        ended = one.finish()
-        assert ended.code == 13
-        assert "its ticket was revoked" in ended.err
+        assert re.search(rf"{name} .* revoked +anybody", listed.out)
+        for guest in (one, two):
+            ended = guest.finish()
+            assert ended.code == 13
+            assert "its ticket was revoked" in ended.err
         other.line("outer step .* 1 peers", "the other guest does not go on")
         leave(other)
     with party.join("friend.pem") as again_there:
         again_there.line("outer step", "a guest that comes back is not admitted with the ticket of before")
-        again_there.signal(signal.SIGTERM)
-        assert again_there.finish().code == 0
+        leave(again_there)
+
+
+def test_an_archive_and_a_ticket_that_expires(party: Party) -> None:
+    site = party.site
+    archive = Identity.generate()
+    archive.save(site.folder / "archive.pem")
+    kept = ("--archive", "archive", "--ticket", party.ticket("--for", archive.peer_id)[0])
+    with site.start("bootstrap", "--identity", "archive.pem", *kept, *LOOPBACK) as node:
+        address = node.line(r"/ip4/\S+/p2p/\w+", "the archive does not say where it is")
+        invite = announce(SignedManifest.unpack((site.folder / party.manifest).read_bytes()), address)
+        there = party._replace(invite=invite)
+        soon = str(SECONDS_TO_EXPIRY / 86400)
+        with (
+            there.join("guest.pem", party.ticket("--days", soon)[0]) as guest,
+            there.join("organiser.pem") as organiser,
+        ):
+            organiser.line("outer step", "the organiser does not train without a ticket")
+            payloads = (site.folder / "archive").rglob
+            eventually(lambda: any(payloads("*.payload")), "the archive does not follow the run")
+            ended = guest.finish()
+            assert ended.code == 13
+            assert "its ticket is expired" in ended.err
+            leave(organiser)
+        node.signal(signal.SIGINT)
+        assert node.finish().code == 0

@@ -1,4 +1,4 @@
-"""Who may come into which run, at one node; and how lists of revoked tickets get around."""
+"""Admission to runs at one node, and how lists of revoked tickets get around."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.net.doors import STRANGERS_LIMIT, Doors, RevocationsRequest
+from peers.net.admissions import STRANGERS_LIMIT, Admissions, RevocationsRequest
 from peers.net.records import heartbeats_key, key_digest, manifest_key, record_is_valid
 from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import RefusalError
@@ -33,8 +33,8 @@ def beat_of(peer: Identity, run: str = RUN, ticket: bytes = b"", revocations: in
     return heartbeat(peer=peer.peer_id, run=run, sequence=sequence, ticket=ticket, revocations=revocations)
 
 
-def doors(*manifests: SignedManifest) -> Doors:
-    made = Doors()
+def admissions(*manifests: SignedManifest) -> Admissions:
+    made = Admissions()
     for manifest in manifests:
         made.learn(manifest)
     return made
@@ -48,9 +48,9 @@ def test_a_run_by_invitation_says_so() -> None:
 
 
 def test_only_who_was_seen_with_a_ticket_may_come_in() -> None:
-    made, now = doors(BY_INVITATION, OPEN), time.time()
-    assert made.admits(beat_of(FRIEND, ticket=TICKET.chain_for(FRIEND.peer_id)), now)
-    assert not made.admits(beat_of(STRANGER, ticket=TICKET.chain_for(FRIEND.peer_id)), now)
+    made, now = admissions(BY_INVITATION, OPEN), time.time()
+    assert made.admits(beat_of(FRIEND, ticket=TICKET.shown_by(FRIEND.peer_id)), now)
+    assert not made.admits(beat_of(STRANGER, ticket=TICKET.shown_by(FRIEND.peer_id)), now)
     made.check(RUN, FRIEND.peer_id)
     with pytest.raises(RefusalError, match=r"is by invitation: it has shown no ticket here\. Ask whoever"):
         made.check(RUN, STRANGER.peer_id)
@@ -62,20 +62,20 @@ def test_only_who_was_seen_with_a_ticket_may_come_in() -> None:
 class TestRecords:
     """What the DHT's nodes keep."""
 
-    def keeps(self, made: Doors, peer: Identity, ticket: bytes = b"") -> bool:
+    def keeps(self, made: Admissions, peer: Identity, ticket: bytes = b"") -> bool:
         said = beat_of(peer, ticket=ticket)
         place, subkey = key_digest(heartbeats_key(RUN)), msgpack.packb(peer.peer_id)
         value = msgpack.packb(said.sign(peer))
         return record_is_valid(place, subkey, value, said.expires, time.time(), made)
 
-    def test_a_node_with_the_manifest_keeps_only_guests(self) -> None:
-        assert self.keeps(doors(BY_INVITATION), FRIEND, TICKET.chain_for(FRIEND.peer_id))
-        assert not self.keeps(doors(BY_INVITATION), STRANGER)
-        assert not self.keeps(doors(BY_INVITATION), STRANGER, TICKET.chain_for(FRIEND.peer_id))
-        assert self.keeps(doors(), STRANGER), "it can't know"
+    def test_a_node_with_the_manifest_keeps_only_who_is_admitted(self) -> None:
+        assert self.keeps(admissions(BY_INVITATION), FRIEND, TICKET.shown_by(FRIEND.peer_id))
+        assert not self.keeps(admissions(BY_INVITATION), STRANGER)
+        assert not self.keeps(admissions(BY_INVITATION), STRANGER, TICKET.shown_by(FRIEND.peer_id))
+        assert self.keeps(admissions(), STRANGER), "it can't know"
 
     def test_a_node_learns_from_the_manifests_that_it_keeps(self) -> None:
-        made, value = doors(), msgpack.packb(BY_INVITATION.pack())
+        made, value = admissions(), msgpack.packb(BY_INVITATION.pack())
         elsewhere = key_digest(manifest_key(OPEN.run_id))
         assert not record_is_valid(elsewhere, msgpack.packb(None), value, 1.0, time.time(), made)
         assert self.keeps(made, STRANGER)
@@ -85,7 +85,7 @@ class TestRecords:
 
     def test_a_node_without_the_manifest_looks_for_it(self) -> None:
         async def scenario() -> None:
-            made, sought = doors(), list[str]()
+            made, sought = admissions(), list[str]()
 
             async def find(run: str) -> SignedManifest | None:
                 sought.append(run)
@@ -98,15 +98,15 @@ class TestRecords:
                     await asyncio.sleep(0)
             assert sought == [RUN, OPEN.run_id, "unknown-" + "a" * 32], "each once in a while"
             assert not self.keeps(made, STRANGER)
-            assert self.keeps(made, FRIEND, TICKET.chain_for(FRIEND.peer_id))
+            assert self.keeps(made, FRIEND, TICKET.shown_by(FRIEND.peer_id))
             await made.close()
 
         asyncio.run(scenario())
 
     def test_runs_of_others_are_forgotten_and_ours_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("peers.net.doors.STRANGERS_LIMIT", 2)
+        monkeypatch.setattr("peers.net.admissions.STRANGERS_LIMIT", 2)
         assert STRANGERS_LIMIT > 2
-        made = doors(BY_INVITATION)
+        made = admissions(BY_INVITATION)
         others = [SignedManifest.create(ORGANISER, f"x{one}", {"admission": {"mode": "invite"}}) for one in range(4)]
         for other in others:
             made.learn(other, is_ours=False)
@@ -117,7 +117,7 @@ class TestRecords:
 class TestRevocations:
     def test_the_newer_list_gets_to_both(self) -> None:
         for knows in (0, 1):
-            both = doors(BY_INVITATION), doors(BY_INVITATION)
+            both = admissions(BY_INVITATION), admissions(BY_INVITATION)
             kept: list[tuple[str, bytes]] = []
             both[knows].revoke(RUN, pack(LIST))
             both[1 - knows].on_revoked = lambda run, packed, kept=kept: kept.append((run, packed))  # type: ignore[misc]
@@ -127,7 +127,7 @@ class TestRevocations:
 
     def test_false_lists_are_dropped(self) -> None:
         false = pack(Revocations.sign(RUN, 9, (), STRANGER))
-        one, other = doors(BY_INVITATION), doors(BY_INVITATION)
+        one, other = admissions(BY_INVITATION), admissions(BY_INVITATION)
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
             asyncio.run(one.answer("b", pack(RevocationsRequest(run=RUN, known=false))))
         network = Network("a", {"b": other})
@@ -139,20 +139,20 @@ class TestRevocations:
     @pytest.mark.parametrize("payload", [b"", b"x", bytes(100_000)], ids=len)
     def test_what_is_no_request(self, payload: bytes) -> None:
         with pytest.raises(RemoteProtocolError):
-            asyncio.run(doors(BY_INVITATION).answer("b", payload))
+            asyncio.run(admissions(BY_INVITATION).answer("b", payload))
 
     def test_a_run_that_is_not_known(self) -> None:
         with pytest.raises(RefusalError, match="is known here"):
-            asyncio.run(doors(OPEN).answer("b", pack(RevocationsRequest(run=RUN, known=b""))))
+            asyncio.run(admissions(OPEN).answer("b", pack(RevocationsRequest(run=RUN, known=b""))))
 
     def test_whoever_knows_of_later_ones_is_asked_once(self) -> None:
         """A liar that claims to have a later list costs one question in a while."""
 
         async def scenario() -> None:
-            one, other = doors(BY_INVITATION), doors(BY_INVITATION)
+            one, other = admissions(BY_INVITATION), admissions(BY_INVITATION)
             other.revoke(RUN, pack(LIST))
             liar, honest = beat_of(STRANGER, revocations=99), beat_of(FRIEND, revocations=1)
-            network = Network("a", {STRANGER.peer_id: doors(BY_INVITATION), FRIEND.peer_id: other})
+            network = Network("a", {STRANGER.peer_id: admissions(BY_INVITATION), FRIEND.peer_id: other})
             for _ in range(20):
                 one.catch_up(network, RUN, [liar, honest])
                 await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Who may come into which run, as far as this node has the manifests; and how lists of revoked tickets get around."""
+"""Admission to all runs of which this node has the manifests, and the spreading of lists of revoked tickets."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
 from peers.errors import AdmissionError, RemoteProtocolError
-from peers.net.asking import Asking
+from peers.net.asking import ASK_TIMEOUT, Asking, AskingNetwork
 from peers.net.daemon import NETWORK_ERRORS
-from peers.presence.guests import GuestList
+from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import RefusalError
 from peers.values.manifest import SignedManifest
@@ -24,7 +24,6 @@ from peers.values.wire import RunId, Value, pack, unpack_from
 logger = logging.getLogger(__name__)
 
 REVOCATIONS = "revocations"  # name of the call; payload: a RevocationsRequest, answer: a packed Revocations or nothing
-ASK_TIMEOUT = 10.0  # seconds
 STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
 SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
 
@@ -38,19 +37,13 @@ class RevocationsRequest(Value):
     known: Annotated[bytes, Field(strict=True, max_length=LIST_BYTES)]
 
 
-class DoorNetwork(Protocol):
-    peer_id: str
-
-    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
-
-
-class Doors:
-    """The guest lists of runs by invitation. A run whose manifest is not known here is taken for an open one, and its
-    manifest is looked for, one at a time."""
+class Admissions:
+    """Admission to every run that this node knows. A run whose manifest is not known here is taken for an open one, and
+    its manifest is looked for, one at a time."""
 
     def __init__(self) -> None:
-        self._ours: dict[str, GuestList] = {}
-        self._others: OrderedDict[str, GuestList] = OrderedDict()
+        self._ours: dict[str, RunAdmission] = {}
+        self._others: OrderedDict[str, RunAdmission] = OrderedDict()
         self._asking = Asking()
         self._open: OrderedDict[str, None] = OrderedDict()
         self._sought: OrderedDict[str, float] = OrderedDict()
@@ -68,36 +61,36 @@ class Doors:
             return
         if run in self._ours:
             return
-        guests = self._others.pop(run, None) or GuestList(run, manifest.organiser)
+        admission = self._others.pop(run, None) or RunAdmission(run, manifest.organiser)
         if is_ours:
-            self._ours[run] = guests
-            return
-        remember(self._others, run, guests)
+            self._ours[run] = admission
+        else:
+            remember(self._others, run, admission)
 
     def forget(self, run: str) -> None:
         """Forget who may join a run."""
         for known in (self._ours, self._others, self._open):
             known.pop(run, None)
 
-    def of(self, run: str) -> GuestList | None:
-        """Return who may take part in a run; None: everybody, as far as is known here."""
+    def of(self, run: str) -> RunAdmission | None:
+        """Return the admission to a run; None: it is open, as far as is known here."""
         return self._ours.get(run) or self._others.get(run)
 
     def check(self, run: str, peer: str) -> None:
         """Raises: RefusalError unless the peer may take part in the run."""
-        guests = self.of(run)
-        if guests is not None:
+        admission = self.of(run)
+        if admission is not None:
             try:
-                guests.check(peer, time.time())
+                admission.check(peer, time.time())
             except AdmissionError as error:
                 raise RefusalError(str(error)) from error
 
     def admits(self, heartbeat: Heartbeat, wall: float) -> bool:
         """Whether a peer may say that it is in its run."""
-        guests = self.of(heartbeat.run)
-        if guests is None:
+        admission = self.of(heartbeat.run)
+        if admission is None:
             self._look_up(heartbeat.run)
-        return guests is None or not guests.admit(heartbeat.peer, heartbeat.ticket, wall)
+        return admission is None or not admission.admit(heartbeat.peer, heartbeat.ticket, wall)
 
     def _look_up(self, run: str) -> None:
         """Begin to look for the manifest of a run that is not known here, unless another one is looked for."""
@@ -120,8 +113,8 @@ class Doors:
     # Revoked tickets ------------------------------------------------------------------------------------------
     def revoke(self, run: str, packed: bytes) -> bool:
         """Take in a list of revoked tickets. Returns whether it is new here. Raises: TicketError."""
-        guests = self.of(run)
-        is_new = guests is not None and guests.revoke(packed)
+        admission = self.of(run)
+        is_new = admission is not None and admission.revoke(packed)
         if is_new:
             logger.info("run %s: its organiser has revoked tickets", run)
             self.on_revoked(run, packed)
@@ -130,21 +123,21 @@ class Doors:
     async def answer(self, sender: str, payload: bytes) -> bytes:
         """Answer a RevocationsRequest, and take in what it tells. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, RevocationsRequest, payload, LIST_BYTES + 256)
-        guests = self.of(request.run)
-        if guests is None:
+        admission = self.of(request.run)
+        if admission is None:
             raise RefusalError(f"no run by invitation called {request.run} is known here")
         self._take_in(sender, request.run, request.known)
-        return pack(guests.revocations) if guests.revocations else b""
+        return pack(admission.revocations) if admission.revocations else b""
 
-    async def exchange(self, network: DoorNetwork, run: str, peer: str) -> None:
+    async def exchange(self, network: AskingNetwork, run: str, peer: str) -> None:
         """Tell a peer, or a node that remembers runs, of the newest list, and take in its own if that is newer.
 
         Raises: PeerUnreachableError, RemoteProtocolError.
         """
-        guests = self.of(run)
-        if guests is None:
+        admission = self.of(run)
+        if admission is None:
             return
-        known = pack(guests.revocations) if guests.revocations else b""
+        known = pack(admission.revocations) if admission.revocations else b""
         answer = await network.call(peer, REVOCATIONS, pack(RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
         self._take_in(peer, run, answer)
 
@@ -156,13 +149,15 @@ class Doors:
             except TicketError as error:
                 raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
 
-    def catch_up(self, network: DoorNetwork, run: str, heartbeats: Iterable[Heartbeat]) -> None:
+    def catch_up(self, network: AskingNetwork, run: str, heartbeats: Iterable[Heartbeat]) -> None:
         """Begin to ask one of the peers that know of later revocations. Whoever has none to give is asked no more for a
         while."""
-        guests = self.of(run)
-        if guests is None:
+        admission = self.of(run)
+        if admission is None:
             return
-        ahead = [beat.peer for beat in heartbeats if beat.revocations > guests.number and beat.peer != network.peer_id]
+        ahead = [
+            beat.peer for beat in heartbeats if beat.revocations > admission.number and beat.peer != network.peer_id
+        ]
         self._asking.begin(ahead, lambda peer: self.exchange(network, run, peer))
 
     async def close(self) -> None:

@@ -1,0 +1,215 @@
+"""Admission to runs by invitation: the ticket that this machine shows, and those that it has given as an organiser."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.errors import MachineError
+from opendiloco.run import Run
+from peers.errors import AdmissionError, RemoteProtocolError, quoted
+from peers.net.daemon import peer_id_of
+from peers.presence.admission import RunAdmission, refused
+from peers.streams.channel import PeerUnreachableError
+from peers.values.identity import Identity
+from peers.values.tickets import (
+    ANOTHER_TICKET,
+    GRACE,
+    ID_BYTES,
+    REVOKED_LIMIT,
+    SHOWN_BYTES,
+    Revocations,
+    Ticket,
+    TicketError,
+)
+from peers.values.whole_files import write_whole
+from peers.values.wire import pack
+
+if TYPE_CHECKING:
+    from peers.net.transport import HivemindTransport
+
+logger = logging.getLogger(__name__)
+
+LOOK = 2.0  # seconds between two looks at whether we may stay
+TICKET_FILE, REVOCATIONS_FILE = "ticket", "revocations"
+GIVEN, GIVEN_REVOCATIONS = "given.tickets", "given.revocations"
+TEXT_LIMIT = 10_000  # characters of a file with a ticket
+
+
+def read_ticket(text: str) -> Ticket:
+    """Return a ticket, given as its text or as a file that has it. Raises: AdmissionError."""
+    try:
+        return Ticket.parse(Path(text).read_text()[:TEXT_LIMIT] if os.path.isfile(text) else text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise AdmissionError(
+            f"the ticket's file {text} cannot be read.", "Check the path, or give the ticket itself."
+        ) from error
+
+
+# A volunteer's ticket -----------------------------------------------------------------------------------------
+async def enter(
+    transport: HivemindTransport,
+    run: Run,
+    key: Identity,
+    addresses: Sequence[str] = (),
+    folder: RunFolder | None = None,
+    ticket: Ticket | None = None,
+) -> RunAdmission | None:
+    """Show our ticket from now on, if the run is by invitation. Without a `ticket` it is the one of last time, from the
+    `folder`. Nodes at the `addresses` are asked which tickets were revoked. Returns None where the run is open.
+
+    Raises: AdmissionError.
+    """
+    transport.learn(run.manifest)
+    admission = transport.admissions.of(run.run_id)
+    if admission is None:
+        if ticket is not None:
+            logger.info("the run %s is open to everybody: the ticket is not needed", run.run_id)
+        return None
+    if folder is not None:
+        _keep_revocations(transport, admission, folder.path / REVOCATIONS_FILE)
+    for address in addresses:
+        with suppress(PeerUnreachableError, RemoteProtocolError):
+            await transport.admissions.exchange(transport, run.run_id, peer_id_of(address))
+    show_ticket(admission, key.peer_id, folder.path / TICKET_FILE if folder else None, ticket)
+    return admission
+
+
+def show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> None:
+    """Show a ticket in our heartbeats, or the one that was `kept` last time. Raises: AdmissionError."""
+    admission.ticket = _shown(admission, me, kept, ticket)
+    _check(admission, me)
+    if kept is not None and admission.ticket:
+        with suppress(OSError):  # the volunteer has its ticket, and can give it again
+            kept.write_bytes(admission.ticket)
+
+
+def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> bytes:
+    """Return the ticket that our heartbeats are to show; the organiser needs none. Raises: AdmissionError."""
+    if me == admission.organiser:
+        return b""
+    if ticket is not None:
+        if ticket.run != admission.run:
+            raise AdmissionError(f"the ticket is for the run {ticket.run}, not for {admission.run}.", ANOTHER_TICKET)
+        return ticket.shown_by(me)
+    if kept is not None:
+        with suppress(OSError):
+            return kept.read_bytes()[: SHOWN_BYTES + 1]
+    raise AdmissionError(
+        f"the run {admission.run} is by invitation.", "Ask its organiser for a ticket; join with --ticket."
+    )
+
+
+def _check(admission: RunAdmission, me: str) -> None:
+    """Raises: AdmissionError when our ticket does not admit us: by our own clock it has no grace."""
+    if reason := admission.refusal(me, admission.ticket, time.time() + GRACE):
+        raise refused(me, admission.run, reason)
+
+
+async def shown_out(admission: RunAdmission, me: str) -> AdmissionError:
+    """Wait until our ticket expires or is revoked; returns the error to end with."""
+    while True:
+        await asyncio.sleep(LOOK)
+        try:
+            _check(admission, me)
+        except AdmissionError as error:
+            return error
+
+
+def _keep_revocations(transport: HivemindTransport, admission: RunAdmission, path: Path) -> None:
+    """Take in the list of last time, and write each newer one to the disk."""
+    with suppress(OSError, TicketError):
+        admission.revoke(path.read_bytes())
+
+    def keep(run: str, packed: bytes) -> None:
+        if run == admission.run:
+            with suppress(OSError):  # others have it, too
+                path.write_bytes(packed)
+
+    transport.admissions.on_revoked = keep
+
+
+# An organiser's tickets ---------------------------------------------------------------------------------------
+class GivenTickets:
+    """The tickets that an organiser has given for a run from this machine, and the newest list of revoked ones: two
+    files beside what else this machine keeps of the run."""
+
+    def __init__(self, run: str, organiser: str, base: Path | None = None) -> None:
+        self._run = run
+        self._organiser = organiser
+        self._folder = RunFolder.at(run, organiser, base).path
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Return all of them, in the order in which they were given. Raises: MachineError."""
+        path = self._folder / GIVEN
+        try:
+            return [Ticket.parse(line) for line in path.read_text().splitlines()]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, AdmissionError) as error:
+            raise _unreadable(path, error) from error
+
+    def add(self, ticket: Ticket) -> None:
+        """Raises: MachineError when it cannot be written down."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with (self._folder / GIVEN).open("a") as file:
+                file.write(f"{ticket}\n")
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    @property
+    def revocations(self) -> Revocations | None:
+        """Return the newest list that this machine has signed. Raises: MachineError."""
+        path = self._folder / GIVEN_REVOCATIONS
+        try:
+            return Revocations.unpack(path.read_bytes(), self._run, self._organiser)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise _unreadable(path, error) from error
+
+    def revoke(self, ids: Sequence[str], organiser: Identity, told: Revocations | None = None) -> Revocations:
+        """Sign and keep a list that has these tickets, and those of the newest lists here and in the run (`told`).
+
+        Raises: AdmissionError, MachineError.
+        """
+        before = [one for one in (self.revocations, told) if one is not None]
+        number = max((one.number for one in before), default=0) + 1
+        revoked = tuple(dict.fromkeys([each for one in before for each in one.revoked] + list(map(_id, ids))))
+        if len(revoked) > REVOKED_LIMIT:
+            raise AdmissionError(
+                f"{len(revoked)} tickets are more than the {REVOKED_LIMIT} that can be revoked.", "Begin a new run."
+            )
+        revocations = Revocations.sign(self._run, number, revoked, organiser)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self._folder / GIVEN_REVOCATIONS, [pack(revocations)])
+        except OSError as error:
+            raise self._unusable(error) from error
+        return revocations
+
+    def _unusable(self, error: OSError) -> MachineError:
+        return MachineError(
+            f"the folder {self._folder} cannot be written to: {error.strerror}.", "Name another one with --state."
+        )
+
+
+def _unreadable(path: Path, error: Exception) -> MachineError:
+    return MachineError(f"{path} cannot be read: {error}.", "Restore it from a copy, or move it away.")
+
+
+def _id(text: str) -> bytes:
+    """Return the id of a ticket. Raises: AdmissionError."""
+    with suppress(ValueError):
+        if len(found := bytes.fromhex(text)) == ID_BYTES:
+            return found
+    raise AdmissionError(f"{quoted(text, 40)} is not the id of a ticket.", "`invite list` shows them.")

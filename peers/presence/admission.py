@@ -1,0 +1,87 @@
+"""Admission to a run by invitation, as one node knows it: which peers have shown a good ticket."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from peers.errors import AdmissionError
+from peers.values.tickets import ANOTHER_TICKET, GRACE, Revocations, TicketError, check_ticket
+
+PRESENT = 120.0  # seconds for which a peer is admitted that was seen with its ticket
+SEEN_LIMIT = 10_000  # peers
+
+
+class Seen(NamedTuple):
+    """The ticket that a peer has shown, and when it did so last, in seconds since the epoch."""
+
+    ticket: bytes
+    at: float
+
+
+class RunAdmission:
+    """Admission to one run. Times are those of this machine's wall clock, in seconds since the epoch."""
+
+    def __init__(self, run: str, organiser: str) -> None:
+        self.run = run
+        self.organiser = organiser
+        self.revocations: Revocations | None = None
+        self.ticket = b""
+        """Our own ticket, as our heartbeats show it."""
+        self._seen: OrderedDict[str, Seen] = OrderedDict()
+
+    def refusal(self, peer: str, ticket: bytes, wall: float) -> str:
+        """Return why a peer's ticket does not admit it; empty: it does."""
+        if peer == self.organiser:
+            return ""
+        if not ticket:
+            return "it shows no ticket"
+        try:
+            checked = check_ticket(ticket, peer, self.run, self.organiser)
+        except TicketError as error:
+            return f"its ticket is not valid: {error}"
+        if wall > checked.expires + GRACE:
+            return "its ticket is expired"
+        if self.revocations and checked.id in self.revocations.revoked:
+            return "its ticket was revoked"
+        return ""
+
+    def admit(self, peer: str, ticket: bytes, wall: float) -> str:
+        """Note that a peer shows its ticket. Returns why it is not admitted; empty: it is."""
+        reason = self.refusal(peer, ticket, wall)
+        if not reason:
+            self._seen[peer] = Seen(ticket, wall)
+            self._seen.move_to_end(peer)
+            if len(self._seen) > SEEN_LIMIT:
+                self._seen.popitem(last=False)
+        return reason
+
+    def check(self, peer: str, wall: float) -> None:
+        """Raises: AdmissionError unless a peer has shown a ticket a short while ago that is still good."""
+        if peer == self.organiser:
+            return
+        seen = self._seen.get(peer)
+        if seen is None:
+            raise refused(peer, self.run, "it has shown no ticket here")
+        if reason := self.refusal(peer, seen.ticket, wall):
+            raise refused(peer, self.run, reason)
+        if abs(wall - seen.at) >= PRESENT:
+            raise refused(peer, self.run, "it has shown no ticket for a while")
+
+    def revoke(self, packed: bytes) -> bool:
+        """Take in a list of revoked tickets. Returns whether it is newer than ours. Raises: TicketError."""
+        found = Revocations.unpack(packed, self.run, self.organiser)
+        if found.number <= self.number:
+            return False
+        self.revocations = found
+        return True
+
+    @property
+    def number(self) -> int:
+        """Return the number of our list of revoked tickets; 0: we have none."""
+        return self.revocations.number if self.revocations else 0
+
+
+def refused(peer: str, run: str, reason: str) -> AdmissionError:
+    """Return the error for a peer that is not admitted."""
+    return AdmissionError(f"{peer} is not admitted to {run}, which is by invitation: {reason}.", ANOTHER_TICKET)
