@@ -8,7 +8,6 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -44,19 +43,15 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
     take part, and what it costs. Each option is also an environment variable (DILOCO_HOURS) and a key of the
     configuration file; `config show` prints all values, and where they come from.
     """
-    from opendiloco.owner.again import toggles_held_back
-
-    with toggles_held_back():
-        join(log, settings)
+    join(log, settings)
 
 
 def join(log: LogOptions, settings: JoinSettings) -> None:
-    """Train in a run until asked to leave; after a long pause, as a new process. Raises: DilocoPeerError."""
+    """Train in a run until asked to leave. Raises: DilocoPeerError."""
     from opendiloco.cli.views import view_for
     from opendiloco.doctor.quick import check_quickly
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
-    from opendiloco.owner.again import begin_again
     from opendiloco.settings.file import unknown_variables
     from peers.metrics import serve_metrics
 
@@ -79,25 +74,20 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
         finally:
             view.close()
             gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
-    if watch.comes_back:
-        begin_again(watch.wishes, watch.until)
 
 
 def owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
     """What looks at this machine for its owner."""
     from datetime import datetime
 
-    from opendiloco.owner.again import remembered_until, remembered_wishes
     from opendiloco.owner.conditions import Hot, parse_until
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
-    until = None
-    if settings.until is not None:
-        until = remembered_until(os.environ) or parse_until(settings.until, datetime.now())
+    until = None if settings.until is None else parse_until(settings.until, datetime.now())
     conditions = settings.conditions()
     look = Observer(any(isinstance(one, Hot) for one in conditions)).look if settings.pause_when else None
-    watch = OwnersWatch(remembered_wishes(os.environ), conditions, until, look, view.say)
+    watch = OwnersWatch(conditions, until, look, view.say)
     watch.phase = lambda: view.phase
     return watch
 
@@ -114,40 +104,39 @@ class Joining:
     page: socket.socket | None
 
     async def live(self, interrupts: Interrupts) -> None:
-        """Wait until the owner wants this machine to train, and train until asked to leave."""
+        """Train until asked to leave, whenever the owner wants this machine to: again after each long pause."""
         from opendiloco.checkpoints.run_folder import RunFolder
-        from opendiloco.owner.power import set_limits_back
-        from opendiloco.owner.watch import watching
+        from opendiloco.owner.controls import serve_controls
 
         interrupts.heard = self.watch.stop
-        set_limits_back(self._state)
-        folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self._state).path
+        folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self.settings.state).path
         sources: list[Source] = []
-        async with shown(self.page, sources), watching(self.watch, folder) as is_wanted:
-            if not is_wanted:
-                return
-            await self._take_part(interrupts, sources)
-        self.view.say("left the run")
-
-    @property
-    def _state(self) -> Path:
-        from opendiloco.checkpoints.run_folder import default_state_folder
-
-        return self.settings.state or default_state_folder()
+        async with shown(self.page, sources), serve_controls(folder, self.watch.answer):
+            while await self.watch.wait_until_wanted():
+                await self._take_part(interrupts, sources)
+                self.view.say("left the run")
+                if not self.watch.comes_back:
+                    break
+                gc.collect()  # so that the machine has its memory back while it is paused
 
     async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
+        """Take part once, and keep nothing of it."""
         from opendiloco.dashboard.sources import volunteer_source
-        from opendiloco.owner.power import power_limit
+        from opendiloco.owner.watch import watching
 
-        stay, settings = self._stay(), self.settings
+        stay = self._stay()
 
         def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
             PLACE.outer_step = lambda: volunteer.outer_step
             interrupts.polite = lambda: leave(volunteer, self.view)
             sources.append(volunteer_source(volunteer, transport))
 
-        with power_limit(settings.gpu_power_limit, settings.device, settings.gpus, self._state):
-            await stay.take_part(self.view, when_ready)
+        try:
+            async with watching(self.watch):
+                await stay.take_part(self.view, when_ready)
+        finally:
+            interrupts.polite, PLACE.outer_step = None, lambda: None
+            sources.clear()
 
     def _stay(self) -> Stay:
         """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""

@@ -232,12 +232,6 @@ class OwnerSettings(Settings):
         above=0,
         most=MOST_GIGABYTES,
     )
-    gpu_power_limit: int | None = setting(
-        "Have nvidia-smi limit each GPU that is trained on to so many watts, while we train.",
-        None,
-        metavar="WATT",
-        least=1,
-    )
 
     def conditions(self) -> tuple[Condition, ...]:
         """When to pause."""
