@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendiloco.owner.sensors import Sensor
+from opendiloco.owner.sensors import GpuState, Sensor
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,6 @@ class Cards:
 
     names: tuple[str, ...] = ()
     driver: str | None = None
-
-
-@dataclass(frozen=True)
-class GpuState:
-    """What a GPU's driver says of heat and power, in watts; None: it does not say."""
-
-    name: str
-    celsius: float | None
-    watts: float | None = None
-    limit: float | None = None
-    default_limit: float | None = None
-    is_slowed_by_heat: bool = False
-    is_slowed_by_power: bool = False
 
 
 @dataclass(frozen=True)

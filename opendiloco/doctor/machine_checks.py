@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from opendiloco.doctor.facts import Cards, Folder, Gpu, GpuState, Kernels, Machine, Taken, Torch
+from opendiloco.doctor.facts import Cards, Folder, Gpu, Kernels, Machine, Taken, Torch
 from opendiloco.doctor.findings import Finding, Value, failed, passed, skipped, warned
-from opendiloco.owner.sensors import Sensor
+from opendiloco.owner.sensors import GpuState, Sensor
 from opendiloco.quantities import in_words
 from opendiloco.workers.options import WorkerOptions, needs_gpu_count
 

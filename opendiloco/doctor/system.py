@@ -12,11 +12,10 @@ from pathlib import Path
 from opendiloco.checkpoints.run_folder import default_state_folder
 from opendiloco.cores import usable_cores
 from opendiloco.doctor.facts import Cards, Folder, Kernels, Machine
-from opendiloco.doctor.gpu_states import query_gpus
 from opendiloco.doctor.machine_checks import python_version
 from opendiloco.doctor.torch_probe import installed_torch, probed_torch
 from opendiloco.owner.controls import Request, ask, sockets
-from opendiloco.owner.sensors import is_on_battery, read_sensors
+from opendiloco.owner.sensors import is_on_battery, read_gpus, read_sensors
 from opendiloco.shared_memory import available_memory
 
 PCI, NVIDIA_DRIVER, SHM = Path("/sys/bus/pci/devices"), Path("/proc/driver/nvidia"), Path("/dev/shm")
@@ -48,7 +47,7 @@ def has_volunteer(state: Path | None) -> bool:
 def whole_machine(state: Path | None = None) -> Machine:
     """Return the same with what torch and the sensors say. Takes seconds."""
     quick = quick_machine(state)
-    return replace(quick, torch=probed_torch(quick.torch), sensors=read_sensors(), gpu_states=query_gpus())
+    return replace(quick, torch=probed_torch(quick.torch), sensors=read_sensors(), gpu_states=read_gpus())
 
 
 def read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER) -> Cards:

@@ -1,4 +1,4 @@
-"""Facts as they are read: from torch's probe, nvidia-smi's table, and folders like those of Linux."""
+"""Facts as they are read: from torch's probe, and folders like those of Linux."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from opendiloco.doctor import system
-from opendiloco.doctor.facts import Cards, GpuState, Torch
-from opendiloco.doctor.gpu_states import parse_gpus
+from opendiloco.doctor.facts import Cards, Torch
 from opendiloco.doctor.system import free_shm, has_volunteer, look_at_folder, quick_machine, read_cards, try_kernels
 from opendiloco.doctor.torch_probe import answered, first_sentence, installed_torch, probed_torch
 from opendiloco.owner.controls import Answer, serve_controls
-from opendiloco.owner.sensors import Sensor, is_on_battery, read_sensors
 
 TORCH = Torch("2.9.0", "CUDA 12.8")
 GPU = {
@@ -85,37 +83,6 @@ def test_cards_by_their_driver_or_else_on_the_bus(tmp_path: Path) -> None:
     write(driver / "gpus" / "0000:01:00.0", information="Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 42")
     write(driver, version="NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 01:00:00 UTC 2025")
     assert read_cards(pci, driver) == Cards(("NVIDIA H100 80GB HBM3",), "570.124.06")
-
-
-def test_what_nvidia_smi_says() -> None:
-    text = (
-        "NVIDIA H100 80GB HBM3, 41, 120.50, 700.00, 700.00, 0x0000000000000000\n"
-        "Tesla T4, 90, 70.00, 70.00, 70.00, 0x0000000000000060\n"
-        "Old, [N/A], [N/A], [N/A], [N/A], [N/A]\n"
-        "No devices were found\n"
-    )
-    assert parse_gpus(text) == (
-        GpuState("NVIDIA H100 80GB HBM3", 41.0, 120.5, 700.0, 700.0),
-        GpuState("Tesla T4", 90.0, 70.0, 70.0, 70.0, is_slowed_by_heat=True),
-        GpuState("Old", None),
-    )
-    [braked] = parse_gpus("H100, 41, 120, 700, 700, 0x80")
-    assert braked.is_slowed_by_power
-
-
-def test_sensors_and_batteries(tmp_path: Path) -> None:
-    assert read_sensors(tmp_path) == ()
-    assert not is_on_battery(tmp_path)
-    zone = {"type": "acpitz", "temp": "48000", "trip_point_0_type": "passive", "trip_point_0_temp": "95000"}
-    write(tmp_path / "thermal" / "thermal_zone0", **zone, trip_point_1_type="critical", trip_point_1_temp="105000")
-    assert read_sensors(tmp_path) == (Sensor("acpitz", 48.0, 105.0),)
-    write(tmp_path / "hwmon" / "hwmon0", name="coretemp", temp1_input="61000", temp1_crit="100000", temp2_input="x")
-    assert read_sensors(tmp_path) == (Sensor("coretemp", 61.0, 100.0),), "better than zones"
-    write(tmp_path / "power_supply" / "mouse", type="Battery", scope="Device", status="Discharging")
-    write(tmp_path / "power_supply" / "BAT0", type="Battery", status="Charging")
-    assert not is_on_battery(tmp_path)
-    write(tmp_path / "power_supply" / "BAT0", type="Battery", status="Discharging")
-    assert is_on_battery(tmp_path)
 
 
 def test_a_folder_that_is_not_there_yet_can_be_made(tmp_path: Path) -> None:

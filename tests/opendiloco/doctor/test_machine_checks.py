@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.doctor.facts import Cards, Folder, Gpu, GpuState, Kernels, Machine, Taken, Torch
+from opendiloco.doctor.facts import Cards, Folder, Gpu, Kernels, Machine, Taken, Torch
 from opendiloco.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
 from opendiloco.doctor.machine_checks import (
     check_compiler,
@@ -27,7 +27,7 @@ from opendiloco.doctor.machine_checks import (
 )
 from opendiloco.doctor.quick import judge, quick_findings
 from opendiloco.errors import MachineError
-from opendiloco.owner.sensors import Sensor
+from opendiloco.owner.sensors import GpuState, Sensor
 from opendiloco.workers.options import WorkerOptions
 
 PASS, WARN, FAIL, SKIPPED = Verdict
