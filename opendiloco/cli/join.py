@@ -5,17 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from opendiloco.cli.logs import PLACE, LogOptions
-from opendiloco.cli.options import open_dashboard, parse_run
+from opendiloco.cli.options import open_dashboard, parse_run, refuse_torchrun
 from opendiloco.cli.setting_options import SettingsCommand, join_settings
 
 if TYPE_CHECKING:
@@ -24,12 +22,10 @@ if TYPE_CHECKING:
     from opendiloco.cli.views import JoinView
     from opendiloco.dashboard.sources import Source
     from opendiloco.interrupts import Interrupts
-    from opendiloco.island.environment import Placement
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.stay import Stay
     from opendiloco.volunteer import Volunteer
-    from opendiloco.workers.nodes import Nodes
     from peers.net.transport import HivemindTransport
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
@@ -47,71 +43,58 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
     take part, and what it costs. Each option is also an environment variable (DILOCO_HOURS) and a key of the
     configuration file; `config show` prints all values, and where they come from.
     """
-    from opendiloco.owner.again import toggles_held_back
-
-    with toggles_held_back():
-        join(log, settings)
+    join(log, settings)
 
 
 def join(log: LogOptions, settings: JoinSettings) -> None:
-    """Train in a run until asked to leave; after a long pause, as a new process. Raises: DilocoPeerError."""
+    """Train in a run until asked to leave. Raises: DilocoPeerError."""
     from opendiloco.cli.views import view_for
     from opendiloco.doctor.machine import check_quickly
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
-    from opendiloco.island.environment import Placement
-    from opendiloco.owner.again import begin_again
     from opendiloco.settings.file import unknown_variables
     from peers.metrics import serve_metrics
 
+    refuse_torchrun(os.environ)
     view = view_for(log, is_plain=settings.plain)
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
     invite = parse_run(settings.run, settings.initial_peers, settings.state)
     PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
-    placement = Placement.read(os.environ)
-    if placement is not None and not placement.is_first:
-        run_interruptible(lambda interrupts: serve_as_node(placement, invite.run_id, settings, view, interrupts))
-        return
     watch = owners_watch(settings, view)
     if settings.metrics_port is not None:
         serve_metrics(settings.metrics_port, settings.metrics_host)
     page = open_dashboard(settings.dashboard_address)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id
-        joining = Joining(settings, invite, key, watch, view, page, placement)
+        joining = Joining(settings, invite, key, watch, view, page)
         try:
             run_interruptible(joining.live)
         finally:
             view.close()
             gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
-    if watch.comes_back:
-        begin_again(watch.wishes, watch.until)
 
 
 def owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
     """What looks at this machine for its owner."""
     from datetime import datetime
 
-    from opendiloco.owner.again import remembered_until, remembered_wishes
     from opendiloco.owner.conditions import Hot, parse_until
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
-    until = None
-    if settings.until is not None:
-        until = remembered_until(os.environ) or parse_until(settings.until, datetime.now())
+    until = None if settings.until is None else parse_until(settings.until, datetime.now())
     conditions = settings.conditions()
     look = Observer(any(isinstance(one, Hot) for one in conditions)).look if settings.pause_when else None
-    watch = OwnersWatch(remembered_wishes(os.environ), conditions, until, look, view.say)
+    watch = OwnersWatch(conditions, until, look, view.say)
     watch.phase = lambda: view.phase
     return watch
 
 
 @dataclass(frozen=True)
 class Joining:
-    """One `join` on the machine that has the peer process. `page` is the socket of its dashboard, if it has one."""
+    """One `join`. `page` is the socket of its dashboard, if it has one."""
 
     settings: JoinSettings
     invite: Invite
@@ -119,44 +102,41 @@ class Joining:
     watch: OwnersWatch
     view: JoinView
     page: socket.socket | None
-    placement: Placement | None
 
     async def live(self, interrupts: Interrupts) -> None:
-        """Wait until the owner wants this machine to train, and train until asked to leave."""
+        """Train until asked to leave, whenever the owner wants this machine to: again after each long pause."""
         from opendiloco.checkpoints.run_folder import RunFolder
-        from opendiloco.owner.power import set_limits_back
-        from opendiloco.owner.watch import watching
+        from opendiloco.owner.controls import serve_controls
 
         interrupts.heard = self.watch.stop
-        set_limits_back(self._state)
-        folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self._state).path
+        folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self.settings.state).path
         sources: list[Source] = []
-        async with shown(self.page, sources), watching(self.watch, folder) as is_wanted:
-            if not is_wanted:
-                return
-            await self._take_part(interrupts, sources)
-        self.view.say("left the run")
-
-    @property
-    def _state(self) -> Path:
-        from opendiloco.checkpoints.run_folder import default_state_folder
-
-        return self.settings.state or default_state_folder()
+        async with shown(self.page, sources), serve_controls(folder, self.watch.answer):
+            while await self.watch.wait_until_wanted():
+                await self._take_part(interrupts, sources)
+                self.view.say("left the run")
+                if not self.watch.comes_back:
+                    break
+                gc.collect()  # so that the machine has its memory back while it is paused
 
     async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
+        """Take part once, and keep nothing of it."""
         from opendiloco.dashboard.sources import volunteer_source
-        from opendiloco.owner.power import power_limit
+        from opendiloco.owner.watch import watching
 
-        stay, settings = self._stay(), self.settings
+        stay = self._stay()
 
         def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
             PLACE.outer_step = lambda: volunteer.outer_step
             interrupts.polite = lambda: leave(volunteer, self.view)
             sources.append(volunteer_source(volunteer, transport))
 
-        async with self._other_machines(interrupts) as nodes:
-            with power_limit(settings.gpu_power_limit, settings.device, settings.gpus, self._state):
-                await stay.take_part(self.view, nodes, when_ready)
+        try:
+            async with watching(self.watch):
+                await stay.take_part(self.view, when_ready)
+        finally:
+            interrupts.polite, PLACE.outer_step = None, lambda: None
+            sources.clear()
 
     def _stay(self) -> Stay:
         """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
@@ -172,23 +152,6 @@ class Joining:
             check_url(settings.remote)
         return Stay(settings, self.invite, self.key, self.watch, ticket, journal)
 
-    @asynccontextmanager
-    async def _other_machines(self, interrupts: Interrupts) -> AsyncIterator[Nodes]:
-        """Yield the other machines of this volunteer, if torchrun has started any. Raises: IslandError."""
-        from opendiloco.island.first import gathered
-        from opendiloco.workers.nodes import Nodes
-
-        def leave() -> None:
-            if interrupts.count == 0:
-                interrupts(signal.SIGTERM)
-
-        if self.placement is None:
-            yield Nodes()
-            return
-        self.view.say(f"waiting for the other machines of this volunteer: {self.placement.size} in all")
-        async with gathered(self.placement, self.invite.run_id, leave, self.key.peer_id) as nodes:
-            yield nodes
-
 
 @asynccontextmanager
 async def shown(page: socket.socket | None, sources: list[Source]) -> AsyncIterator[None]:
@@ -200,33 +163,6 @@ async def shown(page: socket.socket | None, sources: list[Source]) -> AsyncItera
 
     async with dashboard(page, lambda: sources):
         yield
-
-
-async def serve_as_node(
-    placement: Placement, run_id: str, settings: JoinSettings, view: JoinView, interrupts: Interrupts
-) -> None:
-    """Lend this machine to the volunteer whose peer process is on the first one. Raises: IslandError."""
-    import asyncio
-
-    from opendiloco.checkpoints.loading import newest_by_peer
-    from opendiloco.checkpoints.run_folder import default_state_folder
-    from opendiloco.island.agent import NodeAgent
-    from opendiloco.island.arrival import VolunteerLeftError, connect
-
-    view.say(f"waiting for the first machine of this volunteer, {placement.host}; this is node {placement.rank}")
-    leaving = asyncio.Event()
-    interrupts.polite = leaving.set
-    try:
-        kept = newest_by_peer((settings.state or default_state_folder()) / run_id, run_id)
-        agent = NodeAgent(await connect(placement, run_id, kept, leaving))
-    except VolunteerLeftError as left:
-        return view.say(f"left the run: {left}")
-    view.say("this machine trains for the peer on the first one; Ctrl-C to leave with it")
-    interrupts.polite = agent.ask_to_leave
-    if leaving.is_set():
-        agent.ask_to_leave()
-    await agent.serve()
-    view.say("left the run")
 
 
 def leave(volunteer: Volunteer, view: JoinView) -> None:

@@ -86,6 +86,7 @@ class JoinView(ABC):
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+            self.phase, self._is_training = "starting", False
 
     def note(self, progress: Progress) -> bool:
         """Remember the phase; return whether it is a new one."""

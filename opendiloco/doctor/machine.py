@@ -18,9 +18,8 @@ from opendiloco.cores import usable_cores
 from opendiloco.doctor.findings import Finding, Value, Verdict, failed, passed, skipped, warned
 from opendiloco.doctor.torch_probe import Gpu, Torch, installed_torch
 from opendiloco.errors import MachineError
-from opendiloco.owner import nvidia_smi
 from opendiloco.owner.controls import Request, ask, sockets
-from opendiloco.owner.sensors import is_on_battery, read_sensors
+from opendiloco.owner.sensors import GpuState, is_on_battery, read_gpus, read_sensors
 from opendiloco.quantities import in_words
 from opendiloco.shared_memory import available_memory
 from opendiloco.workers.options import WorkerOptions, needs_gpu_count
@@ -30,10 +29,6 @@ logger = logging.getLogger(__name__)
 PCI, NVIDIA_DRIVER, SHM = Path("/sys/bus/pci/devices"), Path("/proc/driver/nvidia"), Path("/dev/shm")
 NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")
 """A vendor's number on the PCI bus, and how the classes of its graphics and compute cards begin."""
-QUERY = ("name", "temperature.gpu", "power.limit", "power.default_limit", "clocks_throttle_reasons.active")
-QUERY_SECONDS = 10.0
-SLOWED_BY_HEAT, SLOWED_BY_POWER = 0x20 | 0x40, 0x80
-"""Bits of NVML's reasons for slower clocks: thermal slowdowns by software and hardware; the power supply's brake."""
 LEAST_PYTHON = (3, 11)
 LITTLE_MEMORY = 2 * 10**9
 """Bytes: Python's libraries, the peer process and a small model."""
@@ -56,18 +51,6 @@ class Cards:
 
     names: tuple[str, ...] = ()
     driver: str | None = None
-
-
-@dataclass(frozen=True)
-class GpuState:
-    """What a GPU's driver says of heat and power, in watts; None: it does not say."""
-
-    name: str
-    celsius: float | None
-    limit: float | None = None
-    default_limit: float | None = None
-    is_slowed_by_heat: bool = False
-    is_slowed_by_power: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +87,7 @@ def quick_findings(state: Path | None, options: WorkerOptions) -> Iterator[Findi
 # The checks -----------------------------------------------------------------------------------------------------------
 def machine_findings(torch: Torch | None, options: WorkerOptions) -> list[Finding]:
     """Return what the checks find that need no kernels, no network and no run."""
-    gpus, cards, states = gpus_in_use(torch, options), cards_for(options), query_gpus()
+    gpus, cards, states = gpus_in_use(torch, options), cards_for(options), read_gpus()
     return [
         check_python(),
         check_torch(torch, cards),
@@ -341,31 +324,6 @@ def _is_card(device: Path) -> bool:
         vendor, kind = ((device / name).read_text(encoding="ascii").strip() for name in ("vendor", "class"))
         return vendor == NVIDIA and kind.startswith(DISPLAYS)
     return False
-
-
-def query_gpus() -> tuple[GpuState, ...]:
-    """Return what nvidia-smi says of each GPU; nothing without it."""
-    return parse_gpus(nvidia_smi.query(QUERY, QUERY_SECONDS))
-
-
-def parse_gpus(text: str) -> tuple[GpuState, ...]:
-    """Return the GPUs of nvidia-smi's table, one a line. Fields that it does not know, such as "[N/A]", are None."""
-    found = []
-    for name, celsius, limit, default, reasons in nvidia_smi.rows(text, QUERY):
-        bits = 0
-        with suppress(ValueError):
-            bits = int(reasons, 16)
-        found.append(
-            GpuState(
-                name,
-                celsius=nvidia_smi.number(celsius),
-                limit=nvidia_smi.number(limit),
-                default_limit=nvidia_smi.number(default),
-                is_slowed_by_heat=bool(bits & SLOWED_BY_HEAT),
-                is_slowed_by_power=bool(bits & SLOWED_BY_POWER),
-            )
-        )
-    return tuple(found)
 
 
 def free_shm(path: Path = SHM) -> int | None:

@@ -23,10 +23,7 @@ from opendiloco.inner.inner_steps import InnerSteps, ReplicaTrained, StepTaken
 from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.inner.moments import Moments
 from opendiloco.inner.optimizer_state import (
-    ByteRanges,
     load_moments,
-    parts_to_load,
-    parts_to_read,
     read_state,
     step_count,
     store_moments,
@@ -120,20 +117,15 @@ class ModelReplica:
         self._reshard()
         self._shards_of(fragment).merge(theta, self._parameters(), alpha)
 
-    def parts(self, start: int) -> ByteRanges:
-        """Return which bytes `store` writes of a vector that begins with byte `start`."""
-        return self._shards.byte_ranges(start) if self._team.is_in_first_replica else ()
-
-    def store_moments(self, out: Moments) -> ByteRanges:
+    def store_moments(self, out: Moments) -> None:
         """Store the inner optimizer's state as of the last inner step: this worker's part, as `store` does.
 
         Raises: SnapshotError while it is worth little.
         """
         if step_count(self._optimizer) == 0 or self._warmed_up != self._config.inner_optimizer.rewarmup_steps:
             raise SnapshotError("its inner optimizer has only just begun")
-        if not self._team.is_in_first_replica:
-            return ()
-        return store_moments(self._optimizer, self._parameters(), self._shards, out)
+        if self._team.is_in_first_replica:
+            store_moments(self._optimizer, self._parameters(), self._shards, out)
 
     def load_moments(self, moments: Moments) -> None:
         """Go on with another replica's. There is no more re-warmup. Raises: SnapshotError when ours are as good."""
@@ -142,16 +134,15 @@ class ModelReplica:
         load_moments(self._optimizer, self._parameters(), self._shards, moments)
         self._warmed_up = self._config.inner_optimizer.rewarmup_steps
 
-    def keep_moments(self, path: Path, run: str, index: int, reserves: bool = True) -> ByteRanges:
+    def keep_moments(self, path: Path, run: str, index: int) -> None:
         """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it,
-        unless another replica does. Returns which bytes these are. With `reserves` the whole file takes room now.
+        unless another replica does.
 
         Raises: SnapshotError when there is none, or torch has it in a form that no file holds; OSError.
         """
         said = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
-        if not self._team.is_in_first_replica:
-            return ()
-        return write_state(path, self._optimizer, self._parameters(), self._shards, said, reserves)
+        if self._team.is_in_first_replica:
+            write_state(path, self._optimizer, self._parameters(), self._shards, said)
 
     def recall_moments(self, path: Path, run: str) -> None:
         """Go on with what such a file has. Raises: SnapshotError when it does not fit, and changes nothing; OSError."""
@@ -163,13 +154,6 @@ class ModelReplica:
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
         self._warmed_up = self._kept_at = None
-
-    def parts_of_moments(self, path: Path | None, run: str) -> ByteRanges:
-        """Return which bytes of such a file `recall_moments` reads beside its header; with None, which ones of another
-        replica's moments `load_moments` does. Raises: as `recall_moments`."""
-        if path is None:
-            return parts_to_load(self._shards, self.layout.size)
-        return parts_to_read(path, self._parameters(), self._shards, self._kept_by(run))
 
     def _kept_by(self, run: str) -> dict[str, str]:
         """What a file of moments must say of itself."""

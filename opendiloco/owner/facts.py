@@ -10,8 +10,7 @@ from datetime import datetime
 
 import psutil
 
-from opendiloco.owner.gpus import look_at_gpus
-from opendiloco.owner.sensors import is_on_battery, read_sensors
+from opendiloco.owner.sensors import GpuState, is_on_battery, read_gpus, read_sensors
 
 PLAUSIBLE = range(1, 126)
 """Degrees Celsius. Sensors that are not connected say other numbers."""
@@ -32,8 +31,8 @@ class Facts:
 
 
 class Observer:
-    """Looks at this machine; at its heat only if somebody asks, since that starts a program on machines with GPUs. What
-    programs use is told as of the look before."""
+    """Looks at this machine; at its heat only if somebody asks, since that wakes GPUs. What programs use is told as of
+    the look before."""
 
     def __init__(self, with_heat: bool = True) -> None:
         self._with_heat = with_heat
@@ -46,7 +45,7 @@ class Observer:
             now=datetime.now(),
             on_battery=is_on_battery(),
             others=self._share_of_others(),
-            celsius=_heat() if self._with_heat else None,
+            celsius=_hottest_of(read_gpus()) if self._with_heat else None,
             programs=frozenset(name for name in names if name),
         )
 
@@ -63,8 +62,8 @@ class Observer:
 
 def machine_line() -> str:
     """Return what can be read of this machine's temperature and its GPUs' power, in words; it may be nothing."""
-    gpus = look_at_gpus()
-    celsius = hottest(_processors(), [gpu.celsius for gpu in gpus if gpu.celsius is not None])
+    gpus = read_gpus()
+    celsius = _hottest_of(gpus)
     said = [] if celsius is None else [f"{celsius:.0f} °C"]
     watts, limits = ([getattr(gpu, name) or 0.0 for gpu in gpus] for name in ("watts", "limit"))
     said += [f"GPUs {sum(watts):.0f} of {sum(limits):.0f} W"] if any(watts) else []
@@ -93,9 +92,7 @@ def seconds_of_family() -> float:
     return found
 
 
-def _heat() -> float | None:
-    return hottest(_processors(), [gpu.celsius for gpu in look_at_gpus() if gpu.celsius is not None])
-
-
-def _processors() -> list[float]:
-    return [sensor.celsius for sensor in read_sensors() if sensor.is_of_processor]
+def _hottest_of(gpus: Iterable[GpuState]) -> float | None:
+    """Return the temperature of the hottest processor or GPU."""
+    processors = [sensor.celsius for sensor in read_sensors() if sensor.is_of_processor]
+    return hottest(processors, [gpu.celsius for gpu in gpus if gpu.celsius is not None])

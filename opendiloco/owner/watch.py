@@ -1,4 +1,4 @@
-"""One stay in a run under its owner's eyes: who watches the machine, holds the training, and says when to leave.
+"""A volunteer under its owner's eyes: who watches the machine, holds the training, and says when to leave.
 
 A pause stops the training between two inner steps. The peer itself stays: it keeps the log, votes, and others see a
 member that is late. One that pauses for longer than others wait for it would hold them up in every round, so it leaves
@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
 from itertools import count
-from pathlib import Path
 from typing import Protocol
 
-from opendiloco.owner.again import hold_back_toggles, listen_again
 from opendiloco.owner.conditions import Condition, reasons
-from opendiloco.owner.controls import Answer, Request, serve_controls
+from opendiloco.owner.controls import Answer, Request
 from opendiloco.owner.facts import Facts
 from opendiloco.owner.sleep import SleepWatch, awake, since_start
 from opendiloco.owner.wishes import CALM_SECONDS, Wishes
@@ -55,13 +52,12 @@ class OwnersWatch:
 
     def __init__(
         self,
-        wishes: Wishes,
         conditions: Sequence[Condition] = (),
         until: datetime | None = None,
         look: Callable[[], Facts] | None = None,
         say: Callable[[str], None] = logger.info,
     ) -> None:
-        self.wishes = wishes
+        self.wishes = Wishes()
         self.phase: Callable[[], str] = lambda: "starting"
         """Says what the volunteer is doing."""
         self.until = until
@@ -74,23 +70,25 @@ class OwnersWatch:
         self._say = say
         self._sleep = SleepWatch()
         self._volunteer: Held | None = None
-        self._may_come_back = True
         self._hold_seconds = 0.0
         self._shown: tuple[str, ...] = ()
         self._held_since: float | None = None
         self._finish_after: int | None = None
         self._is_leaving = False
 
-    def begin(self, volunteer: Held, grace: float, may_come_back: bool = True) -> None:
-        """Carry the wishes out on a volunteer, for which others wait `grace` seconds. Unless it `may_come_back`, a long
-        pause ends its part in the run."""
-        self._volunteer, self._may_come_back = volunteer, may_come_back
+    def begin(self, volunteer: Held, grace: float) -> None:
+        """Carry the wishes out on a volunteer, for which others wait `grace` seconds."""
+        self._volunteer = volunteer
         self._hold_seconds = min(grace, LONGEST_HOLD)
 
     @property
     def comes_back(self) -> bool:
-        """Whether the stay ends to begin anew: after the pause, or at once if the machine has slept."""
+        """Whether the stay ends to join again: after the pause, or at once if the machine has slept."""
         return self._comes_back and not self.wishes.is_finishing
+
+    def end(self) -> None:
+        """Let the volunteer go, whose stay is over."""
+        self._volunteer = self._held_since = self._finish_after = None
 
     def stop(self) -> None:
         """Whoever waits for the end of the stay leaves for good, whatever the stay ends for."""
@@ -109,11 +107,6 @@ class OwnersWatch:
         self.act(awake())
         return Answer(says=says, phase=self.phase(), reasons=self.wishes.reasons)
 
-    def toggle(self) -> None:
-        """Pause or go on: what SIGUSR1 does."""
-        self._say(self.wishes.toggle())
-        self.act(awake())
-
     async def watch(self) -> None:
         """Look at the machine until cancelled."""
         while True:
@@ -122,6 +115,8 @@ class OwnersWatch:
 
     async def wait_until_wanted(self) -> bool:
         """Return when there is no reason to pause; whether the volunteer is wanted then."""
+        if self.comes_back:
+            self._is_leaving = self._comes_back = False
         for looks in count(1):
             self.observe(await self._look_around(), awake(), since_start())
             if self._is_leaving or self.wishes.is_finishing:
@@ -151,7 +146,7 @@ class OwnersWatch:
         if self.until is not None and facts.now >= self.until:
             self._leave(f"it is {self.until:%H:%M}: leaving the run")
         if slept > self._hold_seconds and self._volunteer is not None:
-            self._leave("the others have gone on: joining again", comes_back=self._may_come_back)
+            self._leave("the others have gone on: joining again", comes_back=True)
         self.act(awake)
 
     def act(self, now: float) -> None:
@@ -168,7 +163,7 @@ class OwnersWatch:
             self._held_since = now if wanted else None
         patience = self._hold_seconds if self.wishes.is_asked else max(self._hold_seconds, SHORTEST_HOLD)
         if self._held_since is not None and now - self._held_since >= patience:
-            self._leave("the pause is long: leaving the run meanwhile", comes_back=self._may_come_back)
+            self._leave("the pause is long: leaving the run meanwhile", comes_back=True)
         self._finish(volunteer)
 
     def _finish(self, volunteer: Held) -> None:
@@ -199,23 +194,13 @@ def _report_failure(task: asyncio.Task[None]) -> None:
 
 
 @asynccontextmanager
-async def watching(watch: OwnersWatch, folder: Path) -> AsyncIterator[bool]:
-    """Hear the owner's commands and signals, and watch the machine, until the context ends.
-
-    Begins when there is no reason to pause, or the volunteer is not wanted any more: yields which.
-    Raises: MachineError when the folder cannot have a control socket.
-    """
-    loop = asyncio.get_running_loop()
-    async with serve_controls(folder, watch.answer):
-        loop.add_signal_handler(signal.SIGUSR1, watch.toggle)
-        listen_again()
-        is_wanted = await watch.wait_until_wanted()
-        task = asyncio.create_task(watch.watch())
-        task.add_done_callback(_report_failure)
-        try:
-            yield is_wanted
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            hold_back_toggles()
-            loop.remove_signal_handler(signal.SIGUSR1)
+async def watching(watch: OwnersWatch) -> AsyncIterator[None]:
+    """Watch the machine, and the volunteer that begins meanwhile, until the context ends."""
+    task = asyncio.create_task(watch.watch())
+    task.add_done_callback(_report_failure)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        watch.end()

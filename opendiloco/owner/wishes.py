@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 CALM_SECONDS = 30.0
 """For how long a condition must not hold before training goes on: what comes and goes would stop it again and again."""
@@ -12,9 +12,9 @@ ASKED_REASON = "you asked for it"
 class Wishes:
     """Takes in commands and conditions. `reasons` says why to pause, and is empty while the volunteer is to train."""
 
-    def __init__(self, is_asked: bool = False, overruled: Iterable[str] = ()) -> None:
-        self.is_asked = is_asked
-        self.overruled = set(overruled)
+    def __init__(self) -> None:
+        self.is_asked = False
+        self.overruled = set[str]()
         """Names of conditions that do not count until they have ended."""
         self.is_finishing = False
         self._held = dict[str, tuple[str, float]]()  # reasons by name, and when each was last seen
@@ -53,10 +53,6 @@ class Wishes:
         if self.is_paused:
             return f"still paused: {', '.join(self.reasons)}; `resume --anyway` overrules that"
         return "training goes on"
-
-    def toggle(self) -> str:
-        """Pause, or go on whatever stands against it."""
-        return self.resume(anyway=True) if self.is_paused else self.pause()
 
     def finish(self) -> str:
         self.is_finishing = True

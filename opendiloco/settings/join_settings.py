@@ -160,7 +160,7 @@ class WorkerSettings(Settings):
         False,
     )
     replicas: int = setting(
-        "Divide the workers into N groups, each of which shares a whole model. One for each machine is HSDP.",
+        "Divide the workers into N groups, each of which shares a whole model.",
         1,
         metavar="N",
         least=1,
@@ -223,12 +223,6 @@ class OwnerSettings(Settings):
         shown="all that is free",
         above=0,
         most=MOST_GIGABYTES,
-    )
-    gpu_power_limit: int | None = setting(
-        "Have nvidia-smi limit each GPU that is trained on to so many watts, while we train.",
-        None,
-        metavar="WATT",
-        least=1,
     )
 
     def conditions(self) -> tuple[Condition, ...]:

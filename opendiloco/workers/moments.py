@@ -4,44 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
-from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
-from opendiloco.errors import IslandError
-from opendiloco.inner.moments import STEPS_BYTES
-from opendiloco.inner.moments_file import read_header
 from opendiloco.shared_memory import copy_bytes
 from opendiloco.workers.control import (
     ForgetMoments,
     KeepMoments,
     LoadMoments,
-    LocateMoments,
     RecallMoments,
     StoreMoments,
 )
-from opendiloco.workers.handle import WorkerDeathError, WorkerHandle
-from opendiloco.workers.nodes import Node, Parts, Region
+from opendiloco.workers.process import WorkerDeathError, WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
 from peers.transfer.memory_file import MemoryFile
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
-
-Moved = TypeVar("Moved")
-
-
-class _Given(NamedTuple):
-    """Moments for workers to read: as bytes, of which the first `header` are for all of them; and what to ask a worker
-    that is to say which others it reads."""
-
-    data: memoryview
-    locate: LocateMoments
-    header: int = 0
 
 
 class WorkersMoments:
@@ -55,7 +35,7 @@ class WorkersMoments:
         self,
         descriptor: int,
         requests: RequestQueue,
-        workers: Callable[[], Sequence[WorkerHandle]],
+        workers: Callable[[], Sequence[WorkerProcess]],
         is_over: Callable[[], bool],
     ) -> None:
         self.descriptor = descriptor
@@ -81,16 +61,16 @@ class WorkersMoments:
 
         Raises: SnapshotError when there are none, or the file cannot be written; WorkerError when a worker dies.
         """
-        await self._finish(lambda: self._through_file(KeepMoments(path=str(path.absolute()), run=run, index=index)))
+        await self._finish(lambda: self._write(KeepMoments(path=str(path.absolute()), run=run, index=index)))
 
     async def recall(self, path: Path, run: str) -> None:
         """Have the inner optimizer go on with those in a file. Raises: as `keep`."""
-        await self._finish(lambda: self._through_file(RecallMoments(path=str(path.absolute()), run=run)))
+        await self._finish(lambda: self._read(RecallMoments(path=str(path.absolute()), run=run)))
 
     async def recall_at_once(self, path: Path, run: str) -> None:
         """Do the same for workers that are new, in the middle of a request. Raises: as `keep`."""
         async with self._turn:
-            await self._through_file(RecallMoments(path=str(path.absolute()), run=run))
+            await self._read(RecallMoments(path=str(path.absolute()), run=run))
 
     async def recall_if_possible(self, path: Path, run: str) -> None:
         """Do the same where these moments can be used; otherwise the inner optimizer begins anew."""
@@ -119,138 +99,42 @@ class WorkersMoments:
         memory = await asyncio.to_thread(MemoryFile, os.dup(self.descriptor), len(moments))
         try:
             if isinstance(command, StoreMoments):
-                parts = await self._write(command, lambda: memory.data, len(moments))
-                _check_complete(parts, STEPS_BYTES, len(moments))
+                await self._write(command)
                 await asyncio.to_thread(copy_bytes, memory.data, moments)
             else:
                 await asyncio.to_thread(copy_bytes, moments, memory.data)
-                await self._read(command, _Given(memory.data, LocateMoments()))
+                await self._read(command)
         finally:
             os.truncate(memory.descriptor, 0)
 
-    async def _through_file(self, command: KeepMoments | RecallMoments) -> None:
-        """Through a file, to which the first worker gives its size here, and each machine's first worker there."""
-        path = Path(command.path)
-        if isinstance(command, KeepMoments):
-            parts = await self._write(command, lambda: _mapped(path, writes=True), 0)
-            _check_complete(parts, _header_length(path), path.stat().st_size)
-        else:
-            given = _Given(
-                _mapped(path, writes=False), LocateMoments(path=command.path, run=command.run), _header_length(path)
-            )
-            await self._read(command, given)
+    async def _write(self, command: StoreMoments | KeepMoments) -> None:
+        """Have all workers write moments."""
+        await self._gather(worker.move_moments(command) for worker in self._workers())
 
-    async def _write(self, command: StoreMoments | KeepMoments, data: Callable[[], memoryview], room: int) -> Parts:
-        """Have all workers write moments; what those of other machines write is brought into `data`. Returns which
-        bytes they have written.
-
-        Each of these machines has memory for it, of `room` bytes to begin with.
-        """
-        workers = self._workers()
-        nodes = list(dict.fromkeys(worker.node for worker in workers if worker.node is not None))
-        try:
-            for node in nodes:
-                await node.resize(Region.MOMENTS, room)
-            written = await self._gather(worker.move_moments(command) for worker in workers)
-            for worker, moved in zip(workers, written, strict=True):
-                if worker.node is not None and moved.parts:
-                    await worker.node.fetch(Region.MOMENTS, data(), moved.parts)
-            return list(chain.from_iterable(moved.parts for moved in written))
-        finally:
-            with suppress(IslandError):
-                for node in nodes:
-                    await node.resize(Region.MOMENTS, 0)
-
-    async def _read(self, command: LoadMoments | RecallMoments, given: _Given) -> None:
-        """Have all workers read moments: on other machines in turns, each a copy of what it reads and no more.
+    async def _read(self, command: LoadMoments | RecallMoments) -> None:
+        """Have all workers read moments.
 
         When some have read them and others could not, all begin anew. Otherwise they would go on with moments of
         different times, and with different learning rates.
         """
-        workers, have_read = self._workers(), list[WorkerHandle]()
+        workers, have_read = self._workers(), list[WorkerProcess]()
 
-        async def read(worker: WorkerHandle) -> None:
+        async def read(worker: WorkerProcess) -> None:
             await worker.move_moments(command)
             have_read.append(worker)
 
-        by_node: dict[Node | None, list[WorkerHandle]] = {}
-        for worker in workers:
-            by_node.setdefault(worker.node, []).append(worker)
-        here = [read(worker) for worker in by_node.pop(None, [])]
-        there = [_read_in_turns(node, others, read, given) for node, others in by_node.items() if node is not None]
         try:
-            await self._gather([*here, *there])
+            await self._gather(map(read, workers))
         except SnapshotError:
             if have_read:
                 await self._gather(worker.move_moments(ForgetMoments()) for worker in workers)
             raise
 
-    async def _gather(self, moves: Iterable[Awaitable[Moved]]) -> list[Moved]:
-        """Return what all of them return, once all have ended. Raises: what one of them does."""
+    async def _gather(self, moves: Iterable[Awaitable[object]]) -> None:
+        """Return once all of them have ended. Raises: what one of them does."""
         moved = await asyncio.gather(*moves, return_exceptions=True)
         problems = [said for said in moved if isinstance(said, BaseException)]
         if problems and isinstance(problems[0], WorkerDeathError) and not self._is_over():
             raise SnapshotError("the worker is gone")  # another takes its place
         if problems:
             raise problems[0]
-        return [said for said in moved if not isinstance(said, BaseException)]
-
-
-async def _read_in_turns(
-    node: Node, workers: Sequence[WorkerHandle], read: Callable[[WorkerHandle], Awaitable[None]], given: _Given
-) -> None:
-    """Have workers of another machine read moments one after the other. Its memory for them has room for all of them,
-    and takes no more than what is sent there."""
-    for worker in workers:
-        try:
-            await node.resize(Region.MOMENTS, len(given.data))
-            await node.send(Region.MOMENTS, given.data, (0, given.header))
-            located = await worker.move_moments(given.locate)
-            _check_within(located.parts, len(given.data))
-            for part in located.parts:
-                await node.send(Region.MOMENTS, given.data, part)
-            await read(worker)
-        finally:
-            with suppress(IslandError):
-                await node.resize(Region.MOMENTS, 0)
-
-
-def _check_complete(parts: Parts, start: int, stop: int) -> None:
-    """Raises: SnapshotError unless workers have written each byte from `start` to `stop` once, as those do that have
-    cut the same model into as many pieces as they are."""
-    place = start
-    for begin, end in sorted(part for part in parts if part[0] < part[1]):
-        if begin != place:
-            break
-        place = end
-    if place != stop:
-        raise SnapshotError(f"its workers' parts of the moments do not fit together at byte {place} of {stop}")
-
-
-def _check_within(parts: Parts, size: int) -> None:
-    """Raises: SnapshotError when a worker wants bytes that the moments do not have."""
-    for begin, end in parts:
-        if not 0 <= begin <= end <= size:
-            raise SnapshotError(f"a worker wants bytes {begin} to {end} of moments that have {size}")
-
-
-def _header_length(path: Path) -> int:
-    """Raises: SnapshotError."""
-    try:
-        with path.open("rb") as file:
-            return read_header(file)[2]
-    except (OSError, ValueError) as error:
-        raise _unusable(error) from error
-
-
-def _mapped(path: Path, writes: bool) -> memoryview:
-    """Raises: SnapshotError."""
-    try:
-        with path.open("r+b" if writes else "rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if writes else mmap.ACCESS_READ))
-    except (OSError, ValueError) as error:  # ValueError: the file is empty
-        raise _unusable(error) from error
-
-
-def _unusable(error: Exception) -> SnapshotError:
-    return SnapshotError(f"the file with the moments cannot be used: {error}")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.sample_order import numbers_of
 from opendiloco.errors import WorkerError
 from opendiloco.shared_memory import MemoryCap, SharedVectors, cap_memory
 from opendiloco.stages import at_stage, watched_by
@@ -34,7 +33,6 @@ from opendiloco.workers.control import (
     ControlMessage,
     CountDevices,
     DevicesCounted,
-    DigestLease,
     EndInnerLoop,
     Evaluate,
     Evaluated,
@@ -45,9 +43,7 @@ from opendiloco.workers.control import (
     Generated,
     Hold,
     KeepMoments,
-    LeaseDigested,
     LoadMoments,
-    LocateMoments,
     MomentsMoved,
     MoveMoments,
     RecallMoments,
@@ -98,9 +94,9 @@ class Worker:
         self._config = RunConfig.from_manifest_content(command.manifest_content)
         device = choose_device(command.device)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
-        workers_here = command.here or command.workers
-        cache = TokenCache(few=few_tokens(self._config.tokenizer, workers_here), is_shared=workers_here > 1)
-        ahead = Ahead(self._config).tokenize if command.rank == command.first_here and command.options.trains else None
+        few = few_tokens(self._config.tokenizer, command.workers)
+        cache = TokenCache(few=few, is_shared=command.workers > 1)
+        ahead = Ahead(self._config).tokenize if command.rank == 0 and command.options.trains else None
         self._data: TrainingData = load_data(self._config, self._tokenizer, cache, ahead)
 
         at_stage("importing transformers")
@@ -111,9 +107,8 @@ class Worker:
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
             from opendiloco.workers.inner_loops import InnerLoops
 
-        place = MeetingPlace(command.port, command.host, command.key, descriptors.listener)
-        here = range(command.first_here, command.first_here + (command.here or command.workers))
-        self._team = Team.meet(device, command.rank, command.workers, place, here, command.options.replicas)
+        place = MeetingPlace(command.port, descriptors.listener)
+        self._team = Team.meet(device, command.rank, command.workers, place, command.options.replicas)
         self._config = in_fitting_precision(self._config, self._team)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
@@ -139,11 +134,9 @@ class Worker:
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, layout.parameter_count, length),
             micro_batch=self._replica.micro_batch,
-            text_digest=self._data.digest,
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             fragments=tuple((part.start, part.stop) for part in layout.fragments),
-            parts=self._replica.parts(self._vectors.local_part[0]),
         )
 
     def _try_what_is_compiled(self) -> None:
@@ -175,8 +168,6 @@ class Worker:
     def carry_out(self, command: Command) -> ControlMessage:
         """The reply to one command."""
         match command:
-            case DigestLease():
-                return LeaseDigested(lease_digest=self._data.samples.digest(numbers_of(command.lease), command.samples))
             case RunInnerLoop():
                 return self._inner_loops.run(command)
             case Evaluate():
@@ -200,17 +191,13 @@ class Worker:
         try:
             match command:
                 case KeepMoments():
-                    parts = self._replica.keep_moments(Path(command.path), command.run, command.index, command.reserves)
-                    return MomentsMoved(parts=parts)
+                    self._replica.keep_moments(Path(command.path), command.run, command.index)
                 case RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
                 case ForgetMoments():
                     self._replica.forget_moments()
-                case LocateMoments():
-                    path = None if command.path is None else Path(command.path)
-                    return MomentsMoved(parts=self._replica.parts_of_moments(path, command.run))
                 case StoreMoments():
-                    return MomentsMoved(parts=self._replica.store_moments(self._moments()))
+                    self._replica.store_moments(self._moments())
                 case LoadMoments():
                     self._replica.load_moments(self._moments())
         except Exception as error:  # whatever it is, training need not end of it

@@ -195,6 +195,7 @@ async def start_daemon(
                 await _to_the_end(_wait_for_end(attempt))
             sweep_sockets()  # a daemon that fails to start does not tidy up
             raise _start_error(str(error), initial_peers) from error
+    attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good
     control = daemon._client.control
     for task in (control._read_task, control._write_task):
         task.add_done_callback(_take_exception)

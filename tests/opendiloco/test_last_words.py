@@ -13,8 +13,7 @@ import pytest
 
 from opendiloco.workers import process
 from opendiloco.workers.control import CountDevices, DevicesCounted
-from opendiloco.workers.handle import WorkerDeathError
-from opendiloco.workers.process import LINE_LENGTH, LINES_KEPT, Inherited, LastWords, WorkerProcess
+from opendiloco.workers.process import LINE_LENGTH, LINES_KEPT, Inherited, LastWords, WorkerDeathError, WorkerProcess
 
 SECONDS = 120.0
 RAISES = """

@@ -1,4 +1,4 @@
-"""Workers whose answers about moments do not match: played without processes. (test_worker_group has real ones.)"""
+"""Workers of which some cannot read moments: played without processes. (test_worker_group has real ones.)"""
 
 from __future__ import annotations
 
@@ -10,53 +10,27 @@ from pathlib import Path
 import pytest
 
 from opendiloco.inner.moments import STEPS_BYTES
-from opendiloco.inner.moments_file import header_of
-from opendiloco.model.layout import Parameter
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.workers.control import (
-    ForgetMoments,
-    KeepMoments,
-    LoadMoments,
-    LocateMoments,
-    MomentsMoved,
-    MoveMoments,
-    RecallMoments,
-    StoreMoments,
-)
+from opendiloco.workers.control import ForgetMoments, LoadMoments, MoveMoments, RecallMoments
 from opendiloco.workers.moments import WorkersMoments
+from opendiloco.workers.process import WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
 from peers.values.workload import SnapshotError
-from tests.opendiloco.test_machines_together import PlayedNode, PlayedWorker
 
-HEADER = header_of([Parameter("a/exp_avg", (4,), 0)], {})
-SIZE = 16
-"""Bytes of values, in a file as in memory."""
-Ranges = Sequence[tuple[int, int]]
+FILE = Path("moments.safetensors")
 
 
-class Telling(PlayedWorker):
-    """A worker that notes what it is told, reads nothing if it `refuses`, and writes or wants `parts`."""
+class Telling(WorkerProcess):
+    """A worker that notes what it is told, and reads nothing if it `refuses`."""
 
-    def __init__(self, refuses: bool = False, parts: Ranges = (), node: PlayedNode | None = None) -> None:
-        self.node = node  # without all that would wait for replies, which an event loop has to make
+    def __init__(self, refuses: bool = False) -> None:  # there is no process, and no event loop yet
         self.told = list[type[MoveMoments]]()
         self._refuses = refuses
-        self._parts = tuple(parts)
 
-    async def move_moments(self, command: MoveMoments) -> MomentsMoved:
+    async def move_moments(self, command: MoveMoments) -> None:
         self.told.append(type(command))
         if self._refuses and isinstance(command, LoadMoments | RecallMoments):
             raise SnapshotError("the device ran out of memory")
-        if isinstance(command, KeepMoments):
-            Path(command.path).write_bytes(HEADER + bytes(SIZE))
-        return MomentsMoved(parts=self._parts)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "moments.safetensors"
-    path.write_bytes(HEADER + bytes(SIZE))
-    return path
 
 
 @pytest.fixture
@@ -66,75 +40,27 @@ def descriptor() -> Iterator[int]:
     os.close(made)
 
 
-def run(workers: Sequence[PlayedWorker], ask: Callable[[WorkersMoments], Awaitable[None]], memory: int = -1) -> None:
+def run(workers: Sequence[Telling], ask: Callable[[WorkersMoments], Awaitable[None]], memory: int = -1) -> None:
     async def story() -> None:
         await ask(WorkersMoments(memory, RequestQueue(), lambda: workers, lambda: False))
 
     asyncio.run(story())
 
 
-def test_when_some_have_read_moments_and_others_could_not_all_begin_anew(file: Path, descriptor: int) -> None:
+def test_when_some_have_read_moments_and_others_could_not_all_begin_anew(descriptor: int) -> None:
     workers = [Telling(), Telling(refuses=True), Telling()]
     with pytest.raises(SnapshotError, match="ran out of memory"):
-        run(workers, lambda moments: moments.recall(file, "run-1"))
+        run(workers, lambda moments: moments.recall(FILE, "run-1"))
     assert [worker.told for worker in workers] == [[RecallMoments, ForgetMoments]] * 3
     workers = [Telling(refuses=True), Telling()]
     with pytest.raises(SnapshotError, match="ran out of memory"):
-        run(workers, lambda moments: moments.load(memoryview(bytes(STEPS_BYTES + SIZE))), descriptor)
+        run(workers, lambda moments: moments.load(memoryview(bytes(STEPS_BYTES + 16))), descriptor)
     assert [worker.told for worker in workers] == [[LoadMoments, ForgetMoments]] * 2
 
 
-def test_so_do_those_of_the_first_machine_when_another_machines_could_not(file: Path) -> None:
-    workers = [Telling(), Telling(refuses=True, node=PlayedNode("node 1"))]
-    with pytest.raises(SnapshotError, match="ran out of memory"):
-        run(workers, lambda moments: moments.recall(file, "run-1"))
-    assert [worker.told[-1] for worker in workers] == [ForgetMoments] * 2
-
-
-def test_what_nobody_has_read_changes_nothing(file: Path) -> None:
+def test_what_nobody_has_read_changes_nothing() -> None:
     """As when their own moments are worth as much."""
     workers = [Telling(refuses=True), Telling(refuses=True)]
     with pytest.raises(SnapshotError, match="ran out of memory"):
-        run(workers, lambda moments: moments.recall(file, "run-1"))
+        run(workers, lambda moments: moments.recall(FILE, "run-1"))
     assert [worker.told for worker in workers] == [[RecallMoments]] * 2
-
-
-@pytest.mark.parametrize(
-    ("parts", "byte"),
-    [
-        ([[(0, 8)], [(8, 16)]], None),
-        ([[(0, 4), (8, 12)], [(4, 8), (12, 16), (16, 16)]], None),
-        ([[(0, 6)], [(6, 11)]], 11),  # there is no third worker
-        ([[(0, 8)], [(6, 16)]], 8),  # one has cut it into other pieces
-        ([[(0, 6)], [(8, 16)]], 6),
-        ([[(0, 8)], [(8, 24)]], 24),
-        ([[], []], 0),
-    ],
-)
-def test_parts_that_do_not_make_a_whole_are_no_moments(
-    parts: Sequence[Ranges], byte: int | None, file: Path, descriptor: int
-) -> None:
-    def writing(start: int) -> list[Telling]:
-        return [Telling(parts=[(start + first, start + end) for first, end in each]) for each in parts]
-
-    data = memoryview(bytearray(STEPS_BYTES + SIZE))
-    asked: list[tuple[int, type[MoveMoments], Callable[[WorkersMoments], Awaitable[None]]]] = [
-        (len(HEADER), KeepMoments, lambda moments: moments.keep(file, "run-1", 3)),
-        (STEPS_BYTES, StoreMoments, lambda moments: moments.store(data)),
-    ]
-    for start, command, ask in asked:
-        workers = writing(start)
-        if byte is None:
-            run(workers, ask, descriptor)
-        else:
-            with pytest.raises(SnapshotError, match=f"do not fit together at byte {start + byte} of {start + SIZE}"):
-                run(workers, ask, descriptor)
-        assert [worker.told for worker in workers] == [[command]] * 2
-
-
-def test_a_worker_of_another_machine_wants_no_bytes_that_are_not_there(file: Path) -> None:
-    size = len(HEADER) + SIZE
-    worker = Telling(parts=[(len(HEADER), size + 1)], node=PlayedNode("node 1"))
-    with pytest.raises(SnapshotError, match=f"wants bytes {len(HEADER)} to {size + 1} of moments that have {size}"):
-        run([Telling(), worker], lambda moments: moments.recall(file, "run-1"))
-    assert worker.told == [LocateMoments, ForgetMoments]

@@ -1,4 +1,4 @@
-"""Checks of this machine, on invented ones; and how they read torch's probe, nvidia-smi's table and Linux's folders."""
+"""Checks of this machine, on invented ones; and how they read torch's probe and Linux's folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from opendiloco.doctor import machine
 from opendiloco.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
 from opendiloco.doctor.machine import (
     Cards,
-    GpuState,
     Taken,
     check_compiler,
     check_disk,
@@ -38,14 +37,13 @@ from opendiloco.doctor.machine import (
     gpus_in_use,
     has_volunteer,
     machine_findings,
-    parse_gpus,
     read_cards,
 )
 from opendiloco.doctor.torch_probe import Gpu, Torch, answered, first_sentence, installed_torch, probed_torch
 from opendiloco.errors import MachineError
 from opendiloco.kernels import self_test
 from opendiloco.owner.controls import Answer, serve_controls
-from opendiloco.owner.sensors import Sensor, is_on_battery, read_sensors
+from opendiloco.owner.sensors import GpuState, Sensor
 from opendiloco.workers.options import WorkerOptions
 
 PASS, WARN, FAIL, SKIPPED = Verdict
@@ -80,7 +78,7 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for name, value in things.items():
             monkeypatch.setattr(machine, name, lambda *_, value=value: value)
 
-    has(python_version="3.12.1", usable_cores=16, installed_torch=CUDA_BUILD, read_cards=CARD, query_gpus=())
+    has(python_version="3.12.1", usable_cores=16, installed_torch=CUDA_BUILD, read_cards=CARD, read_gpus=())
     has(available_memory=128 * GB, free_shm=64 * GB, free_disk=100 * GB, read_sensors=(), is_on_battery=False)
     monkeypatch.setattr(shutil, "which", lambda program: program)
     return has
@@ -123,8 +121,13 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ({}, lambda: check_heat((GpuState("T4", 80.0, is_slowed_by_heat=True),)), WARN, "slowed down: T4"),
         ({}, lambda: check_power(()), SKIPPED, "not on battery"),
         ({"is_on_battery": True}, lambda: check_power(()), WARN, "Plug it in"),
-        ({}, lambda: check_power((GpuState("T4", 50.0, 70.0, 70.0),)), PASS, "70 of 70 W"),
-        ({}, lambda: check_power((GpuState("H100", 50.0, 200.0, 700.0),)), WARN, "nvidia-smi -pl 700"),
+        ({}, lambda: check_power((GpuState("T4", 50.0, limit=70, default_limit=70),)), PASS, "70 of 70 W"),
+        (
+            {},
+            lambda: check_power((GpuState("H100", 50.0, limit=200, default_limit=700),)),
+            WARN,
+            "nvidia-smi -pl 700",
+        ),
         ({}, lambda: check_power((GpuState("T4", 50.0, is_slowed_by_power=True),)), WARN, "power supply"),
         ({}, lambda: check_torch(None, CARD), FAIL, "not installed"),
         ({}, lambda: check_torch(CPU_BUILD, Cards()), PASS, "built for CPUs alone"),
@@ -335,37 +338,6 @@ def test_cards_by_their_driver_or_else_on_the_bus(tmp_path: Path) -> None:
     write(driver / "gpus" / "0000:01:00.0", information="Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 42")
     write(driver, version="NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 01:00:00 UTC 2025")
     assert read_cards(pci, driver) == Cards(("NVIDIA H100 80GB HBM3",), "570.124.06")
-
-
-def test_what_nvidia_smi_says() -> None:
-    text = (
-        "NVIDIA H100 80GB HBM3, 41, 700.00, 700.00, 0x0000000000000000\n"
-        "Tesla T4, 90, 70.00, 70.00, 0x0000000000000060\n"
-        "Old, [N/A], [N/A], [N/A], [N/A]\n"
-        "No devices were found\n"
-    )
-    assert parse_gpus(text) == (
-        GpuState("NVIDIA H100 80GB HBM3", 41.0, 700.0, 700.0),
-        GpuState("Tesla T4", 90.0, 70.0, 70.0, is_slowed_by_heat=True),
-        GpuState("Old", None),
-    )
-    [braked] = parse_gpus("H100, 41, 700, 700, 0x80")
-    assert braked.is_slowed_by_power
-
-
-def test_sensors_and_batteries(tmp_path: Path) -> None:
-    assert read_sensors(tmp_path) == ()
-    assert not is_on_battery(tmp_path)
-    zone = {"type": "acpitz", "temp": "48000", "trip_point_0_type": "passive", "trip_point_0_temp": "95000"}
-    write(tmp_path / "thermal" / "thermal_zone0", **zone, trip_point_1_type="critical", trip_point_1_temp="105000")
-    assert read_sensors(tmp_path) == (Sensor("acpitz", 48.0, 105.0),)
-    write(tmp_path / "hwmon" / "hwmon0", name="coretemp", temp1_input="61000", temp1_crit="100000", temp2_input="x")
-    assert read_sensors(tmp_path) == (Sensor("coretemp", 61.0, 100.0),), "better than zones"
-    write(tmp_path / "power_supply" / "mouse", type="Battery", scope="Device", status="Discharging")
-    write(tmp_path / "power_supply" / "BAT0", type="Battery", status="Charging")
-    assert not is_on_battery(tmp_path)
-    write(tmp_path / "power_supply" / "BAT0", type="Battery", status="Discharging")
-    assert is_on_battery(tmp_path)
 
 
 def test_a_folder_that_is_not_there_yet_can_be_made(tmp_path: Path) -> None:

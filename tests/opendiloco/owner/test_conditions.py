@@ -11,7 +11,7 @@ import pytest
 
 from opendiloco.owner.conditions import Hours, parse_condition, parse_conditions, parse_until, reasons
 from opendiloco.owner.facts import Facts, Observer, hottest, seconds_of_family, share_of_others
-from opendiloco.owner.gpus import Gpu
+from opendiloco.owner.sensors import GpuState
 
 
 def facts(clock: str = "12:00", **values: Any) -> Facts:
@@ -128,7 +128,7 @@ def test_children_that_have_ended_are_ours() -> None:
 
 @pytest.mark.parametrize("with_heat", [True, False])
 def test_nobody_is_asked_for_heat_that_does_not_matter(with_heat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opendiloco.owner.facts.look_at_gpus", lambda: [Gpu("0", "GPU-5", celsius=125.0)])
+    monkeypatch.setattr("opendiloco.owner.facts.read_gpus", lambda: (GpuState("H100", celsius=125.0),))
     assert Observer(with_heat).look().celsius == (125.0 if with_heat else None)
 
 

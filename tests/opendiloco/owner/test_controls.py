@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
-import signal
 import socket
 import stat
-from datetime import datetime
 from pathlib import Path
 
-import pytest
-
-from opendiloco.owner.again import WISHES_VARIABLE, begin_again, remembered_until, remembered_wishes
 from opendiloco.owner.controls import NAME, Answer, Request, ask, serve_controls, sockets
-from opendiloco.owner.wishes import Wishes
 
 PAUSED = Answer(says="pausing", phase="training", reasons=("on battery",))
 
@@ -81,22 +74,3 @@ def test_sockets_are_found_by_run(tmp_path: Path) -> None:
         (tmp_path / run / "peer" / NAME).touch()
     assert [path.parent.parent.name for path in sockets(tmp_path)] == ["one", "two"]
     assert [path.parent.parent.name for path in sockets(tmp_path, "two")] == ["two"]
-
-
-def test_wishes_are_remembered_by_a_process_that_begins_again() -> None:
-    wishes = remembered_wishes({WISHES_VARIABLE: json.dumps({"is_asked": True, "overruled": ["busy"]})})
-    assert (wishes.is_asked, wishes.overruled) == (True, {"busy"})
-    assert remembered_wishes({}).reasons == ()
-
-
-def test_a_process_that_begins_again_leaves_when_the_first_one_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """07:30 was tomorrow's for one that began again after it."""
-    started: list[dict[str, str]] = []
-    monkeypatch.setattr(os, "execve", lambda program, words, environment: started.append(environment))
-    monkeypatch.setattr(signal, "pthread_sigmask", lambda how, signals: None)
-    monkeypatch.setattr(logging, "shutdown", lambda: None)
-    until = datetime(2026, 11, 24, 7, 30)
-    begin_again(Wishes(is_asked=True), until)
-    begin_again(Wishes())
-    assert [remembered_until(environment) for environment in (*started, {})] == [until, None, None]
-    assert remembered_wishes(started[0]).is_asked

@@ -15,7 +15,7 @@ from opendiloco.owner.controls import Request
 from opendiloco.owner.facts import Facts
 from opendiloco.owner.sleep import SleepWatch
 from opendiloco.owner.watch import LONGEST_HOLD, LOOK_SECONDS, SHORTEST_HOLD, OwnersWatch
-from opendiloco.owner.wishes import CALM_SECONDS, Wishes
+from opendiloco.owner.wishes import CALM_SECONDS
 
 GRACE = 10.0
 NOON = datetime(2026, 11, 24, 12, 0)
@@ -42,7 +42,7 @@ class Machine:
 
     def __init__(self, conditions: str = "", until: datetime | None = None, grace: float = GRACE) -> None:
         self.said: list[str] = []
-        self.watch = OwnersWatch(Wishes(), parse_conditions(conditions), until, say=self.said.append)
+        self.watch = OwnersWatch(parse_conditions(conditions), until, say=self.said.append)
         self.volunteer = Volunteer()
         self.watch.begin(self.volunteer, grace)
         self.awake = self.since_start = 1000.0
@@ -58,10 +58,9 @@ class Machine:
         return self.watch.answer(Request(do=do, anyway=anyway)).says
 
 
-def paused(grace: float = GRACE, may_come_back: bool = True) -> Machine:
+def paused(grace: float = GRACE) -> Machine:
     """A machine that has just begun to run on its battery."""
     machine = Machine("battery", grace=grace)
-    machine.watch.begin(machine.volunteer, grace, may_come_back)
     machine.look(on_battery=True)
     machine.look(on_battery=True)
     assert machine.volunteer.is_held
@@ -134,15 +133,30 @@ def test_no_pause_is_held_for_longer_than_a_minute() -> None:
     assert machine.volunteer.has_left
 
 
-def test_where_it_cannot_come_back_a_long_pause_is_the_end() -> None:
-    machine = paused(may_come_back=False)
-    machine.look(after=SHORTEST_HOLD, on_battery=True)
+@pytest.mark.usefixtures("clock")
+def test_after_a_long_pause_another_stay_begins_as_the_first_one_did() -> None:
+    machine = Machine()
+    machine.ask("pause")
+    machine.look(after=GRACE)
     assert machine.volunteer.has_left
+    assert machine.watch.answer(Request(do="look")).reasons == ("you asked for it",), "it forgets that it is paused"
+    machine.watch.end()
+    machine.ask("resume")
+    assert asyncio.run(machine.watch.wait_until_wanted())
+    machine.volunteer = Volunteer()
+    machine.watch.begin(machine.volunteer, GRACE)
+    machine.look(after=GRACE)
+    assert not machine.volunteer.is_held
+    assert not machine.volunteer.has_left
     assert not machine.watch.comes_back
+    machine.ask("pause")
+    machine.look(after=GRACE)
+    assert machine.volunteer.has_left
+    assert machine.watch.comes_back
 
 
 # Leaving for good, whatever the stay ends for -------------------------------------------------------------------------
-def test_whoever_interrupts_a_stay_that_ends_to_begin_anew_is_heard() -> None:
+def test_whoever_interrupts_a_stay_that_ends_to_join_again_is_heard() -> None:
     machine = paused()
     machine.look(after=SHORTEST_HOLD, on_battery=True)
     machine.watch.stop()
@@ -150,14 +164,26 @@ def test_whoever_interrupts_a_stay_that_ends_to_begin_anew_is_heard() -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_finish_is_heard_in_a_stay_that_ends_to_begin_anew() -> None:
+def test_finish_is_heard_in_a_stay_that_ends_to_join_again() -> None:
     machine = paused()
     machine.look(after=SHORTEST_HOLD, on_battery=True)
     machine.ask("finish")
     assert not machine.watch.comes_back
 
 
-def test_after_an_interrupt_nothing_begins_anew() -> None:
+@pytest.mark.usefixtures("clock")
+def test_the_moment_to_leave_may_come_in_a_long_pause() -> None:
+    """One that had slept past 07:30 trained until the next day's."""
+    machine = Machine(until=NOON + timedelta(hours=1))
+    machine.ask("pause")
+    machine.look(after=GRACE)
+    assert machine.watch.comes_back
+    machine.watch.until = datetime(2020, 1, 1)  # before the true time, at which it looks while it waits
+    machine.ask("resume")
+    assert not asyncio.run(machine.watch.wait_until_wanted())
+
+
+def test_after_an_interrupt_nothing_joins_again() -> None:
     machine = Machine()
     machine.watch.stop()
     machine.look(after=2, asleep=7200)
@@ -187,17 +213,6 @@ def test_conditions_that_hold_are_only_overruled_on_purpose_and_until_they_have_
     machine.look(after=1, on_battery=True)
     machine.look(after=1, on_battery=True)  # a new time counts again
     assert machine.volunteer.is_held
-
-
-@pytest.mark.usefixtures("clock")
-def test_the_signal_pauses_and_goes_on_whatever_holds() -> None:
-    machine = Machine("battery", grace=1000)
-    machine.watch.toggle()
-    assert machine.volunteer.is_held
-    machine.look(on_battery=True)
-    machine.look(on_battery=True)
-    machine.watch.toggle()
-    assert not machine.volunteer.is_held
 
 
 @pytest.mark.usefixtures("clock")
@@ -243,7 +258,7 @@ def test_a_look_that_fails_is_told_once_and_the_watch_goes_on(caplog: pytest.Log
             raise OSError("a sensor is gone")
         return Facts(NOON, on_battery=looks <= 2)
 
-    watch, volunteer = OwnersWatch(Wishes(), parse_conditions("battery"), look=look), Volunteer()
+    watch, volunteer = OwnersWatch(parse_conditions("battery"), look=look), Volunteer()
     watch.begin(volunteer, GRACE)
 
     async def scenario() -> None:
@@ -270,7 +285,7 @@ def test_training_begins_when_no_condition_can_be_missed(conditions: str, looks:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owners_watch, "LOOK_SECONDS", 0.0)
-        assert asyncio.run(OwnersWatch(Wishes(), parse_conditions(conditions), look=look).wait_until_wanted())
+        assert asyncio.run(OwnersWatch(parse_conditions(conditions), look=look).wait_until_wanted())
     assert len(seen) == looks
 
 
@@ -288,14 +303,6 @@ def test_a_machine_that_has_slept_past_the_moment_to_leave_does_not_come_back() 
     machine = Machine(until=NOON + timedelta(minutes=5))
     machine.look(after=2, asleep=7200)
     assert machine.said[1:] == ["it is 12:05: leaving the run"]
-    assert machine.volunteer.has_left
-    assert not machine.watch.comes_back
-
-
-def test_where_it_cannot_come_back_sleep_is_the_end() -> None:
-    machine = Machine()
-    machine.watch.begin(machine.volunteer, GRACE, may_come_back=False)
-    machine.look(after=2, asleep=7200)
     assert machine.volunteer.has_left
     assert not machine.watch.comes_back
 
