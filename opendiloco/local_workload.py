@@ -25,7 +25,6 @@ from opendiloco.model.export import Dtype
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.bases import Bases
 from opendiloco.outer.handover import Handover
-from opendiloco.outer.inner_state import InnerState
 from opendiloco.outer.measuring import Measuring
 from opendiloco.outer.residuals import Residuals
 from opendiloco.outer.state import LocalState
@@ -213,8 +212,6 @@ class LocalWorkload(TrainingWorkload):
         self._windows, self._held_out_digest = config.evaluation.windows, config.evaluation.digest
         self.reads_runs_text = True
         """See `Run.has_runs_text`."""
-        copies = config.inner_optimizer.on_join == "copy"
-        self.companion = InnerState(workers.moments, self.value_count, config) if copies else None
         self._goes_on = False  # whether workers go on from where they are
         self._state_lock = asyncio.Lock()
         """Held while theta changes, or a part of it is copied."""

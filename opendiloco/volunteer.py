@@ -333,7 +333,7 @@ async def volunteer_with(
         if position.last:
             await recall_moments(folder, workload)
     keeping = Keeping(await workload.state_digest(), lineage, log, storage)
-    driver = Driver(identity, transport, workload, run.settings, keeping, workload.companion)
+    driver = Driver(identity, transport, workload, run.settings, keeping)
     workload.take_turns(driver, identity.peer_id, run.config.evaluation)
     volunteer = Volunteer(run, driver, transport, workload, folder, log)
     held_out = None if folder is None else HeldOutCurve(folder.held_out)

@@ -21,17 +21,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import SampleOrder
 from opendiloco.inner.inner_steps import InnerSteps, ReplicaTrained, StepTaken
 from opendiloco.inner.learning_rate import learning_rate_factor
-from opendiloco.inner.moments import Moments
-from opendiloco.inner.optimizer_state import (
-    ByteRanges,
-    load_moments,
-    parts_to_load,
-    parts_to_read,
-    read_state,
-    step_count,
-    store_moments,
-    write_state,
-)
+from opendiloco.inner.optimizer_state import ByteRanges, parts_to_read, read_state, write_state
 from opendiloco.inner.optimizers import build_inner_optimizer
 from opendiloco.inner.team import Team
 from opendiloco.inner.trials import attending_by
@@ -40,7 +30,6 @@ from opendiloco.model.packing import packing_known, predicted_tokens, router_los
 from opendiloco.model.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
 from peers.values.leases import SampleRange
-from peers.values.workload import SnapshotError
 
 LONG_AGO = 64
 """Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
@@ -124,24 +113,6 @@ class ModelReplica:
         """Return which bytes `store` writes of a vector that begins with byte `start`."""
         return self._shards.byte_ranges(start) if self._team.is_in_first_replica else ()
 
-    def store_moments(self, out: Moments) -> ByteRanges:
-        """Store the inner optimizer's state as of the last inner step: this worker's part, as `store` does.
-
-        Raises: SnapshotError while it is worth little.
-        """
-        if step_count(self._optimizer) == 0 or self._warmed_up != self._config.inner_optimizer.rewarmup_steps:
-            raise SnapshotError("its inner optimizer has only just begun")
-        if not self._team.is_in_first_replica:
-            return ()
-        return store_moments(self._optimizer, self._parameters(), self._shards, out)
-
-    def load_moments(self, moments: Moments) -> None:
-        """Go on with another replica's. There is no more re-warmup. Raises: SnapshotError when ours are as good."""
-        if step_count(self._optimizer) >= moments.steps[0]:
-            raise SnapshotError(f"its inner optimizer has made {moments.steps[0]} steps; ours as many")
-        load_moments(self._optimizer, self._parameters(), self._shards, moments)
-        self._warmed_up = self._config.inner_optimizer.rewarmup_steps
-
     def keep_moments(self, path: Path, run: str, index: int, reserves: bool = True) -> ByteRanges:
         """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it,
         unless another replica does. Returns which bytes these are. With `reserves` the whole file takes room now.
@@ -164,11 +135,8 @@ class ModelReplica:
         self._optimizer.state.clear()
         self._warmed_up = self._kept_at = None
 
-    def parts_of_moments(self, path: Path | None, run: str) -> ByteRanges:
-        """Return which bytes of such a file `recall_moments` reads beside its header; with None, which ones of another
-        replica's moments `load_moments` does. Raises: as `recall_moments`."""
-        if path is None:
-            return parts_to_load(self._shards, self.layout.size)
+    def parts_of_moments(self, path: Path, run: str) -> ByteRanges:
+        """Return which bytes of such a file `recall_moments` reads beside its header. Raises: as `recall_moments`."""
         return parts_to_read(path, self._parameters(), self._shards, self._kept_by(run))
 
     def _kept_by(self, run: str) -> dict[str, str]:

@@ -144,19 +144,6 @@ class Export(ControlMessage):
     dtype: Dtype = "float32"
 
 
-class StoreMoments(ControlMessage):
-    """Write the inner optimizer's state into the memory for it: each worker its part. Alone on its machine, a worker
-    does it between two inner steps. Answered by `MomentsMoved`."""
-
-    kind: Literal["store_moments"] = "store_moments"
-
-
-class LoadMoments(ControlMessage):
-    """Take the inner optimizer's state from there, just so. Answered by `MomentsMoved`."""
-
-    kind: Literal["load_moments"] = "load_moments"
-
-
 class AtStage(ControlMessage):
     """What the worker is busy with (see `opendiloco.stages`). `share` of it is done; None if that is not known."""
 
@@ -168,7 +155,7 @@ class AtStage(ControlMessage):
 class KeepMoments(ControlMessage):
     """Write the inner optimizer's state into a file (see inner/moments_file.py): each worker its part, and the file is
     there when all have answered. `index` outer steps are taken. Unless it `reserves`, only the written parts take room.
-    Answered by `MomentsMoved`, as `StoreMoments` is."""
+    Alone on its machine, a worker does it between two inner steps. Answered by `MomentsMoved`."""
 
     kind: Literal["keep_moments"] = "keep_moments"
     path: str
@@ -192,12 +179,11 @@ class ForgetMoments(ControlMessage):
 
 
 class LocateMoments(ControlMessage):
-    """Say which bytes this worker reads of such a file beside its header, or without a `path` of the memory for the
-    inner optimizer's state. Answered by `MomentsMoved`."""
+    """Say which bytes this worker reads of such a file beside its header. Answered by `MomentsMoved`."""
 
     kind: Literal["locate_moments"] = "locate_moments"
-    path: str | None = None
-    run: str = ""
+    path: str
+    run: str
 
 
 class DevicesCounted(ControlMessage):
@@ -314,7 +300,7 @@ class Exported(ControlMessage):
 
 class MomentsMoved(ControlMessage):
     """The moments are there, or `problem` says why not. Training goes on in any case. `parts` are the ranges of bytes
-    that the worker has written of their memory, or of their file; or that it will read."""
+    that the worker has written of their file, or that it will read."""
 
     kind: Literal["moments_moved"] = "moments_moved"
     problem: str | None = None
@@ -331,7 +317,7 @@ class Failed(ControlMessage):
     traceback: str
 
 
-MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments | ForgetMoments | LocateMoments
+MoveMoments = KeepMoments | RecallMoments | ForgetMoments | LocateMoments
 """Between two inner steps, if the worker is alone."""
 Command = (
     CountDevices

@@ -1,11 +1,10 @@
-"""How the inner optimizer's state gets out of a machine's workers, and into them: through memory, or through a file."""
+"""How the inner optimizer's state gets out of a machine's workers, and into them: through a file."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import mmap
-import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -13,21 +12,16 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from opendiloco.errors import IslandError
-from opendiloco.inner.moments import STEPS_BYTES
 from opendiloco.inner.moments_file import read_header
-from opendiloco.shared_memory import copy_bytes
 from opendiloco.workers.control import (
     ForgetMoments,
     KeepMoments,
-    LoadMoments,
     LocateMoments,
     RecallMoments,
-    StoreMoments,
 )
 from opendiloco.workers.handle import WorkerDeathError, WorkerHandle
 from opendiloco.workers.nodes import Node, Parts, Region
 from opendiloco.workers.request_queue import RequestQueue
-from peers.transfer.memory_file import MemoryFile
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -41,11 +35,11 @@ class _Given(NamedTuple):
 
     data: memoryview
     locate: LocateMoments
-    header: int = 0
+    header: int
 
 
 class WorkersMoments:
-    """Moves moments of the present `workers`, one request after another. `descriptor` is the memory that they see, too.
+    """Moves moments of the present `workers`, one request after another. `descriptor` is for workers elsewhere.
 
     Training of a single worker need not end for it; that of several must, since they are not at the same step at the
     same time. `is_over` says whether nobody will take the place of a worker that is gone.
@@ -63,17 +57,6 @@ class WorkersMoments:
         self._workers = workers
         self._is_over = is_over
         self._turn = asyncio.Lock()
-
-    async def store(self, out: memoryview) -> None:
-        """Copy them (see inner/moments.py) as they are after some inner step.
-
-        Raises: SnapshotError when there are none to give; OSError without memory; WorkerError when a worker dies.
-        """
-        await self._finish(lambda: self._through_memory(StoreMoments(), out))
-
-    async def load(self, moments: memoryview) -> None:
-        """Have the inner optimizer go on with checked ones. Raises: as `store`."""
-        await self._finish(lambda: self._through_memory(LoadMoments(), moments))
 
     async def keep(self, path: Path, run: str, index: int) -> None:
         """Have workers write them into a file (see inner/moments_file.py), after `index` outer steps of a run. What is
@@ -114,25 +97,11 @@ class WorkersMoments:
             task = self._requests.add(in_turn)
         await asyncio.shield(task)
 
-    async def _through_memory(self, command: StoreMoments | LoadMoments, moments: memoryview) -> None:
-        """Through memory that all processes see, and that is taken only for so long."""
-        memory = await asyncio.to_thread(MemoryFile, os.dup(self.descriptor), len(moments))
-        try:
-            if isinstance(command, StoreMoments):
-                parts = await self._write(command, lambda: memory.data, len(moments))
-                _check_complete(parts, STEPS_BYTES, len(moments))
-                await asyncio.to_thread(copy_bytes, memory.data, moments)
-            else:
-                await asyncio.to_thread(copy_bytes, moments, memory.data)
-                await self._read(command, _Given(memory.data, LocateMoments()))
-        finally:
-            os.truncate(memory.descriptor, 0)
-
     async def _through_file(self, command: KeepMoments | RecallMoments) -> None:
         """Through a file, to which the first worker gives its size here, and each machine's first worker there."""
         path = Path(command.path)
         if isinstance(command, KeepMoments):
-            parts = await self._write(command, lambda: _mapped(path, writes=True), 0)
+            parts = await self._write(command, lambda: _mapped(path, writes=True))
             _check_complete(parts, _header_length(path), path.stat().st_size)
         else:
             given = _Given(
@@ -140,17 +109,15 @@ class WorkersMoments:
             )
             await self._read(command, given)
 
-    async def _write(self, command: StoreMoments | KeepMoments, data: Callable[[], memoryview], room: int) -> Parts:
+    async def _write(self, command: KeepMoments, data: Callable[[], memoryview]) -> Parts:
         """Have all workers write moments; what those of other machines write is brought into `data`. Returns which
         bytes they have written.
-
-        Each of these machines has memory for it, of `room` bytes to begin with.
         """
         workers = self._workers()
         nodes = list(dict.fromkeys(worker.node for worker in workers if worker.node is not None))
         try:
             for node in nodes:
-                await node.resize(Region.MOMENTS, room)
+                await node.resize(Region.MOMENTS, 0)
             written = await self._gather(worker.move_moments(command) for worker in workers)
             for worker, moved in zip(workers, written, strict=True):
                 if worker.node is not None and moved.parts:
@@ -161,7 +128,7 @@ class WorkersMoments:
                 for node in nodes:
                     await node.resize(Region.MOMENTS, 0)
 
-    async def _read(self, command: LoadMoments | RecallMoments, given: _Given) -> None:
+    async def _read(self, command: RecallMoments, given: _Given) -> None:
         """Have all workers read moments: on other machines in turns, each a copy of what it reads and no more.
 
         When some have read them and others could not, all begin anew. Otherwise they would go on with moments of

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import mmap
 import os
 import queue
 import socket
@@ -46,13 +45,11 @@ from opendiloco.workers.control import (
     Hold,
     KeepMoments,
     LeaseDigested,
-    LoadMoments,
     LocateMoments,
     MomentsMoved,
     MoveMoments,
     RecallMoments,
     RunInnerLoop,
-    StoreMoments,
     TakeAverage,
 )
 from opendiloco.workers.failures import describe_failure
@@ -61,7 +58,6 @@ from opendiloco.workers.options import WorkerOptions
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
-    from opendiloco.inner.moments import Moments
     from opendiloco.inner.replica import ModelReplica
 
 
@@ -126,7 +122,6 @@ class Worker:
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         if command.options.trains:
             self._try_what_is_compiled()
-        self._moments_descriptor = descriptors.moments
         self._inner_loops = InnerLoops(
             self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
         )
@@ -207,20 +202,10 @@ class Worker:
                 case ForgetMoments():
                     self._replica.forget_moments()
                 case LocateMoments():
-                    path = None if command.path is None else Path(command.path)
-                    return MomentsMoved(parts=self._replica.parts_of_moments(path, command.run))
-                case StoreMoments():
-                    return MomentsMoved(parts=self._replica.store_moments(self._moments()))
-                case LoadMoments():
-                    self._replica.load_moments(self._moments())
+                    return MomentsMoved(parts=self._replica.parts_of_moments(Path(command.path), command.run))
         except Exception as error:  # whatever it is, training need not end of it
             return MomentsMoved(problem=str(error))
         return MomentsMoved()
-
-    def _moments(self) -> Moments:
-        from opendiloco.inner.moments import Moments
-
-        return Moments(memoryview(mmap.mmap(self._moments_descriptor, 0)))
 
     def _evaluate(self, command: Evaluate) -> Evaluated:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""

@@ -67,12 +67,10 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
     config = RunConfig.from_manifest_content(small_content | {"outer_steps": 3, "schedule": schedule})
     reference = Reference(config)
     expected = list(reference.run(OUTER_STEPS))
-    optimizer = config.inner_optimizer.model_copy(update={"on_join": "copy"})
-    copying = config.model_copy(update={"inner_optimizer": optimizer})
 
     async def story() -> None:
         names = ("a", "b")
-        started = await asyncio.gather(*(LocalWorkload.start(copying, WorkerOptions(device="cpu")) for _ in names))
+        started = await asyncio.gather(*(LocalWorkload.start(config, WorkerOptions(device="cpu")) for _ in names))
         swarm = dict(zip(names, started, strict=True))
         try:
             digests = [
@@ -82,7 +80,6 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
             assert digests == expected
             assert await state_of(swarm["a"]) == b"".join(reference.state.vectors)
             assert (await swarm["a"].evaluate()).loss == reference.held_out_loss()
-            await moments_move_from_worker_to_worker(swarm["a"], swarm["b"])
             await a_snapshot_moves_the_state(swarm["a"], swarm["b"])
             await the_model_can_be_used(swarm["b"], tmp_path / "model")
         finally:
@@ -95,21 +92,6 @@ async def state_of(workload: LocalWorkload) -> bytes:
     out = bytearray(workload.state_size)
     await workload.copy_state(memoryview(out))
     return bytes(out)
-
-
-async def moments_move_from_worker_to_worker(donor: LocalWorkload, joiner: LocalWorkload) -> None:
-    """To the one that has made fewer inner steps."""
-    assert donor.companion is not None
-    assert joiner.companion is not None
-    given, taken = (memoryview(bytearray(donor.companion.size)) for _ in range(2))
-    await donor.companion.copy(given)
-    await joiner.companion.copy(taken)
-    assert given != taken
-    with pytest.raises(SnapshotError, match="ours as many"):
-        await donor.companion.restore(taken)
-    await joiner.companion.restore(given)
-    await joiner.companion.copy(taken)
-    assert given == taken
 
 
 async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload) -> None:
@@ -152,10 +134,6 @@ class StateOnly(WorkerGroup):
 @pytest.fixture
 def workload(small_config: RunConfig) -> LocalWorkload:
     return LocalWorkload(StateOnly(2500), small_config)
-
-
-def test_nothing_is_copied_unless_the_manifest_says_so(workload: LocalWorkload) -> None:
-    assert workload.companion is None
 
 
 def test_it_is_a_workload_of_whole_and_ragged_blocks(workload: LocalWorkload) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import IslandError
 from opendiloco.inner.moments_file import header_of
 from opendiloco.model.layout import Parameter
-from opendiloco.shared_memory import create_memory_file
 from opendiloco.workers.control import (
     Configured,
     ControlMessage,
@@ -166,24 +164,6 @@ def test_workers_of_other_machines_read_their_parts_of_moments_one_after_the_oth
     assert [seen[start:] for seen in second.read] == [b"........IJKLMNOP"]
     assert not first.memory
     assert not second.memory
-
-
-def test_copied_moments_are_read_by_the_same_parts() -> None:
-    """Through memory, where a joiner's come from another peer."""
-    node = ReadingNode("node 1")
-
-    async def load() -> None:
-        workers = [PlayedWorker(), ReadingWorker(node, (0, 8)), ReadingWorker(node, (12, 16))]
-        descriptor = create_memory_file()
-        try:
-            moments = WorkersMoments(descriptor, RequestQueue(), lambda: workers, lambda: False)
-            await moments.load(memoryview(bytes(range(65, 81))))
-        finally:
-            os.close(descriptor)
-
-    asyncio.run(load())
-    assert node.header == b"." * 16
-    assert node.read == [b"ABCDEFGH........", b"............MNOP"]
 
 
 async def crew_of(*gpus: int, monkeypatch: pytest.MonkeyPatch, options: WorkerOptions = DEFAULTS) -> Crew:

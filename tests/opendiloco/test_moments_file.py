@@ -45,7 +45,6 @@ from peers.values.leases import SampleRange
 from peers.values.whole_files import PARTIAL
 from peers.values.workload import InnerLoop, SnapshotError
 from tests.opendiloco.frozen_states import RUN, frozen
-from tests.opendiloco.test_moments import weights
 from tests.opendiloco.test_optimizers import KINDS
 from tests.opendiloco.test_replica import make_replica
 
@@ -66,6 +65,12 @@ def keep(replica: ModelReplica, folder: Path, index: int = 6) -> Path:
     replica.keep_moments(path.with_name(path.name + PARTIAL), RUN, index)
     finish(path, None)
     return path
+
+
+def weights(replica: ModelReplica) -> bytes:
+    flat = np.empty(replica.layout.size, np.float32)
+    replica.store(flat)
+    return flat.tobytes()
 
 
 def trained(config: RunConfig) -> tuple[ModelReplica, Any]:
@@ -120,6 +125,19 @@ def test_a_rewarmup_goes_on_where_it_was_and_begins_anew_after_long(small_config
         again.recall_moments(path, RUN)
         again.train(theta, index, NEXT, 1)
         assert again._warmed_up == expected
+
+
+def test_who_forgets_them_is_as_one_who_has_never_trained(small_config: RunConfig, kept: Path) -> None:
+    """With smaller steps again where it joins in the middle."""
+    theta = make_replica(small_config)[1]
+    forgetful, fresh = (make_replica(small_config)[0] for _ in range(2))
+    forgetful.train(theta, 3, LEASE, 2)
+    forgetful.recall_moments(kept, RUN)
+    forgetful.forget_moments()
+    for replica in (forgetful, fresh):
+        replica.train(theta, 6, NEXT, 3)
+    assert weights(forgetful) == weights(fresh)
+    assert forgetful.learning_rate == fresh.learning_rate
 
 
 def test_who_has_made_no_step_keeps_nothing(small_config: RunConfig, tmp_path: Path) -> None:

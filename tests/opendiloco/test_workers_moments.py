@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from opendiloco.inner.moments import STEPS_BYTES
 from opendiloco.inner.moments_file import header_of
 from opendiloco.model.layout import Parameter
-from opendiloco.shared_memory import create_memory_file
 from opendiloco.workers.control import (
     ForgetMoments,
     KeepMoments,
-    LoadMoments,
     LocateMoments,
     MomentsMoved,
     MoveMoments,
     RecallMoments,
-    StoreMoments,
 )
 from opendiloco.workers.moments import WorkersMoments
 from opendiloco.workers.request_queue import RequestQueue
@@ -30,7 +25,7 @@ from tests.opendiloco.test_machines_together import PlayedNode, PlayedWorker
 
 HEADER = header_of([Parameter("a/exp_avg", (4,), 0)], {})
 SIZE = 16
-"""Bytes of values, in a file as in memory."""
+"""Bytes of values in a file."""
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -45,7 +40,7 @@ class Telling(PlayedWorker):
 
     async def move_moments(self, command: MoveMoments) -> MomentsMoved:
         self.told.append(type(command))
-        if self._refuses and isinstance(command, LoadMoments | RecallMoments):
+        if self._refuses and isinstance(command, RecallMoments):
             raise SnapshotError("the device ran out of memory")
         if isinstance(command, KeepMoments):
             Path(command.path).write_bytes(HEADER + bytes(SIZE))
@@ -59,29 +54,18 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def descriptor() -> Iterator[int]:
-    made = create_memory_file()
-    yield made
-    os.close(made)
-
-
-def run(workers: Sequence[PlayedWorker], ask: Callable[[WorkersMoments], Awaitable[None]], memory: int = -1) -> None:
+def run(workers: Sequence[PlayedWorker], ask: Callable[[WorkersMoments], Awaitable[None]]) -> None:
     async def story() -> None:
-        await ask(WorkersMoments(memory, RequestQueue(), lambda: workers, lambda: False))
+        await ask(WorkersMoments(-1, RequestQueue(), lambda: workers, lambda: False))
 
     asyncio.run(story())
 
 
-def test_when_some_have_read_moments_and_others_could_not_all_begin_anew(file: Path, descriptor: int) -> None:
+def test_when_some_have_read_moments_and_others_could_not_all_begin_anew(file: Path) -> None:
     workers = [Telling(), Telling(refuses=True), Telling()]
     with pytest.raises(SnapshotError, match="ran out of memory"):
         run(workers, lambda moments: moments.recall(file, "run-1"))
     assert [worker.told for worker in workers] == [[RecallMoments, ForgetMoments]] * 3
-    workers = [Telling(refuses=True), Telling()]
-    with pytest.raises(SnapshotError, match="ran out of memory"):
-        run(workers, lambda moments: moments.load(memoryview(bytes(STEPS_BYTES + SIZE))), descriptor)
-    assert [worker.told for worker in workers] == [[LoadMoments, ForgetMoments]] * 2
 
 
 def test_so_do_those_of_the_first_machine_when_another_machines_could_not(file: Path) -> None:
@@ -92,7 +76,6 @@ def test_so_do_those_of_the_first_machine_when_another_machines_could_not(file: 
 
 
 def test_what_nobody_has_read_changes_nothing(file: Path) -> None:
-    """As when their own moments are worth as much."""
     workers = [Telling(refuses=True), Telling(refuses=True)]
     with pytest.raises(SnapshotError, match="ran out of memory"):
         run(workers, lambda moments: moments.recall(file, "run-1"))
@@ -111,25 +94,15 @@ def test_what_nobody_has_read_changes_nothing(file: Path) -> None:
         ([[], []], 0),
     ],
 )
-def test_parts_that_do_not_make_a_whole_are_no_moments(
-    parts: Sequence[Ranges], byte: int | None, file: Path, descriptor: int
-) -> None:
-    def writing(start: int) -> list[Telling]:
-        return [Telling(parts=[(start + first, start + end) for first, end in each]) for each in parts]
-
-    data = memoryview(bytearray(STEPS_BYTES + SIZE))
-    asked: list[tuple[int, type[MoveMoments], Callable[[WorkersMoments], Awaitable[None]]]] = [
-        (len(HEADER), KeepMoments, lambda moments: moments.keep(file, "run-1", 3)),
-        (STEPS_BYTES, StoreMoments, lambda moments: moments.store(data)),
-    ]
-    for start, command, ask in asked:
-        workers = writing(start)
-        if byte is None:
-            run(workers, ask, descriptor)
-        else:
-            with pytest.raises(SnapshotError, match=f"do not fit together at byte {start + byte} of {start + SIZE}"):
-                run(workers, ask, descriptor)
-        assert [worker.told for worker in workers] == [[command]] * 2
+def test_parts_that_do_not_make_a_whole_are_no_moments(parts: Sequence[Ranges], byte: int | None, file: Path) -> None:
+    start = len(HEADER)
+    workers = [Telling(parts=[(start + first, start + end) for first, end in each]) for each in parts]
+    if byte is None:
+        run(workers, lambda moments: moments.keep(file, "run-1", 3))
+    else:
+        with pytest.raises(SnapshotError, match=f"do not fit together at byte {start + byte} of {start + SIZE}"):
+            run(workers, lambda moments: moments.keep(file, "run-1", 3))
+    assert [worker.told for worker in workers] == [[KeepMoments]] * 2
 
 
 def test_a_worker_of_another_machine_wants_no_bytes_that_are_not_there(file: Path) -> None:
