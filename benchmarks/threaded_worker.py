@@ -18,7 +18,6 @@ from opendiloco.workers.control import (
     TakeAverage,
 )
 from opendiloco.workers.group import WorkerGroup
-from opendiloco.workers.nodes import Nodes, SpreadWeights
 from opendiloco.workers.under_way import UnderWay
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
@@ -41,7 +40,6 @@ class ThreadedWorker(WorkerGroup):
 
     def __init__(self, overlap: int) -> None:
         """Averages are merged `overlap` inner steps after their fragment was stored."""
-        self.weights = SpreadWeights(Nodes())
         self.channel = Channel(asyncio.get_running_loop())
         self._own_overlap = overlap
         self._trainings = 0

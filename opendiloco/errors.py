@@ -75,12 +75,6 @@ class DemoError(DilocoPeerError):
     exit_code = 1
 
 
-class IslandError(DilocoPeerError):
-    """The machines of one volunteer do not fit together, or one of them is lost."""
-
-    exit_code = 15
-
-
 class SettingsError(DilocoPeerError):
     """An environment variable or the configuration file says what no setting can be."""
 

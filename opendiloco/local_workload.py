@@ -31,7 +31,6 @@ from opendiloco.outer.state import LocalState
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup
-from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from opendiloco.workers.restarts import WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
@@ -220,12 +219,12 @@ class LocalWorkload(TrainingWorkload):
         )
 
     @classmethod
-    async def start(cls, config: RunConfig, options: WorkerOptions | None = None, nodes: Nodes | None = None) -> Self:
-        """With fresh workers, on this machine and other nodes, and the run's initial state.
+    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> Self:
+        """With fresh workers, and the run's initial state.
 
         Raises: see `WorkerGroup.start` and `check_initial_weights`.
         """
-        workers = await WorkerGroup.start(config, options, nodes)
+        workers = await WorkerGroup.start(config, options)
         try:
             await asyncio.to_thread(check_initial_weights, workers.vectors.theta, config.model)
         except BaseException:
@@ -288,7 +287,6 @@ class LocalWorkload(TrainingWorkload):
         *,
         amendment: Amendment | None = None,
     ) -> None:
-        await self.workers.weights.theta_is_sent()  # or a machine would get some of the old theta, some of the new
         async with self._state_lock:
             await super().apply(payload, index, fragment, keeps_work, counts, amendment=amendment)
             if self._streams:

@@ -33,10 +33,6 @@ class SharedVectors:
 
     def __init__(self, descriptor: int, size: int) -> None:
         memory = mmap.mmap(descriptor, 2 * VALUE_BYTES * size)
-        self.data = memoryview(memory)
-        """All bytes of both, as other processes see them; `theta_part` and `local_part` say where each lies."""
-        self.theta_part = 0, VALUE_BYTES * size
-        self.local_part = VALUE_BYTES * size, 2 * VALUE_BYTES * size
         both = np.frombuffer(memory, np.float32)
         self.theta: Vector = both[:size]
         self.local: Vector = both[size:]

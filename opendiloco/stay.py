@@ -20,7 +20,6 @@ from opendiloco.shared_memory import MemoryCap, cap_memory
 from opendiloco.sole import listening
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.volunteer import Volunteer, connected, volunteering
-from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.trackers import tracking
 from peers.links.neighbours import announced
 from peers.links.own_network import everywhere
@@ -66,9 +65,7 @@ class Stay:
         self._journal = journal
         self._caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
 
-    async def take_part(
-        self, view: View, nodes: Nodes, when_ready: Callable[[Volunteer, HivemindTransport], None]
-    ) -> None:
+    async def take_part(self, view: View, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
         """Find the run, and take part in it until asked to leave. Raises: DilocoPeerError."""
         settings, invite, key = self._settings, self._invite, self._key
         if settings.memory_limit is not None:
@@ -93,7 +90,7 @@ class Stay:
                 async with (
                     self._announced(transport, run.run_id),
                     listening(transport, run.run_id) as sole,
-                    volunteering(run, key, transport, settings.workers, kept, trackers, nodes) as volunteer,
+                    volunteering(run, key, transport, settings.workers, kept, trackers) as volunteer,
                     Checkpointer(self._keeping(folder)) as checkpointer,
                 ):
                     await sole
@@ -106,7 +103,7 @@ class Stay:
                     volunteer.remember_with(remembered)
                     if self._journal is not None:
                         volunteer.record(self._journal)
-                    self._watch.begin(volunteer, run.settings.timing.grace, may_come_back=not nodes.others)
+                    self._watch.begin(volunteer, run.settings.timing.grace)
                     when_ready(volunteer, transport)
                     await view.accompany(volunteer, self._watch)
 

@@ -29,7 +29,6 @@ from opendiloco.progress import Fragments
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from opendiloco.sole import doubled
-from opendiloco.workers.nodes import Nodes
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
 from peers.driver.driver import Driver
@@ -307,14 +306,12 @@ async def volunteering(
     options: WorkerOptions | None = None,
     folder: RunFolder | None = None,
     trackers: Sequence[Tracker] = (),
-    nodes: Nodes | None = None,
 ) -> AsyncIterator[Volunteer]:
-    """A volunteer with workers that are ready to train, on this machine and other nodes; with a folder, from where this
-    machine left off.
+    """A volunteer with workers that are ready to train; with a folder, from where this machine left off.
 
     Raises: DilocoPeerError when this machine does not fit.
     """
-    async with working(run, options or WorkerOptions(), nodes) as workload:
+    async with working(run, options or WorkerOptions()) as workload:
         configuration = configuration_of(run, identity.peer_id, workload.trainer.device, options)
         workload.workers.telemetry.track_with(trackers, configuration)
         yield await volunteer_with(workload, run, identity, transport, folder)
@@ -370,11 +367,9 @@ async def recall_moments(folder: RunFolder, workload: LocalWorkload) -> None:
 
 
 @asynccontextmanager
-async def working(
-    run: Run, options: WorkerOptions = NO_TRAINING, nodes: Nodes | None = None
-) -> AsyncIterator[LocalWorkload]:
+async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
     """The run's workload with workers of its own, which end with the context. Raises: DilocoPeerError."""
-    workload = await LocalWorkload.start(run.config, options, nodes)
+    workload = await LocalWorkload.start(run.config, options)
     workload.reads_runs_text = run.has_runs_text
     try:
         yield workload

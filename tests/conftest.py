@@ -48,7 +48,6 @@ LONGEST = (
     "test_wrong_input.py",
     "test_swarm_benchmarks.py",
     "test_leaving.py",
-    "test_islands.py",
     "test_liars.py",
     "test_outliving.py",
     "test_demo.py",

@@ -149,7 +149,6 @@ ROOMS = (
     "model",
     "inner",
     "workers",
-    "island",
     "outer",
     "checkpoints",
     "plan",

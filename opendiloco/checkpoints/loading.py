@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,12 +163,3 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
     if metadata_of(run, last, state_digest, ends) != metadata or not is_of_run:
         raise DamagedFileError("has metadata that contradicts itself")
     return last, state_digest, ends or (() if last is None else (last.digest,))
-
-
-def newest_by_peer(folder: Path, run: str) -> dict[str, int]:
-    """Return after how many outer steps each peer whose folder of a run is there has kept its newest checkpoint."""
-    found = {}
-    for path in folder.glob("*/checkpoints"):
-        with suppress(CheckpointError):
-            found[path.parent.name] = max(Checkpoints(path, run).indices(), default=0)
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import click
 
 from opendiloco.cli.exit_codes import INTERRUPTED, UNFIT
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import parse_run, reader
+from opendiloco.cli.options import parse_run, reader, refuse_torchrun
 from opendiloco.cli.setting_options import SettingsCommand, is_typed, join_settings
 from peers.links.own_network import everywhere
 
@@ -38,6 +39,7 @@ def command(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool)
     from opendiloco.doctor.examination import Wishes
     from opendiloco.entrance import read_ticket
 
+    refuse_torchrun(os.environ)
     log.start("error")
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
     is_named = is_typed(click.get_current_context(), "identity")  # else it may be in use by a volunteer

@@ -18,7 +18,6 @@ EXIT_CODES: dict[int, str] = {
     12: "a peer of a run that is followed has another state than the log leads to, or this machine has",
     13: "a run by invitation does not admit this machine: no ticket, or one that is expired, revoked or used up",
     14: "another machine takes part with the same key: a copied identity file",
-    15: "the machines of one volunteer do not fit together, or one of them is lost",
     16: "`doctor` has found what keeps this machine from training, or from taking part in the run",
     70: "the protocol was broken: a bug, ours or a peer's",
     130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",

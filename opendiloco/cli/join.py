@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import PLACE, LogOptions
-from opendiloco.cli.options import open_dashboard, parse_run
+from opendiloco.cli.options import open_dashboard, parse_run, refuse_torchrun
 from opendiloco.cli.setting_options import SettingsCommand, join_settings
 
 if TYPE_CHECKING:
@@ -24,12 +23,10 @@ if TYPE_CHECKING:
     from opendiloco.cli.views import JoinView
     from opendiloco.dashboard.sources import Source
     from opendiloco.interrupts import Interrupts
-    from opendiloco.island.environment import Placement
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.stay import Stay
     from opendiloco.volunteer import Volunteer
-    from opendiloco.workers.nodes import Nodes
     from peers.net.transport import HivemindTransport
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
@@ -59,28 +56,24 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     from opendiloco.doctor.quick import check_quickly
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
-    from opendiloco.island.environment import Placement
     from opendiloco.owner.again import begin_again
     from opendiloco.settings.file import unknown_variables
     from peers.metrics import serve_metrics
 
+    refuse_torchrun(os.environ)
     view = view_for(log, is_plain=settings.plain)
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
     invite = parse_run(settings.run, settings.initial_peers, settings.state)
     PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
-    placement = Placement.read(os.environ)
-    if placement is not None and not placement.is_first:
-        run_interruptible(lambda interrupts: serve_as_node(placement, invite.run_id, settings, view, interrupts))
-        return
     watch = owners_watch(settings, view)
     if settings.metrics_port is not None:
         serve_metrics(settings.metrics_port, settings.metrics_host)
     page = open_dashboard(settings.dashboard_address)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id
-        joining = Joining(settings, invite, key, watch, view, page, placement)
+        joining = Joining(settings, invite, key, watch, view, page)
         try:
             run_interruptible(joining.live)
         finally:
@@ -111,7 +104,7 @@ def owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
 
 @dataclass(frozen=True)
 class Joining:
-    """One `join` on the machine that has the peer process. `page` is the socket of its dashboard, if it has one."""
+    """One `join`. `page` is the socket of its dashboard, if it has one."""
 
     settings: JoinSettings
     invite: Invite
@@ -119,7 +112,6 @@ class Joining:
     watch: OwnersWatch
     view: JoinView
     page: socket.socket | None
-    placement: Placement | None
 
     async def live(self, interrupts: Interrupts) -> None:
         """Wait until the owner wants this machine to train, and train until asked to leave."""
@@ -154,9 +146,8 @@ class Joining:
             interrupts.polite = lambda: leave(volunteer, self.view)
             sources.append(volunteer_source(volunteer, transport))
 
-        async with self._other_machines(interrupts) as nodes:
-            with power_limit(settings.gpu_power_limit, settings.device, settings.gpus, self._state):
-                await stay.take_part(self.view, nodes, when_ready)
+        with power_limit(settings.gpu_power_limit, settings.device, settings.gpus, self._state):
+            await stay.take_part(self.view, when_ready)
 
     def _stay(self) -> Stay:
         """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
@@ -172,23 +163,6 @@ class Joining:
             check_url(settings.remote)
         return Stay(settings, self.invite, self.key, self.watch, ticket, journal)
 
-    @asynccontextmanager
-    async def _other_machines(self, interrupts: Interrupts) -> AsyncIterator[Nodes]:
-        """Yield the other machines of this volunteer, if torchrun has started any. Raises: IslandError."""
-        from opendiloco.island.first import gathered
-        from opendiloco.workers.nodes import Nodes
-
-        def leave() -> None:
-            if interrupts.count == 0:
-                interrupts(signal.SIGTERM)
-
-        if self.placement is None:
-            yield Nodes()
-            return
-        self.view.say(f"waiting for the other machines of this volunteer: {self.placement.size} in all")
-        async with gathered(self.placement, self.invite.run_id, leave, self.key.peer_id) as nodes:
-            yield nodes
-
 
 @asynccontextmanager
 async def shown(page: socket.socket | None, sources: list[Source]) -> AsyncIterator[None]:
@@ -200,33 +174,6 @@ async def shown(page: socket.socket | None, sources: list[Source]) -> AsyncItera
 
     async with dashboard(page, lambda: sources):
         yield
-
-
-async def serve_as_node(
-    placement: Placement, run_id: str, settings: JoinSettings, view: JoinView, interrupts: Interrupts
-) -> None:
-    """Lend this machine to the volunteer whose peer process is on the first one. Raises: IslandError."""
-    import asyncio
-
-    from opendiloco.checkpoints.loading import newest_by_peer
-    from opendiloco.checkpoints.run_folder import default_state_folder
-    from opendiloco.island.agent import NodeAgent
-    from opendiloco.island.arrival import VolunteerLeftError, connect
-
-    view.say(f"waiting for the first machine of this volunteer, {placement.host}; this is node {placement.rank}")
-    leaving = asyncio.Event()
-    interrupts.polite = leaving.set
-    try:
-        kept = newest_by_peer((settings.state or default_state_folder()) / run_id, run_id)
-        agent = NodeAgent(await connect(placement, run_id, kept, leaving))
-    except VolunteerLeftError as left:
-        return view.say(f"left the run: {left}")
-    view.say("this machine trains for the peer on the first one; Ctrl-C to leave with it")
-    interrupts.polite = agent.ask_to_leave
-    if leaving.is_set():
-        agent.ask_to_leave()
-    await agent.serve()
-    view.say("left the run")
 
 
 def leave(volunteer: Volunteer, view: JoinView) -> None:

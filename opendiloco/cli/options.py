@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from opendiloco.cli.setting_options import is_typed, join_option
+from opendiloco.errors import SettingsError
 from opendiloco.settings.join_settings import split_address
 from peers.links.own_network import everywhere
 
@@ -212,6 +213,20 @@ def reader(path: Path | None) -> Iterator[Identity]:
     else:
         with hold_identity(path) as key:
             yield key
+
+
+def refuse_torchrun(environment: Mapping[str, str]) -> None:
+    """Refuse to be one of several processes that torchrun has started: each would be a volunteer, on the same GPUs.
+
+    Raises: SettingsError.
+    """
+    size = environment.get("WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in environment and size != "1":  # Slurm and Kubeflow set WORLD_SIZE, too
+        raise SettingsError(
+            f"torchrun has started {size} processes (WORLD_SIZE), of which each would be a volunteer.",
+            "Join from each machine, without torchrun: each is a volunteer of its own, with a worker for each of its "
+            "GPUs.",
+        )
 
 
 def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = None) -> Invite:

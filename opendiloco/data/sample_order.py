@@ -197,11 +197,6 @@ class SampleOrder:
         for source, here in _groups(sources):
             self._sources[source].expect(positions[here])
 
-    def digest(self, lease: Numbers, samples: int) -> str:
-        """Return that of the first so many samples of a lease that is read from now on."""
-        self.expect(lease)
-        return digest_of_windows(self.read(lease[:samples]), self.document_end)
-
     def read(self, numbers: Numbers) -> Numbers:
         """The samples with these numbers as token ids, shape (len(numbers), sequence_length + 1)."""
         sources, positions = self._mixture.assign(numbers)

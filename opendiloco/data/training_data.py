@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
 from opendiloco.config.data import SourceSection
@@ -82,12 +81,10 @@ class HeldOutWindows:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The sample order for training, and the windows for evaluation. `digest` is that of all tokens of the sources that
-    have no shards."""
+    """The sample order for training, and the windows for evaluation."""
 
     samples: SampleOrder
     held_out: HeldOutWindows
-    digest: str
 
 
 TokenizeAhead = Callable[[int, int], None]
@@ -107,7 +104,7 @@ def load_data(
     """
     data, mixture = config.data, Mixture(config.data.shares)
     end = tokenizer.end if config.training.document_mask else None
-    orders, held_out, digests = list[Source](), list[Windows](), list[str]()
+    orders, held_out = list[Source](), list[Windows]()
     for place, section in enumerate(data.all_sources):
         ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
         seed, kept = data.shuffle_seed + place, cache or TokenCache()
@@ -115,12 +112,10 @@ def load_data(
             order, windows = _sharded(section, config, tokenizer, kept, seed, ahead)
         else:
             tokens = read_tokens(section, data.held_out, tokenizer, kept)
-            digests.append(digest_of_tokens(tokens))
             order, windows = _whole(section, config, tokens, seed)
         orders.append(order)
         held_out.append(windows)
-    digest = str(blake3(repr(digests).encode()).hexdigest())
-    return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end), digest)
+    return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
 
 
 def read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:

@@ -84,7 +84,7 @@ def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
     if team.device.type != "cpu":
         return moments
     host = HostMemory.of(replica.layout.size, replica.codec)
-    return moments + ((host.most if trains else host.evaluating) - host.shared) // len(team.here)
+    return moments + ((host.most if trains else host.evaluating) - host.shared) // team.size
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[C
 def free_memory(team: Team) -> int:
     """Bytes for this worker: of its GPU, or its share of what the machine has."""
     if team.device.type == "cpu":
-        return available_memory() // len(team.here)
+        return available_memory() // team.size
     unused = torch.cuda.memory_reserved(team.device) - torch.cuda.memory_allocated(team.device)
     return torch.cuda.mem_get_info(team.device)[0] + unused
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,6 @@ from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import Vector
 from peers.values.workload import SnapshotError
 
-ByteRanges: TypeAlias = tuple[tuple[int, int], ...]
-
 
 def write_state(
     path: Path,
@@ -27,11 +24,9 @@ def write_state(
     parameters: Mapping[str, torch.Tensor],
     shards: Shards,
     metadata: dict[str, str],
-    reserves: bool = True,
-) -> ByteRanges:
+) -> None:
     """Write an optimizer's state into a file: each worker its rows, the first all else. The file has its whole length
-    at once, with `reserves` also the room for it, and no digest yet. Returns which bytes this worker has written, but
-    for the first's header.
+    and room at once, and no digest yet.
 
     Raises: SnapshotError when there is nothing to keep, or what a file cannot hold; OSError.
     """
@@ -42,20 +37,14 @@ def write_state(
     header = header_of(layout, metadata | {"format": FORMAT, "torch": _torch_version(), "digest": UNSEALED})
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        size = len(header) + VALUE_BYTES * layout.size
-        if reserves:
-            os.posix_fallocate(descriptor, 0, size)
-        else:
-            os.ftruncate(descriptor, size)
+        os.posix_fallocate(descriptor, 0, len(header) + VALUE_BYTES * layout.size)
         if shards.rank == 0:
             os.pwrite(descriptor, header, 0)
     finally:
         os.close(descriptor)
     flat = _mapped(path, len(header), layout, "r+")
-    ways = list(_ways(layout, parameters, shards, reads=False))
-    for way in ways:
+    for way in _ways(layout, parameters, shards, reads=False):
         way.store(tensors, flat)
-    return tuple(chain.from_iterable(way.byte_ranges(len(header)) for way in ways))
 
 
 def read_state(
@@ -69,7 +58,18 @@ def read_state(
 
     Raises: SnapshotError, and changes nothing, when it is of another optimizer, or of another model; OSError.
     """
-    said, layout, start = _read_fitting_header(path, parameters, metadata)
+    try:
+        with path.open("rb") as file:
+            said, layout, start = read_header(file)
+    except ValueError as error:
+        raise SnapshotError(str(error)) from error
+    for key, wanted in (metadata | {"format": FORMAT, "torch": _torch_version()}).items():
+        if said.get(key) != wanted:
+            raise SnapshotError(f"its {key} is {said.get(key)!r}, not {wanted!r}")
+    for tensor in layout:
+        name, _, _ = tensor.name.rpartition("/")
+        if name not in parameters or len(tensor.shape) > parameters[name].ndim:
+            raise SnapshotError(f"it has {tensor.name!r} of shape {tensor.shape}, which no parameter here can have")
     state: dict[str, dict[str, torch.Tensor]] = {}
     tensors = {}
     for tensor in layout:
@@ -86,34 +86,6 @@ def read_state(
     optimizer.zero_grad(set_to_none=True)
     optimizer.load_state_dict({"state": by_place, "param_groups": groups})
     return said
-
-
-def parts_to_read(
-    path: Path, parameters: Mapping[str, torch.Tensor], shards: Shards, metadata: dict[str, str]
-) -> ByteRanges:
-    """Return which bytes `read_state` reads of a file, beside its header, which must be there. Raises: as it does."""
-    _, layout, start = _read_fitting_header(path, parameters, metadata)
-    ways = _ways(layout, parameters, shards, reads=True)
-    return tuple(chain.from_iterable(way.byte_ranges(start) for way in ways))
-
-
-def _read_fitting_header(
-    path: Path, parameters: Mapping[str, torch.Tensor], metadata: dict[str, str]
-) -> tuple[dict[str, str], Layout, int]:
-    """Return what `read_header` does, of a file for these parameters. Raises: SnapshotError; OSError."""
-    try:
-        with path.open("rb") as file:
-            said, layout, start = read_header(file)
-    except ValueError as error:
-        raise SnapshotError(str(error)) from error
-    for key, wanted in (metadata | {"format": FORMAT, "torch": _torch_version()}).items():
-        if said.get(key) != wanted:
-            raise SnapshotError(f"its {key} is {said.get(key)!r}, not {wanted!r}")
-    for tensor in layout:
-        name, _, _ = tensor.name.rpartition("/")
-        if name not in parameters or len(tensor.shape) > parameters[name].ndim:
-            raise SnapshotError(f"it has {tensor.name!r} of shape {tensor.shape}, which no parameter here can have")
-    return said, layout, start
 
 
 def _tensors(

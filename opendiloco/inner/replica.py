@@ -21,7 +21,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import SampleOrder
 from opendiloco.inner.inner_steps import InnerSteps, ReplicaTrained, StepTaken
 from opendiloco.inner.learning_rate import learning_rate_factor
-from opendiloco.inner.optimizer_state import ByteRanges, parts_to_read, read_state, write_state
+from opendiloco.inner.optimizer_state import read_state, write_state
 from opendiloco.inner.optimizers import build_inner_optimizer
 from opendiloco.inner.team import Team
 from opendiloco.inner.trials import attending_by
@@ -109,20 +109,15 @@ class ModelReplica:
         self._reshard()
         self._shards_of(fragment).merge(theta, self._parameters(), alpha)
 
-    def parts(self, start: int) -> ByteRanges:
-        """Return which bytes `store` writes of a vector that begins with byte `start`."""
-        return self._shards.byte_ranges(start) if self._team.is_in_first_replica else ()
-
-    def keep_moments(self, path: Path, run: str, index: int, reserves: bool = True) -> ByteRanges:
+    def keep_moments(self, path: Path, run: str, index: int) -> None:
         """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it,
-        unless another replica does. Returns which bytes these are. With `reserves` the whole file takes room now.
+        unless another replica does.
 
         Raises: SnapshotError when there is none, or torch has it in a form that no file holds; OSError.
         """
         said = self._kept_by(run) | {"index": str(index), "warmed_up": str(self._warmed_up or 0)}
-        if not self._team.is_in_first_replica:
-            return ()
-        return write_state(path, self._optimizer, self._parameters(), self._shards, said, reserves)
+        if self._team.is_in_first_replica:
+            write_state(path, self._optimizer, self._parameters(), self._shards, said)
 
     def recall_moments(self, path: Path, run: str) -> None:
         """Go on with what such a file has. Raises: SnapshotError when it does not fit, and changes nothing; OSError."""
@@ -134,10 +129,6 @@ class ModelReplica:
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
         self._warmed_up = self._kept_at = None
-
-    def parts_of_moments(self, path: Path, run: str) -> ByteRanges:
-        """Return which bytes of such a file `recall_moments` reads beside its header. Raises: as `recall_moments`."""
-        return parts_to_read(path, self._parameters(), self._shards, self._kept_by(run))
 
     def _kept_by(self, run: str) -> dict[str, str]:
         """What a file of moments must say of itself."""

@@ -1,8 +1,7 @@
 """The workers of one volunteer, as each of them sees the others: who it is, and what they tell each other.
 
-On one machine, they meet at a store that the first of them serves on a socket of the peer process, bound to the
-loopback interface: nobody else's machine can reach it, and no port is chosen before it is taken. On several machines,
-they meet at torchrun's store.
+They meet at a store that the first of them serves on a socket of the peer process, bound to the loopback interface:
+nobody else's machine can reach it, and no port is chosen before it is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from opendiloco.errors import MachineError
@@ -32,27 +31,20 @@ NCCL would give up after ten minutes. Workers that die are noticed otherwise."""
 
 @dataclass(frozen=True)
 class MeetingPlace:
-    """Where workers meet: at the first worker's store, which it serves on the socket `listener` bound to `port`, or
-    with a `key` at a store that somebody else serves, where keys that begin with it are theirs alone."""
+    """Where workers meet: at the first worker's store, which it serves on the socket `listener` bound to `port`."""
 
     port: int = 0
-    host: str = LOOPBACK
-    key: str = ""
     listener: int | None = None
 
     def store(self, size: int) -> Store:
         """Return the store that so many workers share. The listener is taken over."""
-        if self.key:
-            shared = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
-            return PrefixStore(f"diloco-peer/workers/{self.key}", shared)
         if self.listener is None:
-            return TCPStore(self.host, self.port, size, timeout=PATIENCE)
-        return TCPStore(self.host, self.port, size, is_master=True, timeout=PATIENCE, master_listen_fd=self.listener)
+            return TCPStore(LOOPBACK, self.port, size, timeout=PATIENCE)
+        return TCPStore(LOOPBACK, self.port, size, is_master=True, timeout=PATIENCE, master_listen_fd=self.listener)
 
 
 class Team:
-    """Worker `rank` of `size`; those of its machine have the ranks `here`. A worker without a mesh is alone: it has the
-    plain model, and no process group.
+    """Worker `rank` of `size`. A worker without a mesh is alone: it has the plain model, and no process group.
 
     They share the model `replicas` times: each of so many groups of workers with consecutive ranks has all of it, and
     cuts it into as many `shards` as it has workers. This one has number `shard`.
@@ -64,13 +56,11 @@ class Team:
         rank: int = 0,
         size: int = 1,
         mesh: DeviceMesh | None = None,
-        here: range | None = None,
     ) -> None:
         self.device = device
         self.rank = rank
         self.size = size
         self.mesh = mesh
-        self.here = here or range(size)
         self.shards = size if mesh is None else mesh.size(mesh.ndim - 1)
         self.shard = rank % self.shards
 
@@ -81,7 +71,6 @@ class Team:
         rank: int,
         size: int,
         place: MeetingPlace,
-        here: range | None = None,
         replicas: int = 1,
     ) -> Team:
         """Return when all have come.
@@ -94,7 +83,7 @@ class Team:
         if size % replicas:
             raise MachineError(
                 f"--replicas {replicas} does not divide the {size} workers of this volunteer.",
-                "Choose a number that does, such as that of the machines.",
+                "Choose a number that does.",
             )
         if size == 1:
             if place.listener is not None:
@@ -105,12 +94,7 @@ class Team:
         store = place.store(size)
         dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size, device_id=device_id)
         shape, names = ((size,), ("shards",)) if replicas == 1 else ((replicas, size // replicas), HYBRID)
-        return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names), here)
-
-    @property
-    def is_first_here(self) -> bool:
-        """Whether this is the first worker of its machine."""
-        return self.rank == self.here.start
+        return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names))
 
     @property
     def is_in_first_replica(self) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from opendiloco.model.layout import Layout, Parameter
 from opendiloco.model.merging import merge
-from opendiloco.shared_memory import VALUE_BYTES, Vector
+from opendiloco.shared_memory import Vector
 
 STAGED_VALUES = 2**24
 """Length of the pinned buffer between shared memory and a GPU."""
@@ -45,11 +45,6 @@ class Shards:
         rows = shard_rows(parameter.shape[0], self.rank, self._workers)
         row_size = math.prod(parameter.shape[1:])
         return slice(parameter.offset + rows.start * row_size, parameter.offset + rows.stop * row_size)
-
-    def byte_ranges(self, start: int = 0) -> tuple[tuple[int, int], ...]:
-        """Return where its part lies in a flat vector's bytes, of which the first has the number `start`."""
-        slices = [self.slice_of(parameter) for parameter in self._layout]
-        return tuple((start + VALUE_BYTES * s.start, start + VALUE_BYTES * s.stop) for s in slices if s.start < s.stop)
 
     @torch.no_grad()
     def load(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> None:

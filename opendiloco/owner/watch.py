@@ -74,17 +74,15 @@ class OwnersWatch:
         self._say = say
         self._sleep = SleepWatch()
         self._volunteer: Held | None = None
-        self._may_come_back = True
         self._hold_seconds = 0.0
         self._shown: tuple[str, ...] = ()
         self._held_since: float | None = None
         self._finish_after: int | None = None
         self._is_leaving = False
 
-    def begin(self, volunteer: Held, grace: float, may_come_back: bool = True) -> None:
-        """Carry the wishes out on a volunteer, for which others wait `grace` seconds. Unless it `may_come_back`, a long
-        pause ends its part in the run."""
-        self._volunteer, self._may_come_back = volunteer, may_come_back
+    def begin(self, volunteer: Held, grace: float) -> None:
+        """Carry the wishes out on a volunteer, for which others wait `grace` seconds."""
+        self._volunteer = volunteer
         self._hold_seconds = min(grace, LONGEST_HOLD)
 
     @property
@@ -151,7 +149,7 @@ class OwnersWatch:
         if self.until is not None and facts.now >= self.until:
             self._leave(f"it is {self.until:%H:%M}: leaving the run")
         if slept > self._hold_seconds and self._volunteer is not None:
-            self._leave("the others have gone on: joining again", comes_back=self._may_come_back)
+            self._leave("the others have gone on: joining again", comes_back=True)
         self.act(awake)
 
     def act(self, now: float) -> None:
@@ -168,7 +166,7 @@ class OwnersWatch:
             self._held_since = now if wanted else None
         patience = self._hold_seconds if self.wishes.is_asked else max(self._hold_seconds, SHORTEST_HOLD)
         if self._held_since is not None and now - self._held_since >= patience:
-            self._leave("the pause is long: leaving the run meanwhile", comes_back=self._may_come_back)
+            self._leave("the pause is long: leaving the run meanwhile", comes_back=True)
         self._finish(volunteer)
 
     def _finish(self, volunteer: Held) -> None:

@@ -168,7 +168,7 @@ class WorkerSettings(Settings):
         False,
     )
     replicas: int = setting(
-        "Divide the workers into N groups, each of which shares a whole model. One for each machine is HSDP.",
+        "Divide the workers into N groups, each of which shares a whole model.",
         1,
         metavar="N",
         least=1,

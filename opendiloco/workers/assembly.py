@@ -35,9 +35,8 @@ def assemble_model(
 ) -> Any:
     """The worker's model on its device. What theta has of it is to be loaded from there, if it is sharded.
 
-    With a `memory_descriptor`, the first worker of each machine takes that shared memory, and the first of all puts the
-    initial theta into it. It alone builds a whole model; the others do, too, if the model has tensors that only its
-    constructor can fill.
+    With a `memory_descriptor`, the first worker takes that shared memory, and puts the initial theta into it. It alone
+    builds a whole model; the others do, too, if the model has tensors that only its constructor can fill.
 
     Raises: MachineError when the machine or device has too little memory; see `build_model`.
     """
@@ -47,7 +46,7 @@ def assemble_model(
     memory = memory_of(skeleton, team, config.training, options)
     if team.device.type == "cuda":
         _check_device(memory, team, options.trains)
-    if memory_descriptor is not None and team.is_first_here:
+    if memory_descriptor is not None and team.rank == 0:
         _check_memory(memory, team, options.trains, config.codec)
         reserve(memory_descriptor, layout.size)
     at_stage("building the model")
@@ -98,13 +97,12 @@ def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
 def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSection) -> None:
     """What activations take cannot be known, and comes on top. Raises: MachineError."""
     host = HostMemory.of(memory.trained, codec)
-    starting = needed = host.shared
-    if team.rank == 0:
-        starting += memory.evaluating  # its whole model
-        needed = host.most if trains else host.evaluating
+    starting = host.shared + memory.evaluating  # the first worker's whole model
+    needed = host.most if trains else host.evaluating
     if team.device.type == "cpu":
-        starting += memory.evaluating * len(team.here) // team.shards if team.mesh else 0
-        needed += (memory.training if trains else memory.evaluating) * len(team.here) // team.shards
+        replicas = team.size // team.shards
+        starting += memory.evaluating * replicas if team.mesh else 0
+        needed += (memory.training if trains else memory.evaluating) * replicas
     check_available("Training this model" if trains else "Evaluating this model", max(starting, needed))
 
 

@@ -10,7 +10,7 @@ from typing import Self
 
 from opendiloco.errors import WorkerError
 from opendiloco.stages import WITH_A_COMPILER
-from opendiloco.workers.handle import WorkerHandle
+from opendiloco.workers.process import WorkerProcess
 
 COMPILING_SECONDS = 1800.0
 """Of all blocks together. Where it works, it takes seconds, or minutes on a slow machine."""
@@ -23,7 +23,7 @@ class CompilerHangError(WorkerError):
 class CompilerWatch:
     """While the context is open, calls `on_hang` once if workers do not come to an end after one began to compile."""
 
-    def __init__(self, workers: Sequence[WorkerHandle], on_hang: Callable[[CompilerHangError], None]) -> None:
+    def __init__(self, workers: Sequence[WorkerProcess], on_hang: Callable[[CompilerHangError], None]) -> None:
         self._told = [(worker, worker.on_stage) for worker in workers]
         self._on_hang = on_hang
         self._timer: asyncio.TimerHandle | None = None

@@ -39,9 +39,8 @@ class Configure(ControlMessage):
 
     Answered by `Configured` when all have.
 
-    On its machine are `here` workers (0: all), the first of them of rank `first_here`. They meet at the store on `port`
-    of `host`: that of the first worker, or with a `key` torchrun's, of which no other key is theirs. With `fresh`, the
-    first puts the initial weights into shared memory; else they are left there.
+    They meet at the first worker's store, on this `port`. With `fresh`, the first puts the initial weights into shared
+    memory; else they are left there.
     """
 
     kind: Literal["configure"] = "configure"
@@ -53,18 +52,6 @@ class Configure(ControlMessage):
     port: int
     fresh: bool
     threads: int = 1
-    first_here: int = 0
-    here: int = 0
-    host: str = "127.0.0.1"
-    key: str = ""
-
-
-class DigestLease(ControlMessage):
-    """Read the first `samples` samples of a lease that is to be trained next. Answered by `LeaseDigested`."""
-
-    kind: Literal["digest_lease"] = "digest_lease"
-    lease: tuple[SampleRange, ...]
-    samples: int
 
 
 class RunInnerLoop(ControlMessage):
@@ -154,14 +141,13 @@ class AtStage(ControlMessage):
 
 class KeepMoments(ControlMessage):
     """Write the inner optimizer's state into a file (see inner/moments_file.py): each worker its part, and the file is
-    there when all have answered. `index` outer steps are taken. Unless it `reserves`, only the written parts take room.
-    Alone on its machine, a worker does it between two inner steps. Answered by `MomentsMoved`."""
+    there when all have answered. `index` outer steps are taken. A worker that is alone does it between two inner steps.
+    Answered by `MomentsMoved`."""
 
     kind: Literal["keep_moments"] = "keep_moments"
     path: str
     run: str
     index: int
-    reserves: bool = True
 
 
 class RecallMoments(ControlMessage):
@@ -178,14 +164,6 @@ class ForgetMoments(ControlMessage):
     kind: Literal["forget_moments"] = "forget_moments"
 
 
-class LocateMoments(ControlMessage):
-    """Say which bytes this worker reads of such a file beside its header. Answered by `MomentsMoved`."""
-
-    kind: Literal["locate_moments"] = "locate_moments"
-    path: str
-    run: str
-
-
 class DevicesCounted(ControlMessage):
     """How many GPUs torch sees."""
 
@@ -197,10 +175,9 @@ class Configured(ControlMessage):
     """The worker is ready. `parameters` is the length of theta: all trainable values, and what pads fragments.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
-    windows go through the model at once. `text_digest` is that of all tokens of sources without shards,
-    `held_out_digest` that of the windows that evaluation reads, and `bytes_per_token` how much text a token of theirs
-    stands for. `parts` are the ranges of bytes that it writes when it
-    stores its weights in `local`. `fragments` says where each lies in theta: its first value, and where it ends.
+    windows go through the model at once. `held_out_digest` is that of the windows that evaluation reads, and
+    `bytes_per_token` how much text a token of theirs stands for. `fragments` says where each lies in theta: its first
+    value, and where it ends.
     """
 
     kind: Literal["configured"] = "configured"
@@ -210,18 +187,9 @@ class Configured(ControlMessage):
     device_name: str
     flops_per_token: float | None
     micro_batch: int
-    text_digest: str
     held_out_digest: str
     bytes_per_token: float
-    parts: tuple[tuple[int, int], ...] = ()
     fragments: tuple[tuple[int, int], ...]
-
-
-class LeaseDigested(ControlMessage):
-    """`lease_digest` is that of the samples."""
-
-    kind: Literal["lease_digested"] = "lease_digested"
-    lease_digest: str
 
 
 class InnerStepDone(ControlMessage):
@@ -299,12 +267,10 @@ class Exported(ControlMessage):
 
 
 class MomentsMoved(ControlMessage):
-    """The moments are there, or `problem` says why not. Training goes on in any case. `parts` are the ranges of bytes
-    that the worker has written of their file, or that it will read."""
+    """The moments are there, or `problem` says why not. Training goes on in any case."""
 
     kind: Literal["moments_moved"] = "moments_moved"
     problem: str | None = None
-    parts: tuple[tuple[int, int], ...] = ()
 
 
 class Failed(ControlMessage):
@@ -317,12 +283,11 @@ class Failed(ControlMessage):
     traceback: str
 
 
-MoveMoments = KeepMoments | RecallMoments | ForgetMoments | LocateMoments
+MoveMoments = KeepMoments | RecallMoments | ForgetMoments
 """Between two inner steps, if the worker is alone."""
 Command = (
     CountDevices
     | Configure
-    | DigestLease
     | RunInnerLoop
     | EndInnerLoop
     | Hold
@@ -338,7 +303,6 @@ Reply = (
     AtStage
     | DevicesCounted
     | Configured
-    | LeaseDigested
     | InnerStepDone
     | FragmentStored
     | InnerLoopDone

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError, IslandError
+from opendiloco.errors import DeviceMemoryError
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.shared_memory import SharedVectors, create_memory_file
@@ -23,7 +23,6 @@ from opendiloco.workers.compiling import CompilerHangError, CompilerWatch
 from opendiloco.workers.control import (
     Configured,
     ControlMessage,
-    DigestLease,
     EndInnerLoop,
     Evaluate,
     Evaluated,
@@ -34,18 +33,15 @@ from opendiloco.workers.control import (
     Hold,
     InnerLoopDone,
     InnerStepDone,
-    LeaseDigested,
     Report,
     RunInnerLoop,
     TakeAverage,
 )
 from opendiloco.workers.crew import Crew
-from opendiloco.workers.handle import Answer, WorkerHandle
 from opendiloco.workers.moments import WorkersMoments
-from opendiloco.workers.nodes import Nodes, SpreadWeights
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from opendiloco.workers.overlap import Overlap
-from opendiloco.workers.process import Inherited
+from opendiloco.workers.process import Answer, Inherited, WorkerProcess
 from opendiloco.workers.request_queue import RequestQueue
 from opendiloco.workers.restarts import LOST, Restarts, WorkersRestartedError
 from opendiloco.workers.start_up import tell_micro_batch
@@ -68,21 +64,16 @@ class WorkerGroup:
     telemetry: Telemetry
     held_out_digest: str
     bytes_per_token: float
-    weights = SpreadWeights(Nodes())
     under_way: UnderWay | None = None  # the newest training
 
-    def __init__(self, config: RunConfig, options: WorkerOptions, nodes: Nodes) -> None:
-        self.weights = SpreadWeights(nodes)
-        self._nodes = nodes
+    def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self._config = config
         self._options = options
         self._memory_descriptor = create_memory_file()
         self._watching: asyncio.Task[None] | None = None
         self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         self._requests = RequestQueue()
-        self.moments = WorkersMoments(
-            create_memory_file(), self._requests, lambda: self._workers, lambda: self._death.done()
-        )
+        self.moments = WorkersMoments(self._requests, lambda: self._workers, self._death.done)
         self.kept_moments: tuple[Path, str] | None = None
         """The file with the newest moments that this machine has kept, and the run that they are of."""
         self._trainings = 0
@@ -95,15 +86,12 @@ class WorkerGroup:
         self._crew = self._new_crew()
 
     @classmethod
-    async def start(
-        cls, config: RunConfig, options: WorkerOptions | None = None, nodes: Nodes | None = None
-    ) -> WorkerGroup:
-        """Start workers, also on other machines of this volunteer, and have them build model and data: seconds, mostly
-        imports.
+    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> WorkerGroup:
+        """Start workers, and have them build model and data: seconds, mostly imports.
 
-        Raises: MachineError, DataError, ManifestError, IslandError, or WorkerError when one dies meanwhile.
+        Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
         """
-        group = cls(config, options or WorkerOptions(), nodes or Nodes())
+        group = cls(config, options or WorkerOptions())
         try:
             configured = await group._start_workers(fresh=True)
         except BaseException:
@@ -149,7 +137,6 @@ class WorkerGroup:
             on_progress(Progress(number, step.loss, step.tokens_per_second))
 
         async def captured(fragment: int) -> None:
-            await self.weights.take(self.vectors, self.fragments[fragment])
             if fragment < len(self.fragments) - 1:
                 await on_captured(fragment)
 
@@ -183,9 +170,6 @@ class WorkerGroup:
         """Have workers go on with a fragment that they have stored in the newest training. If it `is_changed`, its new
         values are in `vectors.local`."""
         number = self._trainings
-        if is_changed:
-            with suppress(IslandError):  # the workers there are lost, too
-                await self.weights.spread(self.vectors, self.fragments[fragment])
         self._tell(TakeAverage(number=number, fragment=fragment, is_changed=is_changed))
 
     def _tell(self, command: ControlMessage) -> None:
@@ -236,17 +220,15 @@ class WorkerGroup:
         await self._end_workers()  # what a request had started meanwhile
         if self._memory_descriptor >= 0:
             os.close(self._memory_descriptor)
-            os.close(self.moments.descriptor)
             self._memory_descriptor = -1
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     @property
-    def _workers(self) -> list[WorkerHandle]:
+    def _workers(self) -> list[WorkerProcess]:
         return self._crew.workers
 
     def _new_crew(self) -> Crew:
-        shared = Inherited(self._memory_descriptor, self.moments.descriptor)
-        return Crew(shared, self._nodes, lambda: not self._is_closing)
+        return Crew(Inherited(self._memory_descriptor), lambda: not self._is_closing)
 
     async def _start_workers(self, fresh: bool) -> Configured:
         self._crew, self._may_go_on = self._new_crew(), False
@@ -263,8 +245,6 @@ class WorkerGroup:
             logger.warning("%s The workers start again and do not compile, which would be faster.", error.message)
             self._options = replace(self._options, compile=False)
             return await self._start_again()
-        self._crew.check_alike(answers)
-        self.weights.written_by(zip(self._workers, [answer.parts for answer in answers], strict=True))
         self._micro_batch = answers[0].micro_batch
         if self._options.micro_batch is None and self._options.trains:
             tell_micro_batch(self._config.training, len(self._workers), self._micro_batch)
@@ -282,7 +262,7 @@ class WorkerGroup:
         if self.kept_moments is not None:
             await self.moments.recall_if_possible(*self.kept_moments)
 
-    async def _watch(self, workers: Sequence[WorkerHandle]) -> None:
+    async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
         deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
         try:
             done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
@@ -297,8 +277,8 @@ class WorkerGroup:
         self._lost = self._lost or error
         HEALTH.failing("workers", error.message)
         self._kill()
-        is_final = not self._restarts.left or isinstance(error, IslandError)
-        if is_final and not isinstance(self._lost, CompilerHangError):  # whoever starts them can get round that one
+        can_be_got_round = isinstance(self._lost, CompilerHangError)  # by not compiling
+        if not self._restarts.left and not can_be_got_round:
             self._die(error)
 
     def _die(self, error: DilocoPeerError) -> None:
@@ -342,12 +322,8 @@ class WorkerGroup:
         if self._lost is not None:
             await self._replace_after(self._lost)
         try:
-            if isinstance(command, RunInnerLoop) and self._nodes.others:
-                self._nodes.check_that_it_is_new(command.index)
-                await self._check_text(command)
             if isinstance(command, RunInnerLoop) and command.goes_on and not self._may_go_on:
                 raise WorkersRestartedError  # those that could go on were lost before
-            await self.weights.bring(command, self.vectors)
             [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_report)
         except (DeviceMemoryError, *LOST) as error:
             await self._replace_after(error)
@@ -360,11 +336,6 @@ class WorkerGroup:
         if isinstance(answered, InnerLoopDone) or not self._options.trains:
             self._restarts.begin_anew()
         return answered
-
-    async def _check_text(self, command: RunInnerLoop) -> None:
-        """Have all workers read what is trained first. Raises: IslandError when a machine has other text there."""
-        digest = DigestLease(lease=command.samples, samples=self._config.training.batch_size)
-        self._crew.check_alike(await self._exchange([digest] * len(self._workers), LeaseDigested))
 
     async def _replace_after(self, error: DilocoPeerError) -> None:
         """Start workers in the place of lost ones, whose moments are lost, too; again, if those are lost as they start.

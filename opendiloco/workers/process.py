@@ -1,4 +1,4 @@
-"""The handle on one worker process of this machine, and what that prints. Knows no torch.
+"""The peer process's handle on one worker process, and what that prints. Knows no torch; speaks the control protocol.
 
 The worker's death is noticed at once, since its end of the control channel closes with it.
 """
@@ -14,13 +14,29 @@ import signal
 import socket
 import sys
 from collections import deque
-from typing import NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple, Self, TypeVar
 
 from pydantic import ValidationError
 
-from opendiloco.workers.control import LINE_LIMIT, ControlMessage
-from opendiloco.workers.handle import WorkerDeathError, WorkerHandle
+from opendiloco.errors import WorkerError
+from opendiloco.workers.control import (
+    LINE_LIMIT,
+    AtStage,
+    ControlMessage,
+    Failed,
+    MomentsMoved,
+    MoveMoments,
+    Reply,
+    Report,
+    parse_reply,
+)
+from opendiloco.workers.failures import rebuild
+from peers.errors import DilocoPeerError
 from peers.net.signals import signals_held_back
+from peers.values.workload import SnapshotError
+
+Answer = TypeVar("Answer", bound=ControlMessage)
 
 logger = logging.getLogger(__name__)
 
@@ -36,19 +52,14 @@ LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class Inherited(NamedTuple):
-    """What a worker inherits: memory files for vectors and for moments, and, if it is the first, where all meet.
-
-    `surroundings` are the variables that it has besides ours.
-    """
+    """What a worker inherits: the memory file for vectors and, if it is the first, the socket where all meet."""
 
     memory: int
-    moments: int
     listener: int | None = None
-    surroundings: dict[str, str] = LOOPBACK_ONLY
 
     def named(self) -> dict[str, int]:
         """Return the descriptors by the worker's options for them."""
-        numbers = {"memory": self.memory, "moments": self.moments, "listener": self.listener}
+        numbers = {"memory": self.memory, "listener": self.listener}
         return {name: number for name, number in numbers.items() if number is not None}
 
 
@@ -77,11 +88,20 @@ class LastWords:
             logger.error("%s printed last:\n%s", name, "\n".join(f"    {line}" for line in self._lines))
 
 
-class WorkerProcess(WorkerHandle):
-    """A running worker. Made by `start`; `close` ends it."""
+class WorkerDeathError(WorkerError):
+    """The worker's process has ended."""
+
+
+class WorkerProcess:
+    """A running worker: takes one request at a time, and moves of moments beside it. Made by `start`; `close` ends
+    it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        super().__init__()
+        self.name = "the worker"
+        self.on_stage: Callable[[str, float | None], None] = lambda stage, share: None
+        self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
+        self._moments_replies: asyncio.Queue[MomentsMoved | None] = asyncio.Queue()
+        self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         self._process = process
         self._output = LastWords()
         self._is_ended = False
@@ -102,16 +122,54 @@ class WorkerProcess(WorkerHandle):
         return worker
 
     def write(self, message: ControlMessage) -> None:
+        """What is written to a dead worker is lost without an error; its death is what the caller then waits for."""
         if not self._writer.is_closing():
             self._writer.write(message.line())
 
+    async def exchange(
+        self, command: ControlMessage, answer: type[Answer], on_report: Callable[[Report], None]
+    ) -> Answer:
+        """Send a command and wait for its answer. Must not be cancelled, or the next command gets this one's answer.
+
+        Raises: the worker's error as one of ours; WorkerError when it dies.
+        """
+        self.write(command)
+        while True:
+            reply = await self._next_reply()
+            if isinstance(reply, Report):
+                on_report(reply)
+            elif isinstance(reply, Failed):
+                raise rebuild(reply)
+            elif isinstance(reply, answer):
+                return reply
+            else:
+                raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
+
+    async def move_moments(self, command: MoveMoments) -> None:
+        """Have the worker move moments. Also while it answers another command. One at a time.
+
+        Raises: SnapshotError when they cannot be moved; WorkerError when it dies.
+        """
+        self.write(command)
+        reply = await self._moments_replies.get()
+        if reply is None:
+            self._moments_replies.put_nowait(None)
+            raise self._death.result()
+        if reply.problem is not None:
+            raise SnapshotError(reply.problem)
+
+    async def wait_for_death(self) -> DilocoPeerError:
+        """Returns what to raise once the worker is dead."""
+        return await asyncio.shield(self._death)
+
     def kill(self) -> None:
+        """End the worker at once, without waiting for its end."""
         self._is_ended = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self) -> None:
-        """End the worker: by closing its channel, else with SIGKILL."""
+        """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind."""
         self._is_ended = True
         self._writer.close()
         try:
@@ -123,7 +181,31 @@ class WorkerProcess(WorkerHandle):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.end(self._describe_death())
+        self._end(self._describe_death())
+
+    def _hear(self, line: bytes) -> None:
+        """Take a line of the worker's. Raises: pydantic.ValidationError when it is none of the protocol's."""
+        reply = parse_reply(line)
+        if isinstance(reply, AtStage):
+            self.on_stage(reply.stage, reply.share)
+        elif isinstance(reply, MomentsMoved):
+            self._moments_replies.put_nowait(reply)
+        else:
+            self._replies.put_nowait(reply)
+
+    def _end(self, death: DilocoPeerError) -> None:
+        """The worker is dead: `death` is what everybody gets who waits for it."""
+        if not self._death.done():
+            self._death.set_result(death)
+            self._replies.put_nowait(None)
+            self._moments_replies.put_nowait(None)
+
+    async def _next_reply(self) -> Reply:
+        reply = await self._replies.get()
+        if reply is None:
+            self._replies.put_nowait(None)
+            raise self._death.result()
+        return reply
 
     async def _ended(self) -> None:
         """Return once the process has ended. Some versions of asyncio also wait for whoever else holds its output, such
@@ -140,7 +222,7 @@ class WorkerProcess(WorkerHandle):
     async def _read_replies(self, reader: asyncio.StreamReader, output: asyncio.Task[None]) -> None:
         try:
             while line := await reader.readline():
-                self.hear(line)
+                self._hear(line)
         except ConnectionError:  # it has ended before it read all that we said
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
@@ -152,7 +234,7 @@ class WorkerProcess(WorkerHandle):
                 self._process.kill()
         await self._ended()
         await asyncio.wait([output], timeout=CLOSE_SECONDS)
-        self.end(self._describe_death())
+        self._end(self._describe_death())
 
     async def _read_output(self) -> None:
         assert self._process.stdout is not None
@@ -183,5 +265,5 @@ async def _spawn(control: int, descriptors: Inherited, threads: int) -> asyncio.
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=environment | descriptors.surroundings,
+            env=environment | LOOPBACK_ONLY,
         )

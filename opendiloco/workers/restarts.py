@@ -6,7 +6,7 @@ import logging
 
 from opendiloco.errors import DeviceMemoryError
 from opendiloco.workers.failures import UnexpectedWorkerError
-from opendiloco.workers.handle import WorkerDeathError
+from opendiloco.workers.process import WorkerDeathError
 from peers.errors import DilocoPeerError
 
 logger = logging.getLogger(__name__)

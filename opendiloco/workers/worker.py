@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.sample_order import numbers_of
 from opendiloco.errors import WorkerError
 from opendiloco.shared_memory import MemoryCap, SharedVectors, cap_memory
 from opendiloco.stages import at_stage, watched_by
@@ -33,7 +32,6 @@ from opendiloco.workers.control import (
     ControlMessage,
     CountDevices,
     DevicesCounted,
-    DigestLease,
     EndInnerLoop,
     Evaluate,
     Evaluated,
@@ -44,8 +42,6 @@ from opendiloco.workers.control import (
     Generated,
     Hold,
     KeepMoments,
-    LeaseDigested,
-    LocateMoments,
     MomentsMoved,
     MoveMoments,
     RecallMoments,
@@ -62,11 +58,10 @@ if TYPE_CHECKING:
 
 
 class Descriptors(NamedTuple):
-    """The memory files that the peer process sees, too: for `SharedVectors`, and, while they are moved, for moments.
-    And the socket at which workers meet, if this is the first."""
+    """The memory file of `SharedVectors`, which the peer process sees, too; and the socket at which workers meet, if
+    this is the first."""
 
     vectors: int
-    moments: int
     listener: int | None
 
 
@@ -94,9 +89,9 @@ class Worker:
         self._config = RunConfig.from_manifest_content(command.manifest_content)
         device = choose_device(command.device)
         self._tokenizer: Tokenizer = build_tokenizer(self._config.tokenizer)
-        workers_here = command.here or command.workers
-        cache = TokenCache(few=few_tokens(self._config.tokenizer, workers_here), is_shared=workers_here > 1)
-        ahead = Ahead(self._config).tokenize if command.rank == command.first_here and command.options.trains else None
+        few = few_tokens(self._config.tokenizer, command.workers)
+        cache = TokenCache(few=few, is_shared=command.workers > 1)
+        ahead = Ahead(self._config).tokenize if command.rank == 0 and command.options.trains else None
         self._data: TrainingData = load_data(self._config, self._tokenizer, cache, ahead)
 
         at_stage("importing transformers")
@@ -107,9 +102,8 @@ class Worker:
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
             from opendiloco.workers.inner_loops import InnerLoops
 
-        place = MeetingPlace(command.port, command.host, command.key, descriptors.listener)
-        here = range(command.first_here, command.first_here + (command.here or command.workers))
-        self._team = Team.meet(device, command.rank, command.workers, place, here, command.options.replicas)
+        place = MeetingPlace(command.port, descriptors.listener)
+        self._team = Team.meet(device, command.rank, command.workers, place, command.options.replicas)
         self._config = in_fitting_precision(self._config, self._team)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
@@ -134,11 +128,9 @@ class Worker:
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, layout.parameter_count, length),
             micro_batch=self._replica.micro_batch,
-            text_digest=self._data.digest,
             held_out_digest=held_out.digest(windows),
             bytes_per_token=held_out.bytes_per_token(windows, self._tokenizer),
             fragments=tuple((part.start, part.stop) for part in layout.fragments),
-            parts=self._replica.parts(self._vectors.local_part[0]),
         )
 
     def _try_what_is_compiled(self) -> None:
@@ -170,8 +162,6 @@ class Worker:
     def carry_out(self, command: Command) -> ControlMessage:
         """The reply to one command."""
         match command:
-            case DigestLease():
-                return LeaseDigested(lease_digest=self._data.samples.digest(numbers_of(command.lease), command.samples))
             case RunInnerLoop():
                 return self._inner_loops.run(command)
             case Evaluate():
@@ -195,14 +185,11 @@ class Worker:
         try:
             match command:
                 case KeepMoments():
-                    parts = self._replica.keep_moments(Path(command.path), command.run, command.index, command.reserves)
-                    return MomentsMoved(parts=parts)
+                    self._replica.keep_moments(Path(command.path), command.run, command.index)
                 case RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
                 case ForgetMoments():
                     self._replica.forget_moments()
-                case LocateMoments():
-                    return MomentsMoved(parts=self._replica.parts_of_moments(Path(command.path), command.run))
         except Exception as error:  # whatever it is, training need not end of it
             return MomentsMoved(problem=str(error))
         return MomentsMoved()
@@ -302,14 +289,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Started by diloco-peer; not for use by hand.")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory file")
-    parser.add_argument("--moments", type=int, required=True, help="descriptor of the one for moments")
     parser.add_argument("--listener", type=int, help="descriptor of the socket where the workers meet; the first's")
     arguments = parser.parse_args()
     faulthandler.enable()  # a crash in a library says where it was
     channel = ControlChannel(socket.socket(fileno=arguments.control))
     channel.start()
     with watched_by(lambda stage, share: channel.send(AtStage(stage=stage, share=share))):
-        serve(channel, Descriptors(arguments.memory, arguments.moments, arguments.listener))
+        serve(channel, Descriptors(arguments.memory, arguments.listener))
 
 
 if __name__ == "__main__":

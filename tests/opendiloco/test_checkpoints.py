@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.checkpoints.files import file_header, file_name, read_file_header
-from opendiloco.checkpoints.loading import Checkpoints, metadata_of, newest_by_peer
+from opendiloco.checkpoints.loading import Checkpoints, metadata_of
 from opendiloco.checkpoints.writer import write_checkpoint
 from opendiloco.errors import CheckpointError
 from peers.transfer.state_chunks import chunk_digests
@@ -52,15 +52,6 @@ def test_the_newest_comes_first(tmp_path: Path) -> None:
     assert checkpoints.indices() == [120, 15, 9]
     checkpoints.prune(keep_newest=1, keep_every=4)
     assert checkpoints.indices() == [120]
-
-
-def test_all_peers_of_a_machine_have_their_newest(tmp_path: Path) -> None:
-    for peer, index in (("PeerA", 9), ("PeerA", 12), ("PeerB", 7)):
-        write(tmp_path / peer / "checkpoints", index)
-    (tmp_path / "PeerC" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "PeerD").mkdir()
-    assert newest_by_peer(tmp_path, RUN) == {"PeerA": 12, "PeerB": 7, "PeerC": 0}
-    assert newest_by_peer(tmp_path / "missing", RUN) == {}
 
 
 def test_a_folder_without_any(tmp_path: Path) -> None:

@@ -11,7 +11,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
-from opendiloco.cli.options import INITIAL_PEERS, initial_peers_option, other_nodes_option, parse_run, run_option
+from opendiloco.cli.options import (
+    INITIAL_PEERS,
+    initial_peers_option,
+    other_nodes_option,
+    parse_run,
+    refuse_torchrun,
+    run_option,
+)
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.settings.join_settings import JoinSettings
@@ -117,6 +124,22 @@ def test_the_help_of_many_settings_has_sections(command: str) -> None:
     titles = [f"{section.TITLE}:" for section in JoinSettings.SECTIONS]
     assert [line for line in lines if line in titles] == titles
     assert lines.index("The machine's owner:") < next(at for at, line in enumerate(lines) if "--hours" in line)
+
+
+@pytest.mark.parametrize("command", ["join --run tiny-x", "doctor"])
+def test_processes_that_torchrun_has_started_are_no_volunteers(command: str) -> None:
+    """Each would be one, on the same GPUs or with a part of them."""
+    said = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    done = CliRunner().invoke(main, command.split(), env=said)
+    assert done.exit_code == 2
+    assert "torchrun has started 2 processes" in done.output
+    assert "Join from each machine, without torchrun: each is a volunteer of its own" in done.output
+
+
+def test_one_process_alone_may_be_started_by_whatever_starts_it() -> None:
+    refuse_torchrun({"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"})
+    refuse_torchrun({"WORLD_SIZE": "2"})  # as Slurm says
+    refuse_torchrun({})
 
 
 @pytest.mark.parametrize("command", ["join", "status", "follow", "anchor", "run amend --outer-lr 1"])

@@ -118,31 +118,6 @@ def test_what_is_read_from_the_disk_is_what_is_read_from_memory(small_content: d
         assert np.array_equal(in_memory.samples.read(np.arange(500)), other.samples.read(np.arange(500)))
         chosen = in_memory.held_out.spread(50)
         assert np.array_equal(in_memory.held_out.read(chosen), other.held_out.read(chosen))
-        assert in_memory.digest == other.digest
-
-
-def test_text_that_is_not_held_out_changes_the_digest(small_content: dict[str, Any], tmp_path: Path) -> None:
-    """And so does held-out text; that of a source with shards is read when it is trained."""
-    source = write_letters(tmp_path / "a", "a", 60)
-    loaded = [load(small_content, **source, held_out=0.2)]
-    paths = sorted((tmp_path / "a").iterdir())
-    held_out = [Document(b"", path.name.encode()).is_held_out(0.2) for path in paths]
-    for path in (paths[held_out.index(False)], paths[held_out.index(True)]):
-        path.write_text("b" + "a" * 199, encoding="utf-8")
-        loaded.append(load(small_content, **source, held_out=0.2))
-    assert len({data.digest for data in loaded}) == 3
-
-
-def test_a_leases_digest_is_that_of_its_first_samples(small_content: dict[str, Any], tmp_path: Path) -> None:
-    source = write_letters(tmp_path / "a", "a", 60) | {"shards": 4, "windows_per_shard": 40}
-    same, other = (load(small_content, sources=[source], held_out=0.2) for _ in range(2))
-    lease = np.arange(8, 60)
-    digest = same.samples.digest(lease, 5)
-    assert digest == other.samples.digest(lease, 5)
-    assert digest != same.samples.digest(lease, 6)
-    for path in (tmp_path / "a").iterdir():
-        path.write_text("b" * 200, encoding="utf-8")
-    assert digest != load(small_content, sources=[source], held_out=0.2).samples.digest(lease, 5)
 
 
 @pytest.mark.parametrize(

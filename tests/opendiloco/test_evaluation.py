@@ -132,7 +132,7 @@ class Asked(LocalWorkload):
 
     def __init__(self, config: RunConfig) -> None:
         channel = ControlChannel(socket.socketpair()[0])
-        descriptors = Descriptors(create_memory_file(), create_memory_file(), None)
+        descriptors = Descriptors(create_memory_file(), None)
         options = WorkerOptions(device="cpu", trains=False, micro_batch=2)
         configure = Configure(
             manifest_content=config.to_manifest_content(),

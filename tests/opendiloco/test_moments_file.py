@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -37,7 +36,6 @@ from opendiloco.inner.team import Team
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_skeleton, trainable
 from opendiloco.model.shards import local_part
-from opendiloco.shared_memory import create_memory_file
 from opendiloco.volunteer import recall_moments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
@@ -180,7 +178,7 @@ def test_three_workers_read_and_write_what_one_does(
         team, model = fake_teams(rank), build_skeleton(config, ByteTokenizer())
         shard_model(model, team, config.training)
         part = ModelReplica(config, model, samples, team)
-        part.recall_moments(copy_of_what_it_reads(part, path, tmp_path), RUN)
+        part.recall_moments(path, RUN)
         for name, parameter in trainable(model).items():
             for key, value in part._optimizer.state[parameter].items():
                 expected = whole[name][key]
@@ -188,38 +186,10 @@ def test_three_workers_read_and_write_what_one_does(
                     expected = expected.chunk(3)[rank] if rank < len(expected.chunk(3)) else expected[:0]
                 assert torch.equal(local_part(value), expected), (name, key)
         part.keep_moments(partial, RUN, 6)
-        assert_takes_room_for_its_own_part(part)
     place = digest_place(path.read_bytes())
     first, second = bytearray(path.read_bytes()), bytearray(partial.read_bytes())
     first[place : place + 64] = second[place : place + 64] = b"0" * 64
     assert first == second
-
-
-def copy_of_what_it_reads(part: ModelReplica, path: Path, folder: Path) -> Path:
-    """Return a file as another machine has it in memory, when it has been sent what this worker there says it reads."""
-    data, copy = path.read_bytes(), folder / "copy"
-    header = data[: 8 + int.from_bytes(data[:8], "little")]
-    copy.write_bytes(header + bytes(len(data) - len(header)))
-    parts = part.parts_of_moments(copy, RUN)
-    with copy.open("r+b") as file:
-        for start, stop in parts:
-            file.seek(start)
-            file.write(data[start:stop])
-    assert sum(stop - start for start, stop in parts) < 0.6 * len(data)
-    return copy
-
-
-def assert_takes_room_for_its_own_part(part: ModelReplica) -> None:
-    """In a machine's copy in memory, of which other machines have the rest."""
-    descriptor = create_memory_file()
-    try:
-        path = Path(f"/proc/self/fd/{descriptor}")
-        part.keep_moments(path, RUN, 6, reserves=False)
-        taken = path.stat().st_blocks * 512
-        part.keep_moments(path, RUN, 6)
-        assert taken < path.stat().st_size <= path.stat().st_blocks * 512
-    finally:
-        os.close(descriptor)
 
 
 # What is not let in --------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_a_worker_tries_with_the_weights_that_it_trains(
         port=0,
         fresh=False,
     )
-    Worker(configure, Descriptors(memory, create_memory_file(), None), ControlChannel(socket.socketpair()[0]))
+    Worker(configure, Descriptors(memory, None), ControlChannel(socket.socketpair()[0]))
     assert np.array_equal(tried, [theta])
 
 
@@ -72,7 +72,7 @@ def test_a_worker_multiplies_as_precisely_as_its_owner_says(
         fresh=False,
     )
     try:
-        Worker(configure, Descriptors(memory, create_memory_file(), None), ControlChannel(socket.socketpair()[0]))
+        Worker(configure, Descriptors(memory, None), ControlChannel(socket.socketpair()[0]))
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)

@@ -28,7 +28,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.workers.control import EndInnerLoop, MomentsMoved, MoveMoments, RecallMoments
+from opendiloco.workers.control import EndInnerLoop, MoveMoments, RecallMoments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
@@ -188,10 +188,10 @@ def test_when_one_worker_cannot_read_its_moments_all_begin_anew(
         last = group._workers[-1]
         move = last.move_moments
 
-        async def move_or_refuse(command: MoveMoments) -> MomentsMoved:
+        async def move_or_refuse(command: MoveMoments) -> None:
             if isinstance(command, RecallMoments):
                 raise SnapshotError("the device ran out of memory")
-            return await move(command)
+            await move(command)
 
         monkeypatch.setattr(last, "move_moments", move_or_refuse)
         with pytest.raises(SnapshotError, match="ran out of memory"):

@@ -30,9 +30,8 @@ from opendiloco.workers.control import (
     RunInnerLoop,
 )
 from opendiloco.workers.group import WorkerGroup
-from opendiloco.workers.handle import WorkerDeathError
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.process import Inherited, WorkerProcess
+from opendiloco.workers.process import Inherited, WorkerDeathError, WorkerProcess
 from opendiloco.workers.restarts import WorkersRestartedError
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress
@@ -89,7 +88,6 @@ class Played(WorkerProcess):
                 device_name="cpu",
                 flops_per_token=100.0,
                 micro_batch=min(command.options.micro_batch or 8, 8),
-                text_digest="cd" * 32,
                 held_out_digest="ab" * 32,
                 bytes_per_token=1.0,
                 fragments=((0, 4),),

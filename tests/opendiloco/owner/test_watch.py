@@ -58,10 +58,9 @@ class Machine:
         return self.watch.answer(Request(do=do, anyway=anyway)).says
 
 
-def paused(grace: float = GRACE, may_come_back: bool = True) -> Machine:
+def paused(grace: float = GRACE) -> Machine:
     """A machine that has just begun to run on its battery."""
     machine = Machine("battery", grace=grace)
-    machine.watch.begin(machine.volunteer, grace, may_come_back)
     machine.look(on_battery=True)
     machine.look(on_battery=True)
     assert machine.volunteer.is_held
@@ -132,13 +131,6 @@ def test_no_pause_is_held_for_longer_than_a_minute() -> None:
     machine = paused(grace=600)
     machine.look(after=LONGEST_HOLD, on_battery=True)
     assert machine.volunteer.has_left
-
-
-def test_where_it_cannot_come_back_a_long_pause_is_the_end() -> None:
-    machine = paused(may_come_back=False)
-    machine.look(after=SHORTEST_HOLD, on_battery=True)
-    assert machine.volunteer.has_left
-    assert not machine.watch.comes_back
 
 
 # Leaving for good, whatever the stay ends for -------------------------------------------------------------------------
@@ -288,14 +280,6 @@ def test_a_machine_that_has_slept_past_the_moment_to_leave_does_not_come_back() 
     machine = Machine(until=NOON + timedelta(minutes=5))
     machine.look(after=2, asleep=7200)
     assert machine.said[1:] == ["it is 12:05: leaving the run"]
-    assert machine.volunteer.has_left
-    assert not machine.watch.comes_back
-
-
-def test_where_it_cannot_come_back_sleep_is_the_end() -> None:
-    machine = Machine()
-    machine.watch.begin(machine.volunteer, GRACE, may_come_back=False)
-    machine.look(after=2, asleep=7200)
     assert machine.volunteer.has_left
     assert not machine.watch.comes_back
 
