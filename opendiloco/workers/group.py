@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.errors import DeviceMemoryError
+from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.shared_memory import SharedVectors, create_memory_file
@@ -64,6 +65,8 @@ class WorkerGroup:
     telemetry: Telemetry
     held_out_digest: str
     bytes_per_token: float
+    reads_runs_text = True
+    """See `Run.has_runs_text`."""
     under_way: UnderWay | None = None  # the newest training
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
@@ -185,6 +188,11 @@ class WorkerGroup:
         """Held-out loss of theta over at most so many windows."""
         command = Evaluate(windows=windows)
         return await asyncio.shield(self._requests.add(lambda: self._insist(command, Evaluated)))
+
+    async def held_out(self, section: EvaluationSection) -> HeldOut:
+        """Return theta's loss on held-out windows: as many as the manifest says, whoever asks."""
+        is_runs_text = self.reads_runs_text and section.digest in (None, self.held_out_digest)
+        return HeldOut((await self.evaluate(section.windows)).loss, is_runs_text)
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0, temperature: float = TEMPERATURE) -> str:
         """theta's continuation of a prompt; the likeliest one at temperature 0."""

@@ -18,7 +18,6 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.errors import DataError
 from opendiloco.inner.team import Team
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import generate_sample, held_out_loss
 from opendiloco.reference import Reference
@@ -118,17 +117,17 @@ def test_one_number_for_one_theta_whoever_asks(small_content: dict[str, Any], pr
         "evaluation": {"windows": 5},
         "training": small_content["training"] | {"precision": precision},
     }
-    reference = Reference(RunConfig.from_manifest_content(content))
-    asked = Asked(RunConfig.from_manifest_content(content))
-    loss = asyncio.run(asked.evaluate()).loss
+    config = RunConfig.from_manifest_content(content)
+    reference = Reference(config)
+    loss = asyncio.run(Asked(config).held_out(config.evaluation)).loss
     assert loss == reference.held_out_loss()
     exact = Reference(RunConfig.from_manifest_content(small_content | {"evaluation": {"windows": 5}})).held_out_loss()
     assert (loss == exact) == (precision == "fp32")
     assert loss == pytest.approx(exact, rel=1e-3)
 
 
-class Asked(LocalWorkload):
-    """A workload with a worker of this process."""
+class Asked(WorkerGroup):
+    """A worker in this process."""
 
     def __init__(self, config: RunConfig) -> None:
         channel = ControlChannel(socket.socketpair()[0])
@@ -143,20 +142,13 @@ class Asked(LocalWorkload):
             port=0,
             fresh=True,
         )
-        worker = Worker(configure, descriptors, channel)
+        self._worker = Worker(configure, descriptors, channel)
+        self.held_out_digest = self._worker.description.held_out_digest
 
-        class Workers(WorkerGroup):
-            held_out_digest = worker.description.held_out_digest
-
-            def __init__(self) -> None:
-                self.vectors, self.fragments = worker._vectors, worker._replica.layout.fragments
-
-            async def evaluate(self, windows: int) -> Evaluated:
-                reply = worker.carry_out(Evaluate(windows=windows))
-                assert isinstance(reply, Evaluated)
-                return reply
-
-        super().__init__(Workers(), config)
+    async def evaluate(self, windows: int) -> Evaluated:
+        reply = self._worker.carry_out(Evaluate(windows=windows))
+        assert isinstance(reply, Evaluated)
+        return reply
 
 
 def test_the_digest_is_that_of_what_is_read(small_config: RunConfig) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
-from opendiloco.local_workload import LocalWorkload
+from opendiloco.local_workload import LocalWorkload, start_workload
 from opendiloco.model.card import RunFacts
 from opendiloco.outer.state import OuterState
 from opendiloco.reference import Reference, Work
@@ -70,7 +70,7 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
 
     async def story() -> None:
         names = ("a", "b")
-        started = await asyncio.gather(*(LocalWorkload.start(config, WorkerOptions(device="cpu")) for _ in names))
+        started = await asyncio.gather(*(start_workload(config, WorkerOptions(device="cpu")) for _ in names))
         swarm = dict(zip(names, started, strict=True))
         try:
             digests = [
@@ -79,11 +79,11 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
             ]
             assert digests == expected
             assert await state_of(swarm["a"]) == b"".join(reference.state.vectors)
-            assert (await swarm["a"].evaluate()).loss == reference.held_out_loss()
+            assert (await swarm["a"].trainer.held_out(config.evaluation)).loss == reference.held_out_loss()
             await a_snapshot_moves_the_state(swarm["a"], swarm["b"])
             await the_model_can_be_used(swarm["b"], tmp_path / "model")
         finally:
-            await asyncio.gather(*(workload.close() for workload in started))
+            await asyncio.gather(*(workload.trainer.close() for workload in started))
 
     asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
 
@@ -97,7 +97,7 @@ async def state_of(workload: LocalWorkload) -> bytes:
 async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload) -> None:
     state, wanted = await state_of(donor), await donor.state_digest()
     assert digest_of_state([state]) == wanted
-    zero = bytes(kernels.INT8.payload_size(joiner.value_count))
+    zero = bytes(kernels.INT8.payload_size(joiner.trainer.vectors.theta.size))
     await joiner.apply(zero, 3)
     assert await joiner.state_digest() != wanted  # momentum alone moves theta
     before = await joiner.state_digest()
@@ -113,9 +113,9 @@ async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload
 async def the_model_can_be_used(workload: LocalWorkload, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    text = await workload.generate("peers ", 12, seed=1)
-    assert text == await workload.generate("peers ", 12, seed=1)
-    await workload.export(folder, FACTS)
+    text = await workload.trainer.generate("peers ", 12, seed=1)
+    assert text == await workload.trainer.generate("peers ", 12, seed=1)
+    await workload.trainer.export(folder, FACTS)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer("für", add_special_tokens=False)["input_ids"] == list("für".encode())

@@ -33,7 +33,6 @@ from opendiloco.inner.moments_file import digest_place
 from opendiloco.inner.replica import LONG_AGO, ModelReplica
 from opendiloco.inner.sharding import shard_model
 from opendiloco.inner.team import Team
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_skeleton, trainable
 from opendiloco.model.shards import local_part
 from opendiloco.volunteer import recall_moments
@@ -317,12 +316,11 @@ def test_a_machine_that_comes_back_goes_on_with_them_and_says_so(
     replica, _ = make_replica(small_config)
     workers, folder = Workers(replica), RunFolder(tmp_path / RUN / PEER)
     folder.checkpoints.mkdir(parents=True)
-    workload = cast(LocalWorkload, type("Workload", (), {"workers": workers})())
 
     def come_back() -> str:
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            asyncio.run(recall_moments(folder, workload))
+            asyncio.run(recall_moments(folder, cast(WorkerGroup, workers)))
         return caplog.text
 
     assert "there are no moments beside the checkpoints: the inner optimizer begins anew" in come_back()

@@ -258,7 +258,7 @@ def test_peers_with_different_numbers_of_workers_have_the_same_bits(groups: Grou
             assert len(digests) == 1
         for peer in peers:
             await peer.run_inner_loop(InnerLoop(2, (), 4, 0), lambda progress: None)
-        first, *others = (peer.workers.vectors.local.view(np.uint32) for peer in peers)
+        first, *others = (peer.trainer.vectors.local.view(np.uint32) for peer in peers)
         assert all(np.array_equal(first, other) for other in others)
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
