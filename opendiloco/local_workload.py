@@ -25,7 +25,7 @@ from opendiloco.outer.statistics import Measuring
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.restarts import WorkersRestartedError
+from opendiloco.workers.supervisor import WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.presence.heartbeat import HeldOutLoss

@@ -30,8 +30,8 @@ from opendiloco.workers.control import (
     Reply,
     Report,
     parse_reply,
+    rebuild,
 )
-from opendiloco.workers.failures import rebuild
 from peers.errors import DilocoPeerError
 from peers.net.signals import signals_held_back
 from peers.values.workload import SnapshotError

@@ -23,12 +23,12 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import WorkerError
 from opendiloco.shared_memory import MemoryCap, SharedVectors, cap_memory
 from opendiloco.stages import at_stage, watched_by
-from opendiloco.workers.channel import ControlChannel
 from opendiloco.workers.control import (
     AtStage,
     Command,
     Configure,
     Configured,
+    ControlChannel,
     ControlMessage,
     CountDevices,
     DevicesCounted,
@@ -47,8 +47,8 @@ from opendiloco.workers.control import (
     RecallMoments,
     RunInnerLoop,
     TakeAverage,
+    describe_failure,
 )
-from opendiloco.workers.failures import describe_failure
 from opendiloco.workers.options import WorkerOptions
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import generate_sample, held_out_loss
 from opendiloco.reference import Reference
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.workers.channel import ControlChannel
-from opendiloco.workers.control import Configure, Evaluate, Evaluated
+from opendiloco.workers.control import Configure, ControlChannel, Evaluate, Evaluated
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.worker import Descriptors, Worker

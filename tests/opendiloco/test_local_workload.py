@@ -20,7 +20,7 @@ from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.restarts import WorkersRestartedError
+from opendiloco.workers.supervisor import WorkersRestartedError
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.leases import SampleRange
 from peers.values.workload import BadBlocksError, InnerLoop, Progress, Reduction, SnapshotError, Trained, Workload

@@ -348,7 +348,7 @@ def test_workers_in_the_place_of_lost_ones_go_on_with_what_was_kept(
             await group.keep_moments(path.with_name(path.name + PARTIAL), RUN, 6)
             await asyncio.to_thread(finish, path, None)
             group.kept_moments = path, RUN
-            group._workers[-1].kill()
+            group._supervisor.workers[-1].kill()
             await group.evaluate(2)
             await group.keep_moments(tmp_path / "again", RUN, 6)
         finally:

@@ -20,7 +20,7 @@ from opendiloco.local_workload import LocalWorkload
 from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
-from opendiloco.workers.restarts import WorkersRestartedError
+from opendiloco.workers.supervisor import WorkersRestartedError
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
 from tests.opendiloco.threaded_workers import ThreadedWorkers

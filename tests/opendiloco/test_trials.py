@@ -21,8 +21,7 @@ from opendiloco.model.build import initial_theta
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
 from opendiloco.workers.assembly import assemble_model
-from opendiloco.workers.channel import ControlChannel
-from opendiloco.workers.control import Configure
+from opendiloco.workers.control import Configure, ControlChannel
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.worker import Descriptors, Worker
 from peers.values.leases import SampleRange

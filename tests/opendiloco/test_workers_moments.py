@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from opendiloco.workers.control import ForgetMoments, MoveMoments, RecallMoments
-from opendiloco.workers.moments import WorkersMoments
 from opendiloco.workers.process import WorkerProcess
-from opendiloco.workers.request_queue import RequestQueue
+from opendiloco.workers.supervisor import RequestQueue, WorkersMoments
 from peers.values.workload import SnapshotError
 
 FILE = Path("moments.safetensors")
