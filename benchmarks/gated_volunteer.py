@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 
@@ -57,24 +57,17 @@ class Lateness:
             self.seconds = max(self.seconds, time.monotonic() - wanted)
 
 
-class GatedWorkers:
-    """The machine's workers, which wait after each training. Seconds are those that the peer process waits: from theta
-    in shared memory to the trained weights there."""
-
-    def __init__(self, workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
-        self._workers = workers
-        self._lines = lines
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._workers, name)
+def gate(workers: WorkerGroup, lines: asyncio.Queue[str]) -> None:
+    """Have the machine's workers wait after each training. Seconds are those that the peer process waits: from theta in
+    shared memory to the trained weights there."""
+    train = workers.run_inner_loop
 
     async def run_inner_loop(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], *more: Any, **options: Any
+        work: InnerLoop, on_progress: Callable[[Progress], None], *more: Any, **options: Any
     ) -> Trained:
-        """Train as `WorkerGroup.run_inner_loop` does."""
         began = time.monotonic()
         async with Lateness() as lateness:
-            trained = await self._workers.run_inner_loop(work, on_progress, *more, **options)
+            trained = await train(work, on_progress, *more, **options)
         say(
             "trained",
             seconds=time.monotonic() - began,
@@ -82,10 +75,12 @@ class GatedWorkers:
             samples=trained.samples,
             tokens=trained.tokens,
             loss=trained.loss,
-            parameters=self._workers.vectors.theta.size,
+            parameters=workers.vectors.theta.size,
         )
-        await self._lines.get()
+        await lines.get()
         return trained
+
+    workers.run_inner_loop = run_inner_loop  # type: ignore[method-assign]
 
 
 async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
@@ -100,7 +95,7 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
             working(run, options) as workload,
             Checkpointer(KeepingPlan(kept, rate=CHECKPOINT_RATE)) as checkpointer,
         ):
-            workload.workers = cast(WorkerGroup, GatedWorkers(workload.workers, lines))
+            gate(workload.trainer, lines)
             volunteer = await volunteer_with(workload, run, identity, transport, kept)
             volunteer.checkpoint_with(checkpointer)
             reading = asyncio.create_task(read_lines(lines, volunteer.leave))

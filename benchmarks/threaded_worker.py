@@ -8,8 +8,8 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from opendiloco.workers.channel import ControlChannel
 from opendiloco.workers.control import (
+    ControlChannel,
     ControlMessage,
     EndInnerLoop,
     InnerLoopDone,
@@ -17,8 +17,7 @@ from opendiloco.workers.control import (
     RunInnerLoop,
     TakeAverage,
 )
-from opendiloco.workers.group import WorkerGroup
-from opendiloco.workers.under_way import UnderWay
+from opendiloco.workers.group import UnderWay, WorkerGroup
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.config.run_config import RunConfig
-from opendiloco.outer.measuring import OuterStepTaken
+from opendiloco.outer.statistics import OuterStepTaken
 from opendiloco.run import Run
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import Telemetry

@@ -38,9 +38,10 @@ from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
 from opendiloco.errors import first_line
+from opendiloco.evaluation_turns import HeldOut
 from opendiloco.interrupts import RememberedInterrupt
-from opendiloco.local_workload import HeldOut
-from opendiloco.loop_worker import LoopWorker, LoopWorkload, OuterStep
+from opendiloco.local_workload import Workload
+from opendiloco.loop_worker import LoopWorker, OuterStep
 from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.shards import Shards
@@ -67,16 +68,9 @@ BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atex
 class _Joined:
     """What the swarm's thread has to say to the training thread once it is in the run."""
 
-    workload: LoopWorkload
+    run: Run
+    worker: LoopWorker
     leave: Callable[[], None]
-
-    @property
-    def run(self) -> Run:
-        return self.workload.run
-
-    @property
-    def worker(self) -> LoopWorker:
-        return self.workload.worker
 
 
 class DiLoCo:
@@ -310,18 +304,18 @@ class DiLoCo:
             await listen(transport, run.run_id)
             vectors = await asyncio.to_thread(initial_vectors, run.config, self._layout)
             device = next(self._model.parameters()).device
-            workload = LoopWorkload(LoopWorker(vectors, run.config.training.inner_steps, device), run)
+            worker = LoopWorker(vectors, run.config.training.inner_steps, device)
+            workload = Workload(worker, run.config, run_is_over=worker.end)
             keeping = Keeping(await workload.state_digest())
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
-            workload.take_turns(driver, self._identity.peer_id, run.config.evaluation)
+            workload.take_turns(driver, self._identity.peer_id)
             volunteer = Volunteer(run, driver, transport, workload)
-            telemetry = workload.worker.telemetry
-            telemetry.track_with([], configuration_of(run, self._identity.peer_id, workload.worker.device))
-            volunteer.draw_with(Curves(telemetry, run.config))
+            worker.telemetry.track_with([], configuration_of(run, self._identity.peer_id, worker.device))
+            volunteer.draw_with(Curves(worker.telemetry, run.config))
             volunteer.admitted_by(admission)
             loop = asyncio.get_running_loop()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
-            self._joining.set_result(_Joined(workload, lambda: _call(loop, volunteer.leave)))
+            self._joining.set_result(_Joined(run, worker, lambda: _call(loop, volunteer.leave)))
             try:
                 await volunteer.take_part()
             finally:

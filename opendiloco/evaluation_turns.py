@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from opendiloco.config.run_config import EvaluationSection
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
+
+
+class HeldOut(NamedTuple):
+    """theta's loss on held-out text, and whether that is the text that the run means."""
+
+    loss: float
+    is_runs_text: bool
 
 
 def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:

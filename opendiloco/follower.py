@@ -11,6 +11,7 @@ from pathlib import Path
 from opendiloco.anchorage import ask_for_anchors
 from opendiloco.curves import versions
 from opendiloco.errors import MachineError
+from opendiloco.evaluation_turns import HeldOut, bits_per_byte
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
@@ -116,9 +117,9 @@ def past_of(following: Following) -> Past:
     return Past.of(following.past, following.log.last, losses_told(following.donors.heartbeats))
 
 
-def warn_of_other_text(workload: LocalWorkload) -> None:
+def warn_of_other_text(found: HeldOut) -> None:
     """Say so where a loss is of other text than the run's."""
-    if not workload.has_held_out_text:
+    if not found.is_runs_text:
         logger.warning("the held-out text here is not the run's: its loss is not to be compared with the run's curve")
 
 
@@ -126,21 +127,22 @@ async def export_state(
     run: Run, past: Past, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
 ) -> RunFacts:
     """Evaluate and write the state that `workload` has. The card says that `command` makes it."""
-    evaluated, last = await workload.evaluate(), past.last
-    warn_of_other_text(workload)
+    workers, last = workload.trainer, past.last
+    found = await workers.held_out(run.config.evaluation)
+    warn_of_other_text(found)
     facts = RunFacts(
         run_id=run.run_id,
         manifest_digest=run.manifest.digest.hex(),
         outer_steps=past.outer_steps,
         tokens=last.lineage_tokens if last else 0,
         peers=len(last.roster) if last else 0,
-        held_out_loss=evaluated.loss,
-        bits_per_byte=workload.bits_per_byte(evaluated.loss),
+        held_out_loss=found.loss,
+        bits_per_byte=bits_per_byte(found.loss, workers.bytes_per_token),
         contributors=past.contributors,
         knows_all=past.is_whole,
-        curve=past.curve(evaluated.loss),
+        curve=past.curve(found.loss),
         command=command,
         versions=versions(),
     )
-    await workload.export(folder, facts, dtype)
+    await workers.export(folder, facts, dtype)
     return facts

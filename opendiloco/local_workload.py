@@ -1,4 +1,4 @@
-"""The training side as the swarm sees it: the machine's workers, and the kernels between them and the state.
+"""The training side as the swarm sees it: what trains, and the kernels between it and the state.
 
 Heavy arithmetic runs in threads, so that the event loop never waits.
 """
@@ -10,36 +10,27 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from opendiloco import kernels
 from opendiloco.config.run_config import EvaluationSection, RunConfig
-from opendiloco.errors import WorkerError
-from opendiloco.evaluation_turns import bits_per_byte, is_our_turn
+from opendiloco.evaluation_turns import HeldOut, is_our_turn
 from opendiloco.kernels import Payload
-from opendiloco.model.card import RunFacts
-from opendiloco.model.export import Dtype
 from opendiloco.model.initial_weights import check_initial_weights
-from opendiloco.outer.bases import Bases
-from opendiloco.outer.handover import Handover
-from opendiloco.outer.inner_state import InnerState
-from opendiloco.outer.measuring import Measuring
-from opendiloco.outer.residuals import Residuals
+from opendiloco.outer.fragment import FragmentWork
+from opendiloco.outer.rounding import RunRounding
 from opendiloco.outer.state import LocalState
+from opendiloco.outer.statistics import Measuring
 from opendiloco.shared_memory import SharedVectors
-from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup
-from opendiloco.workers.options import TEMPERATURE, WorkerOptions
-from opendiloco.workers.restarts import WorkersRestartedError
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.supervisor import WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
-from peers.health import HEALTH
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.amendments import Amendment
-from peers.values.workload import Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
+from peers.values.workload import Blocked, Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
 
 if TYPE_CHECKING:
     from peers.driver.driver import Driver
@@ -47,8 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class LocalTrainer(Protocol):
-    """Whoever makes the inner steps: the machine's workers, or one's own loop."""
+class Trainer(Protocol):
+    """What makes the inner steps: the machine's workers, or one's own loop."""
 
     vectors: SharedVectors
     fragments: Sequence[slice]
@@ -56,108 +47,183 @@ class LocalTrainer(Protocol):
     device: str
     telemetry: Telemetry
 
-    async def run_inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
-        """See `peers.values.workload.Workload.run_inner_loop`. What came of it is in `vectors.local`."""
+    async def run_inner_loop(
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: OnCaptured = captures_nothing,
+        from_local: bool = False,
+        goes_on: bool = False,
+    ) -> Trained:
+        """See `peers.values.workload.Workload.run_inner_loop`. What came of it is in `vectors.local`.
+
+        It begins from theta, or `from_local`, or `goes_on` from where the training before has ended. Raises:
+        WorkersRestartedError when all of it is lost, and it can train again.
+        """
+
+    async def take_average(self, fragment: int, is_changed: bool) -> None:
+        """Go on with a captured fragment: with its new values, which are in `vectors.local`, if it `is_changed`."""
+
+    def end_rest(self) -> None:
+        """Leave the last inner steps of what was trained, if there are any to take."""
+
+    async def held_out(self, section: EvaluationSection) -> HeldOut | None:
+        """Return theta's loss on held-out text; None if that cannot be known. Not while training."""
 
     async def wait_for_death(self) -> DilocoPeerError:
-        """Returns what to raise once it cannot train any more."""
+        """Return what to raise once it cannot train any more."""
 
 
-class HeldOut(NamedTuple):
-    """theta's loss on held-out text, and whether that is the text that the run means."""
-
-    loss: float
-    is_runs_text: bool
+Trainer_co = TypeVar("Trainer_co", bound=Trainer, covariant=True)
 
 
-class TrainingWorkload(LocalState):
-    """Implements `peers.values.workload.Workload`, whoever trains.
+class Workload(Generic[Trainer_co]):
+    """Implements `peers.values.workload.Workload`, whatever trains.
 
     Trains until the run's last outer step. After that its peer stays, to hand out the finished state.
     """
 
-    def __init__(self, trainer: LocalTrainer, config: RunConfig) -> None:
-        super().__init__(trainer.vectors.theta, config, trainer.fragments)
+    def __init__(
+        self, trainer: Trainer_co, config: RunConfig, run_is_over: Callable[[], object] = lambda: None
+    ) -> None:
+        """Calls `run_is_over` once there is nothing more to train."""
         self.trainer = trainer
+        vectors = trainer.vectors
+        self._state = state = LocalState(vectors.theta, config, trainer.fragments)
+        self._rounding = RunRounding.of(config.codec)
+        self._evaluation = config.evaluation
         self._outer_steps = config.total_outer_steps
-        self._contributions = [codec.empty_payload() for codec in self._codecs]
+        self._run_is_over = run_is_over
         self._streams = not config.streaming.is_plain
-        self._bases = Bases(self._state, outlives_encoding=self._streams)
+        self._fragments = [
+            FragmentWork(vectors.theta[part], vectors.local[part], codec, config.codec.error_feedback, self._streams)
+            for part, codec in zip(state.outer.fragments, state.fragments, strict=True)
+        ]
         self._work = InnerLoop(0, (), 0, 0)  # what is trained, or has been
         self._ended_at: int | None = None  # the outer step that has had all of it, or else that it was trained for
-        self._residuals = Residuals(config.codec.error_feedback, self._state.fragments)
+        self._index: int | None = None  # the outer step that it is trained for, if workers may go on from it
+        self._state_lock = asyncio.Lock()  # held while theta changes, or a part of it is copied
         self.is_our_turn: Callable[[], bool] = lambda: False
         self.on_evaluated: Callable[[HeldOutLoss], None] = lambda held_out: None
-        self.measuring = Measuring(self._state, self._contributions, trains_on=config.streaming.overlap > 0)
+        contributions = [work.payload for work in self._fragments]
+        self.measuring = Measuring(state.outer, contributions, trains_on=config.streaming.overlap > 0)
 
-    def take_turns(self, driver: Driver, me: str, section: EvaluationSection) -> None:
-        """Evaluate theta whenever the log says that it is this peer's turn, and tell the others."""
-        self.is_our_turn = lambda: is_our_turn(me, driver.peer.log, section)
-        self.on_evaluated = driver.evaluated
+    # The state -------------------------------------------------------------------------------------------------------
+    @property
+    def fragments(self) -> Sequence[Blocked]:
+        return self._state.fragments
 
-    async def _take_turn(self, index: int) -> None:
-        """Evaluate theta at outer step `index`, if it is our turn. The others hear of a loss of the run's text only."""
-        if not self.is_our_turn() or (found := await self.held_out()) is None:
-            return
-        if not math.isfinite(found.loss):
-            logger.warning("the held-out loss after outer step %d is %s: nobody is told", index, found.loss)
-            return
-        held_out = HeldOutLoss(index=index, loss=found.loss)
-        self.trainer.telemetry.evaluated(held_out, found.is_runs_text)
-        if found.is_runs_text:
-            self.on_evaluated(held_out)
+    @property
+    def state_size(self) -> int:
+        return self._state.state_size
 
-    async def held_out(self) -> HeldOut | None:
-        """Return theta's loss on held-out text; None if whoever trains cannot say. Not while training."""
-        return None
+    async def state_digest(self) -> bytes:
+        return await self._state.state_digest()
 
-    def run_is_over(self) -> None:
-        """Hear that there is nothing more to train."""
+    async def copy_state(self, out: memoryview) -> None:
+        await self._state.copy_state(out)
 
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        """Raises: SnapshotError, and changes nothing."""
+        async with self._state_lock:
+            await self.measuring.finished()
+            await self._state.restore(state, state_digest)
+            for work in self._fragments:
+                work.begin()
+                work.residual.forget()
+            self.measuring.forget()
+            self._end()
+
+    # Training --------------------------------------------------------------------------------------------------------
     async def run_inner_loop(
         self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
     ) -> Trained:
-        await self._take_turn(work.index)
-        if work.index >= self._outer_steps:
-            self.run_is_over()
-            await asyncio.Event().wait()
-        self.measuring.forget()
-        self._residuals.forget_unanswered()
-        if self._ended_at not in (work.index - 1, work.index):
-            self._residuals.forget_all()
-        self._work, self._ended_at = work, work.index
-        return await self._inner_loop(work, on_progress, on_captured)
+        goes_on = self._begin(work.index)
+        try:
+            await self._take_turn(work.index)
+            if work.index >= self._outer_steps:
+                self._run_is_over()
+                await asyncio.Event().wait()
+            self.measuring.forget()
+            for fragment in self._fragments:
+                fragment.residual.forget_unanswered()
+                if self._ended_at not in (work.index - 1, work.index):
+                    fragment.residual.forget()
+            self._work, self._ended_at = work, work.index
+            return await self._train(work, on_progress, on_captured, goes_on)
+        except BaseException:
+            self._end()
+            raise
 
-    async def _inner_loop(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured
+    def _begin(self, index: int) -> bool:
+        """Begin a training. Return whether workers go on from where they are: in a run that streams, where it follows
+        what they have trained, and they know what became of all of that. Otherwise they begin with theta."""
+        follows = self._index is not None and self._ended_at == index - 1
+        goes_on = follows and all(work.is_told for work in self._fragments)
+        for work in self._fragments:
+            work.begin_training(from_theta=not goes_on)
+        self._index = index
+        if not goes_on:
+            self.trainer.end_rest()  # or it may keep us waiting when it is our turn to evaluate
+        return goes_on
+
+    def _end(self) -> None:
+        """Have nothing of what was trained go on."""
+        self._index = None
+        self.trainer.end_rest()
+
+    async def _train(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured, goes_on: bool
     ) -> Trained:
-        self._bases.begin_all()
-        return await self.trainer.run_inner_loop(work, on_progress)
+        """Train again from the same bases, for as long as new workers take the place of lost ones.
 
+        In a run that streams fragments of theta may change before workers have loaded them, so that they begin with the
+        bases, unless they go on from where they are.
+        """
+
+        async def captured(fragment: int) -> None:
+            if not self._fragments[fragment].is_encoded:
+                await on_captured(fragment)
+            await self._stored(fragment)
+
+        if goes_on or not self._streams:
+            with suppress(WorkersRestartedError):
+                return await self.trainer.run_inner_loop(work, on_progress, captured, goes_on=goes_on)
+        while True:
+            for fragment in self._fragments:
+                fragment.begin_again()
+            async with self._state_lock:
+                await asyncio.to_thread(self._put_bases_into_local)
+            with suppress(WorkersRestartedError):
+                return await self.trainer.run_inner_loop(work, on_progress, captured, from_local=True)
+
+    def _put_bases_into_local(self) -> None:
+        """The theta that training began with. An entry may be applied meanwhile, but keeps the base before it does."""
+        for work in self._fragments:
+            np.copyto(work.local, work.base)
+
+    # An outer step ---------------------------------------------------------------------------------------------------
     async def contribution(self, fragment: int = 0) -> Blocks:
         """Raises: WorkerError when the weights that training left are not finite."""
         await self.measuring.finished()
         self.measuring.trained(fragment)
-        encode, out = self._codecs[fragment].encode_difference, self._contributions[fragment]
-        local = self.trainer.vectors.local[self._state.fragments[fragment]]
+        work = self._fragments[fragment]
         rounding = self._rounding.of_contribution(self._work.index, fragment, self._work.samples)
-        try:
-            residual = await asyncio.to_thread(self._residuals.of, fragment)
-            await asyncio.to_thread(encode, self._bases.of(fragment), local, out, rounding, residual)
-        except kernels.NonFiniteError as error:
-            raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
-        self._bases.encoded(fragment)
-        return out.buffer
+        await asyncio.to_thread(work.encode, rounding)
+        work.is_read = True
+        if self._streams and fragment == len(self._fragments) - 1:
+            await self._stored(fragment)
+        return work.payload.buffer
 
     async def reduce(self, reduction: Reduction) -> Blocks:
         return await asyncio.to_thread(
-            self._codecs[reduction.fragment].average,
+            self._fragments[reduction.fragment].codec.average,
             *(reduction.contributions, reduction.first_block, reduction.out, reduction.tokens),
             self._rounding.of_average(reduction.index, reduction.fragment, reduction.first_block),
         )
 
     def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
-        return self._codecs[fragment].squared_norm(blocks, first_block)
+        return self._fragments[fragment].codec.squared_norm(blocks, first_block)
 
     async def apply(
         self,
@@ -170,182 +236,104 @@ class TrainingWorkload(LocalState):
         amendment: Amendment | None = None,
     ) -> None:
         """Raises: BadBlocksError, and changes nothing."""
-        await self.measuring.finished()
-        await asyncio.to_thread(self._apply_beside_work, payload, index, fragment, keeps_work, amendment)
-        if counts:
-            own = self._contributions[fragment]
-            await asyncio.to_thread(self._residuals.take_back, fragment, own, Payload(own.format, own.values, payload))
-            self._ended_at = index if fragment == len(self._contributions) - 1 else self._ended_at
-        elif not keeps_work:  # else a later entry may take our payload
-            await asyncio.to_thread(self._residuals.forget, fragment)
-        self.measuring.taken(payload, index, fragment, keeps_work, amendment)
+        work = self._fragments[fragment]
+        async with self._state_lock:
+            await self.measuring.finished()
+            average = await asyncio.to_thread(self._apply, payload, index, fragment, keeps_work, amendment)
+            if counts:
+                await asyncio.to_thread(work.residual.take_back, work.payload, average)
+                self._ended_at = index if fragment == len(self._fragments) - 1 else self._ended_at
+            elif not keeps_work:  # else a later entry may take our payload
+                await asyncio.to_thread(work.residual.forget)
+            self.measuring.taken(payload, index, fragment, keeps_work, amendment)
+            await self._decided(index, fragment, is_changed=True)
 
-    async def unchanged(self, index: int, fragment: int) -> None:
-        """Nobody waits for a fragment here, where there is one."""
-        self._residuals.forget(fragment)
-
-    async def restore(self, state: Blocks, state_digest: bytes) -> None:
-        """Raises: SnapshotError, and changes nothing."""
-        await self.measuring.finished()
-        await super().restore(state, state_digest)
-        self._bases.begin_all()
-        self._residuals.forget_all()
-        self.measuring.forget()
-
-    def _apply_beside_work(
+    def _apply(
         self, payload: Blocks, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None
-    ) -> None:
-        checked = self._codecs[fragment].checked(payload)
-        if keeps_work:
-            self._bases.keep(fragment)
+    ) -> Payload:
+        """Take an outer step beside what is trained. Return its average."""
+        work = self._fragments[fragment]
+        average = work.codec.checked(payload)
+        is_awaited = self._waits_for(index) and work.is_stored and work.is_changed is None
+        if (keeps_work or self._has_told(work)) and not is_awaited:
+            work.keep_base()
         else:
-            self._bases.drop(fragment)
-        self._state.apply(checked, index, fragment, amendment)
-
-
-class LocalWorkload(TrainingWorkload):
-    """With the machine's workers, which can do more with a model than train it."""
-
-    def __init__(self, workers: WorkerGroup, config: RunConfig) -> None:
-        super().__init__(workers, config)
-        self.workers = workers
-        self._windows, self._held_out_digest = config.evaluation.windows, config.evaluation.digest
-        self.reads_runs_text = True
-        """See `Run.has_runs_text`."""
-        copies = config.inner_optimizer.on_join == "copy"
-        self.companion = InnerState(workers.moments, self.value_count, config) if copies else None
-        self._goes_on = False  # whether workers go on from where they are
-        self._state_lock = asyncio.Lock()
-        """Held while theta changes, or a part of it is copied."""
-        self._handover = Handover(
-            self._state, self._bases, workers.vectors.local, self._state_lock, workers.take_average
-        )
-
-    @classmethod
-    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> Self:
-        """With fresh workers, and the run's initial state.
-
-        Raises: see `WorkerGroup.start` and `check_initial_weights`.
-        """
-        workers = await WorkerGroup.start(config, options)
-        try:
-            await asyncio.to_thread(check_initial_weights, workers.vectors.theta, config.model)
-        except BaseException:
-            await workers.close()
-            raise
-        return cls(workers, config)
-
-    async def run_inner_loop(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
-    ) -> Trained:
-        follows = self._ended_at == work.index - 1
-        self._goes_on = self._handover.begin(work.index, follows) and self._streams
-        if not self._goes_on:
-            self.workers.end_rest()  # or it may keep us waiting when it is our turn to evaluate
-        try:
-            return await super().run_inner_loop(work, on_progress, on_captured)
-        except BaseException:
-            self._handover.end()
-            self.workers.end_rest()
-            raise
-
-    async def _inner_loop(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured
-    ) -> Trained:
-        """Train again from the same bases, for as long as new workers take the place of lost ones.
-
-        In a run that streams fragments of theta may change before workers have loaded them, so that they begin with the
-        bases, unless they go on from where they are.
-        """
-
-        async def captured(fragment: int) -> None:
-            if not self._handover.is_encoded(fragment):
-                await on_captured(fragment)
-            await self._handover.stored(fragment)
-
-        if self._goes_on or not self._streams:
-            with suppress(WorkersRestartedError):
-                return await self.workers.run_inner_loop(work, on_progress, captured, goes_on=self._goes_on)
-        while True:
-            self._handover.begin_again()
-            async with self._state_lock:
-                await asyncio.to_thread(self._put_bases_into_local)
-            with suppress(WorkersRestartedError):
-                return await self.workers.run_inner_loop(work, on_progress, captured, from_local=True)
-
-    async def contribution(self, fragment: int = 0) -> Blocks:
-        contribution = await super().contribution(fragment)
-        self._handover.read(fragment)
-        if self._streams and fragment == len(self._codecs) - 1:
-            await self._handover.stored(fragment)
-        return contribution
-
-    async def apply(
-        self,
-        payload: Blocks,
-        index: int,
-        fragment: int = 0,
-        keeps_work: bool = False,
-        counts: bool = True,
-        *,
-        amendment: Amendment | None = None,
-    ) -> None:
-        async with self._state_lock:
-            await super().apply(payload, index, fragment, keeps_work, counts, amendment=amendment)
-            if self._streams:
-                await self._handover.decided(index, fragment, is_changed=True)
+            work.drop_base()
+        self._state.outer.apply(average, index, fragment, amendment)
+        return average
 
     async def unchanged(self, index: int, fragment: int) -> None:
-        if not self._handover.has_told(fragment):  # else a later entry may take our payload
-            await super().unchanged(index, fragment)
-        if self._streams:
-            async with self._state_lock:
-                await self._handover.decided(index, fragment, is_changed=False)
-
-    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        work = self._fragments[fragment]
+        if not self._has_told(work):  # else a later entry may take our payload
+            work.residual.forget()
         async with self._state_lock:
-            await super().restore(state, state_digest)
-            self._handover.end()
-            self.workers.end_rest()
+            await self._decided(index, fragment, is_changed=False)
 
-    async def evaluate(self) -> Evaluated:
-        """Return the loss of theta on the run's held-out windows: as many as the manifest says, whoever asks. Not while
-        training."""
-        return await self.workers.evaluate(self._windows)
+    # What workers are told -------------------------------------------------------------------------------------------
+    def _waits_for(self, index: int) -> bool:
+        return self._index is not None and index >= self._index
 
-    async def held_out(self) -> HeldOut:
-        return HeldOut((await self.evaluate()).loss, self.has_held_out_text)
+    def _has_told(self, work: FragmentWork) -> bool:
+        """Return whether workers go on with a fragment that they have stored: from then on its theta is their base,
+        also where a later outer step takes what they had stored."""
+        return self._index is not None and work.is_told
 
-    @property
-    def has_held_out_text(self) -> bool:
-        """Whether this machine has the held-out text that the run means, as far as can be known."""
-        return self.reads_runs_text and self._held_out_digest in (None, self.workers.held_out_digest)
+    async def _stored(self, fragment: int) -> None:
+        """Take in that all workers have stored a fragment, and that it is encoded."""
+        work = self._fragments[fragment]
+        work.is_encoded = work.is_stored = True
+        if work.is_changed is not None:
+            async with self._state_lock:
+                await self._hand_over(fragment)
 
-    def bits_per_byte(self, loss: float) -> float:
-        """Return a loss on the held-out text in bits per byte of it."""
-        return bits_per_byte(loss, self.workers.bytes_per_token)
+    async def _decided(self, index: int, fragment: int, is_changed: bool) -> None:
+        """Take in that an outer step of a fragment is taken, or leaves it as it is. The lock is held."""
+        work = self._fragments[fragment]
+        if self._streams and self._waits_for(index) and work.decide(is_changed) and work.is_stored:
+            await self._hand_over(fragment)
 
-    async def generate(self, prompt: str, tokens: int, seed: int = 0, temperature: float = TEMPERATURE) -> str:
-        """What theta makes of a prompt. Not while training."""
-        return await self.workers.generate(prompt, tokens, seed, temperature)
+    async def _hand_over(self, fragment: int) -> None:
+        index, work = self._index, self._fragments[fragment]
+        is_changed = bool(work.is_changed)
+        if is_changed:
+            await asyncio.to_thread(work.take_theta)
+        if index != self._index or not work.is_stored:
+            return  # nobody waits any more
+        await self.trainer.take_average(fragment, is_changed)
+        work.is_told = True
 
-    async def export(self, folder: Path, facts: RunFacts, dtype: Dtype = "float32") -> None:
-        """Write theta as a model folder. Not while training."""
-        await self.workers.export(folder, facts, dtype)
+    # Evaluating theta ------------------------------------------------------------------------------------------------
+    def take_turns(self, driver: Driver, me: str) -> None:
+        """Evaluate theta whenever the log says that it is this peer's turn, and tell the others."""
+        self.is_our_turn = lambda: is_our_turn(me, driver.peer.log, self._evaluation)
+        self.on_evaluated = driver.evaluated
 
-    async def close(self) -> None:
-        """End the workers."""
-        HEALTH.over("workers")
-        await self.workers.close()
+    async def _take_turn(self, index: int) -> None:
+        """Evaluate theta at outer step `index`, if it is our turn. The others hear of a loss of the run's text only."""
+        if not self.is_our_turn() or (found := await self.trainer.held_out(self._evaluation)) is None:
+            return
+        if not math.isfinite(found.loss):
+            logger.warning("the held-out loss after outer step %d is %s: nobody is told", index, found.loss)
+            return
+        held_out = HeldOutLoss(index=index, loss=found.loss)
+        self.trainer.telemetry.evaluated(held_out, found.is_runs_text)
+        if found.is_runs_text:
+            self.on_evaluated(held_out)
 
-    def _apply_beside_work(
-        self, payload: Blocks, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None
-    ) -> None:
-        keeps_work = keeps_work or self._handover.has_told(fragment)
-        keeps_work = keeps_work and not self._handover.hands_over(index, fragment)
-        super()._apply_beside_work(payload, index, fragment, keeps_work, amendment)
 
-    def _put_bases_into_local(self) -> None:
-        """The theta that training began with. An entry may be applied meanwhile, but keeps the base before it does."""
-        for fragment, part in enumerate(self._state.fragments):
-            np.copyto(self.workers.vectors.local[part], self._bases.of(fragment))
+LocalWorkload: TypeAlias = Workload[WorkerGroup]
+"""With the machine's workers, which can do more with a model than train it."""
+
+
+async def start_workload(config: RunConfig, options: WorkerOptions | None = None) -> LocalWorkload:
+    """Return a workload with fresh workers and the run's initial state.
+
+    Raises: see `WorkerGroup.start` and `check_initial_weights`.
+    """
+    workers = await WorkerGroup.start(config, options)
+    try:
+        await asyncio.to_thread(check_initial_weights, workers.vectors.theta, config.model)
+    except BaseException:
+        await workers.close()
+        raise
+    return Workload(workers, config)

@@ -12,14 +12,14 @@ from threading import Lock
 
 import torch
 
+from opendiloco.config.run_config import EvaluationSection
 from opendiloco.errors import WorkerError
+from opendiloco.evaluation_turns import HeldOut
 from opendiloco.inner.device_facts import peak_memory
-from opendiloco.local_workload import HeldOut, TrainingWorkload
-from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
-from peers.values.workload import InnerLoop, Progress, Trained
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 
 class OuterStep:
@@ -81,7 +81,15 @@ class LoopWorker:
         self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
 
-    async def run_inner_loop(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> Trained:
+    async def run_inner_loop(
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: OnCaptured = captures_nothing,
+        from_local: bool = False,
+        goes_on: bool = False,
+    ) -> Trained:
+        """Always from theta, and all of it at once: runs that stream are refused."""
         began, steps = time.monotonic(), 0
 
         def progressed(progress: Progress) -> None:
@@ -111,8 +119,14 @@ class LoopWorker:
             peak_memory_bytes=peak_memory(self._torch_device),
         )
 
-    async def evaluate(self) -> HeldOut | None:
-        """Return theta's loss as the training thread finds it; None if it cannot say."""
+    async def take_average(self, fragment: int, is_changed: bool) -> None:
+        """There are none in the midst of training."""
+
+    def end_rest(self) -> None:
+        """There is none."""
+
+    async def held_out(self, section: EvaluationSection) -> HeldOut | None:
+        """Return theta's loss as the training thread finds it, which knows the run; None if it cannot say."""
         asked: Future[HeldOut | None] = Future()
         self._outer_steps.put(asked)
         return await asyncio.wrap_future(asked)
@@ -143,21 +157,6 @@ class LoopWorker:
                 return None
             if not found.is_void:
                 return found
-
-
-class LoopWorkload(TrainingWorkload):
-    """Trains in the caller's loop, and tells it when the run is over."""
-
-    def __init__(self, worker: LoopWorker, run: Run) -> None:
-        super().__init__(worker, run.config)
-        self.worker = worker
-        self.run = run
-
-    def run_is_over(self) -> None:
-        self.worker.end()
-
-    async def held_out(self) -> HeldOut | None:
-        return await self.worker.evaluate()
 
 
 def _inner_step_done(progress: Progress) -> InnerStepDone:

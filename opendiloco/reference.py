@@ -38,7 +38,7 @@ from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.layout import Layout
-from opendiloco.outer.residuals import Residuals
+from opendiloco.outer.fragment import Residual
 from opendiloco.outer.rounding import RunRounding
 from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
@@ -92,7 +92,7 @@ class Member(Cycles):
     def __init__(self, replica: Replica, streaming: StreamingSection, error_feedback: float) -> None:
         super().__init__(replica, len(replica.layout.fragments), streaming.mixing, streaming.overlap)
         self.replica = replica
-        self.residuals = Residuals(error_feedback, replica.layout.fragments)
+        self.residuals = [Residual(error_feedback, part.stop - part.start) for part in replica.layout.fragments]
         self.base: Vector = np.zeros(replica.layout.size, np.float32)
         """The theta that what it learns of each fragment counts from."""
         self.returned = self.base.copy()
@@ -111,7 +111,8 @@ class Member(Cycles):
         was_there = self._ended_at is not None and began_at == self._ended_at + 1
         goes_on = was_there and self._streams
         if not was_there:
-            self.residuals.forget_all()
+            for residual in self.residuals:
+                residual.forget()
         if not goes_on:
             self.base[:] = beginning.theta
         begin_with = None if goes_on else beginning.theta
@@ -205,12 +206,14 @@ class StreamingDiLoCo:
         for member, payload in zip(members, payloads, strict=True):
             member.store(self._local, fragment)
             rounding = self._rounding.of_contribution(member.began_at, fragment, member.work.samples)
-            kernels.quantize_difference(member.base[part], local, payload, rounding, member.residuals.of(fragment))
+            kernels.quantize_difference(
+                member.base[part], local, payload, rounding, member.residuals[fragment].to_add()
+            )
             kernels.accumulate(payload, self._weight(member), accumulator)
         rounding = self._rounding.of_average(self.index, fragment)
         kernels.finish_average(accumulator, sum(map(self._weight, members)), average, rounding)
         for member, payload in zip(members, payloads, strict=True):
-            member.residuals.take_back(fragment, payload, average)
+            member.residuals[fragment].take_back(payload, average)
         self.state.apply(average, self.index, fragment, self.amendment)
 
     def _weight(self, member: Member) -> float:

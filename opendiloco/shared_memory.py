@@ -68,11 +68,6 @@ def reserve(descriptor: int, size: int) -> None:
         ) from error
 
 
-def copy_bytes(source: memoryview, out: memoryview) -> None:
-    """By numpy, which lets other threads run meanwhile."""
-    np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(source, np.uint8))
-
-
 def check_available(what: str, needed: int) -> None:
     """Raises: MachineError when there are fewer than `needed` bytes; it says what needs them."""
     available = available_memory()

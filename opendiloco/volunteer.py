@@ -24,16 +24,18 @@ from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.curves import Curves, configuration_of
 from opendiloco.kernels import FORMATS
-from opendiloco.local_workload import LocalWorkload, TrainingWorkload
+from opendiloco.local_workload import LocalWorkload, Trainer, Workload, start_workload
 from opendiloco.progress import Fragments
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from opendiloco.sole import doubled
+from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError
+from peers.health import HEALTH
 from peers.links.settings import LinkSettings
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
@@ -70,7 +72,7 @@ class Volunteer:
         run: Run,
         driver: Driver,
         transport: HivemindTransport,
-        workload: TrainingWorkload,
+        workload: Workload[Trainer],
         folder: RunFolder | None = None,
         log: LogFolder | None = None,
     ) -> None:
@@ -78,6 +80,7 @@ class Volunteer:
         self._driver = driver
         self._transport = transport
         self._workload = workload
+        self._workers = workload.trainer if isinstance(workload.trainer, WorkerGroup) else None
         self._folder = folder
         self._log = log
         self._leaving = False
@@ -111,8 +114,7 @@ class Volunteer:
     def checkpoint_with(self, checkpointer: Checkpointer) -> None:
         """Have every state that is frozen from now on written to the disk; what came before them is dropped there."""
         self._driver.on_snapshot = checkpointer.take
-        if isinstance(self._workload, LocalWorkload):
-            checkpointer.workers = self._workload.workers
+        checkpointer.workers = self._workers
         checkpointer.on_saved = self._prune_log
 
     def draw_with(self, curves: Curves) -> None:
@@ -196,17 +198,16 @@ class Volunteer:
     @property
     def trains_on(self) -> bool:
         """Whether workers still take the last inner steps of what is being averaged."""
-        if not isinstance(self._workload, LocalWorkload):
-            return False
-        under_way = self._workload.workers.under_way
+        under_way = None if self._workers is None else self._workers.under_way
         return under_way is not None and under_way.has_rest
 
     @property
     def fragments(self) -> Fragments | None:
         """What becomes of fragments; None in a run that does not stream."""
-        if self.run.config.streaming.is_plain or not isinstance(self._workload, LocalWorkload):
+        workers = self._workers
+        if self.run.config.streaming.is_plain or workers is None:
             return None
-        slots, workers = self._driver.peer.slots.values(), self._workload.workers
+        slots = self._driver.peer.slots.values()
         latest, count = workers.telemetry.latest, len(workers.fragments)
         longest = latest.get("longest_average_seconds", math.nan)
         return Fragments(
@@ -246,8 +247,8 @@ class Volunteer:
 
     def hold(self, held: bool) -> None:
         """Make no inner step while `held`; the peer goes on, and others see a member that is late."""
-        if isinstance(self._workload, LocalWorkload):
-            self._workload.workers.hold(held)
+        if self._workers is not None:
+            self._workers.hold(held)
 
     def leave(self) -> None:
         """Leave politely: a round under way is finished, then the others are told, and `train` returns."""
@@ -307,7 +308,7 @@ async def volunteering(
     """
     async with working(run, options or WorkerOptions()) as workload:
         configuration = configuration_of(run, identity.peer_id, workload.trainer.device, options)
-        workload.workers.telemetry.track_with(trackers, configuration)
+        workload.trainer.telemetry.track_with(trackers, configuration)
         yield await volunteer_with(workload, run, identity, transport, folder)
 
 
@@ -322,13 +323,13 @@ async def volunteer_with(
         position = await resume_from(folder, workload, log)
         lineage = await asyncio.to_thread(log.lineage, position)
         if position.last:
-            await recall_moments(folder, workload)
+            await recall_moments(folder, workload.trainer)
     keeping = Keeping(await workload.state_digest(), lineage, log, storage)
-    driver = Driver(identity, transport, workload, run.settings, keeping, workload.companion)
-    workload.take_turns(driver, identity.peer_id, run.config.evaluation)
+    driver = Driver(identity, transport, workload, run.settings, keeping)
+    workload.take_turns(driver, identity.peer_id)
     volunteer = Volunteer(run, driver, transport, workload, folder, log)
     held_out = None if folder is None else HeldOutCurve(folder.held_out)
-    volunteer.draw_with(Curves(workload.workers.telemetry, run.config, held_out))
+    volunteer.draw_with(Curves(workload.trainer.telemetry, run.config, held_out))
     return volunteer
 
 
@@ -345,7 +346,7 @@ async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder
     return position
 
 
-async def recall_moments(folder: RunFolder, workload: LocalWorkload) -> None:
+async def recall_moments(folder: RunFolder, workers: WorkerGroup) -> None:
     """Have the inner optimizer go on with what this machine kept of it, and say so; or that it begins anew."""
     path = newest_moments(folder.checkpoints, folder.peer_id)
     if path is None:
@@ -353,7 +354,7 @@ async def recall_moments(folder: RunFolder, workload: LocalWorkload) -> None:
         return
     try:
         await asyncio.to_thread(check_moments_file, path)
-        await workload.workers.recall_moments(path, folder.run_id)
+        await workers.recall_moments(path, folder.run_id)
     except (SnapshotError, OSError) as error:
         logger.warning("the inner optimizer begins anew, with smaller steps: %s: %s", path, error)
     else:
@@ -363,9 +364,10 @@ async def recall_moments(folder: RunFolder, workload: LocalWorkload) -> None:
 @asynccontextmanager
 async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
     """The run's workload with workers of its own, which end with the context. Raises: DilocoPeerError."""
-    workload = await LocalWorkload.start(run.config, options)
-    workload.reads_runs_text = run.has_runs_text
+    workload = await start_workload(run.config, options)
+    workload.trainer.reads_runs_text = run.has_runs_text
     try:
         yield workload
     finally:
-        await workload.close()
+        HEALTH.over("workers")
+        await workload.trainer.close()

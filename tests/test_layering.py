@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for package in ("opendiloco", "peers") for path in (ROOT / package).rglob("*.py"))
-LINES_AT_MOST = 400
+LINES_AT_MOST = 700
 
 
 def module_name(path: Path) -> str:

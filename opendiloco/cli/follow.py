@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import socket
 
     from opendiloco.local_workload import LocalWorkload
-    from opendiloco.outer.state import LocalState
     from opendiloco.run import Run
     from opendiloco.tracking import Audit, Disagreement, Reached, Retrying
     from peers.net.transport import HivemindTransport
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from peers.values.amendments import Amendment
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
+    from peers.values.workload import ReplicatedState
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder
 @asynccontextmanager
 async def following_state(
     run: Run, transport: HivemindTransport, plan: FollowPlan, retry: Retrying
-) -> AsyncIterator[tuple[LocalState, LocalWorkload | None]]:
+) -> AsyncIterator[tuple[ReplicatedState, LocalWorkload | None]]:
     """The state, and what can evaluate and export it: a worker, which is started only for that."""
     from opendiloco.tracking import state_for
     from opendiloco.volunteer import working
@@ -214,13 +214,15 @@ async def use_model(
     """Evaluate and export a state, as far as it is wanted."""
     import asyncio
 
+    from opendiloco.evaluation_turns import bits_per_byte
     from opendiloco.follower import export_state, past_of, warn_of_other_text
     from opendiloco.origins import command_line
 
     if folder is None:
-        loss = (await model.evaluate()).loss
-        show_model(reached, loss, model.bits_per_byte(loss), None, plan.as_json)
-        warn_of_other_text(model)
+        found = await model.trainer.held_out(run.config.evaluation)
+        bits = bits_per_byte(found.loss, model.trainer.bytes_per_token)
+        show_model(reached, found.loss, bits, None, plan.as_json)
+        warn_of_other_text(found)
         return
     made = folder / f"outer-step-{reached.index:06}"
     place = ("--run", run.run_id, "--initial-peer", "ADDRESS")

@@ -80,7 +80,7 @@ def command(
         async with state_at(place, data) as (_, past, workload):
             click.echo(f"after {past.outer_steps} outer steps:", err=True)
             for number in range(samples):
-                click.echo(prompt + await workload.generate(prompt, tokens, seed + number, temperature))
+                click.echo(prompt + await workload.trainer.generate(prompt, tokens, seed + number, temperature))
 
     asyncio.run(write())
 

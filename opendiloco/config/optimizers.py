@@ -29,23 +29,12 @@ class InnerOptimizer(Section):
 
     learning_rate: PositiveFloat
     rewarmup_steps: StepCount = 10
-    on_join: Literal["fresh"] = "fresh"
 
 
 class AdamWSection(AdamWSettings, InnerOptimizer):
-    """With `on_join` "copy", who joins meanwhile fetches another peer's moments, and goes on with those as soon as they
-    are there. What is copied must be checked, and inner/moments.py knows how for these."""
+    """AdamW for all parameters."""
 
     kind: Literal["adamw"] = "adamw"
-    on_join: Literal["fresh", "copy"] = "fresh"  # type: ignore[assignment]  # wider: here there is a choice
-
-    @model_validator(mode="after")
-    def check_on_join(self) -> Self:
-        if self.on_join == "copy" and self.betas[0] ** 2 >= self.betas[1]:
-            raise ValueError(
-                f'on_join = "copy" needs betas[0] ** 2 < betas[1], not {self.betas}; use other betas, or "fresh"'
-            )
-        return self
 
 
 class MuonSection(InnerOptimizer):

@@ -175,7 +175,7 @@ async def train_and_export(options: DemoOptions, swarm: _Swarm, transport: Hivem
             while not starting.done():
                 await look(swarm, transport)
             workload = starting.result()
-            before = await workload.evaluate()
+            before = await workload.trainer.held_out(swarm.run.config.evaluation)
             swarm.screen.event(f"held-out loss of the fresh model: {before.loss:.3f} nats per token")
             await train(options, swarm, transport)
             return await finish(swarm, transport, workload, before.loss)
@@ -224,7 +224,7 @@ async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWor
         volunteer.child.ask_to_stop()
     facts = await export_state(swarm.run, past, workload, swarm.folder / "model")
     prompt = "def " if swarm.run.config.data.all_sources[0].source == STANDARD_LIBRARY else ""
-    sample = prompt + await workload.generate(prompt, SAMPLE_TOKENS)
+    sample = prompt + await workload.trainer.generate(prompt, SAMPLE_TOKENS)
     for volunteer in leaving:
         await volunteer.child.ended()
         volunteer.fate = "left"

@@ -1,4 +1,4 @@
 """The inner loop: what a worker does between two outer steps.
 
-All modules import torch but learning_rate and moments, which the peer process uses, too.
+All modules import torch but learning_rate and moments_file, which the peer process uses, too.
 """

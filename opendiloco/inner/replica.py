@@ -21,14 +21,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import SampleOrder
 from opendiloco.inner.inner_steps import InnerSteps, ReplicaTrained, StepTaken
 from opendiloco.inner.learning_rate import learning_rate_factor
-from opendiloco.inner.moments import Moments
-from opendiloco.inner.optimizer_state import (
-    load_moments,
-    read_state,
-    step_count,
-    store_moments,
-    write_state,
-)
+from opendiloco.inner.optimizer_state import read_state, write_state
 from opendiloco.inner.optimizers import build_inner_optimizer
 from opendiloco.inner.team import Team
 from opendiloco.inner.trials import attending_by
@@ -37,7 +30,6 @@ from opendiloco.model.packing import packing_known, predicted_tokens, router_los
 from opendiloco.model.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
 from peers.values.leases import SampleRange
-from peers.values.workload import SnapshotError
 
 LONG_AGO = 64
 """Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
@@ -116,23 +108,6 @@ class ModelReplica:
         """Merge theta into this worker's part of a fragment's weights, which keep a share of `alpha`; see `merge`."""
         self._reshard()
         self._shards_of(fragment).merge(theta, self._parameters(), alpha)
-
-    def store_moments(self, out: Moments) -> None:
-        """Store the inner optimizer's state as of the last inner step: this worker's part, as `store` does.
-
-        Raises: SnapshotError while it is worth little.
-        """
-        if step_count(self._optimizer) == 0 or self._warmed_up != self._config.inner_optimizer.rewarmup_steps:
-            raise SnapshotError("its inner optimizer has only just begun")
-        if self._team.is_in_first_replica:
-            store_moments(self._optimizer, self._parameters(), self._shards, out)
-
-    def load_moments(self, moments: Moments) -> None:
-        """Go on with another replica's. There is no more re-warmup. Raises: SnapshotError when ours are as good."""
-        if step_count(self._optimizer) >= moments.steps[0]:
-            raise SnapshotError(f"its inner optimizer has made {moments.steps[0]} steps; ours as many")
-        load_moments(self._optimizer, self._parameters(), self._shards, moments)
-        self._warmed_up = self._config.inner_optimizer.rewarmup_steps
 
     def keep_moments(self, path: Path, run: str, index: int) -> None:
         """Write the inner optimizer's state into a file, after `index` outer steps of a run: this worker's part of it,

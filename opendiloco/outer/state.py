@@ -27,13 +27,13 @@ import numpy as np
 from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.config.run_config import RunConfig
+from opendiloco.host_memory import STATE_BYTES
 from opendiloco.inner.learning_rate import learning_rate_factor
 from opendiloco.outer.codec import BlockCodec
-from opendiloco.outer.rounding import RunRounding
 from opendiloco.shared_memory import Vector
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.amendments import Amendment
-from peers.values.workload import Blocked, Blocks, SnapshotError
+from peers.values.workload import Blocks, SnapshotError
 
 PIECE = 1 << 20  # values checked at once, so that it takes no memory to speak of
 
@@ -103,42 +103,31 @@ class LocalState:
 
     def __init__(self, theta: Vector, config: RunConfig, fragments: Sequence[slice] | None = None) -> None:
         """`theta` is used in place; momentum begins as zeros. `fragments` are the layout's; by default there is one."""
-        self._state = OuterState(theta, config.outer_optimizer, fragments)
+        self.outer = OuterState(theta, config.outer_optimizer, fragments)
         format = kernels.FORMATS[config.codec.kind]
-        self._rounding = RunRounding.of(config.codec)
-        self._codecs = [BlockCodec(format, part.stop - part.start) for part in self._state.fragments]
-
-    @property
-    def value_count(self) -> int:
-        """Return the length of theta, with the padding between fragments."""
-        return self._state.theta.size
-
-    @property
-    def fragments(self) -> Sequence[Blocked]:
-        return self._codecs
+        self.fragments = [BlockCodec(format, part.stop - part.start) for part in self.outer.fragments]
 
     async def apply(
         self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
     ) -> None:
         """Raises: BadBlocksError, and changes nothing."""
-        await asyncio.to_thread(self._apply, payload, index, fragment, amendment)
+        await asyncio.to_thread(
+            lambda: self.outer.apply(self.fragments[fragment].checked(payload), index, fragment, amendment)
+        )
 
     async def state_digest(self) -> bytes:
-        return await asyncio.to_thread(self._state.digest)
+        return await asyncio.to_thread(self.outer.digest)
 
     @property
     def state_size(self) -> int:
-        return 8 * self.value_count
+        return STATE_BYTES * self.outer.theta.size
 
     async def copy_state(self, out: memoryview) -> None:
-        await asyncio.to_thread(self._state.copy_to, out)
+        await asyncio.to_thread(self.outer.copy_to, out)
 
     async def restore(self, state: Blocks, state_digest: bytes) -> None:
         """Raises: SnapshotError, and changes nothing."""
         await asyncio.to_thread(self._restore, state, state_digest)
-
-    def _apply(self, payload: Blocks, index: int, fragment: int, amendment: Amendment | None) -> None:
-        self._state.apply(self._codecs[fragment].checked(payload), index, fragment, amendment)
 
     def _restore(self, state: Blocks, state_digest: bytes) -> None:
         if len(state) != self.state_size or digest_of_state([state]) != state_digest:
@@ -147,4 +136,4 @@ class LocalState:
         for name, vector in (("momentum", momentum), ("theta", theta)):
             if not all(np.isfinite(vector[start : start + PIECE]).all() for start in range(0, vector.size, PIECE)):
                 raise SnapshotError(f"{name} holds NaN or infinity")
-        self._state.replace(theta, momentum)
+        self.outer.replace(theta, momentum)

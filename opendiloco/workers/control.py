@@ -1,4 +1,5 @@
-"""What the peer process and each of its workers say to each other: one JSON object a line over a socket pair.
+"""What the peer process and each of its workers say to each other, one JSON object a line over a socket pair; and the
+worker's end of that channel.
 
 Commands are carried out one after the other; only `EndInnerLoop`, `Hold`, `TakeAverage` and those about moments are
 heard while training. Each command is answered by exactly one reply of its kind, or by `Failed`; to `RunInnerLoop` the
@@ -7,16 +8,30 @@ first worker also sends `InnerStepDone` in between, and each sends `FragmentStor
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
+from peers.errors import DilocoPeerError, ManifestError
 from peers.values.leases import SampleRange
 
+logger = logging.getLogger(__name__)
+
 LINE_LIMIT = 16 * 2**20
+LOOK_SECONDS = 0.1
+"""Between two looks of a worker, in a pause, at what the peer process wants."""
 
 
 class ControlMessage(BaseModel):
@@ -131,19 +146,6 @@ class Export(ControlMessage):
     dtype: Dtype = "float32"
 
 
-class StoreMoments(ControlMessage):
-    """Write the inner optimizer's state into the memory for it: each worker its part. A worker that is alone
-    does it between two inner steps. Answered by `MomentsMoved`."""
-
-    kind: Literal["store_moments"] = "store_moments"
-
-
-class LoadMoments(ControlMessage):
-    """Take the inner optimizer's state from there, just so. Answered by `MomentsMoved`."""
-
-    kind: Literal["load_moments"] = "load_moments"
-
-
 class AtStage(ControlMessage):
     """What the worker is busy with (see `opendiloco.stages`). `share` of it is done; None if that is not known."""
 
@@ -154,7 +156,8 @@ class AtStage(ControlMessage):
 
 class KeepMoments(ControlMessage):
     """Write the inner optimizer's state into a file (see inner/moments_file.py): each worker its part, and the file is
-    there when all have answered. `index` outer steps are taken. Answered by `MomentsMoved`, as `StoreMoments` is."""
+    there when all have answered. `index` outer steps are taken. A worker that is alone does it between two inner steps.
+    Answered by `MomentsMoved`."""
 
     kind: Literal["keep_moments"] = "keep_moments"
     path: str
@@ -295,7 +298,7 @@ class Failed(ControlMessage):
     traceback: str
 
 
-MoveMoments = StoreMoments | LoadMoments | KeepMoments | RecallMoments | ForgetMoments
+MoveMoments = KeepMoments | RecallMoments | ForgetMoments
 """Between two inner steps, if the worker is alone."""
 Command = (
     CountDevices
@@ -337,3 +340,131 @@ def parse_command(line: bytes) -> Command:
 def parse_reply(line: bytes) -> Reply:
     """Raises: pydantic.ValidationError."""
     return _REPLIES.validate_json(line)
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+EXPECTED_ERRORS: dict[str, type[DilocoPeerError]] = {
+    error.__name__: error for error in (DataError, DeviceMemoryError, MachineError, ManifestError, WorkerError)
+}
+
+
+class UnexpectedWorkerError(WorkerError):
+    """The worker failed in a way that none of ours describes."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether a device has no memory left.
+
+    Torch has a class for its own allocator alone; what CUDA's libraries and NCCL could not get, they say in words.
+    """
+    said = str(error).lower()
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and ("out of memory" in said or "cublas_status_alloc_failed" in said)
+    )
+
+
+def is_short_of_shared_memory(error: Exception) -> bool:
+    """Return whether NCCL found too little in /dev/shm, of which a container has 64 MB unless told otherwise."""
+    said = str(error)
+    return isinstance(error, RuntimeError) and "/dev/shm" in said and ("segment" in said or "No space left" in said)
+
+
+def describe_failure(error: Exception) -> Failed:
+    """Return what the peer process needs to raise the same error on its side."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, ImportError):
+        error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
+    if is_short_of_shared_memory(error):
+        remedy = "In a container, give it more: docker run --shm-size 1g, or --ipc host. Else train on one GPU."
+        error = MachineError("/dev/shm has too little room for what this machine's GPUs tell each other.", remedy)
+    if is_out_of_memory(error):
+        remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
+        error = DeviceMemoryError("the device ran out of memory.", remedy)
+    message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
+    return Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
+
+
+def rebuild(failure: Failed) -> DilocoPeerError:
+    """Return the worker's error as one of ours, with its traceback as a note; unexpected ones as a WorkerError."""
+    expected = EXPECTED_ERRORS.get(failure.error)
+    error: DilocoPeerError
+    if expected is not None:
+        error = expected(failure.message, failure.remedy)
+    else:
+        logger.error("in the worker:\n%s", failure.traceback.rstrip())
+        said = f"the worker failed: {failure.error}: {failure.message}."
+        error = UnexpectedWorkerError(said, "This may be a bug; report it.")
+    error.add_note(f"In the worker:\n{failure.traceback}")
+    return error
+
+
+# The worker's end ----------------------------------------------------------------------------------------------------
+class Average(NamedTuple):
+    """What was said last of a fragment: of which training it is, whether there are new values, and when it was heard,
+    by the clock that never goes back."""
+
+    number: int
+    is_changed: bool
+    heard_at: float
+
+
+class ControlChannel:
+    """The worker's end of the control channel, read by a thread of its own so that its closing is noticed at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self.stopped_number = 0
+        self._may_step = threading.Event()  # set unless the owner wants a pause
+        self._may_step.set()
+        self._averages: dict[int, Average] = {}
+        self._news = threading.Event()
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def is_held(self, number: int) -> bool:
+        """Wait for a moment for a pause to end; return whether the next step of training `number` still has to wait."""
+        return number > self.stopped_number and not self._may_step.wait(LOOK_SECONDS)
+
+    def send(self, message: ControlMessage) -> None:
+        with self._sending:  # batches are read by a thread of their own, which may have to tokenize
+            self._connection.sendall(message.line())
+
+    def average_of(self, fragment: int) -> Average | None:
+        """Return what was said last of a fragment."""
+        return self._averages.get(fragment)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return once this holds; it is asked anew whenever something was heard."""
+        while True:
+            self._news.clear()
+            if is_so():
+                return
+            self._news.wait()
+
+    def take(self, command: Command) -> None:
+        """Hear a command; those that are not heard while training wait in `commands`."""
+        match command:
+            case EndInnerLoop():
+                self.stopped_number = command.number
+            case Hold():
+                (self._may_step.clear if command.held else self._may_step.set)()
+            case TakeAverage():
+                self._averages[command.fragment] = Average(command.number, command.is_changed, time.monotonic())
+            case _:
+                self.commands.put(command)
+        self._news.set()
+
+    def _read(self) -> None:
+        """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
+        try:
+            for line in self._connection.makefile("rb"):
+                self.take(parse_command(line))
+        except ConnectionError:
+            pass
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)

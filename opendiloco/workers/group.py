@@ -1,57 +1,49 @@
-"""A volunteer's workers, as the peer process commands them: all do the same at the same time, or end together.
-
-Workers that share a model wait for each other in every collective, so the death or failure of one would leave the
-others waiting for good.
-"""
+"""What a volunteer's workers do for the peer process: they train, evaluate, generate and export."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError
+from opendiloco.config.run_config import EvaluationSection, RunConfig
+from opendiloco.errors import MachineError
+from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
-from opendiloco.shared_memory import SharedVectors, create_memory_file
-from opendiloco.workers.compiling import CompilerHangError, CompilerWatch
+from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import (
-    Configured,
     ControlMessage,
     EndInnerLoop,
     Evaluate,
     Evaluated,
     Export,
     Exported,
+    FragmentStored,
     Generate,
     Generated,
-    Hold,
     InnerLoopDone,
     InnerStepDone,
     Report,
     RunInnerLoop,
     TakeAverage,
 )
-from opendiloco.workers.crew import Crew
-from opendiloco.workers.moments import WorkersMoments
-from opendiloco.workers.options import TEMPERATURE, WorkerOptions
-from opendiloco.workers.overlap import Overlap
-from opendiloco.workers.process import Answer, Inherited, WorkerProcess
-from opendiloco.workers.request_queue import RequestQueue
-from opendiloco.workers.restarts import LOST, Restarts, WorkersRestartedError
-from opendiloco.workers.start_up import tell_micro_batch
+from opendiloco.workers.options import AUTO, TEMPERATURE, WorkerOptions, parse_overlap
+from opendiloco.workers.process import Answer
+from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.telemetry import Telemetry
-from opendiloco.workers.under_way import UnderWay
 from peers.errors import DilocoPeerError
-from peers.health import HEALTH
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 logger = logging.getLogger(__name__)
+
+SEEN = 4
+"""Trainings whose averages count: a machine that waited once has more time for that long."""
 
 
 class WorkerGroup:
@@ -64,49 +56,40 @@ class WorkerGroup:
     telemetry: Telemetry
     held_out_digest: str
     bytes_per_token: float
+    reads_runs_text = True
+    """See `Run.has_runs_text`."""
     under_way: UnderWay | None = None  # the newest training
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
-        self._config = config
-        self._options = options
-        self._memory_descriptor = create_memory_file()
-        self._watching: asyncio.Task[None] | None = None
-        self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
-        self._requests = RequestQueue()
-        self.moments = WorkersMoments(
-            create_memory_file(), self._requests, lambda: self._workers, lambda: self._death.done()
-        )
-        self.kept_moments: tuple[Path, str] | None = None
-        """The file with the newest moments that this machine has kept, and the run that they are of."""
-        self._trainings = 0
         self.overlap = Overlap(config, options.overlap)
-        self._micro_batch = 0
-        self._may_go_on = False  # whether the present workers have carried out a training
-        self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
-        self._restarts = Restarts(options.restarts)
-        self._is_closing = self._is_held = False
-        self._crew = self._new_crew()
+        self._supervisor = Supervisor(config, options)
+        self._has_rests = config.streaming.overlap > 0
+        self._trainings = 0
 
     @classmethod
     async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> WorkerGroup:
         """Start workers, and have them build model and data: seconds, mostly imports.
 
-        Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
+        Raises: see `Supervisor.start`.
         """
-        group = cls(config, options or WorkerOptions())
+        options = options or WorkerOptions()
+        group = cls(config, options)
+        supervisor = group._supervisor
         try:
-            configured = await group._start_workers(fresh=True)
+            configured = await supervisor.start()
         except BaseException:
             await group.close()
             raise
-        group.vectors = SharedVectors(group._memory_descriptor, configured.parameters)
+        group.vectors = SharedVectors(supervisor.memory_descriptor, configured.parameters)
         group.fragments = [slice(*part) for part in configured.fragments]
         group.tokens_per_sample = configured.tokens_per_sample
+        group.device = supervisor.pool.device
         group.held_out_digest = configured.held_out_digest
         group.bytes_per_token = configured.bytes_per_token
-        group.telemetry = Telemetry.of(config, group._options, configured, len(group._workers))
+        group.telemetry = Telemetry.of(config, options, configured, len(supervisor.workers))
         return group
 
+    # Training --------------------------------------------------------------------------------------------------------
     async def run_inner_loop(
         self,
         work: InnerLoop,
@@ -146,7 +129,7 @@ class WorkerGroup:
             if before is not None and goes_on:
                 before.check_rest()
             try:
-                done = await self._ask(command, InnerLoopDone, on_report=under_way.heard)
+                done = await self._supervisor.ask(command, InnerLoopDone, on_report=under_way.heard)
             except DilocoPeerError as error:
                 if under_way.is_known:
                     logger.warning("training after outer step %d has failed in the end: %s", work.index, error.message)
@@ -156,10 +139,11 @@ class WorkerGroup:
                 self.overlap.learn(done)
             return done
 
-        self.under_way = under_way = UnderWay(lambda: len(self._workers), len(self.fragments), on_step, captured)
-        request = self._requests.add(carry_out)
+        supervisor = self._supervisor
+        self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), len(self.fragments), on_step, captured)
+        request = supervisor.requests.add(carry_out)
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
-        if not self._config.streaming.overlap:
+        if not self._has_rests:
             await asyncio.shield(request)  # there is nothing more to take
         return Trained(stored.samples, stored.tokens, stored.loss)
 
@@ -175,201 +159,183 @@ class WorkerGroup:
         self._tell(TakeAverage(number=number, fragment=fragment, is_changed=is_changed))
 
     def _tell(self, command: ControlMessage) -> None:
-        for worker in self._workers:
-            worker.write(command)
+        self._supervisor.tell(command)
 
     def hold(self, held: bool) -> None:
-        """Have the workers make no inner step while they are held: these, and those that are started in their place."""
-        self._is_held = held
-        self._tell(Hold(held=held))
+        """Have the workers make no inner step while they are held."""
+        self._supervisor.hold(held)
 
+    # The model -------------------------------------------------------------------------------------------------------
     async def evaluate(self, windows: int) -> Evaluated:
         """Held-out loss of theta over at most so many windows."""
-        command = Evaluate(windows=windows)
-        return await asyncio.shield(self._requests.add(lambda: self._insist(command, Evaluated)))
+        return await self._insist(Evaluate(windows=windows), Evaluated)
+
+    async def held_out(self, section: EvaluationSection) -> HeldOut:
+        """Return theta's loss on held-out windows: as many as the manifest says, whoever asks."""
+        is_runs_text = self.reads_runs_text and section.digest in (None, self.held_out_digest)
+        return HeldOut((await self.evaluate(section.windows)).loss, is_runs_text)
 
     async def generate(self, prompt: str, tokens: int, seed: int = 0, temperature: float = TEMPERATURE) -> str:
         """theta's continuation of a prompt; the likeliest one at temperature 0."""
         command = Generate(prompt=prompt, tokens=tokens, seed=seed, temperature=temperature)
-        return (await asyncio.shield(self._requests.add(lambda: self._insist(command, Generated, workers=1)))).text
+        return (await self._insist(command, Generated, workers=1)).text
 
     async def export(self, folder: Path, facts: RunFacts, dtype: Dtype = "float32") -> None:
         """Write theta as a model folder. Raises: MachineError when it cannot be written."""
         command = Export(folder=str(folder.absolute()), facts=facts, dtype=dtype)
-        await asyncio.shield(self._requests.add(lambda: self._insist(command, Exported, workers=1)))
+        await self._insist(command, Exported, workers=1)
+
+    async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
+        """Give workers a command, also others in the place of lost ones, when it is its turn. Return the answer."""
+        supervisor = self._supervisor
+        return await asyncio.shield(supervisor.requests.add(lambda: supervisor.insist(command, answer, workers)))
+
+    # The inner optimizer's state -------------------------------------------------------------------------------------
+    @property
+    def kept_moments(self) -> tuple[Path, str] | None:
+        """The file with the newest moments that this machine has kept, and the run that they are of. New workers in the
+        place of lost ones go on with them."""
+        return self._supervisor.kept_moments
+
+    @kept_moments.setter
+    def kept_moments(self, kept: tuple[Path, str] | None) -> None:
+        self._supervisor.kept_moments = kept
 
     async def keep_moments(self, path: Path, run: str, index: int) -> None:
         """See `WorkersMoments.keep`."""
-        await self.moments.keep(path, run, index)
+        await self._supervisor.moments.keep(path, run, index)
 
     async def recall_moments(self, path: Path, run: str) -> None:
         """Have the inner optimizer go on with what a file has; new workers in the place of lost ones do so, too.
 
         Raises: see `WorkersMoments.recall`.
         """
-        await self.moments.recall(path, run)
+        await self._supervisor.moments.recall(path, run)
         self.kept_moments = path, run
 
     async def wait_for_death(self) -> DilocoPeerError:
-        """Returns what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
-        return await asyncio.shield(self._death)
+        """Return what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
+        return await self._supervisor.wait_for_death()
 
     async def close(self) -> None:
         """End the workers. Leaves no process behind."""
-        self._is_closing = True
-        await self._end_workers()
-        await self._requests.idle()
-        await self._end_workers()  # what a request had started meanwhile
-        if self._memory_descriptor >= 0:
-            os.close(self._memory_descriptor)
-            os.close(self.moments.descriptor)
-            self._memory_descriptor = -1
+        await self._supervisor.close()
 
-    # Starting and ending ---------------------------------------------------------------------------------------------
+
+class UnderWay:
+    """One training as the peer process sees it: what workers report meanwhile, and what comes of it.
+
+    Passes on what `workers()` workers report: to `on_captured` each of the `fragments` that all of them have stored.
+
+    What is trained is known once that is so of all fragments. Workers may still have inner steps to take: the *rest*.
+    """
+
+    def __init__(
+        self,
+        workers: Callable[[], int],
+        fragments: int,
+        on_step: Callable[[InnerStepDone], None],
+        on_captured: OnCaptured,
+    ) -> None:
+        self._workers = workers
+        self._fragments = fragments
+        self._on_step = on_step
+        self._on_captured = on_captured
+        self._stored: Counter[int] = Counter()
+        self._captures: set[asyncio.Task[None]] = set()
+        self._request: asyncio.Task[InnerLoopDone] | None = None
+        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._last: FragmentStored | None = None
+        self._errors: list[Exception] = []
+        self.is_wanted = True
+        self.is_known = False
+        """What is trained, since it was returned as the outcome."""
+
     @property
-    def _workers(self) -> list[WorkerProcess]:
-        return self._crew.workers
+    def has_rest(self) -> bool:
+        """Whether what is trained is known, and workers have inner steps to take yet."""
+        return self.is_known and self._request is not None and not self._request.done()
 
-    def _new_crew(self) -> Crew:
-        shared = Inherited(self._memory_descriptor, self.moments.descriptor)
-        return Crew(shared, lambda: not self._is_closing)
+    def check_rest(self) -> None:
+        """Raises: what has gone wrong with the rest, once it is over."""
+        if self.is_known and self._request is not None:
+            with suppress(asyncio.CancelledError):
+                self._request.result()
 
-    async def _start_workers(self, fresh: bool) -> Configured:
-        self._crew, self._may_go_on = self._new_crew(), False
-        await self._crew.start(self._options)
-        self._watching = asyncio.create_task(self._watch(self._workers))
-        self.device = self._crew.device
-        if self._is_held:
-            self.hold(True)
-        commands = self._crew.commands(self._config, self._options, fresh)
+    def heard(self, report: Report) -> None:
+        """One of the workers reports something."""
+        if not self.is_wanted:
+            return
+        if isinstance(report, InnerStepDone):
+            self._on_step(report)
+            return
+        self._stored[report.fragment] += 1
+        if self._stored[report.fragment] == self._workers():
+            self._captures.add(asyncio.create_task(self._capture(report)))
+
+    async def outcome(self, request: asyncio.Task[InnerLoopDone], stop: Callable[[], None]) -> FragmentStored:
+        """Return what comes of the request to train, as soon as whatever is captured is taken. When that is cancelled
+        or fails, `stop` has the workers stop, and this waits until they have."""
+        self._request = request
         try:
-            with CompilerWatch(self._workers, self._lose):
-                answers = await self._exchange(commands, Configured)
-        except CompilerHangError as error:
-            logger.warning("%s The workers start again and do not compile, which would be faster.", error.message)
-            self._options = replace(self._options, compile=False)
-            return await self._start_again()
-        self._micro_batch = answers[0].micro_batch
-        if self._options.micro_batch is None and self._options.trains:
-            tell_micro_batch(self._config.training, len(self._workers), self._micro_batch)
-        HEALTH.well("workers")
-        return answers[0]
-
-    async def _start_again(self) -> Configured:
-        """Start workers in the place of others, which have put the initial theta where it belongs."""
-        await self._end_workers()
-        self._lost = None
-        return await self._start_workers(fresh=False)
-
-    async def _restart(self) -> None:
-        await self._start_again()
-        if self.kept_moments is not None:
-            await self.moments.recall_if_possible(*self.kept_moments)
-
-    async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
-        deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
-        try:
-            done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
-            self._lose(next(iter(done)).result())
-        finally:
-            for death in deaths:
-                death.cancel()
-            await asyncio.gather(*deaths, return_exceptions=True)
-
-    def _lose(self, error: DilocoPeerError) -> None:
-        """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
-        self._lost = self._lost or error
-        HEALTH.failing("workers", error.message)
-        self._kill()
-        can_be_got_round = isinstance(self._lost, CompilerHangError)  # by not compiling
-        if not self._restarts.left and not can_be_got_round:
-            self._die(error)
-
-    def _die(self, error: DilocoPeerError) -> None:
-        self._kill()
-        if not self._death.done():
-            self._death.set_result(error)
-
-    def _kill(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-
-    async def _end_workers(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
-        await asyncio.gather(*(worker.close() for worker in self._workers))
-
-    # Requests --------------------------------------------------------------------------------------------------------
-    async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Ask again, for as long as new workers take the place of lost ones. Raises: as `_ask`."""
-        while True:
-            with suppress(WorkersRestartedError):
-                return await self._ask(command, answer, workers)
-
-    async def _ask(
-        self,
-        command: ControlMessage,
-        answer: type[Answer],
-        workers: int | None = None,
-        on_report: Callable[[Report], None] | None = None,
-    ) -> Answer:
-        """Give all workers, or only the first, a command, and return the first one's answer.
-
-        This is the one place that decides what becomes of workers that fail. Lost ones are replaced, also those that
-        died while nobody needed them; the count of restarts begins anew with each training that ends well, and, where
-        nothing is trained, with each answer.
-
-        Raises: WorkersRestartedError when they were lost, or short of memory, in this request, and others have been
-        started; otherwise their error.
-        """
-        if self._lost is not None:
-            await self._replace_after(self._lost)
-        try:
-            if isinstance(command, RunInnerLoop) and command.goes_on and not self._may_go_on:
-                raise WorkersRestartedError  # those that could go on were lost before
-            [answered, *_] = await self._exchange([command] * (workers or len(self._workers)), answer, on_report)
-        except (DeviceMemoryError, *LOST) as error:
-            await self._replace_after(error)
-            raise WorkersRestartedError from error
-        except DilocoPeerError as error:
-            if len(self._workers) > 1 and workers is None:
-                self._die(error)  # the others wait for the one that failed
-            raise
-        self._may_go_on = self._may_go_on or isinstance(answered, InnerLoopDone)
-        if isinstance(answered, InnerLoopDone) or not self._options.trains:
-            self._restarts.begin_anew()
-        return answered
-
-    async def _replace_after(self, error: DilocoPeerError) -> None:
-        """Start workers in the place of lost ones, whose moments are lost, too; again, if those are lost as they start.
-
-        Raises: what makes that impossible; the workers are then dead.
-        """
-        is_starting = False
-        try:
-            while True:
-                if self._is_closing:
-                    raise error
-                micro_batch = self._restarts.after(error, self._micro_batch, is_starting)
-                if micro_batch is not None:
-                    self._options = replace(self._options, micro_batch=micro_batch)
-                try:
-                    return await self._restart()
-                except (DeviceMemoryError, *LOST) as again:
-                    error, is_starting = again, True
-        except DilocoPeerError as final:
-            self._die(final)
+            ended: list[asyncio.Future[Any]] = [request, self._news]
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            if self._captures:
+                await asyncio.wait(self._captures)
+            if self._errors:
+                raise self._errors[0]
+            if self._last is None:
+                raise request.exception() or AssertionError("trained, and not stored")
+            self.is_known = True
+            return self._last
+        except BaseException:
+            self.is_wanted = False
+            stop()
+            for capture in self._captures:
+                capture.cancel()
+            await asyncio.wait([request, *self._captures])
             raise
 
-    async def _exchange(
-        self,
-        commands: Sequence[ControlMessage],
-        answer: type[Answer],
-        on_report: Callable[[Report], None] | None = None,
-    ) -> list[Answer]:
-        """Give each of the first workers its command; return their answers. Raises: why they are lost, or one fails."""
+    async def _capture(self, stored: FragmentStored) -> None:
         try:
-            return await self._crew.exchange(commands, answer, self._requests.hold, on_report)
-        except Exception as error:
-            raise (self._lost or error) from None
+            await self._on_captured(stored.fragment)
+        except Exception as error:  # raised by whoever waits for the outcome
+            self._errors.append(error)
+        if stored.fragment == self._fragments - 1:
+            self._last = stored
+        if (self._errors or self._last) and not self._news.done():
+            self._news.set_result(None)
+
+
+class Overlap:
+    """How many inner steps after a fragment was stored a machine merges what was averaged: its own τ (arXiv 2501.18512,
+    section 3.3.2).
+
+    `steps` is for the next training. With "auto" these are as many as averages have lately taken at most, less than
+    a cycle has; the run's τ until that is known. Peers that wait for averages, in a run without overlap, do so anyway.
+    """
+
+    def __init__(self, config: RunConfig, own: str | None) -> None:
+        """`own` is what the machine's owner says, if anything. Raises: MachineError when a run has no such overlap."""
+        self.steps = config.streaming.overlap
+        self._most = config.training.inner_steps - 1
+        self._follows = own == AUTO and self.steps > 0
+        self._needed: deque[int] = deque(maxlen=SEEN)
+        chosen = None if own is None else parse_overlap(own)
+        if chosen is None:
+            return
+        if self.steps == 0:
+            raise MachineError(f"--overlap {own}: in this run peers wait for averages.", "Leave --overlap out.")
+        if chosen > self._most:
+            raise MachineError(
+                f"--overlap {own} is no less than the run's training.inner_steps = {self._most + 1}.",
+                f"Choose {self._most} at most, or auto.",
+            )
+        self.steps = chosen
+
+    def learn(self, done: InnerLoopDone) -> None:
+        """Take account of a training."""
+        computed = done.seconds - done.average_wait_seconds
+        if self._follows and done.inner_steps and computed > 0 and done.longest_average_seconds > 0:
+            self._needed.append(math.ceil(done.longest_average_seconds * done.inner_steps / computed))
+            self.steps = min(max(self._needed), self._most)

@@ -13,8 +13,14 @@ from opendiloco.inner.inner_steps import InnerStep, InnerSteps, StepTaken
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.shared_memory import SharedVectors, Vector
-from opendiloco.workers.channel import Average
-from opendiloco.workers.control import ControlMessage, FragmentStored, InnerLoopDone, InnerStepDone, RunInnerLoop
+from opendiloco.workers.control import (
+    Average,
+    ControlMessage,
+    FragmentStored,
+    InnerLoopDone,
+    InnerStepDone,
+    RunInnerLoop,
+)
 
 
 class Channel(Protocol):

@@ -30,8 +30,8 @@ from opendiloco.workers.control import (
     Reply,
     Report,
     parse_reply,
+    rebuild,
 )
-from opendiloco.workers.failures import rebuild
 from peers.errors import DilocoPeerError
 from peers.net.signals import signals_held_back
 from peers.values.workload import SnapshotError
@@ -52,15 +52,14 @@ LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class Inherited(NamedTuple):
-    """What a worker inherits: memory files for vectors and for moments, and, if it is the first, where all meet."""
+    """What a worker inherits: the memory file for vectors and, if it is the first, the socket where all meet."""
 
     memory: int
-    moments: int
     listener: int | None = None
 
     def named(self) -> dict[str, int]:
         """Return the descriptors by the worker's options for them."""
-        numbers = {"memory": self.memory, "moments": self.moments, "listener": self.listener}
+        numbers = {"memory": self.memory, "listener": self.listener}
         return {name: number for name, number in numbers.items() if number is not None}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import mmap
 import os
 import queue
 import socket
@@ -24,12 +23,12 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import WorkerError
 from opendiloco.shared_memory import MemoryCap, SharedVectors, cap_memory
 from opendiloco.stages import at_stage, watched_by
-from opendiloco.workers.channel import ControlChannel
 from opendiloco.workers.control import (
     AtStage,
     Command,
     Configure,
     Configured,
+    ControlChannel,
     ControlMessage,
     CountDevices,
     DevicesCounted,
@@ -43,30 +42,26 @@ from opendiloco.workers.control import (
     Generated,
     Hold,
     KeepMoments,
-    LoadMoments,
     MomentsMoved,
     MoveMoments,
     RecallMoments,
     RunInnerLoop,
-    StoreMoments,
     TakeAverage,
+    describe_failure,
 )
-from opendiloco.workers.failures import describe_failure
 from opendiloco.workers.options import WorkerOptions
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
-    from opendiloco.inner.moments import Moments
     from opendiloco.inner.replica import ModelReplica
 
 
 class Descriptors(NamedTuple):
-    """The memory files that the peer process sees, too: for `SharedVectors`, and, while they are moved, for moments.
-    And the socket at which workers meet, if this is the first."""
+    """The memory file of `SharedVectors`, which the peer process sees, too; and the socket at which workers meet, if
+    this is the first."""
 
     vectors: int
-    moments: int
     listener: int | None
 
 
@@ -121,7 +116,6 @@ class Worker:
         self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
         if command.options.trains:
             self._try_what_is_compiled()
-        self._moments_descriptor = descriptors.moments
         self._inner_loops = InnerLoops(
             self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
         )
@@ -196,18 +190,9 @@ class Worker:
                     self._replica.recall_moments(Path(command.path), command.run)
                 case ForgetMoments():
                     self._replica.forget_moments()
-                case StoreMoments():
-                    self._replica.store_moments(self._moments())
-                case LoadMoments():
-                    self._replica.load_moments(self._moments())
         except Exception as error:  # whatever it is, training need not end of it
             return MomentsMoved(problem=str(error))
         return MomentsMoved()
-
-    def _moments(self) -> Moments:
-        from opendiloco.inner.moments import Moments
-
-        return Moments(memoryview(mmap.mmap(self._moments_descriptor, 0)))
 
     def _evaluate(self, command: Evaluate) -> Evaluated:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""
@@ -304,14 +289,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Started by diloco-peer; not for use by hand.")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory file")
-    parser.add_argument("--moments", type=int, required=True, help="descriptor of the one for moments")
     parser.add_argument("--listener", type=int, help="descriptor of the socket where the workers meet; the first's")
     arguments = parser.parse_args()
     faulthandler.enable()  # a crash in a library says where it was
     channel = ControlChannel(socket.socket(fileno=arguments.control))
     channel.start()
     with watched_by(lambda stage, share: channel.send(AtStage(stage=stage, share=share))):
-        serve(channel, Descriptors(arguments.memory, arguments.moments, arguments.listener))
+        serve(channel, Descriptors(arguments.memory, arguments.listener))
 
 
 if __name__ == "__main__":

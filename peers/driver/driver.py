@@ -31,15 +31,13 @@ from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.events import Event, LeaveRequested, Tick
 from peers.protocol.peer import Peer
-from peers.transfer.companion import CompanionDonor
-from peers.transfer.companion_fetch import CompanionJoiner
 from peers.transfer.download import Download, PullTransport
 from peers.transfer.inspection import payload_kind
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys
-from peers.values.workload import CompanionState, Workload
+from peers.values.workload import Workload
 
 TICK = 0.25  # seconds
 INCARNATION_BITS = 61
@@ -59,15 +57,8 @@ class Driver:
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        transport: Transport,
-        workload: Workload,
-        settings: RunSettings,
-        keeping: Keeping,
-        companion: CompanionState | None = None,
+        self, identity: Identity, transport: Transport, workload: Workload, settings: RunSettings, keeping: Keeping
     ) -> None:
-        """With a `companion` state, a peer that joins in the middle of the run copies another peer's."""
         stores = keeping.stores(workload.fragments, settings.empty_log)
         self.peer = Peer(
             identity.peer_id,
@@ -96,11 +87,6 @@ class Driver:
         self._replication.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
         locks = worker, self._replication.lock
         self._training = Training(workload, stores.buffers, *locks, self, self._replication.is_applying)
-        self._serving = [self._messenger.serve, self._rounds.serve, self._scout.serve, self._replication.serve]
-        if companion is not None:
-            copied = self.peer, companion, transport, stores.storage, self
-            self._serving.append(CompanionDonor(*copied).serve)
-            self._training.on_begin = CompanionJoiner(*copied).training_begins
         self._effects = self._table()
 
     def _table(self) -> EffectTable:
@@ -129,8 +115,8 @@ class Driver:
         """Take part until asked to leave. Raises: DilocoPeerError, the first that any task met."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for serve in self._serving:
-                    await serve()
+                for part in (self._messenger, self._rounds, self._scout, self._replication):
+                    await part.serve()
                 clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
                 await self._stopped.wait()
                 for clock in clocks:  # nothing after the last words

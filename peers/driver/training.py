@@ -26,7 +26,7 @@ USUAL_STEPS = 10  # times as long as the longest inner step so far may be one, i
 
 
 class Training:
-    """Has the worker train once at a time. `on_begin` is told of the index of each outer step that is trained for."""
+    """Has the worker train once at a time."""
 
     def __init__(
         self,
@@ -39,7 +39,6 @@ class Training:
     ) -> None:
         """`worker` is held while the worker is at work, `state` while theta and momentum are read. `buffers` are of
         each fragment; `is_applying` says whether an entry of one is yet to be applied."""
-        self.on_begin: Callable[[int], None] = lambda index: None
         self._workload = workload
         self._buffers = buffers
         self._worker = worker
@@ -53,7 +52,6 @@ class Training:
         self._is_watched = False
 
     def begin(self, train: Train) -> None:
-        self.on_begin(train.index)
         self._training = self._host.start(self._run(train))
 
     def stop(self, stop: StopTraining) -> None:

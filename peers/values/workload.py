@@ -190,22 +190,6 @@ class Workload(ReplicatedState, Protocol):
         goes on."""
 
 
-class CompanionState(Protocol):
-    """What a worker has besides the run's state, and another who joins may copy. No two peers' are the same, so nothing
-    vouches for it but the peer that gives it. Both calls may run beside `train`."""
-
-    @property
-    def size(self) -> int:
-        """Bytes; the same on every peer of a run."""
-
-    async def copy(self, out: memoryview) -> None:
-        """Write it as it is at one moment. Raises: SnapshotError when there is none yet; OSError without room."""
-
-    async def restore(self, companion: memoryview) -> None:
-        """Replace it. Raises: SnapshotError, and changes nothing, when another peer's is of no use here; OSError
-        without room."""
-
-
 class BadBlocksError(Exception):
     """Bytes from a peer that are not blocks of a payload."""
 

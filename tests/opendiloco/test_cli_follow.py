@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -17,12 +18,13 @@ from click.testing import CliRunner, Result
 
 from opendiloco import volunteer
 from opendiloco.cli import main
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.local_sources import local_sources
+from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.card import RunFacts
 from opendiloco.outer.state import LocalState
 from opendiloco.run import Run
-from opendiloco.workers.control import Evaluated
+from opendiloco.shared_memory import Vector
 from peers.errors import DilocoPeerError
 from peers.log.folder import MemoryLog
 from peers.net.anchorage import Anchorage
@@ -118,13 +120,14 @@ class Network(FakeTransport):
 class Model(LocalState):
     """A workload whose worker is made up."""
 
-    has_held_out_text = True
+    bytes_per_token = 2 / math.log(2)
 
-    async def evaluate(self) -> Evaluated:
-        return Evaluated(loss=2.5, tokens=100)
+    def __init__(self, theta: Vector, config: RunConfig) -> None:
+        super().__init__(theta, config)
+        self.trainer = self
 
-    def bits_per_byte(self, loss: float) -> float:
-        return loss / 2
+    async def held_out(self, section: EvaluationSection) -> HeldOut:
+        return HeldOut(2.5, is_runs_text=True)
 
     async def export(self, folder: Path, facts: RunFacts, dtype: str) -> None:
         assert facts.command.startswith(f"diloco-peer follow --run {facts.run_id} --initial-peer ADDRESS --export ")

@@ -3,8 +3,15 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from opendiloco.workers.control import Evaluated, Failed, FragmentStored, RunInnerLoop, parse_command, parse_reply
-from opendiloco.workers.failures import describe_failure
+from opendiloco.workers.control import (
+    Evaluated,
+    Failed,
+    FragmentStored,
+    RunInnerLoop,
+    describe_failure,
+    parse_command,
+    parse_reply,
+)
 from peers.values.leases import SampleRange
 from tests.opendiloco.trainings import training_done
 

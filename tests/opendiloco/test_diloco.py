@@ -29,7 +29,7 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.diloco import DiLoCo, _Joined
 from opendiloco.errors import LoopError, MachineError
-from opendiloco.loop_worker import LoopWorker, LoopWorkload
+from opendiloco.loop_worker import LoopWorker
 from opendiloco.model.build import build_model, initial_theta, layout_of
 from opendiloco.model.layout import Layout
 from opendiloco.own_model import check_own_model, initial_vectors
@@ -43,7 +43,7 @@ from peers.values.manifest import Invite
 from peers.values.workload import InnerLoop
 from tests.opendiloco.conftest import InterruptedWhenItDies
 from tests.opendiloco.test_data import sharded
-from tests.opendiloco.test_loop_worker import new_workload
+from tests.opendiloco.test_loop_worker import new_run, new_worker
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
 
     async def take_part() -> None:
         leave = interrupt if "says" in when else lambda: None
-        loop._joining.set_result(_Joined(new_workload(), leave))
+        loop._joining.set_result(_Joined(new_run(), new_worker(), leave))
         await asyncio.Event().wait()
 
     monkeypatch.setattr(loop, "_take_part", take_part)
@@ -217,9 +217,9 @@ def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
 def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
     asked: str, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, workload = loop_of_its_own(monkeypatch), new_workload()
+    loop = loop_of_its_own(monkeypatch)
     loop._data = (Path(small_config.data.source or ""),)
-    workload.run = Run.sign(small_config, Identity.generate())
+    run = Run.sign(small_config, Identity.generate())
     left = asyncio.Event()
 
     async def take_part() -> None:
@@ -228,7 +228,7 @@ def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
         def leave() -> None:
             call(left.set)
 
-        loop._joining.set_result(_Joined(workload, leave))
+        loop._joining.set_result(_Joined(run, new_worker(), leave))
         await left.wait()
 
     def begin_outer_step() -> None:
@@ -280,7 +280,7 @@ def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
     worker = LoopWorker(initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
-    loop._joined = _Joined(LoopWorkload(worker, Run.sign(config, Identity.generate())), lambda: None)
+    loop._joined = _Joined(Run.sign(config, Identity.generate()), worker, lambda: None)
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
     return loop
@@ -348,7 +348,7 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     monkeypatch.setattr(Ahead, "close", lambda ahead: closed.append(ahead))
     loop = loop_of_its_own(monkeypatch)
     worker = LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
-    loop._joined = _Joined(LoopWorkload(worker, Run.sign(config, Identity.generate())), lambda: None)
+    loop._joined = _Joined(Run.sign(config, Identity.generate()), worker, lambda: None)
     lease = (SampleRange(0, 2), SampleRange(60, 64))
     loop._data = (tmp_path / "text",)
     numbers, batches = numbers_of(lease), loop.batches()
@@ -379,7 +379,7 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
     loop = loop_of_its_own(monkeypatch)
     run = Run.sign(small_config, Identity.generate())
     worker = LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
-    loop._joined = _Joined(LoopWorkload(worker, run), lambda: None)
+    loop._joined = _Joined(run, worker, lambda: None)
     loop._text = load_data(small_config, ByteTokenizer())
     assert loop._evaluate() is None
     assert "takes no turns to evaluate" in caplog.text

@@ -18,13 +18,11 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.errors import DataError
 from opendiloco.inner.team import Team
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import generate_sample, held_out_loss
 from opendiloco.reference import Reference
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.workers.channel import ControlChannel
-from opendiloco.workers.control import Configure, Evaluate, Evaluated
+from opendiloco.workers.control import Configure, ControlChannel, Evaluate, Evaluated
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.worker import Descriptors, Worker
@@ -118,21 +116,21 @@ def test_one_number_for_one_theta_whoever_asks(small_content: dict[str, Any], pr
         "evaluation": {"windows": 5},
         "training": small_content["training"] | {"precision": precision},
     }
-    reference = Reference(RunConfig.from_manifest_content(content))
-    asked = Asked(RunConfig.from_manifest_content(content))
-    loss = asyncio.run(asked.evaluate()).loss
+    config = RunConfig.from_manifest_content(content)
+    reference = Reference(config)
+    loss = asyncio.run(Asked(config).held_out(config.evaluation)).loss
     assert loss == reference.held_out_loss()
     exact = Reference(RunConfig.from_manifest_content(small_content | {"evaluation": {"windows": 5}})).held_out_loss()
     assert (loss == exact) == (precision == "fp32")
     assert loss == pytest.approx(exact, rel=1e-3)
 
 
-class Asked(LocalWorkload):
-    """A workload with a worker of this process."""
+class Asked(WorkerGroup):
+    """A worker in this process."""
 
     def __init__(self, config: RunConfig) -> None:
         channel = ControlChannel(socket.socketpair()[0])
-        descriptors = Descriptors(create_memory_file(), create_memory_file(), None)
+        descriptors = Descriptors(create_memory_file(), None)
         options = WorkerOptions(device="cpu", trains=False, micro_batch=2)
         configure = Configure(
             manifest_content=config.to_manifest_content(),
@@ -143,20 +141,13 @@ class Asked(LocalWorkload):
             port=0,
             fresh=True,
         )
-        worker = Worker(configure, descriptors, channel)
+        self._worker = Worker(configure, descriptors, channel)
+        self.held_out_digest = self._worker.description.held_out_digest
 
-        class Workers(WorkerGroup):
-            held_out_digest = worker.description.held_out_digest
-
-            def __init__(self) -> None:
-                self.vectors, self.fragments = worker._vectors, worker._replica.layout.fragments
-
-            async def evaluate(self, windows: int) -> Evaluated:
-                reply = worker.carry_out(Evaluate(windows=windows))
-                assert isinstance(reply, Evaluated)
-                return reply
-
-        super().__init__(Workers(), config)
+    async def evaluate(self, windows: int) -> Evaluated:
+        reply = self._worker.carry_out(Evaluate(windows=windows))
+        assert isinstance(reply, Evaluated)
+        return reply
 
 
 def test_the_digest_is_that_of_what_is_read(small_config: RunConfig) -> None:

@@ -111,7 +111,7 @@ def test_a_loss_of_other_text_is_called_so_and_kept_from_the_others(
         workers.telemetry.trackers.append(tracker)
         workload = LocalWorkload(workers, small_config.model_copy(update={"evaluation": evaluation}))
         workload.is_our_turn, workload.on_evaluated = lambda: True, found.append
-        workload.reads_runs_text = not replaced
+        workers.reads_runs_text = not replaced
         await workload.run_inner_loop(InnerLoop(4, (SampleRange(0, 1),), 1, 0), lambda progress: None)
         assert found == [HeldOutLoss(index=4, loss=2.5)][:heard]
         assert tracker.records == [(40, {"held_out/loss" if heard else "own_held_out/loss": 2.5})]

@@ -11,7 +11,7 @@ from opendiloco.cli.new_run import with_weights_named
 from opendiloco.config.run_config import ModelSection, RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.errors import MachineError
-from opendiloco.local_workload import LocalWorkload
+from opendiloco.local_workload import start_workload
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.initial_weights import check_initial_weights, digest_of_weights
 from opendiloco.workers.options import WorkerOptions
@@ -68,7 +68,7 @@ def test_a_volunteer_whose_weights_differ_does_not_train(small_content: dict[str
     content = pretrained(small_content, tmp_path)
     content["model"]["digest"] = OTHER
     with pytest.raises(MachineError, match=f"weights of digest {OTHER}; those of .* have [0-9a-f]{{64}} here"):
-        asyncio.run(asyncio.wait_for(LocalWorkload.start(RunConfig.from_manifest_content(content), CPU), 300))
+        asyncio.run(asyncio.wait_for(start_workload(RunConfig.from_manifest_content(content), CPU), 300))
 
 
 @pytest.mark.parametrize("digest", ["ab", "AB" * 32, "xy" * 32])

@@ -53,7 +53,7 @@ async def dead(
 
     monkeypatch.setattr(process, "_spawn", spawn)
     async with asyncio.timeout(SECONDS):
-        worker = await WorkerProcess.start(Inherited(0, 0), 1)
+        worker = await WorkerProcess.start(Inherited(0), 1)
         try:
             with pytest.raises(WorkerDeathError) as caught:
                 await worker.exchange(CountDevices(), DevicesCounted, lambda progress: None)
@@ -106,7 +106,7 @@ def test_a_worker_that_we_end_is_no_news(monkeypatch: pytest.MonkeyPatch, caplog
         return await asyncio.create_subprocess_exec(sys.executable, "-c", script, pass_fds=[control], stdout=pipe)
 
     async def story() -> None:
-        worker = await WorkerProcess.start(Inherited(0, 0), 1)
+        worker = await WorkerProcess.start(Inherited(0), 1)
         await worker.close()
 
     monkeypatch.setattr(process, "_spawn", spawn)

@@ -13,14 +13,14 @@ import pytest
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
-from opendiloco.local_workload import LocalWorkload
+from opendiloco.local_workload import LocalWorkload, start_workload
 from opendiloco.model.card import RunFacts
 from opendiloco.outer.state import OuterState
 from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.restarts import WorkersRestartedError
+from opendiloco.workers.supervisor import WorkersRestartedError
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.leases import SampleRange
 from peers.values.workload import BadBlocksError, InnerLoop, Progress, Reduction, SnapshotError, Trained, Workload
@@ -67,12 +67,10 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
     config = RunConfig.from_manifest_content(small_content | {"outer_steps": 3, "schedule": schedule})
     reference = Reference(config)
     expected = list(reference.run(OUTER_STEPS))
-    optimizer = config.inner_optimizer.model_copy(update={"on_join": "copy"})
-    copying = config.model_copy(update={"inner_optimizer": optimizer})
 
     async def story() -> None:
         names = ("a", "b")
-        started = await asyncio.gather(*(LocalWorkload.start(copying, WorkerOptions(device="cpu")) for _ in names))
+        started = await asyncio.gather(*(start_workload(config, WorkerOptions(device="cpu")) for _ in names))
         swarm = dict(zip(names, started, strict=True))
         try:
             digests = [
@@ -81,12 +79,11 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
             ]
             assert digests == expected
             assert await state_of(swarm["a"]) == b"".join(reference.state.vectors)
-            assert (await swarm["a"].evaluate()).loss == reference.held_out_loss()
-            await moments_move_from_worker_to_worker(swarm["a"], swarm["b"])
+            assert (await swarm["a"].trainer.held_out(config.evaluation)).loss == reference.held_out_loss()
             await a_snapshot_moves_the_state(swarm["a"], swarm["b"])
             await the_model_can_be_used(swarm["b"], tmp_path / "model")
         finally:
-            await asyncio.gather(*(workload.close() for workload in started))
+            await asyncio.gather(*(workload.trainer.close() for workload in started))
 
     asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
 
@@ -97,25 +94,10 @@ async def state_of(workload: LocalWorkload) -> bytes:
     return bytes(out)
 
 
-async def moments_move_from_worker_to_worker(donor: LocalWorkload, joiner: LocalWorkload) -> None:
-    """To the one that has made fewer inner steps."""
-    assert donor.companion is not None
-    assert joiner.companion is not None
-    given, taken = (memoryview(bytearray(donor.companion.size)) for _ in range(2))
-    await donor.companion.copy(given)
-    await joiner.companion.copy(taken)
-    assert given != taken
-    with pytest.raises(SnapshotError, match="ours as many"):
-        await donor.companion.restore(taken)
-    await joiner.companion.restore(given)
-    await joiner.companion.copy(taken)
-    assert given == taken
-
-
 async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload) -> None:
     state, wanted = await state_of(donor), await donor.state_digest()
     assert digest_of_state([state]) == wanted
-    zero = bytes(kernels.INT8.payload_size(joiner.value_count))
+    zero = bytes(kernels.INT8.payload_size(joiner.trainer.vectors.theta.size))
     await joiner.apply(zero, 3)
     assert await joiner.state_digest() != wanted  # momentum alone moves theta
     before = await joiner.state_digest()
@@ -131,9 +113,9 @@ async def a_snapshot_moves_the_state(donor: LocalWorkload, joiner: LocalWorkload
 async def the_model_can_be_used(workload: LocalWorkload, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    text = await workload.generate("peers ", 12, seed=1)
-    assert text == await workload.generate("peers ", 12, seed=1)
-    await workload.export(folder, FACTS)
+    text = await workload.trainer.generate("peers ", 12, seed=1)
+    assert text == await workload.trainer.generate("peers ", 12, seed=1)
+    await workload.trainer.export(folder, FACTS)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer("für", add_special_tokens=False)["input_ids"] == list("für".encode())
@@ -152,10 +134,6 @@ class StateOnly(WorkerGroup):
 @pytest.fixture
 def workload(small_config: RunConfig) -> LocalWorkload:
     return LocalWorkload(StateOnly(2500), small_config)
-
-
-def test_nothing_is_copied_unless_the_manifest_says_so(workload: LocalWorkload) -> None:
-    assert workload.companion is None
 
 
 def test_it_is_a_workload_of_whole_and_ragged_blocks(workload: LocalWorkload) -> None:

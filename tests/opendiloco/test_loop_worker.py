@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from opendiloco.config.run_config import RunConfig
-from opendiloco.local_workload import HeldOut
-from opendiloco.loop_worker import LoopWorker, LoopWorkload, OuterStep
+from opendiloco.config.run_config import EvaluationSection, RunConfig
+from opendiloco.evaluation_turns import HeldOut
+from opendiloco.local_workload import Workload
+from opendiloco.loop_worker import LoopWorker, OuterStep
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from peers.presence.heartbeat import HeldOutLoss
@@ -29,7 +30,7 @@ def new_worker() -> LoopWorker:
     return LoopWorker(SharedVectors.create(4), 10, torch.device("cpu"))
 
 
-def new_workload(config: RunConfig | None = None) -> LoopWorkload:
+def new_run() -> Run:
     content = {
         "name": "small",
         "outer_steps": 9,
@@ -38,8 +39,7 @@ def new_workload(config: RunConfig | None = None) -> LoopWorkload:
         "inner_optimizer": {"learning_rate": 0.1},
         "schedule": {"kind": "constant", "warmup_steps": 1},
     }
-    run = Run.sign(config or RunConfig.from_manifest_content(content), Identity.generate())
-    return LoopWorkload(new_worker(), run)
+    return Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
 
 
 def in_another_thread(work: Callable[[], None]) -> Future[None]:
@@ -131,8 +131,9 @@ def test_the_end_of_the_run_and_what_went_wrong_are_heard_each_time() -> None:
 @pytest.mark.parametrize("found", [HeldOut(2.5, True), HeldOut(2.5, False), None])
 def test_a_loop_takes_its_turns_to_evaluate_and_draws_curves(found: HeldOut | None) -> None:
     """Before the outer step that it is asked for; what it does not know is not drawn."""
-    workload, tracker, heard = new_workload(), NotingTracker(), list[HeldOutLoss]()
-    workload.worker.telemetry.trackers.append(tracker)
+    worker, tracker, heard = new_worker(), NotingTracker(), list[HeldOutLoss]()
+    workload = Workload(worker, new_run().config, run_is_over=worker.end)
+    worker.telemetry.trackers.append(tracker)
     workload.is_our_turn, workload.on_evaluated = lambda: True, heard.append
     evaluated = list[None]()
 
@@ -141,7 +142,7 @@ def test_a_loop_takes_its_turns_to_evaluate_and_draws_curves(found: HeldOut | No
         return found
 
     def train() -> None:
-        outer_step = workload.worker.next_outer_step(evaluate)
+        outer_step = worker.next_outer_step(evaluate)
         assert outer_step is not None
         assert evaluated
         outer_step.report(Progress(1, None, 1.0))
@@ -167,7 +168,7 @@ def test_an_evaluation_that_the_swarm_gave_up_is_passed_over() -> None:
     worker = new_worker()
 
     async def scenario() -> None:
-        asked = asyncio.create_task(worker.evaluate())
+        asked = asyncio.create_task(worker.held_out(EvaluationSection()))
         await asyncio.sleep(0)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
@@ -14,7 +16,6 @@ from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import HostMemory
 from opendiloco.inner import micro_batch, optimizers
 from opendiloco.inner.micro_batch import WindowMemory, fitting_micro_batch, peak_while, trying
-from opendiloco.inner.moments import Moments, moments_size
 from opendiloco.inner.replica import ModelReplica
 from opendiloco.inner.team import Team
 from opendiloco.kernels import INT8
@@ -183,26 +184,24 @@ def test_what_training_takes_is_what_the_formula_says(
     assert peak == pytest.approx(memory.training, rel=0.1)
 
 
-@pytest.mark.parametrize("trained", ["fresh", "loaded"])
+@pytest.mark.parametrize("trained", ["fresh", "recalled"])
 def test_moments_of_a_fused_step_are_those_of_any_other(
-    small_config: RunConfig, trained: str, monkeypatch: pytest.MonkeyPatch
+    small_config: RunConfig, tmp_path: Path, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU's peers and a CPU's can copy each other's."""
-    moments = [Moments(memoryview(bytearray(moments_size(replica_of(small_config).layout.size)))) for _ in range(2)]
-    section = small_config.inner_optimizer.model_copy(update={"rewarmup_steps": 1})
-    config = small_config.model_copy(update={"inner_optimizer": section})
-    for place, devices in enumerate(({"cpu"}, set[str]())):
+    """A machine can go on with them on its CPU where it has used a GPU, and the other way round."""
+    files = [tmp_path / "fused", tmp_path / "other"]
+    for file, devices in zip(files, ({"cpu"}, set[str]()), strict=True):
         monkeypatch.setattr(optimizers, "FUSED_ON", devices)
-        replica = replica_of(config)
+        replica = replica_of(small_config)
         theta = np.empty(replica.layout.size, np.float32)
         replica.store(theta)
-        if trained == "loaded" and place:
-            replica.load_moments(moments[0])
+        if trained == "recalled" and not devices:
+            replica.recall_moments(files[0], "run")
         else:
             replica.train(theta, 1, (SampleRange(0, 4),), 2)
-        replica.store_moments(moments[place])
-    first, second = moments
-    assert first.steps[0] == second.steps[0] == 2
-    for name, values in first.vectors.items():
+        replica.keep_moments(file, "run", 2)
+    first, second = map(load_file, files)
+    assert first.keys() == second.keys()
+    for name, values in first.items():
         assert np.abs(values).max() > 0
-        assert np.allclose(values, second.vectors[name], rtol=1e-4, atol=1e-9)
+        assert np.allclose(values, second[name], rtol=1e-4, atol=1e-9)

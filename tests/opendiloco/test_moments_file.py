@@ -33,7 +33,6 @@ from opendiloco.inner.moments_file import digest_place
 from opendiloco.inner.replica import LONG_AGO, ModelReplica
 from opendiloco.inner.sharding import shard_model
 from opendiloco.inner.team import Team
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_skeleton, trainable
 from opendiloco.model.shards import local_part
 from opendiloco.volunteer import recall_moments
@@ -43,7 +42,6 @@ from peers.values.leases import SampleRange
 from peers.values.whole_files import PARTIAL
 from peers.values.workload import InnerLoop, SnapshotError
 from tests.opendiloco.frozen_states import RUN, frozen
-from tests.opendiloco.test_moments import weights
 from tests.opendiloco.test_optimizers import KINDS
 from tests.opendiloco.test_replica import make_replica
 
@@ -64,6 +62,12 @@ def keep(replica: ModelReplica, folder: Path, index: int = 6) -> Path:
     replica.keep_moments(path.with_name(path.name + PARTIAL), RUN, index)
     finish(path, None)
     return path
+
+
+def weights(replica: ModelReplica) -> bytes:
+    flat = np.empty(replica.layout.size, np.float32)
+    replica.store(flat)
+    return flat.tobytes()
 
 
 def trained(config: RunConfig) -> tuple[ModelReplica, Any]:
@@ -118,6 +122,19 @@ def test_a_rewarmup_goes_on_where_it_was_and_begins_anew_after_long(small_config
         again.recall_moments(path, RUN)
         again.train(theta, index, NEXT, 1)
         assert again._warmed_up == expected
+
+
+def test_who_forgets_them_is_as_one_who_has_never_trained(small_config: RunConfig, kept: Path) -> None:
+    """With smaller steps again where it joins in the middle."""
+    theta = make_replica(small_config)[1]
+    forgetful, fresh = (make_replica(small_config)[0] for _ in range(2))
+    forgetful.train(theta, 3, LEASE, 2)
+    forgetful.recall_moments(kept, RUN)
+    forgetful.forget_moments()
+    for replica in (forgetful, fresh):
+        replica.train(theta, 6, NEXT, 3)
+    assert weights(forgetful) == weights(fresh)
+    assert forgetful.learning_rate == fresh.learning_rate
 
 
 def test_who_has_made_no_step_keeps_nothing(small_config: RunConfig, tmp_path: Path) -> None:
@@ -299,12 +316,11 @@ def test_a_machine_that_comes_back_goes_on_with_them_and_says_so(
     replica, _ = make_replica(small_config)
     workers, folder = Workers(replica), RunFolder(tmp_path / RUN / PEER)
     folder.checkpoints.mkdir(parents=True)
-    workload = cast(LocalWorkload, type("Workload", (), {"workers": workers})())
 
     def come_back() -> str:
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            asyncio.run(recall_moments(folder, workload))
+            asyncio.run(recall_moments(folder, cast(WorkerGroup, workers)))
         return caplog.text
 
     assert "there are no moments beside the checkpoints: the inner optimizer begins anew" in come_back()
@@ -332,7 +348,7 @@ def test_workers_in_the_place_of_lost_ones_go_on_with_what_was_kept(
             await group.keep_moments(path.with_name(path.name + PARTIAL), RUN, 6)
             await asyncio.to_thread(finish, path, None)
             group.kept_moments = path, RUN
-            group._workers[-1].kill()
+            group._supervisor.workers[-1].kill()
             await group.evaluate(2)
             await group.keep_moments(tmp_path / "again", RUN, 6)
         finally:

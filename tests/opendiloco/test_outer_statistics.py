@@ -12,8 +12,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.curves import Curves
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.outer.measuring import OuterStepTaken
-from opendiloco.outer.statistics import OuterStatistics, measure
+from opendiloco.outer.statistics import OuterStatistics, OuterStepTaken, measure
 from opendiloco.shared_memory import Vector
 from opendiloco.workers.telemetry import Telemetry
 from peers.driver.rounds import RoundCosts
@@ -113,7 +112,7 @@ def test_each_outer_step_is_told_of_once_it_is_taken(small_config: RunConfig) ->
     assert math.isnan(cosines[3])
     assert [math.isnan(step.pause_seconds) for step in told] == [False, True, False, True]
     assert told[0].statistics.average_norm == pytest.approx(math.sqrt(2500), rel=1e-2)
-    schedule = LocalWorkload(Trainer(1), small_config)._state
+    schedule = LocalWorkload(Trainer(1), small_config)._state.outer
     assert [step.learning_rate for step in told] == [schedule.learning_rate(index) for index in (1, 2, 3, 4)]
 
 

@@ -7,8 +7,8 @@ import pytest
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import MachineError
 from opendiloco.workers.control import InnerLoopDone
+from opendiloco.workers.group import SEEN, Overlap
 from opendiloco.workers.options import parse_overlap
-from opendiloco.workers.overlap import SEEN, Overlap
 from tests.opendiloco.trainings import training_done
 
 

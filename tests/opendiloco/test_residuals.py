@@ -12,32 +12,40 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import HostMemory
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.outer.residuals import Residuals
+from opendiloco.outer.fragment import Residual
 from peers.errors import ManifestError
 from tests.opendiloco.threaded_workers import ThreadedWorkers
 
-PARTS = (slice(0, 3), slice(1024, 1026))
-
 
 def test_a_share_of_what_was_left_out_comes_back() -> None:
-    residuals = Residuals(0.5, PARTS)
-    first, second = residuals.of(0), residuals.of(1)
-    assert first is not None
-    assert second is not None
-    assert (first.tolist(), second.tolist()) == ([0, 0, 0], [0, 0])
-    first[:], second[:] = (1, 2, 4), (8, 8)
-    assert residuals.of(0) is first
-    assert first.tolist() == [0.5, 1, 2]
-    residuals.forget(0)
-    assert (first.tolist(), second.tolist()) == ([0, 0, 0], [8, 8])
-    residuals.forget_all()
-    assert second.tolist() == [0, 0]
+    residual = Residual(0.5, 3)
+    left_out = residual.to_add()
+    assert left_out is not None
+    assert left_out.tolist() == [0, 0, 0]
+    left_out[:] = (1, 2, 4)
+    assert residual.to_add() is left_out
+    assert left_out.tolist() == [0.5, 1, 2]
+    residual.forget()
+    assert left_out.tolist() == [0, 0, 0]
+
+
+def test_what_no_entry_has_answered_is_forgotten_when_training_begins_anew() -> None:
+    residual = Residual(1.0, 4096 + 64)
+    left_out = residual.to_add()
+    assert left_out is not None
+    left_out[:] = 1
+    residual.take_back(sparse({}), sparse({}))
+    residual.forget_unanswered()
+    assert left_out.all(), "it was answered"
+    residual.to_add()
+    residual.forget_unanswered()
+    assert not left_out.any()
 
 
 def test_without_it_there_is_none_and_it_takes_no_memory() -> None:
-    residuals = Residuals(0.0, PARTS)
-    residuals.forget_all()
-    assert residuals.of(0) is None
+    residual = Residual(0.0, 3)
+    residual.forget()
+    assert residual.to_add() is None
 
 
 SHARED, OURS, NOBODYS = 5, 4090, 4100  # of 4096 + 64 values: each in the payload or not
@@ -53,25 +61,25 @@ def sparse(values: dict[int, float]) -> kernels.Payload:
 
 
 def test_what_a_sparse_average_left_out_is_taken_back() -> None:
-    residuals = Residuals(0.5, [slice(0, 4096 + 64)])
-    residual = residuals.of(0)
+    feedback = Residual(0.5, 4096 + 64)
+    residual = feedback.to_add()
     assert residual is not None
     residual[SHARED] = 3
     own, average = sparse({SHARED: 2, OURS: -1, 4099: 2}), sparse({SHARED: 1, NOBODYS: 1})
-    residuals.take_back(0, own, average)
+    feedback.take_back(own, average)
     assert {int(place): float(residual[place]) for place in np.flatnonzero(residual)} == {SHARED: 3, OURS: -1, 4099: 2}
-    residuals.take_back(0, own, average)
+    feedback.take_back(own, average)
     assert residual[OURS] == -1, "each payload is in one average"
-    residuals.of(0)
-    residuals.forget(0)
-    residuals.take_back(0, own, average)
+    feedback.to_add()
+    feedback.forget()
+    feedback.take_back(own, average)
     assert not residual.any(), "an average without our payload took nothing of it"
 
 
 def test_what_all_take_back_is_what_the_average_lost() -> None:
     """But for the rounding of what it kept."""
     draw, size, members = np.random.default_rng(3), 3 * 4096 + 700, 3
-    residuals = [Residuals(1.0, [slice(0, size)]) for _ in range(members)]
+    residuals = [Residual(1.0, size) for _ in range(members)]
     payloads, average = (
         [kernels.Payload(kernels.SPARSE, size) for _ in range(members)],
         kernels.Payload(kernels.SPARSE, size),
@@ -79,7 +87,7 @@ def test_what_all_take_back_is_what_the_average_lost() -> None:
     total, sent = np.zeros(size, np.float64), np.zeros((members, size), np.float32)
     for own, payload, values in zip(residuals, payloads, sent, strict=True):
         difference = draw.standard_normal(size).astype(np.float32)
-        kernels.quantize_difference(difference, np.zeros_like(difference), payload, residual=own.of(0))
+        kernels.quantize_difference(difference, np.zeros_like(difference), payload, residual=own.to_add())
         kernels.dequantize(payload, values)
         total += difference
     kernels.average([(payload, 1.0) for payload in payloads], average)
@@ -87,8 +95,8 @@ def test_what_all_take_back_is_what_the_average_lost() -> None:
     kernels.dequantize(average, applied)
     kept = applied != 0
     for own, payload in zip(residuals, payloads, strict=True):
-        own.take_back(0, payload, average)
-    left = sum(vector.astype(np.float64) for own in residuals if (vector := own.of(0)) is not None)
+        own.take_back(payload, average)
+    left = sum(vector.astype(np.float64) for own in residuals if (vector := own.to_add()) is not None)
     np.testing.assert_allclose((left + members * applied)[~kept], total[~kept], atol=1e-5)
     assert kept.sum() < (sent != 0).any(axis=0).sum()
 

@@ -110,7 +110,7 @@ def test_a_real_worker_tells_of_its_start(small_config: RunConfig) -> None:
 
     async def story() -> list[str]:
         heard = list[str]()
-        worker = await WorkerProcess.start(Inherited(create_memory_file(), create_memory_file()), 1)
+        worker = await WorkerProcess.start(Inherited(create_memory_file()), 1)
         worker.on_stage = lambda stage, share: heard.append(stage)
         try:
             content: Any = small_config.to_manifest_content()

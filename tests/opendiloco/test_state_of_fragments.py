@@ -12,9 +12,8 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import layout_of, sized_skeleton, with_sizes_named
-from opendiloco.outer.measuring import OuterStepTaken
 from opendiloco.outer.state import LocalState, OuterState
-from opendiloco.outer.statistics import OuterStatistics, together
+from opendiloco.outer.statistics import OuterStatistics, OuterStepTaken, together
 from opendiloco.shared_memory import Vector
 from peers.errors import ManifestError
 from peers.values.workload import BadBlocksError, Reduction, Workload

@@ -20,7 +20,7 @@ from opendiloco.local_workload import LocalWorkload
 from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
-from opendiloco.workers.restarts import WorkersRestartedError
+from opendiloco.workers.supervisor import WorkersRestartedError
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
 from tests.opendiloco.threaded_workers import ThreadedWorkers
@@ -119,7 +119,7 @@ async def by_hand(config: RunConfig, swarm: dict[str, LocalWorkload], rosters: S
     for roster in rosters:
         digests.append(await hand.outer_step(roster))
         if hand.index % 2:
-            await asyncio.gather(*(workload.evaluate() for workload in swarm.values()))
+            await asyncio.gather(*(workload.trainer.held_out(config.evaluation) for workload in swarm.values()))
     return digests
 
 
@@ -205,8 +205,8 @@ async def step_from(workload: LocalWorkload, fragment: int, value: float, index:
 
 def present_weights(workload: LocalWorkload) -> Vector:
     weights = np.zeros_like(workload.trainer.vectors.theta)
-    assert isinstance(workload.workers, ThreadedWorkers)
-    workload.workers.replica.store(weights)
+    assert isinstance(workload.trainer, ThreadedWorkers)
+    workload.trainer.replica.store(weights)
     return weights
 
 
@@ -287,7 +287,7 @@ def test_an_entry_that_comes_before_workers_have_loaded_theta_changes_no_base(co
 
         async def on_captured(fragment: int) -> None:
             if fragment == 0:
-                base, local = workload._bases.of(0), workload.trainer.vectors.local[part]
+                base, local = workload._fragments[0].base, workload.trainer.vectors.local[part]
                 assert np.abs(base - local).mean() < 0.1, "more than two inner steps can do"
             await leave(workload, 0, fragment)
 
@@ -378,7 +378,7 @@ def test_what_a_payload_has_left_out_is_kept_while_it_waits_for_an_entry(small_c
 
         await workload.run_inner_loop(LEASE, overtake, on_captured)
         await workload.unchanged(1, 1)
-        assert [np.any(workload._residuals.of(fragment)) for fragment in (0, 1)] == [False, True]
+        assert [np.any(workload._fragments[fragment].residual.to_add()) for fragment in (0, 1)] == [False, True]
 
     tell(story)
 

@@ -17,7 +17,7 @@ from opendiloco import trainer_callback
 from opendiloco.diloco import DiLoCo, _Joined
 from opendiloco.trainer_callback import Call, DiLoCoCallback
 from peers.values.manifest import Invite
-from tests.opendiloco.test_loop_worker import new_workload
+from tests.opendiloco.test_loop_worker import new_run, new_worker
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
 
@@ -115,7 +115,7 @@ def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, mon
 
             volunteer: Any = Volunteer()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
-            self._joining.set_result(_Joined(new_workload(), left.set))
+            self._joining.set_result(_Joined(new_run(), new_worker(), left.set))
             await left.wait()
             await watching
 

@@ -21,8 +21,7 @@ from opendiloco.model.build import initial_theta
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
 from opendiloco.workers.assembly import assemble_model
-from opendiloco.workers.channel import ControlChannel
-from opendiloco.workers.control import Configure
+from opendiloco.workers.control import Configure, ControlChannel
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.worker import Descriptors, Worker
 from peers.values.leases import SampleRange
@@ -52,7 +51,7 @@ def test_a_worker_tries_with_the_weights_that_it_trains(
         port=0,
         fresh=False,
     )
-    Worker(configure, Descriptors(memory, create_memory_file(), None), ControlChannel(socket.socketpair()[0]))
+    Worker(configure, Descriptors(memory, None), ControlChannel(socket.socketpair()[0]))
     assert np.array_equal(tried, [theta])
 
 
@@ -72,7 +71,7 @@ def test_a_worker_multiplies_as_precisely_as_its_owner_says(
         fresh=False,
     )
     try:
-        Worker(configure, Descriptors(memory, create_memory_file(), None), ControlChannel(socket.socketpair()[0]))
+        Worker(configure, Descriptors(memory, None), ControlChannel(socket.socketpair()[0]))
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from opendiloco.workers.channel import ControlChannel
-from opendiloco.workers.control import ControlMessage, CountDevices, EndInnerLoop, Hold
+from opendiloco.workers.control import ControlChannel, ControlMessage, CountDevices, EndInnerLoop, Hold
 
 
 class Pair:
@@ -34,7 +33,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     ends = queue.SimpleQueue[int]()
-    monkeypatch.setattr("opendiloco.workers.channel.os._exit", ends.put)
+    monkeypatch.setattr("opendiloco.workers.control.os._exit", ends.put)
     pair = Pair()
     yield pair
     pair.close()

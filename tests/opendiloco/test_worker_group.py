@@ -185,7 +185,7 @@ def test_when_one_worker_cannot_read_its_moments_all_begin_anew(
         group = groups.members[3]
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
         await group.keep_moments(tmp_path / "kept", "run", 1)
-        last = group._workers[-1]
+        last = group._supervisor.workers[-1]
         move = last.move_moments
 
         async def move_or_refuse(command: MoveMoments) -> None:
@@ -209,7 +209,7 @@ def test_when_one_worker_is_told_to_stop_all_stop_after_the_same_inner_step(grou
         def tell_the_last(progress: Progress) -> None:
             seen.append(progress)
             if progress.inner_step == 3:
-                group._workers[-1].write(EndInnerLoop(number=group._trainings))
+                group._supervisor.workers[-1].write(EndInnerLoop(number=group._trainings))
 
         trained = await group.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), tell_the_last)
         assert trained.samples == (SampleRange(0, 5 * len(seen)),)
@@ -258,7 +258,7 @@ def test_peers_with_different_numbers_of_workers_have_the_same_bits(groups: Grou
             assert len(digests) == 1
         for peer in peers:
             await peer.run_inner_loop(InnerLoop(2, (), 4, 0), lambda progress: None)
-        first, *others = (peer.workers.vectors.local.view(np.uint32) for peer in peers)
+        first, *others = (peer.trainer.vectors.local.view(np.uint32) for peer in peers)
         assert all(np.array_equal(first, other) for other in others)
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))

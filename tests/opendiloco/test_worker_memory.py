@@ -15,7 +15,7 @@ from opendiloco.errors import DataError, DeviceMemoryError, WorkerError
 from opendiloco.model.card import RunFacts
 from opendiloco.shared_memory import reserve
 from opendiloco.stages import COMPILING
-from opendiloco.workers import compiling
+from opendiloco.workers import supervisor
 from opendiloco.workers.control import (
     Configure,
     Configured,
@@ -32,7 +32,7 @@ from opendiloco.workers.control import (
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.process import Inherited, WorkerDeathError, WorkerProcess
-from opendiloco.workers.restarts import WorkersRestartedError
+from opendiloco.workers.supervisor import WorkersRestartedError
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress
 from tests.opendiloco.trainings import training_done
@@ -128,8 +128,8 @@ class Played(WorkerProcess):
 
 @pytest.fixture(autouse=True)
 def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("opendiloco.workers.crew.WorkerProcess", Played)
-    monkeypatch.setattr("opendiloco.workers.crew.EXPLANATION_SECONDS", 0.01)
+    monkeypatch.setattr("opendiloco.workers.supervisor.WorkerProcess", Played)
+    monkeypatch.setattr("opendiloco.workers.supervisor.EXPLANATION_SECONDS", 0.01)
     monkeypatch.setattr(Played, "write", lambda self, command: Played.told.append(command))
     yield
     Played.all.clear()
@@ -167,7 +167,7 @@ def test_the_first_time_all_start_again_with_half_the_micro_batch(
         ]
         assert [one.ended.is_set() for one in Played.all] == [True, True, False, False]
         assert group.vectors.theta.tolist() == [7] * 4
-        assert not group._death.done()
+        assert not group._supervisor._death.done()
         await group.close()
 
     with caplog.at_level(logging.WARNING):
@@ -205,7 +205,7 @@ def test_lost_workers_are_started_again_and_train_from_where_they_began(
             assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 8
         assert [one.ended.is_set() for one in Played.all] == [True] * 8 + [False] * 2
-        assert not group._death.done()
+        assert not group._supervisor._death.done()
         await group.close()
 
     with caplog.at_level(logging.WARNING):
@@ -232,7 +232,7 @@ def test_workers_that_die_while_nobody_needs_them_are_replaced_when_somebody_doe
         group = await started(small_config, windows=100, restarts=1)
         Played.all[1].ended.set()
         await Played.all[0].ended.wait()  # the group kills the other
-        assert not group._death.done()
+        assert not group._supervisor._death.done()
         assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert len(Played.all) == 4
         await group.close()
@@ -284,7 +284,7 @@ def test_evaluation_that_runs_out_of_memory_is_done_again_with_half_as_many_wind
         group = await started(small_config, windows=4)
         assert (await group.evaluate(16)).loss == 2.0
         assert [one.configured.options.micro_batch for one in Played.all] == [100, 100, 4, 4]
-        assert not group._death.done()
+        assert not group._supervisor._death.done()
         await group.close()
 
     asyncio.run(asyncio.wait_for(story(), 30))
@@ -334,7 +334,7 @@ def test_memory_that_runs_out_while_workers_start_again_is_not_the_end(
         left[0] = failures
         with pytest.raises(WorkersRestartedError if survives else DeviceMemoryError):
             await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
-        assert group._death.done() != survives
+        assert group._supervisor._death.done() != survives
         assert Played.all[-1].configured.options.micro_batch == 4
         await group.close()
 
@@ -367,14 +367,14 @@ def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_whil
             with pytest.raises(WorkersRestartedError):
                 await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
             assert len(Played.all) == 6
-        assert not group._death.done()
+        assert not group._supervisor._death.done()
         assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
         assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
         await group.close()
 
     monkeypatch.setattr(Played, "exchange", compile_for_ever)
-    monkeypatch.setattr(compiling, "COMPILING_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "COMPILING_SECONDS", 0.01)
     asyncio.run(asyncio.wait_for(story(), 30))
     said = "a worker's compiler has not come to an end in 0 minutes. The workers start again and do not compile"
     assert caplog.text.count(said) == 1
@@ -388,11 +388,11 @@ def test_a_compiler_that_comes_to_an_end_is_not_timed_any_more(monkeypatch: pyte
         rung.set()
 
     worker.on_stage = lambda stage, share: seen.append(stage)
-    monkeypatch.setattr(compiling, "COMPILING_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "COMPILING_SECONDS", 0.0)
 
     async def story() -> None:
         for waits in (False, True):
-            with compiling.CompilerWatch([worker], on_hang):
+            with supervisor.CompilerWatch([worker], on_hang):
                 worker.on_stage(COMPILING, None)
                 if waits:
                     await asyncio.wait_for(rung.wait(), 30)
@@ -488,7 +488,7 @@ def test_what_goes_wrong_with_the_last_inner_steps_is_raised_by_the_next_trainin
     async def story(goes_on: bool) -> None:
         group = await started_with_overlap(small_config)
         rest = Rest(monkeypatch, DataError("a document cannot be read.", ""))
-        monkeypatch.setattr(group, "_die", lambda error: None)
+        monkeypatch.setattr(group._supervisor, "_die", lambda error: None)
         await group.run_inner_loop(FIRST, ignore)
         rest.may_end.set()
         if goes_on:

@@ -11,14 +11,14 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
-from opendiloco.config.optimizers import AdamWSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError, MachineError, WorkerError
-from opendiloco.inner.moments import Moments, check_moments, moments_size
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.worker import nothing_collected
@@ -59,7 +59,7 @@ def wait_until_gone(pidfd: int) -> None:
     assert readable
 
 
-def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: RunConfig) -> None:
+def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: RunConfig, tmp_path: Path) -> None:
     async def story() -> None:
         before = child_processes()
         worker = await WorkerGroup.start(small_config, CPU)
@@ -67,12 +67,12 @@ def test_a_worker_trains_stops_survives_ctrl_c_and_dies_loudly(small_config: Run
         theta = worker.vectors.theta.copy()
         await stops_within_a_step_when_cancelled(worker)
         await says_what_a_training_came_to(worker)
-        await moves_moments_between_two_inner_steps(worker, small_config)
+        await moves_moments_between_two_inner_steps(worker, tmp_path)
         await is_not_asked_to_end(worker, process)
         assert (worker.vectors.theta == theta).all()
         assert (worker.vectors.local != theta).any()
         await takes_no_reply_for_another(worker)
-        await says_how_it_died_to_those_who_wait(worker, process)
+        await says_how_it_died_to_those_who_wait(worker, process, tmp_path)
         await worker.close()
         await worker.close()
 
@@ -118,32 +118,26 @@ async def says_what_a_training_came_to(worker: WorkerGroup) -> None:
     assert "training/flops_utilisation" not in values  # a CPU's peak is not known
 
 
-async def moves_moments_between_two_inner_steps(worker: WorkerGroup, config: RunConfig) -> None:
-    """Training goes on, and they take memory only while they move."""
-    section = config.inner_optimizer
-    assert isinstance(section, AdamWSection)
-    out = memoryview(bytearray(moments_size(worker.vectors.theta.size)))
-    moments = Moments(out)
+async def moves_moments_between_two_inner_steps(worker: WorkerGroup, folder: Path) -> None:
+    """Training goes on."""
     training = asyncio.create_task(worker.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: None))
     async with asyncio.timeout(PROMPT_SECONDS):
-        given_up = asyncio.create_task(worker.moments.store(out))
+        given_up = asyncio.create_task(worker.keep_moments(folder / "given up", "run", 1))
         asyncio.get_running_loop().call_soon(given_up.cancel)
-        await worker.moments.store(out)
+        await worker.keep_moments(folder / "kept", "run", 1)
         assert given_up.cancelled()
-        check_moments(out, section, config.training.gradient_clip)
-        with pytest.raises(SnapshotError, match="ours as many"):
-            await worker.moments.load(out)
-        moments.steps[0] = 10**6
-        await worker.moments.load(out)
-        moments.steps[0] = 0
-        await worker.moments.store(out)
-        assert moments.steps[0] >= 10**6
+        with pytest.raises(SnapshotError, match="its run is"):
+            await worker.recall_moments(folder / "kept", "another")
+        await worker.recall_moments(folder / "kept", "run")
+        await worker.keep_moments(folder / "kept later", "run", 1)
+        first, later = (load_file(folder / name) for name in ("kept", "kept later"))
+        step = next(name for name in first if name.endswith("/step"))
+        assert later[step] >= first[step] >= 1
         assert not training.done()
         training.cancel()
         with pytest.raises(asyncio.CancelledError):
             await training
-        await worker.moments.store(out)  # nor need it train
-    assert os.fstat(worker.moments.descriptor).st_size == 0
+        await worker.keep_moments(folder / "at last", "run", 1)  # nor need it train
 
 
 async def is_not_asked_to_end(worker: WorkerGroup, process: int) -> None:
@@ -165,7 +159,7 @@ async def takes_no_reply_for_another(worker: WorkerGroup) -> None:
     assert (await worker.evaluate(8)).tokens == 8 * 16  # a reply that nobody waited for is not taken for this one
 
 
-async def says_how_it_died_to_those_who_wait(worker: WorkerGroup, process: int) -> None:
+async def says_how_it_died_to_those_who_wait(worker: WorkerGroup, process: int, folder: Path) -> None:
     """A request that was given up fails like the others, and asyncio prints no traceback of it."""
     printed: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
@@ -182,7 +176,7 @@ async def says_how_it_died_to_those_who_wait(worker: WorkerGroup, process: int) 
     with pytest.raises(WorkerError, match="SIGKILL"):
         await asyncio.wait_for(worker.evaluate(1), PROMPT_SECONDS)
     with pytest.raises(WorkerError, match="SIGKILL"):
-        await asyncio.wait_for(worker.moments.store(memoryview(bytearray(100))), PROMPT_SECONDS)
+        await asyncio.wait_for(worker.keep_moments(folder / "too late", "run", 1), PROMPT_SECONDS)
     assert "SIGKILL" in str(await asyncio.wait_for(worker.wait_for_death(), PROMPT_SECONDS))
     assert given_up.cancelled()
     gc.collect()

@@ -19,7 +19,7 @@ from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import Evaluated, InnerLoopDone, RunInnerLoop
 from opendiloco.workers.inner_loops import InnerLoops
-from opendiloco.workers.restarts import WorkersRestartedError
+from opendiloco.workers.supervisor import WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
 
 

@@ -30,11 +30,11 @@ from peers.protocol.states import State
 from peers.streams.channel import Buffer, PeerUnreachableError, Serve
 from peers.streams.throttle import Caps
 from peers.transfer.snapshots import SNAPSHOT, SnapshotRequest
-from peers.transfer.state_chunks import STATE_CHUNK, StateChunking
+from peers.transfer.state_chunks import StateChunking
 from peers.transfer.storage import FolderStorage, Storage
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, unpack
-from peers.values.workload import CompanionState, InnerLoop, OnCaptured, Progress, Trained, captures_nothing
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.swarm.vector_workload import VectorWorkload
 
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
@@ -47,7 +47,6 @@ FROZEN, END = 2, 3  # entries in the snapshot, and in all
 SETTINGS = RunSettings(
     "joining-test", digest_of(b"manifest"), 4, 8, 8, minimum_peers=3, timing=TIMING, snapshot_every=FROZEN
 )
-COMPANION_CHUNKS = 3
 DYING_RATE = 1e6  # bytes a second, of who is to die while it sends: a chunk takes a second
 DYING_SECONDS = 0.3
 TURNS = 100  # of the event loop, in which what has arrived is written, and nothing else happens
@@ -70,31 +69,10 @@ class StillWorkload(VectorWorkload):
         return await super().run_inner_loop(work, on_progress, on_captured)
 
 
-class OwnNumbers:
-    """A companion state: what this peer alone has, in chunks of a few. `restored` once it is another's."""
-
-    def __init__(self, own: bytes) -> None:
-        self.size = COMPANION_CHUNKS * STATE_CHUNK - 1
-        self.data = (own * self.size)[: self.size]
-        self.restored = asyncio.Event()
-
-    async def copy(self, out: memoryview) -> None:
-        out[:] = self.data
-
-    async def restore(self, companion: memoryview) -> None:
-        self.data = bytes(companion)
-        self.restored.set()
-
-
-def still_driver(
-    identity: Identity,
-    transport: HivemindTransport,
-    storage: Storage | None = None,
-    companion: CompanionState | None = None,
-) -> Driver:
+def still_driver(identity: Identity, transport: HivemindTransport, storage: Storage | None = None) -> Driver:
     workload = StillWorkload()
     keeping = Keeping(workload.state.digest(), storage=storage)
-    driver = Driver(identity, transport, workload, SETTINGS, keeping, companion)
+    driver = Driver(identity, transport, workload, SETTINGS, keeping)
     driver.on_snapshot = lambda snapshot: workload.frozen.set()
     return driver
 

@@ -1,0 +1,548 @@
+"""Keeps a volunteer's workers: starts them, has them carry out commands, and starts others in the place of lost ones.
+
+All workers do the same at the same time, or end together. Workers that share a model wait for each other in every
+collective, so the death or failure of one would leave the others waiting for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.cores import usable_cores
+from opendiloco.errors import DeviceMemoryError, WorkerError
+from opendiloco.shared_memory import create_memory_file
+from opendiloco.stages import WITH_A_COMPILER, at_stage
+from opendiloco.workers.control import (
+    Configure,
+    Configured,
+    ControlMessage,
+    CountDevices,
+    DevicesCounted,
+    ForgetMoments,
+    Hold,
+    InnerLoopDone,
+    KeepMoments,
+    MoveMoments,
+    RecallMoments,
+    Report,
+    RunInnerLoop,
+    UnexpectedWorkerError,
+)
+from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count
+from opendiloco.workers.process import Answer, Inherited, WorkerDeathError, WorkerProcess
+from opendiloco.workers.start_up import StartUp, tell_micro_batch
+from peers.errors import DilocoPeerError
+from peers.health import HEALTH
+from peers.values.workload import SnapshotError
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+EXPLANATION_SECONDS = 2.0
+"""How long we wait, once a worker has failed, for what the others have to say: one of them may be the cause."""
+COMPILING_SECONDS = 1800.0
+"""For all blocks together. Where a compiler works, it takes seconds, or minutes on a slow machine."""
+LOST = (WorkerDeathError, UnexpectedWorkerError)
+"""How workers fail that may do better when they are started again."""
+
+Result = TypeVar("Result")
+
+
+class WorkersRestartedError(Exception):
+    """The request's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
+
+
+class CompilerHangError(WorkerError):
+    """A worker's compiler has not come to an end."""
+
+
+class Supervisor:
+    """Running workers of a run. `start` starts them; `close` ends them. Requests queue up behind one another."""
+
+    def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
+        self.memory_descriptor = create_memory_file()
+        self.requests = RequestQueue()
+        self.moments = WorkersMoments(self.requests, lambda: self.workers, lambda: self._death.done())
+        self.kept_moments: tuple[Path, str] | None = None
+        """The file with the newest moments that this machine has kept, and the run that they are of."""
+        self._config = config
+        self._options = options
+        self._watching: asyncio.Task[None] | None = None
+        self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
+        self._micro_batch = 0
+        self._may_go_on = False  # whether the present workers have carried out a training
+        self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
+        self._restarts = Restarts(options.restarts)
+        self._is_closing = self._is_held = False
+        self.pool = self._new_pool()
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """The present workers."""
+        return self.pool.workers
+
+    def tell(self, command: ControlMessage) -> None:
+        """Tell all workers what has no reply."""
+        for worker in self.workers:
+            worker.write(command)
+
+    def hold(self, held: bool) -> None:
+        """Have the workers make no inner step while they are held: these, and those that are started in their place."""
+        self._is_held = held
+        self.tell(Hold(held=held))
+
+    async def wait_for_death(self) -> DilocoPeerError:
+        """Return what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
+        return await asyncio.shield(self._death)
+
+    async def close(self) -> None:
+        """End the workers. Leaves no process behind."""
+        self._is_closing = True
+        await self._end_workers()
+        await self.requests.idle()
+        await self._end_workers()  # what a request had started meanwhile
+        if self.memory_descriptor >= 0:
+            os.close(self.memory_descriptor)
+            self.memory_descriptor = -1
+
+    # Starting and ending ---------------------------------------------------------------------------------------------
+    def _new_pool(self) -> WorkerPool:
+        return WorkerPool(Inherited(self.memory_descriptor), lambda: not self._is_closing)
+
+    async def start(self, fresh: bool = True) -> Configured:
+        """Start workers, and have them build model and data: seconds, mostly imports. If `fresh`, they put the initial
+        theta into the memory.
+
+        Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
+        """
+        self.pool, self._may_go_on = self._new_pool(), False
+        await self.pool.start(self._options)
+        self._watching = asyncio.create_task(self._watch(self.workers))
+        if self._is_held:
+            self.hold(True)
+        commands = self.pool.commands(self._config, self._options, fresh)
+        try:
+            with CompilerWatch(self.workers, self._lose):
+                answers = await self._exchange(commands, Configured)
+        except CompilerHangError as error:
+            logger.warning("%s The workers start again and do not compile, which would be faster.", error.message)
+            self._options = replace(self._options, compile=False)
+            return await self._start_again()
+        self._micro_batch = answers[0].micro_batch
+        if self._options.micro_batch is None and self._options.trains:
+            tell_micro_batch(self._config.training, len(self.workers), self._micro_batch)
+        HEALTH.well("workers")
+        return answers[0]
+
+    async def _start_again(self) -> Configured:
+        """Start workers in the place of others, which have put the initial theta where it belongs."""
+        await self._end_workers()
+        self._lost = None
+        return await self.start(fresh=False)
+
+    async def _restart(self) -> None:
+        await self._start_again()
+        if self.kept_moments is not None:
+            await self.moments.recall_if_possible(*self.kept_moments)
+
+    async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
+        deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
+        try:
+            done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+            self._lose(next(iter(done)).result())
+        finally:
+            for death in deaths:
+                death.cancel()
+            await asyncio.gather(*deaths, return_exceptions=True)
+
+    def _lose(self, error: DilocoPeerError) -> None:
+        """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
+        self._lost = self._lost or error
+        HEALTH.failing("workers", error.message)
+        self._kill()
+        can_be_got_round = isinstance(self._lost, CompilerHangError)  # by not compiling
+        if not self._restarts.left and not can_be_got_round:
+            self._die(error)
+
+    def _die(self, error: DilocoPeerError) -> None:
+        self._kill()
+        if not self._death.done():
+            self._death.set_result(error)
+
+    def _kill(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+    async def _end_workers(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        await asyncio.gather(*(worker.close() for worker in self.workers))
+
+    # Commands --------------------------------------------------------------------------------------------------------
+    async def insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
+        """Ask again, for as long as new workers take the place of lost ones. Raises: as `ask`."""
+        while True:
+            with suppress(WorkersRestartedError):
+                return await self.ask(command, answer, workers)
+
+    async def ask(
+        self,
+        command: ControlMessage,
+        answer: type[Answer],
+        workers: int | None = None,
+        on_report: Callable[[Report], None] | None = None,
+    ) -> Answer:
+        """Give all workers, or only the first, a command, and return the first one's answer.
+
+        This is the one place that decides what becomes of workers that fail. Lost ones are replaced, also those that
+        died while nobody needed them; the count of restarts begins anew with each training that ends well, and, where
+        nothing is trained, with each answer.
+
+        Raises: WorkersRestartedError when they were lost, or short of memory, in this request, and others have been
+        started; otherwise their error.
+        """
+        if self._lost is not None:
+            await self._replace_after(self._lost)
+        try:
+            if isinstance(command, RunInnerLoop) and command.goes_on and not self._may_go_on:
+                raise WorkersRestartedError  # those that could go on were lost before
+            [answered, *_] = await self._exchange([command] * (workers or len(self.workers)), answer, on_report)
+        except (DeviceMemoryError, *LOST) as error:
+            await self._replace_after(error)
+            raise WorkersRestartedError from error
+        except DilocoPeerError as error:
+            if len(self.workers) > 1 and workers is None:
+                self._die(error)  # the others wait for the one that failed
+            raise
+        self._may_go_on = self._may_go_on or isinstance(answered, InnerLoopDone)
+        if isinstance(answered, InnerLoopDone) or not self._options.trains:
+            self._restarts.begin_anew()
+        return answered
+
+    async def _replace_after(self, error: DilocoPeerError) -> None:
+        """Start workers in the place of lost ones, whose moments are lost, too; again, if those are lost as they start.
+
+        Raises: what makes that impossible; the workers are then dead.
+        """
+        is_starting = False
+        try:
+            while True:
+                if self._is_closing:
+                    raise error
+                micro_batch = self._restarts.after(error, self._micro_batch, is_starting)
+                if micro_batch is not None:
+                    self._options = replace(self._options, micro_batch=micro_batch)
+                try:
+                    return await self._restart()
+                except (DeviceMemoryError, *LOST) as again:
+                    error, is_starting = again, True
+        except DilocoPeerError as final:
+            self._die(final)
+            raise
+
+    async def _exchange(
+        self,
+        commands: Sequence[ControlMessage],
+        answer: type[Answer],
+        on_report: Callable[[Report], None] | None = None,
+    ) -> list[Answer]:
+        """Give each of the first workers its command; return their answers. Raises: why they are lost, or one fails."""
+        try:
+            return await self.pool.exchange(commands, answer, self.requests.hold, on_report)
+        except Exception as error:
+            raise (self._lost or error) from None
+
+
+class WorkerPool:
+    """The present workers of a volunteer, ordered by rank: started, and told what each of them is. Made empty."""
+
+    def __init__(self, memory: Inherited, is_wanted: Callable[[], bool]) -> None:
+        self.workers: list[WorkerProcess] = []
+        self._memory = memory
+        self._is_wanted = is_wanted
+        self._devices: list[str] = []
+        self._threads = 1
+        self._port = 0
+
+    async def start(self, options: WorkerOptions) -> None:
+        """Start as many workers as this machine has devices; the first, which is there in any case, counts its GPUs.
+
+        Raises: MachineError when there are too few; WorkerError when one dies, or none are wanted any more.
+        """
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            self._port = listener.getsockname()[1]
+            threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # at most
+            first = await WorkerProcess.start(self._memory._replace(listener=listener.fileno()), threads)
+        self.workers.append(first)
+        if not self._is_wanted():
+            raise WorkerError("no workers are wanted any more.")
+        gpus = 0
+        if needs_gpu_count(options):
+            gpus = (await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)).gpus
+        self._devices = choose_devices(options, gpus)
+        self._threads = choose_threads(options, self._devices, usable_cores())
+        for _ in self._devices[1:]:
+            self.workers.append(await WorkerProcess.start(self._memory, self._threads))
+        start_up = StartUp()
+
+        def heard(stage: str, share: float | None) -> None:
+            start_up.heard(stage, share)
+            at_stage(stage, share)  # for whoever watches this process
+
+        first.on_stage = heard  # the others do the same
+        if len(self.workers) > 1:
+            for rank, worker in enumerate(self.workers):
+                worker.name = f"worker {rank} of {len(self.workers)}"
+
+    @property
+    def device(self) -> str:
+        """What they train on, in words."""
+        first, *others = self._devices
+        return f"{len(self._devices)} x {first.partition(':')[0]}" if others else first
+
+    def commands(self, config: RunConfig, options: WorkerOptions, fresh: bool) -> list[Configure]:
+        """Return what each worker is to be told, in their order."""
+        content = config.to_manifest_content()
+        return [
+            Configure(
+                manifest_content=content,
+                options=options,
+                threads=self._threads,
+                device=device,
+                rank=rank,
+                workers=len(self.workers),
+                port=self._port,
+                fresh=fresh,
+            )
+            for rank, device in enumerate(self._devices)
+        ]
+
+    async def exchange(
+        self,
+        commands: Sequence[ControlMessage],
+        answer: type[Answer],
+        hold: Callable[[asyncio.Task[Answer]], asyncio.Task[Answer]],
+        on_report: Callable[[Report], None] | None = None,
+    ) -> list[Answer]:
+        """Give each of the first workers its command, in tasks that are kept by `hold`; return their answers.
+
+        Raises: what most probably was the cause, when one fails.
+        """
+        report = on_report or (lambda report: None)
+        pairs = zip(self.workers, commands, strict=False)
+        tasks = [hold(asyncio.create_task(worker.exchange(command, answer, report))) for worker, command in pairs]
+        _, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
+        errors = [error for task in tasks if task.done() and (error := task.exception())]
+        if errors:
+            raise min(errors, key=_is_unexpected)
+        return [task.result() for task in tasks]
+
+
+def _is_unexpected(error: BaseException) -> bool:
+    """Return whether this is such as what a collective raises when another worker is gone."""
+    return isinstance(error, UnexpectedWorkerError)
+
+
+class WorkersMoments:
+    """Moves the inner optimizer's state out of the present `workers` and into them: through a file, one request after
+    another.
+
+    Training of a single worker need not end for it; that of several must, since they are not at the same step at the
+    same time. `is_over` says whether nobody will take the place of a worker that is gone.
+    """
+
+    def __init__(
+        self,
+        requests: RequestQueue,
+        workers: Callable[[], Sequence[WorkerProcess]],
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._requests = requests
+        self._workers = workers
+        self._is_over = is_over
+        self._turn = asyncio.Lock()
+
+    async def keep(self, path: Path, run: str, index: int) -> None:
+        """Have workers write them into a file (see inner/moments_file.py), after `index` outer steps of a run. What is
+        there if that fails is of no use.
+
+        Raises: SnapshotError when there are none, or the file cannot be written; WorkerError when a worker dies.
+        """
+        await self._finish(lambda: self._tell_all(KeepMoments(path=str(path.absolute()), run=run, index=index)))
+
+    async def recall(self, path: Path, run: str) -> None:
+        """Have the inner optimizer go on with those in a file. Raises: as `keep`."""
+        await self._finish(lambda: self._read(RecallMoments(path=str(path.absolute()), run=run)))
+
+    async def recall_at_once(self, path: Path, run: str) -> None:
+        """Do the same for workers that are new, in the middle of a request. Raises: as `keep`."""
+        async with self._turn:
+            await self._read(RecallMoments(path=str(path.absolute()), run=run))
+
+    async def recall_if_possible(self, path: Path, run: str) -> None:
+        """Do the same where these moments can be used; otherwise the inner optimizer begins anew."""
+        try:
+            await self.recall_at_once(path, run)
+        except SnapshotError as error:
+            logger.warning("the inner optimizer begins anew: %s: %s", path, error)
+        else:
+            logger.info("the inner optimizer goes on with what %s has", path)
+
+    async def _finish(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """It goes on to its end even if we are cancelled."""
+
+        async def in_turn() -> None:
+            async with self._turn:
+                await work()
+
+        if len(self._workers()) == 1:
+            task = self._requests.hold(asyncio.create_task(in_turn()))
+        else:
+            task = self._requests.add(in_turn)
+        await asyncio.shield(task)
+
+    async def _read(self, command: RecallMoments) -> None:
+        """Have all workers read moments.
+
+        When some have read them and others could not, all begin anew. Otherwise they would go on with moments of
+        different times, and with different learning rates.
+        """
+        have_read = list[WorkerProcess]()
+
+        async def read(worker: WorkerProcess) -> None:
+            await worker.move_moments(command)
+            have_read.append(worker)
+
+        try:
+            await self._gather(map(read, self._workers()))
+        except SnapshotError:
+            if have_read:
+                await self._tell_all(ForgetMoments())
+            raise
+
+    async def _tell_all(self, command: MoveMoments) -> None:
+        await self._gather(worker.move_moments(command) for worker in self._workers())
+
+    async def _gather(self, moves: Iterable[Awaitable[object]]) -> None:
+        """Return once all of them have ended. Raises: what one of them does."""
+        moved = await asyncio.gather(*moves, return_exceptions=True)
+        problems = [said for said in moved if isinstance(said, BaseException)]
+        if problems and isinstance(problems[0], WorkerDeathError) and not self._is_over():
+            raise SnapshotError("the worker is gone")  # another takes its place
+        if problems:
+            raise problems[0]
+
+
+class Restarts:
+    """Up to `allowed` restarts in a row; and once, after a device ran out of memory, half the micro-batch instead."""
+
+    def __init__(self, allowed: int) -> None:
+        self._allowed = self.left = allowed
+        self._has_halved = False
+
+    def begin_anew(self) -> None:
+        """All went well: count from none."""
+        self.left = self._allowed
+
+    def after(self, error: DilocoPeerError, micro_batch: int, is_starting: bool) -> int | None:
+        """Return with how many windows at once to start the next workers; None: with as many as before.
+
+        `error` is how the present ones failed, which put `micro_batch` windows through at once; `is_starting`, that
+        they did so while they started.
+
+        Raises: the error, when there is to be no other start.
+        """
+        is_short = isinstance(error, DeviceMemoryError)
+        if is_short and not self._has_halved and micro_batch > 1:
+            self._has_halved = True
+            half = micro_batch // 2
+            logger.warning(
+                "%s The workers start again with %d windows at once instead of %d; --micro-batch %d does so at once.",
+                *(error.message, half, micro_batch, half),
+            )
+            return half
+        if not self.left or (is_short and not is_starting):
+            raise error
+        self.left -= 1
+        logger.warning("%s The workers start again, without what they did last.", error.message)
+        return None
+
+
+class CompilerWatch:
+    """While the context is open, calls `on_hang` once if workers do not come to an end after one began to compile."""
+
+    def __init__(self, workers: Sequence[WorkerProcess], on_hang: Callable[[CompilerHangError], None]) -> None:
+        self._told = [(worker, worker.on_stage) for worker in workers]
+        self._on_hang = on_hang
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        for worker, tell in self._told:
+            worker.on_stage = partial(self._heard, tell)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker, tell in self._told:
+            worker.on_stage = tell
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _heard(self, tell: Callable[[str, float | None], None], stage: str, share: float | None) -> None:
+        tell(stage, share)
+        if stage in WITH_A_COMPILER and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(COMPILING_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        error = CompilerHangError(
+            f"a worker's compiler has not come to an end in {COMPILING_SECONDS / 60:.0f} minutes.", "Use --no-compile."
+        )
+        self._on_hang(error)
+
+
+class RequestQueue:
+    """They queue up behind one another, and each goes on to its end even when nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks only weakly
+
+    def add(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> asyncio.Task[Result]:
+        """Its turn comes when all that were added before are done. Wait for it with `asyncio.shield`."""
+
+        async def in_turn() -> Result:
+            async with self._turn:
+                return await work()
+
+        return self.hold(asyncio.create_task(in_turn()))
+
+    def hold(self, task: asyncio.Task[Result]) -> asyncio.Task[Result]:
+        """Keep a task until it ends; should it fail while nobody waits for it, asyncio prints nothing."""
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    async def idle(self) -> None:
+        """Returns once all of them have ended."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
