@@ -39,8 +39,8 @@ swarm: $(READY) ## the tests of real processes
 
 # Lives, the emulated tests and wheels wait for no clock: they may have what time the tests of real processes leave.
 lives: $(READY) ## 2,200 random lives of simulated swarms; a few others are among the tests, too
-	nice -n 19 $(BIN)/python -m peers.simulator.schedules --first 10000 --seeds 2000
-	nice -n 19 $(BIN)/python -m peers.simulator.schedules --first 20000 --seeds 200 --fragments 3
+	nice -n 19 $(BIN)/python -m tests.simulator.schedules --first 10000 --seeds 2000
+	nice -n 19 $(BIN)/python -m tests.simulator.schedules --first 20000 --seeds 200 --fragments 3
 
 neon: ## the C tests for 64-bit ARM, emulated (needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user)
 	nice -n 19 $(MAKE) --no-print-directory -C native check-neon

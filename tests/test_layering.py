@@ -67,7 +67,7 @@ def test_there_is_something_to_check() -> None:
     assert {"opendiloco.kernels.operations", "peers.errors"} <= {module_name(path) for path in SOURCES}
 
 
-@pytest.mark.parametrize("imported", ["opendiloco", "torch", "transformers", "datasets"])
+@pytest.mark.parametrize("imported", ["opendiloco", "tests", "torch", "transformers", "datasets"])
 def test_peers_knows_nothing_of_training(imported: str) -> None:
     assert not {module for module in importers(imported) if is_in(module, "peers")}
 
@@ -87,7 +87,6 @@ IMPORTS: dict[str, set[str]] = {
     "transfer": {"values", "log", "presence", "protocol", "streams"},
     "net": {"values", "presence", "streams", "links"},
     "driver": {"values", "log", "presence", "protocol", "streams", "links", "transfer"},
-    "simulator": {"values", "log", "presence", "protocol", "streams", "transfer"},
 }
 """The rooms of peers, as docs/architecture.md draws them. All of them may import errors."""
 COUNTING = {"links", "net", "driver"}
@@ -132,10 +131,6 @@ def test_remote_storage_is_behind_one_module() -> None:
 
 def test_the_web_server_is_behind_one_room() -> None:
     assert {module.rpartition(".")[0] for module in importers("aiohttp")} == {"opendiloco.dashboard"}
-
-
-def test_no_peer_needs_the_simulation() -> None:
-    assert not importers("peers.simulator")
 
 
 def test_compiled_kernels_are_behind_their_wrapper() -> None:

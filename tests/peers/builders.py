@@ -49,12 +49,12 @@ from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt, Held, Holder, Round, Share, Stance
 from peers.protocol.showings import Showings
 from peers.protocol.states import State
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.chunks import PayloadSize, split_evenly
 from peers.values.leases import Lease, SampleRange
 from peers.values.sum_tree import Sum, SumTree
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, PayloadKind, Trained
+from tests.simulator.simulated_keys import SimulatedKeys
 
 RUN = "tiny"
 MANIFEST = digest_of(b"manifest")

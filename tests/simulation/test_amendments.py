@@ -15,12 +15,12 @@ import pytest
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.events import AmendmentSeen
 from peers.protocol.schedule import Schedule
-from peers.simulator.schedules import LONGEST_TRAINING, agreed, draw_life, live
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulation import Swarm
 from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
+from tests.simulator.schedules import LONGEST_TRAINING, agreed, draw_life, live
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulation import Swarm
 
 ORGANISER, STRANGER = Identity.of_seed(bytes(32)), Identity.of_seed(bytes(31) + b"1")
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from peers.log.settings import Timing
-from peers.simulator.simulated_keys import SimulatedKeys
-from peers.simulator.simulation import Swarm
 from peers.values.anchors import AnchoredHead, Anchors
 from tests.simulation.test_weaknesses import SETTINGS, reach
+from tests.simulator.simulated_keys import SimulatedKeys
+from tests.simulator.simulation import Swarm
 
 ANCHOR = "anchor"
 KEYS = (ANCHOR, "archive")

@@ -11,12 +11,12 @@ import pytest
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import Trouble
 from peers.protocol.messages import Begin, Message, Prove
-from peers.simulator.fault_lies import FAULT_LIES
-from peers.simulator.malice import KINDS, Deceit, plant
-from peers.simulator.schedules import agreed, draw_life, live, report
-from peers.simulator.simulation import Swarm
 from peers.values.wire import digest_of
 from tests.simulation.test_blame import understates
+from tests.simulator.fault_lies import FAULT_LIES
+from tests.simulator.malice import KINDS, Deceit, plant
+from tests.simulator.schedules import agreed, draw_life, live, report
+from tests.simulator.simulation import Swarm
 
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, Timing())
 LIAR = "peer3"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from peers.protocol.effects import Dropped
-from peers.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
-from peers.simulator.simulation import Swarm
 from peers.values.workload import BadBlocksError, Blocks, Reduction, Trained
 from tests.simulation.test_schedules import swarm_of, the_honest_go_on
+from tests.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
+from tests.simulator.simulation import Swarm
 
 LIAR = "peer2"
 SPOILT = b"\xff" * BLOCK_BYTES

@@ -10,8 +10,8 @@ import pytest
 
 from peers.log.settings import Timing
 from peers.protocol.effects import TokensLost
-from peers.simulator.simulation import Swarm
 from tests.simulation.test_schedules import SETTINGS
+from tests.simulator.simulation import Swarm
 
 PEERS = 5
 BATCH = 15

@@ -10,13 +10,13 @@ import pytest
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.averages import Averages
 from peers.protocol.effects import Note, SendChunk
-from peers.simulator.schedules import agreed
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulation import Swarm
 from peers.transfer.inspection import inspection, offer
 from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of
 from peers.values.workload import Trained
+from tests.simulator.schedules import agreed
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulation import Swarm
 
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, Timing())
 LIAR = "peer4"

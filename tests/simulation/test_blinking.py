@@ -10,9 +10,9 @@ import pytest
 
 from peers.log.settings import Timing
 from peers.protocol.schedule import Schedule
-from peers.simulator.schedules import EVENLY, INNER_STEPS
-from peers.simulator.simulation import Swarm
 from tests.simulation.test_schedules import SETTINGS
+from tests.simulator.schedules import EVENLY, INNER_STEPS
+from tests.simulator.simulation import Swarm
 
 PEERS = 5
 SEEDS = 20

@@ -19,10 +19,10 @@ from peers.protocol.rounds import Attempt, Held
 from peers.protocol.schedule import Schedule
 from peers.protocol.states import State
 from peers.protocol.troubles import LOOK_AGAIN
-from peers.simulator.history import InvariantError
-from peers.simulator.simulated_keys import SimulatedKeys
-from peers.simulator.simulation import REACH_DELAY, Faults, Pair, Swarm
 from peers.values.wire import digest_of
+from tests.simulator.history import InvariantError
+from tests.simulator.simulated_keys import SimulatedKeys
+from tests.simulator.simulation import REACH_DELAY, Faults, Pair, Swarm
 
 TIMING = Timing()
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 1, TIMING)

@@ -14,11 +14,11 @@ from peers.log.certificate import Certificate
 from peers.protocol.certifier import Certifier
 from peers.protocol.effects import Send
 from peers.protocol.messages import Begin
-from peers.simulator import crowds
-from peers.simulator.crowds import LARGEST, SCENES, Bar, bars
-from peers.simulator.simulated_keys import SimulatedKeys
-from peers.simulator.tape import play, replayed
 from peers.values.wire import pack
+from tests.simulator import crowds
+from tests.simulator.crowds import LARGEST, SCENES, Bar, bars
+from tests.simulator.simulated_keys import SimulatedKeys
+from tests.simulator.tape import play, replayed
 
 PEERS = 6
 

@@ -13,11 +13,11 @@ from peers.protocol.effects import SendChunk
 from peers.protocol.events import Event, HeartbeatsSeen
 from peers.protocol.messages import Inquire, Message
 from peers.protocol.rounds import Attempt
-from peers.simulator.schedules import EVENLY
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulation import TICK, Swarm
 from peers.transfer.admission import Admitted, ChunkHeader
 from tests.simulation.test_schedules import SETTINGS
+from tests.simulator.schedules import EVENLY
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulation import TICK, Swarm
 
 LIAR = "peer0"
 NEAR, FAR = ("peer1", "peer2"), ("peer3", "peer4")

@@ -17,13 +17,13 @@ from peers.protocol.gathering import Gathering
 from peers.protocol.leader import Leader
 from peers.protocol.messages import Excluded, LeaseRequest, Message, Ready
 from peers.protocol.rounds import Attempt, Round
-from peers.simulator.leading_lies import KeepsFew
-from peers.simulator.liars import Lie
-from peers.simulator.malice import KINDS, Deceit, plant
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulation import Faults, Swarm
 from tests.simulation.test_malice import QUICK
 from tests.simulation.test_weaknesses import SETTINGS
+from tests.simulator.leading_lies import KeepsFew
+from tests.simulator.liars import Lie
+from tests.simulator.malice import KINDS, Deceit, plant
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulation import Faults, Swarm
 
 FIVE, SEVEN = ("peer0", "peer1"), ("peer0", "peer1", "peer2")
 """The liars among so many: nearly half, and the first who could lead."""

@@ -13,10 +13,10 @@ from itertools import cycle
 import pytest
 
 from peers.log.header import Header
-from peers.simulator.schedules import agreed
-from peers.simulator.simulation import Faults, Swarm
 from peers.values.leases import sample_count
 from tests.simulation.test_schedules import SETTINGS, watched
+from tests.simulator.schedules import agreed
+from tests.simulator.simulation import Faults, Swarm
 
 EPOCH = 4000
 PEERS = 6

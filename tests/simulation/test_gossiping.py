@@ -9,9 +9,9 @@ import pytest
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.news import News, Request
 from peers.presence.voice import Pace
-from peers.simulator import gossip_costs
-from peers.simulator.gossiping import TIMEOUT, TIMING, Crowd, GossipingPeer, Weather
 from peers.values.wire import pack
+from tests.simulator import gossip_costs
+from tests.simulator.gossiping import TIMEOUT, TIMING, Crowd, GossipingPeer, Weather
 
 BAD_WEATHER = Weather(loss=0.03, cut=0.08, relayed=0.1)
 MANY = 1000

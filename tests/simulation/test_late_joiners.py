@@ -8,11 +8,11 @@ import pytest
 
 from peers.log import branch, lineage
 from peers.protocol import search
-from peers.simulator.history import InvariantError
-from peers.simulator.schedules import agreed
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulation import Swarm
 from tests.simulation.test_schedules import SETTINGS, Fetches, goes_on
+from tests.simulator.history import InvariantError
+from tests.simulator.schedules import agreed
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulation import Swarm
 
 EVERY = 5
 PLENTY = 100_000

@@ -15,11 +15,13 @@ from peers.log import electorate
 from peers.log.settings import Timing
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.schedule import Schedule
-from peers.simulator.history import InvariantError
-from peers.simulator.leading_lies import LEADERS_LIES, GivesNoLease
-from peers.simulator.liars import Liar
-from peers.simulator.malice import KINDS, Deceit, plant
-from peers.simulator.schedules import (
+from peers.transfer.snapshot_fetch import Offered, Vouched
+from tests.simulation.test_schedules import SETTINGS
+from tests.simulator.history import InvariantError
+from tests.simulator.leading_lies import LEADERS_LIES, GivesNoLease
+from tests.simulator.liars import Liar
+from tests.simulator.malice import KINDS, Deceit, plant
+from tests.simulator.schedules import (
     CALM,
     EVENLY,
     FAST,
@@ -31,9 +33,7 @@ from peers.simulator.schedules import (
     live,
     report,
 )
-from peers.simulator.simulation import Swarm
-from peers.transfer.snapshot_fetch import Offered, Vouched
-from tests.simulation.test_schedules import SETTINGS
+from tests.simulator.simulation import Swarm
 
 SEEDS = 40
 BATCH = 10

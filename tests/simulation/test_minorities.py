@@ -9,9 +9,9 @@ import pytest
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.settings import Timing
 from peers.protocol.states import State
-from peers.simulator.schedules import agreed
-from peers.simulator.simulation import Swarm
 from tests.simulation.test_weaknesses import SETTINGS, at_work, swarm_of
+from tests.simulator.schedules import agreed
+from tests.simulator.simulation import Swarm
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=60.0)
 FEW, MANY = ("peer3", "peer4"), ("peer0", "peer1", "peer2")

@@ -14,9 +14,9 @@ import pytest
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import ReduceChunk
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulation import Swarm
 from peers.values.wire import digest_of
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulation import Swarm
 
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 100, 200, 10, 1, Timing())
 STEP_SECONDS = 3.0

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from peers.protocol.effects import Trouble
-from peers.simulator.simulation import Swarm
 from tests.simulation.test_schedules import SETTINGS, swarm_of
+from tests.simulator.simulation import Swarm
 
 PROBATION = replace(SETTINGS, probation=3)
 SYBILS = [f"sybil{number}" for number in range(6)]

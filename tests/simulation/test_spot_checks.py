@@ -8,11 +8,11 @@ import pytest
 
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.messages import Begin, Message
-from peers.simulator.history import InvariantError
-from peers.simulator.malice import Deceit, plant
-from peers.simulator.simulation import Swarm
-from peers.simulator.spot_checks import check_averages
 from peers.values.wire import digest_of
+from tests.simulator.history import InvariantError
+from tests.simulator.malice import Deceit, plant
+from tests.simulator.simulation import Swarm
+from tests.simulator.spot_checks import check_averages
 
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, Timing())
 LIAR = "peer3"

@@ -23,16 +23,16 @@ from peers.protocol.events import Event, HeartbeatsSeen, PayloadFetched, Receive
 from peers.protocol.messages import Accuse, Begin, Commit, Complete, Message, Ready
 from peers.protocol.rounds import Attempt, Held
 from peers.protocol.states import State
-from peers.simulator.history import InvariantError
-from peers.simulator.schedules import agreed, draw_life, live
-from peers.simulator.simulated_keys import SimulatedKeys
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulation import Swarm
 from peers.transfer.snapshot_fetch import Offered, Vouched
 from peers.transfer.snapshots import SnapshotOffer
 from peers.values.amendments import Amendment
 from peers.values.wire import digest_of
 from tests.simulation.test_broken_links import Tally
+from tests.simulator.history import InvariantError
+from tests.simulator.schedules import agreed, draw_life, live
+from tests.simulator.simulated_keys import SimulatedKeys
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulation import Swarm
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING)

@@ -30,7 +30,6 @@ from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import Effect, Send, SendChunk
 from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import Message
-from peers.simulator.liars import LiarsPacker, Lie, Means
 from peers.streams.channel import Buffer, Serve
 from peers.streams.throttle import Caps
 from peers.values.amendments import Amendment
@@ -38,6 +37,7 @@ from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, Reduction
+from tests.simulator.liars import LiarsPacker, Lie, Means
 from tests.swarm import terms
 from tests.swarm.fault_peer import UnhurriedWorkload
 from tests.swarm.real_lies import LIES, RealLie

@@ -17,10 +17,6 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.news import News, Request, Whole
 from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.effects import SendChunk
-from peers.simulator.leading_lies import HandsOnItsOwn, RefusesAll
-from peers.simulator.liars import Lie
-from peers.simulator.lies import Accuser, AllAbsent, FalseRate, FalseState, InventedHeld, InventedLog
-from peers.simulator.mixtures import UnaskedCommits
 from peers.streams.channel import Buffer, PeerUnreachableError, Serve
 from peers.transfer.headers import BYTES_LIMIT, HEADERS, HeadersRequest
 from peers.transfer.payloads import PAYLOAD, PayloadRequest
@@ -28,6 +24,10 @@ from peers.transfer.snapshots import SNAPSHOT, SnapshotOffer, SnapshotRequest
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, pack, unpack
+from tests.simulator.leading_lies import HandsOnItsOwn, RefusesAll
+from tests.simulator.liars import Lie
+from tests.simulator.lies import Accuser, AllAbsent, FalseRate, FalseState, InventedHeld, InventedLog
+from tests.simulator.mixtures import UnaskedCommits
 
 if TYPE_CHECKING:
     from tests.swarm.liar_peer import LyingDriver

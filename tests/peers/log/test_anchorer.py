@@ -8,10 +8,10 @@ import pytest
 
 from peers.log.anchorer import ANCHORED, STRETCH, Anchorer, AnchorFileError, CannotAnchorError
 from peers.log.folder import MemoryLog
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.anchors import AnchoredHead, Anchors
 from tests.peers.builders import LOG, RUN
 from tests.peers.transfer.test_lineage_fetch import Past
+from tests.simulator.simulated_keys import SimulatedKeys
 
 VERIFY = SimulatedKeys("any").verify
 NOBODY = Anchors(RUN, ("z", "y"))

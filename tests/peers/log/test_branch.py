@@ -11,10 +11,10 @@ from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate, CertificateError, Proof
 from peers.log.header import Header
 from peers.log.state import LogError, LogState
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.anchors import AnchoredHead, Anchors
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, RUN, commit, first_log, member
+from tests.simulator.simulated_keys import SimulatedKeys
 
 VERIFY = SimulatedKeys("b").verify
 START = first_log()

@@ -14,7 +14,6 @@ from peers.log.state import LogState
 from peers.protocol.effects import Effect, TokensLost
 from peers.protocol.events import PayloadFetched, PayloadNotFetched, SnapshotRestored, TrainingProgress, Undelivered
 from peers.protocol.peer import Peer
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
 from tests.peers.builders import (
@@ -30,6 +29,7 @@ from tests.peers.builders import (
     of,
 )
 from tests.peers.protocol.test_peer import OTHER, ahead_by, at_second, fetching, told
+from tests.simulator.simulated_keys import SimulatedKeys
 
 
 def entries_after(log: LogState, *names: str) -> list[Header]:

@@ -13,9 +13,9 @@ from peers.protocol.agreement import SILENCE, Agreement
 from peers.protocol.certifier import OPEN_LIMIT
 from peers.protocol.desk import Desk
 from peers.protocol.messages import Complete, Prepared, Waiting
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
 from tests.peers.builders import PAYLOAD, PAYLOADS, SETTINGS, TIMING, attempt, beat, first_log, sends
+from tests.simulator.simulated_keys import SimulatedKeys
 
 LOG = first_log()
 OTHER = digest_of(b"another payload")

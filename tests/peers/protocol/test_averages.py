@@ -10,10 +10,10 @@ from peers.protocol.exchange import Exchange
 from peers.protocol.messages import Accuse, Begin, Compare, Marked
 from peers.protocol.rounds import Round
 from peers.protocol.signed_averages import Averaged, Origin
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of, field_names
 from tests.peers.builders import attempt, first_log, judge, sends
 from tests.peers.protocol.test_exchange import AT, SECOND, round_among
+from tests.simulator.simulated_keys import SimulatedKeys
 
 OURS, THEIRS = digest_of(b"ours"), digest_of(b"theirs")
 LOG = first_log()

@@ -10,7 +10,6 @@ from peers.protocol.certifier import FANOUT, OPEN_LIMIT, Certifier, told_by
 from peers.protocol.effects import Apply, Dropped, FetchPayload
 from peers.protocol.messages import Abort, Commit, Complete
 from peers.protocol.states import State
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
 from tests.peers.builders import (
     LOG,
@@ -26,6 +25,7 @@ from tests.peers.builders import (
     sends,
     vote,
 )
+from tests.simulator.simulated_keys import SimulatedKeys
 
 
 def at_second() -> Rig:

@@ -15,7 +15,6 @@ from peers.protocol.events import HeartbeatsSeen, ReachSeen
 from peers.protocol.messages import Abort, Adopt, Ready
 from peers.protocol.rounds import Disclaimer, Holder, Stance
 from peers.protocol.states import State
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.reach import Reach
 from peers.values.wire import digest_of
 from tests.peers.builders import (
@@ -32,6 +31,7 @@ from tests.peers.builders import (
     of,
     ready,
 )
+from tests.simulator.simulated_keys import SimulatedKeys
 
 VOTERS = "abcde"
 FIVE = LOG.append(LOG.next_header([member(name, 20 * n, 20 * n + 20) for n, name in enumerate(VOTERS)], PAYLOAD))

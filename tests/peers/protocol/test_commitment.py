@@ -9,10 +9,10 @@ import pytest
 
 from peers.log.header import Position
 from peers.protocol.commitment import Commitment, Evidence
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocks
 from tests.peers.builders import SIZE, attempt, author, commitment, evidence, first_log, inspect
+from tests.simulator.simulated_keys import SimulatedKeys
 
 LOG = first_log()
 VERIFY = SimulatedKeys("anybody").verify

@@ -8,10 +8,10 @@ from peers.log.state import LogState
 from peers.protocol.averages import Averages
 from peers.protocol.effects import Effect, Note
 from peers.protocol.messages import Abort, Accuse, Begin, Compare, Marked
-from peers.simulator.simulated_keys import SimulatedKeys
 from tests.peers.builders import LOG as EMPTY
 from tests.peers.builders import PAYLOAD, TIMING, member, of, sends
 from tests.peers.protocol.test_leader import OTHER, Lead
+from tests.simulator.simulated_keys import SimulatedKeys
 
 
 def log_of(peers: str) -> LogState:

@@ -14,11 +14,11 @@ from peers.protocol import docket as docket_module
 from peers.protocol.commitment import commit_to
 from peers.protocol.docket import KEPT, OF_ONE, Docket, FalseProofError
 from peers.protocol.faults import TwoCommitments
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import COURT, LOG, PAYLOAD, first_log, member
 from tests.peers.builders import author as author_of
+from tests.simulator.simulated_keys import SimulatedKeys
 
 HERE = first_log()
 

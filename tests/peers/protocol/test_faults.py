@@ -21,10 +21,10 @@ from peers.protocol.faults import (
     read_proof,
 )
 from peers.protocol.rounds import Attempt
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.sum_tree import Sum
 from peers.values.wire import WireError, digest_of, pack
 from tests.peers.builders import CONTRIBUTION, COURT, attempt, author, commitment, evidence, first_log, vote
+from tests.simulator.simulated_keys import SimulatedKeys
 
 LOG = first_log()
 AT = attempt(LOG)

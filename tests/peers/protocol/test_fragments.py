@@ -30,7 +30,6 @@ from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.schedule import Schedule
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.leases import SampleRange
 from peers.values.workload import Progress, Trained
 from tests.peers.builders import (
@@ -48,6 +47,7 @@ from tests.peers.builders import (
     sends,
     trained,
 )
+from tests.simulator.simulated_keys import SimulatedKeys
 
 TWO = replace(SETTINGS, fragments=2)
 THREE = replace(SETTINGS, fragments=3, staleness=3)

@@ -38,7 +38,6 @@ from peers.protocol.messages import (
 )
 from peers.protocol.rounds import Held
 from peers.protocol.schedule import MARGIN, Schedule
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
 from tests.peers.builders import (
@@ -65,6 +64,7 @@ from tests.peers.builders import (
     round_of,
     sends,
 )
+from tests.simulator.simulated_keys import SimulatedKeys
 
 LOG = first_log()
 OTHER = digest_of(b"another payload")

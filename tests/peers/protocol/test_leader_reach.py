@@ -13,9 +13,9 @@ from peers.protocol.effects import Effect
 from peers.protocol.leader import Leader
 from peers.protocol.messages import Abort, Begin, Excluded, LeaseGrant, LeaseRequest, Waiting
 from peers.protocol.schedule import Schedule
-from peers.simulator.simulated_keys import SimulatedKeys
 from tests.peers.builders import LOG as EMPTY
 from tests.peers.builders import PAYLOAD, SETTINGS, SIZE, STATE, TIMING, beats, judge, member, ready, sends
+from tests.simulator.simulated_keys import SimulatedKeys
 
 SCHEDULE = Schedule(TIMING)
 

@@ -10,8 +10,8 @@ from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.minority import may_found
-from peers.simulator.simulated_keys import SimulatedKeys
 from tests.peers.builders import LOG, PAYLOADS, SETTINGS, beat, first_log
+from tests.simulator.simulated_keys import SimulatedKeys
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from peers.protocol.internal import EntryMade
 from peers.protocol.part import Part, Row, Table
 from peers.protocol.replica import Replica
 from peers.protocol.states import State
-from peers.simulator.simulated_keys import SimulatedKeys
 from tests.peers.builders import PAYLOAD, PAYLOADS, SETTINGS, STATE, TOKENS, Rig, complete, member, of
 from tests.peers.protocol.test_peer import IN_STATE, MOVES, at_second
+from tests.simulator.simulated_keys import SimulatedKeys
 
 EVENTS = {event for part in PARTS for rows in part.TABLE.values() for event in rows}
 STATES = [(part, state) for part in PARTS for state in part.TABLE]

@@ -7,8 +7,8 @@ import pytest
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk
 from peers.protocol.patience import ATTEMPTS, Patience
-from peers.simulator.simulated_keys import SimulatedKeys
 from tests.peers.builders import PAYLOADS, SETTINGS, attempt, first_log
+from tests.simulator.simulated_keys import SimulatedKeys
 
 
 def patience() -> tuple[Patience, Presence]:

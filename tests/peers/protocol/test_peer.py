@@ -88,7 +88,6 @@ from peers.protocol.schedule import Schedule
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.protocol.troubles import TOLD_AFTER
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.anchors import AnchoredHead, Anchors
 from peers.values.leases import PIECE_LIMIT, SampleRange
 from peers.values.reach import Reach
@@ -119,6 +118,7 @@ from tests.peers.builders import (
     trained,
     vote,
 )
+from tests.simulator.simulated_keys import SimulatedKeys
 
 OTHER = digest_of(b"another payload")
 SCHEDULE = Schedule(TIMING)

@@ -20,7 +20,6 @@ from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit, Inquire
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.search import Search
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.anchors import AnchoredHead, Anchors
 from peers.values.wire import digest_of
 from tests.peers.builders import (
@@ -36,6 +35,7 @@ from tests.peers.builders import (
     member,
     of,
 )
+from tests.simulator.simulated_keys import SimulatedKeys
 
 NEXT = digest_of(b"the state after the entry")
 

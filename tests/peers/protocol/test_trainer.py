@@ -12,10 +12,10 @@ from peers.protocol.effects import StopTraining, TokensLost, Train
 from peers.protocol.events import TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
 from peers.protocol.trainer import STUCK, Trainer, TrainerState
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.leases import SampleRange
 from peers.values.workload import Progress, Trained
 from tests.peers.builders import LOG, PAYLOAD, PAYLOADS, SETTINGS, TIMING, first_log, member
+from tests.simulator.simulated_keys import SimulatedKeys
 
 LEASE = (SampleRange(20, 40),)
 FASTEST = 1000.0

@@ -18,7 +18,6 @@ from peers.protocol.patience import Patience
 from peers.protocol.rounds import Round
 from peers.protocol.schedule import Schedule
 from peers.protocol.states import State
-from peers.simulator.simulated_keys import SimulatedKeys
 from tests.peers.builders import (
     PAYLOAD,
     PAYLOADS,
@@ -39,6 +38,7 @@ from tests.peers.builders import (
     trained,
 )
 from tests.peers.protocol.test_peer import at_second, leading_first
+from tests.simulator.simulated_keys import SimulatedKeys
 
 SCHEDULE = Schedule(TIMING)
 

@@ -16,7 +16,6 @@ from peers.protocol.faults import TwoVotes
 from peers.protocol.messages import Commit, Prove
 from peers.protocol.rounds import Attempt, Round
 from peers.protocol.votes import PLACES, Polls, Votes, signed_both
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.wire import digest_of
 from tests.peers.builders import (
     COURT,
@@ -32,6 +31,7 @@ from tests.peers.builders import (
     vote,
 )
 from tests.peers.protocol.test_peer import at_second
+from tests.simulator.simulated_keys import SimulatedKeys
 
 LOG = first_log()
 VERIFY = SimulatedKeys("b").verify

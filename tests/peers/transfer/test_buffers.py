@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.log.payload import KEPT_AT_LEAST, KeptPayloads, Payload
-from peers.simulator.simulated_workload import SimulatedWorkload
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.chunks import payload_digest
 from peers.values.memory import empty
 from peers.values.wire import digest_of
 from tests.peers.builders import attempt, first_log
+from tests.simulator.simulated_workload import SimulatedWorkload
 
 LOG = first_log()
 AT, NEXT = attempt(LOG), attempt(LOG, 2)

@@ -14,7 +14,6 @@ from peers.log.payload import Payload
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.streams.channel import RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import CannotFollowError, Following
@@ -31,6 +30,7 @@ from peers.values.wire import digest_of, pack
 from peers.values.workload import Blocks
 from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, beat, chain_of, member
 from tests.peers.fakes import BLOCK, Clock, FakeTransport, FakeWorkload
+from tests.simulator.simulated_keys import SimulatedKeys
 
 GENESIS = bytes(32)
 NO_AMENDMENTS: Mapping[int, Amendment] = {}

@@ -13,7 +13,6 @@ from peers.log.chain import Chain, Entry, Stretch
 from peers.log.folder import MemoryLog
 from peers.log.header import Header, Position
 from peers.log.state import LogState
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.transfer import lineage_fetch
 from peers.transfer.headers import HeadersRequest, serve_headers
 from peers.transfer.lineage_fetch import PATIENCE, LineageError, LineageFetch, Told, best_branch
@@ -22,6 +21,7 @@ from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, beat, commit, first_log
 from tests.peers.fakes import FakeTransport, at_once
 from tests.peers.streams.test_throttle import simulate
+from tests.simulator.simulated_keys import SimulatedKeys
 
 FEW = 4
 """Entries that a donor tells at once here."""

@@ -12,7 +12,6 @@ import pytest
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
 from peers.log.payload import Payload
-from peers.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
 from peers.streams import places as places_module
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer.buffers import PayloadBuffers
@@ -34,6 +33,7 @@ from peers.values.wire import DIGEST_BYTES, digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, member
 from tests.peers.fakes import NoChance, at_once
 from tests.peers.streams.test_throttle import now, simulate
+from tests.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
 
 CHUNKS = 300
 SIZE = CHUNK_BLOCKS * BLOCK_BYTES  # of each chunk

@@ -12,7 +12,6 @@ from peers.protocol.contributions import Contributions
 from peers.protocol.events import AverageRefuted
 from peers.protocol.exchange import Exchange
 from peers.protocol.signed_averages import Origin
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.streams.channel import PeerRefusedError, PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import inspection, offer
@@ -31,6 +30,7 @@ from peers.values.workload import BadBlocksError, Reduction
 from tests.peers.builders import RUN, SIZE, TOKENS, commitment
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload
 from tests.peers.protocol.test_exchange import AT, round_among
+from tests.simulator.simulated_keys import SimulatedKeys
 
 CHUNK = 4
 

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.anchors import (
     HEADS_LIMIT,
     KEPT,
@@ -20,6 +19,7 @@ from peers.values.anchors import (
 from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of, pack
+from tests.simulator.simulated_keys import SimulatedKeys
 
 RUN = "tiny"
 VERIFY = SimulatedKeys("any").verify

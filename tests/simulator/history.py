@@ -9,9 +9,9 @@ from peers.log.certificate import Certificate, prove
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
-from peers.simulator.simulated_keys import SimulatedKeys
-from peers.simulator.simulated_workload import GENESIS, stepped
 from peers.values.amendments import Amendment
+from tests.simulator.simulated_keys import SimulatedKeys
+from tests.simulator.simulated_workload import GENESIS, stepped
 
 Place = tuple[bytes, frozenset[bytes]]
 """The head of a cycle, and the digests of those of its entries that are applied."""

@@ -7,13 +7,13 @@ from collections.abc import Coroutine, Sequence
 
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.events import Event, PayloadAssembled
-from peers.simulator.liars import Liar
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulated_workload import run_now
-from peers.simulator.simulation import Swarm
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.spot_check import SpotCheck
 from peers.values.workload import Blocks
+from tests.simulator.liars import Liar
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulated_workload import run_now
+from tests.simulator.simulation import Swarm
 
 
 class SimulatedSpotCheck(SpotCheck):

@@ -34,12 +34,12 @@ from peers.protocol.events import (
     Undelivered,
 )
 from peers.protocol.messages import Message, Unread
-from peers.simulator.history import History
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.trace import brief
 from peers.values.anchors import NO_ANCHORS
 from peers.values.reach import Reach
 from peers.values.wire import WireError
+from tests.simulator.history import History
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.trace import brief
 
 TICK = 1.0  # seconds
 READ_AT_ONCE = 1000

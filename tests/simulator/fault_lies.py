@@ -13,9 +13,9 @@ from peers.protocol.effects import SendChunk
 from peers.protocol.faults import FaultProof, SignedAverage, TwoAverages, TwoCommitments
 from peers.protocol.messages import Begin, Complete, Message, Prove, Ready, Unread
 from peers.protocol.rounds import Attempt
-from peers.simulator.liars import Lie, Means, Said, invented
 from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of, pack
+from tests.simulator.liars import Lie, Means, Said, invented
 
 KEPT = 50
 """Proofs that a liar remembers."""

@@ -10,10 +10,10 @@ from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
 from peers.protocol.events import SnapshotRestored
-from peers.simulator.simulated_workload import digest_of_states
 from peers.transfer.snapshot_fetch import Offered
 from peers.transfer.snapshots import SnapshotOffer
 from peers.values.signing import Verify
+from tests.simulator.simulated_workload import digest_of_states
 
 
 @dataclass(frozen=True)

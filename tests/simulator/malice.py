@@ -6,14 +6,14 @@ import random
 from dataclasses import dataclass
 
 from peers.protocol.schedule import Schedule
-from peers.simulator.fault_lies import FAULT_LIES
-from peers.simulator.history import InvariantError
-from peers.simulator.leading_lies import LEADERS_LIES
-from peers.simulator.liars import Liar, Lie
-from peers.simulator.lies import MEMBERS_LIES
-from peers.simulator.mixtures import MIXED_LIES
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulation import Swarm
+from tests.simulator.fault_lies import FAULT_LIES
+from tests.simulator.history import InvariantError
+from tests.simulator.leading_lies import LEADERS_LIES
+from tests.simulator.liars import Liar, Lie
+from tests.simulator.lies import MEMBERS_LIES
+from tests.simulator.mixtures import MIXED_LIES
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulation import Swarm
 
 KINDS: dict[str, type[Lie]] = MEMBERS_LIES | LEADERS_LIES | MIXED_LIES | FAULT_LIES
 ENTRIES = 2

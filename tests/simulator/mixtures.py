@@ -11,8 +11,8 @@ from peers.log.certificate import Certificate, certify, electorate
 from peers.log.header import Header
 from peers.protocol.messages import Commit, Message, Unread
 from peers.protocol.rounds import Attempt
-from peers.simulator.liars import Lie, Means, Said, invented
 from peers.values.wire import from_plain
+from tests.simulator.liars import Lie, Means, Said, invented
 
 KEPT = 200
 """Messages that a liar remembers."""

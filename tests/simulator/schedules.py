@@ -1,4 +1,4 @@
-"""Random lives of simulated swarms, each drawn from a seed: `python -m peers.simulator.schedules --seeds 1000`."""
+"""Random lives of simulated swarms, each drawn from a seed: `python -m tests.simulator.schedules --seeds 1000`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from itertools import count
 
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.schedule import Schedule
-from peers.simulator.history import InvariantError
-from peers.simulator.malice import KINDS, Deceit, draw_deceits, plant, thrive
-from peers.simulator.simulation import Faults, Swarm
-from peers.simulator.spot_checks import check_averages
 from peers.values.wire import digest_of
+from tests.simulator.history import InvariantError
+from tests.simulator.malice import KINDS, Deceit, draw_deceits, plant, thrive
+from tests.simulator.simulation import Faults, Swarm
+from tests.simulator.spot_checks import check_averages
 
 TRACE_LINES = 60
 HARD = ("kill", "kill", "kill", "leave")  # what only a minority may meet: who comes back has forgotten everything
@@ -271,7 +271,7 @@ def _draw(seed: int, fragments: int, kinds: tuple[str, ...], contributions: floa
 
 def main() -> None:
     """Run seeds; one that fails is shown at its smallest, with the end of its trace."""
-    parser = argparse.ArgumentParser(prog="python -m peers.simulator.schedules", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.simulator.schedules", description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")

@@ -1,4 +1,4 @@
-"""What gossip costs, and how fast it is: `python -m peers.simulator.gossip_costs 16 128 1000`.
+"""What gossip costs, and how fast it is: `python -m tests.simulator.gossip_costs 16 128 1000`.
 
 What a large swarm costs follows from two smaller ones, whose peers say as little as those of the large one, and in one
 of which only some say anything. How fast its news is shows a swarm of its size in which a few speak.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from peers.simulator.gossiping import Crowd, GossipingPeer, Weather
+from tests.simulator.gossiping import Crowd, GossipingPeer, Weather
 
 WEATHER = Weather(loss=0.01, cut=0.05, relayed=0.1)
 START, SETTLE, MEASURE = 30.0, 10.0, 30.0  # seconds; as long as a peer of 1,000 takes from heartbeat to heartbeat

@@ -24,11 +24,11 @@ from peers.protocol.messages import (
     Waiting,
 )
 from peers.protocol.rounds import Attempt
-from peers.simulator.liars import Liar, Lie, Said, invented
-from peers.simulator.simulated_log import Frozen
-from peers.simulator.simulated_peer import SimulatedPeer
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks
+from tests.simulator.liars import Liar, Lie, Said, invented
+from tests.simulator.simulated_log import Frozen
+from tests.simulator.simulated_peer import SimulatedPeer
 
 FAR = 2**61
 """More than any honest run counts up to."""

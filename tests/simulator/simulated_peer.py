@@ -48,17 +48,6 @@ from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.protocol.states import SHOWN_AS, State
-from peers.simulator.history import InvariantError
-from peers.simulator.simulated_keys import SimulatedKeys
-from peers.simulator.simulated_log import Frozen, SimulatedLog, SimulatedShelf, restored
-from peers.simulator.simulated_workload import (
-    Fragment,
-    SimulatedTraining,
-    SimulatedWorkload,
-    digest_of_states,
-    run_now,
-    trained_in,
-)
 from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
@@ -67,6 +56,17 @@ from peers.transfer.inspection import payload_kind
 from peers.transfer.snapshot_fetch import PATIENCE, PAUSE, NotYetVouchedError, Vouched
 from peers.values.reach import Reach
 from peers.values.workload import Progress, SnapshotError, Trained
+from tests.simulator.history import InvariantError
+from tests.simulator.simulated_keys import SimulatedKeys
+from tests.simulator.simulated_log import Frozen, SimulatedLog, SimulatedShelf, restored
+from tests.simulator.simulated_workload import (
+    Fragment,
+    SimulatedTraining,
+    SimulatedWorkload,
+    digest_of_states,
+    run_now,
+    trained_in,
+)
 
 
 class World(Protocol):

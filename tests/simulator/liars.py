@@ -23,19 +23,19 @@ from peers.protocol.messages import Message, Unread
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt, Held, Holder
-from peers.simulator.simulated_keys import SimulatedKeys
-from peers.simulator.simulated_log import Frozen
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulated_workload import BLOCK_BYTES
 from peers.transfer.admission import Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import Reducing
 from peers.values.signing import Keys
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, Reduction
+from tests.simulator.simulated_keys import SimulatedKeys
+from tests.simulator.simulated_log import Frozen
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulated_workload import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from peers.simulator.simulation import Swarm
+    from tests.simulator.simulation import Swarm
 
 Said = Iterator[tuple[str, Message]]
 """Messages, and to whom."""

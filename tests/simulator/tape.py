@@ -18,10 +18,10 @@ from peers.protocol.effects import Effect, Send
 from peers.protocol.events import Event, Received
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
-from peers.simulator.simulated_keys import SimulatedKeys
 from peers.values.chunks import PayloadSize
 from peers.values.identity import Identity, verify
 from peers.values.workload import PayloadKind
+from tests.simulator.simulated_keys import SimulatedKeys
 
 
 @dataclass(frozen=True)

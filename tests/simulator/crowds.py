@@ -1,4 +1,4 @@
-"""What a round costs in a large swarm, by simulation: `python -m peers.simulator.crowds 16 64 256 1000`."""
+"""What a round costs in a large swarm, by simulation: `python -m tests.simulator.crowds 16 64 256 1000`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import Effect, SendChunk
 from peers.protocol.events import Event, Received
 from peers.protocol.messages import Commit, Message
-from peers.simulator.simulated_peer import SimulatedPeer
-from peers.simulator.simulation import Swarm
-from peers.simulator.tape import Packed, Tape, play
 from peers.values.wire import digest_of
+from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.simulation import Swarm
+from tests.simulator.tape import Packed, Tape, play
 
 BLOCKS = 32  # and as many chunks
 ROUNDS = 1
@@ -211,7 +211,7 @@ def bars(row: Mapping[str, object]) -> list[Bar]:
 
 def main() -> None:
     """Print a line for each scene in each swarm, and the bars for the largest."""
-    parser = argparse.ArgumentParser(prog="python -m peers.simulator.crowds", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.simulator.crowds", description=__doc__)
     parser.add_argument("peers", type=int, nargs="*", default=[64], help="sizes")
     parser.add_argument("--json", type=Path, dest="json_file", metavar="FILE", help="write the figures here")
     options = parser.parse_args()
