@@ -130,13 +130,14 @@ def staging(plan: FollowPlan) -> Iterator[Path | None]:
     import tempfile
 
     from opendiloco.errors import MachineError
+    from peers.values.private_folders import make_private_folder
 
     if not plan.exports:
         yield None
         return
     try:
         if plan.export is not None:
-            plan.export.mkdir(parents=True, exist_ok=True)
+            make_private_folder(plan.export)
         temporary = tempfile.TemporaryDirectory(
             dir=plan.export, prefix="diloco-peer-", suffix=".partial", ignore_cleanup_errors=True
         )

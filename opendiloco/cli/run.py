@@ -187,8 +187,10 @@ async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
 
 def make_folder(folder: Path) -> None:
     """Raises: MachineError."""
+    from peers.values.private_folders import make_private_folder
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
 

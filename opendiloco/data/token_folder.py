@@ -23,6 +23,7 @@ from opendiloco.data.token_files import ABOUT, PARTS, Piece, Tokens, digest_of_p
 from opendiloco.data.tokenizer import TokenArray, Tokenizer, digest_of_tokenizer
 from opendiloco.errors import DataError, MachineError, first_line
 from opendiloco.stages import passing
+from peers.values.private_folders import make_private_folder
 
 FORMAT: Literal["diloco-peer tokens, version 1"] = "diloco-peer tokens, version 1"
 CHECKED_AT_ONCE = 1 << 24
@@ -82,7 +83,7 @@ def write_token_folder(
     dtype = np.dtype(kind_of_tokens(tokenizer)).newbyteorder("<")
     checked = ((part, _in_vocabulary(tokens, tokenizer.size, str(folder))) for part, tokens in pieces)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         training, held_out = write_parts(folder, dtype, checked).values()
         about = About(
             format=FORMAT,

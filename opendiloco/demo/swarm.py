@@ -29,6 +29,7 @@ from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
+from peers.values.private_folders import make_private_folder
 
 DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -276,7 +277,7 @@ def prepare_folder(out: Path | None) -> Path:
         make_folder(out)
     try:
         folder = Path(tempfile.mkdtemp(prefix="diloco-demo-")) if out is None else out.absolute()
-        (folder / "logs").mkdir(parents=True)
+        make_private_folder(folder / "logs")
     except OSError as error:
         raise MachineError(f"cannot use {out}: {error.strerror}.", "Give a new folder with --out.") from error
     return folder

@@ -12,6 +12,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError
 from opendiloco.model.card import CARD, CURVE, RunFacts, curve_picture, model_card
+from peers.values.private_folders import make_private_folder
 
 CONFIG_NAME = "config.json"
 Dtype = Literal["float32", "bfloat16"]
@@ -27,7 +28,7 @@ def export_model(
     """
     remedy = "Give a new folder on a disk with space, e.g. --out model-2/."
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         if any(folder.iterdir()):
             raise MachineError(f"{folder} is not empty.", remedy)
         with rounded_to(dtype, model):

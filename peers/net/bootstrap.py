@@ -29,6 +29,7 @@ from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.values.anchors import AnchorError
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+from peers.values.private_folders import make_private_folder
 from peers.values.tickets import Ticket, TicketError
 from peers.values.whole_files import write_whole
 
@@ -54,7 +55,7 @@ class ManifestStore:
         self._directory = directory
         self._read = dict[str, SignedManifest]()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private_folder(directory)
         except OSError as error:
             raise self._unusable(error) from error
 
