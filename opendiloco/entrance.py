@@ -18,6 +18,7 @@ from peers.net.transport import HivemindTransport
 from peers.presence.guests import GuestList, refused
 from peers.streams.channel import PeerUnreachableError
 from peers.values.identity import Identity
+from peers.values.private_folders import open_private
 from peers.values.tickets import ANOTHER_TICKET, CHAIN_BYTES, Place, Ticket, TicketError, place_of
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,9 @@ class Entrance:
             until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(self._place(chain).expires))
             logger.info("the ticket admits this machine until %s UTC", until)
         if self._path is not None:
-            with suppress(OSError):  # the volunteer has its ticket, and can give it again
-                self._path.write_bytes(chain)
+            # A volunteer whose disk is full has its ticket, and can give it again.
+            with suppress(OSError), open(self._path, "wb", opener=open_private) as file:
+                file.write(chain)
 
     def _chain(self) -> bytes:
         """Return the chain that is to admit us: that of the ticket, or the one of last time."""

@@ -22,6 +22,7 @@ from peers.transfer.following import CannotFollowError, Following, nobody_trains
 from peers.transfer.storage import MemoryStorage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
+from peers.values.private_folders import make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def make_folder(folder: Path) -> None:
     """Raises: MachineError when it cannot be made or written to, or has something in it."""
     remedy = "Give a new folder with --out."
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         if any(folder.iterdir()):
             raise MachineError(f"{folder} is not empty.", remedy)
         with tempfile.TemporaryFile(dir=folder):

@@ -9,6 +9,7 @@ from pathlib import Path
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.errors import MachineError
 from peers.errors import AdmissionError, quoted
+from peers.values.private_folders import make_private_folder, open_private
 from peers.values.tickets import ID_BYTES, REVOKED_LIMIT, Revocations, Ticket
 from peers.values.whole_files import write_whole
 from peers.values.wire import pack
@@ -53,8 +54,8 @@ class Issued:
         peer = None if ticket.is_for_anybody else ticket.is_for
         issued = IssuedTicket(ticket.id.hex(), ticket.count, first, ticket.expires, peer, str(ticket))
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with (self._folder / TICKETS).open("a") as file:
+            make_private_folder(self._folder)
+            with open(self._folder / TICKETS, "a", opener=open_private) as file:
                 file.write(json.dumps(asdict(issued)) + "\n")
         except OSError as error:
             raise self._unusable(error) from error
@@ -86,7 +87,7 @@ class Issued:
     def save(self, revocations: Revocations) -> None:
         """Keep a list as the newest one. Raises: MachineError."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(self._folder)
             write_whole(self._folder / REVOKED, [pack(revocations)])
         except OSError as error:
             raise self._unusable(error) from error

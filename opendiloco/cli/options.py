@@ -235,11 +235,18 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
 
 
 def _nearby(run_id: str) -> tuple[str, ...]:
-    """Return what the local network says of a run."""
+    """Return what the local network says of a run, if the setting lets us ask: few commands have an option for it."""
     import asyncio
 
     from peers.links.neighbours import neighbours
 
+    context = click.get_current_context()
+    [option] = local_network_option(lambda: None).__click_params__  # type: ignore[attr-defined]
+    may_ask = context.params.get(option.name)
+    if may_ask is None:
+        may_ask = option.type_cast_value(context, option.consume_value(context, {})[0])
+    if not may_ask:
+        return ()
     click.echo("No address is known here: looking for the run in the local network", err=True)
     return asyncio.run(neighbours(run_id))
 

@@ -18,6 +18,7 @@ from typing import TextIO
 from opendiloco.errors import MachineError
 from opendiloco.owner import nvidia_smi
 from opendiloco.owner.gpus import Gpu, look_at_gpus, used_gpus
+from peers.values.private_folders import make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def _limited(path: Path, index: str, limit: float, watts: int) -> Iterator[None]
     """Limit one GPU, whose limit is kept in a file meanwhile. Raises: MachineError."""
     with ExitStack() as opened:
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(path.parent)
             file = opened.enter_context(path.open("a+", encoding="ascii"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left = _watts_in(file)  # by a volunteer that was killed: the GPU has that one's limit

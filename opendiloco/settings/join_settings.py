@@ -109,8 +109,8 @@ class NetworkSettings(Settings):
         most=65535,
     )
     local_network: bool = setting(
-        "Say in the local network where this machine is, so that `join --run` with the run's id alone finds the run "
-        "there. Nothing is said where this machine has a public address.",
+        "Say in the local network where this machine is, and look there for a run of which only the id is known. "
+        "Nothing is said where this machine has a public address.",
         True,
     )
     relay_limit: float | None = setting(
