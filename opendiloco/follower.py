@@ -15,6 +15,7 @@ from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.origins import Past, losses_told
+from opendiloco.own_files import NONE, OwnFiles
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
 from peers.net.transport import HivemindTransport
@@ -28,17 +29,18 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def newest_state(
-    invite: Invite, key: Identity, data: Sequence[Path] = ()
+    invite: Invite, key: Identity, data: Sequence[Path] = (), own: OwnFiles = NONE
 ) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
     """The newest state of a run's peers, in a workload that can evaluate, generate and export.
 
-    Text to evaluate on is in the folders `data`, if there are any.
+    Text to evaluate on is in the folders `data`, if there are any; `own` has a model and tokenizer that are local.
 
-    Raises: SwarmUnreachableError when no peer gives a state, and what starting a worker raises.
+    Raises: DataError, see `Run.with_own`; SwarmUnreachableError when no peer gives a state; what starting a worker
+    raises.
     """
     async with connected(key, invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
-        run = run.with_data(data) if data else run
+        run = (run.with_data(data) if data else run).with_own(own)
         await ask_for_anchors(transport, run, invite.addresses)
         if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
             raise nobody_trains(run.run_id)
@@ -53,15 +55,16 @@ async def export_run(
     command: Callable[[int], str],
     dtype: Dtype = "float32",
     data: Sequence[Path] = (),
+    own: OwnFiles = NONE,
 ) -> RunFacts:
-    """Write the newest state of a run as a model folder; returns what its card says. `data` as in `newest_state`.
+    """Write the newest state of a run as a model folder; returns what its card says. See `newest_state`.
 
     The card says that the `command`, which depends on how many outer steps were taken, makes it.
 
     Raises: MachineError when the folder is not new, and as `newest_state`.
     """
     with new_folder(folder):
-        async with newest_state(invite, key, data) as (run, past, workload):
+        async with newest_state(invite, key, data, own) as (run, past, workload):
             return await export_state(run, past, workload, folder, command(past.outer_steps), dtype)
 
 

@@ -82,10 +82,10 @@ async def state_at(place: Place) -> AsyncIterator[tuple[Run, Past, LocalWorkload
         from opendiloco.follower import newest_state
 
         with reader(place.identity) as key:
-            async with newest_state(place.invite(), key) as found:
+            async with newest_state(place.invite(), key, own=place.own) as found:
                 yield found
     else:
         from opendiloco.kept_states import find_origin, state_of
 
-        async with state_of(find_origin(place.source, place.at, place.manifest)) as found:
+        async with state_of(find_origin(place.source, place.at, place.manifest, place.own)) as found:
             yield found

@@ -22,7 +22,9 @@ LONGEST_CYCLE = 10_000
 
 
 class TokenizerSection(Section):
-    """Bytes (256 values and three special tokens), a pretrained tokenizer's folder or hub name, or a `tokenizer.json`.
+    """Bytes (256 values and three special tokens), a pretrained tokenizer's hub name or folder, or a `tokenizer.json`.
+
+    A folder's `path` begins with a dot or slash; each volunteer names its own folder or file with --tokenizer.
 
     `end` is the special token that closes each document, where the tokenizer does not say which one that is. `digest`
     is that of `digest_of_tokenizer`; `diloco-peer run create` fills it in.

@@ -27,6 +27,8 @@ MOST_SECONDS = 10
 PATIENCE = 300.0
 """Seconds until a process that does nothing any more is given up."""
 PARENT_DEATH_SIGNAL = 1
+NEARLY = 1 << 24
+"""Bytes below the limit at which whatever goes wrong does so for want of memory: libraries say it in many ways."""
 
 
 def rehearse(build: Callable[[], object], origin: str) -> None:
@@ -40,7 +42,7 @@ def rehearse(build: Callable[[], object], origin: str) -> None:
     with signals_held_back():
         child = os.fork()
         if child == 0:
-            _build_and_end(build, limit, writing)
+            _build_and_end(build, origin, limit, writing)
     os.close(writing)
     try:
         said = _read(reading)
@@ -52,32 +54,39 @@ def rehearse(build: Callable[[], object], origin: str) -> None:
         raise ManifestError(
             f"{origin}: to lay out this model, without any values, takes more than {limit >> 20} MiB of memory or "
             f"{MOST_SECONDS} s.",
-            "Lower its counts: of layers, experts or heads.",
+            "Lower its counts: of layers, experts or heads; where --max-memory leaves no more, raise that.",
         )
     error = json.loads(said)
     if error is not None:
         raise ManifestError(*error)
 
 
-def _build_and_end(build: Callable[[], object], limit: int, writing: int) -> NoReturn:
+def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing: int) -> NoReturn:
     """Never return: what is open here is the parent's."""
     try:
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + limit, taken + limit))
+        most = _bytes_of("VmSize") + limit
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
+        said = None
         try:
             build()
-            said = None
-        except DilocoPeerError as error:
-            said = [error.message, error.remedy]
-        except MemoryError:
-            os._exit(1)
         except Exception as error:
-            said = [first_line(error), "Correct the model's config."]
+            if isinstance(error, MemoryError) or _bytes_of("VmPeak") > most - NEARLY:
+                os._exit(1)
+            if isinstance(error, DilocoPeerError):
+                said = [error.message, error.remedy]
+            else:
+                said = [f"{origin}: {first_line(error)}", "Correct it."]
         os.write(writing, json.dumps(said).encode())
     finally:
         os._exit(0)
+
+
+def _bytes_of(name: str) -> int:
+    """Return a figure of this process's memory."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _read(reading: int) -> bytes:
