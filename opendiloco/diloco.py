@@ -33,6 +33,7 @@ import torch
 from opendiloco.anchorage import ask_for_anchors
 from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.ahead import Ahead
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
@@ -44,7 +45,6 @@ from opendiloco.loop_worker import LoopWorker, LoopWorkload, OuterStep
 from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.shards import Shards
-from opendiloco.own_files import NONE, OwnFiles
 from opendiloco.own_model import check_own_model, check_run, initial_vectors
 from opendiloco.run import Run, find_run
 from opendiloco.sole import listen

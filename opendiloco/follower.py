@@ -10,12 +10,12 @@ from pathlib import Path
 
 from opendiloco.anchorage import ask_for_anchors
 from opendiloco.curves import versions
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import MachineError
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.origins import Past, losses_told
-from opendiloco.own_files import NONE, OwnFiles
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected, working
 from peers.net.transport import HivemindTransport

@@ -11,6 +11,7 @@ from opendiloco.checkpoints.held_out_curve import read_curve
 from opendiloco.checkpoints.loading import Checkpoint, Checkpoints, load_checkpoint
 from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import MANIFEST, RunFolder, read_manifest
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import CheckpointError
 from opendiloco.follower import export_state, new_folder
 from opendiloco.kernels import FORMATS
@@ -18,7 +19,6 @@ from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.origins import Past
-from opendiloco.own_files import NONE, OwnFiles
 from opendiloco.run import Run
 from opendiloco.volunteer import working
 from peers.errors import ManifestError

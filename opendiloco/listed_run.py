@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.own_files import NONE
+from opendiloco.data.own_files import NONE
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
 from peers.presence.heartbeat import Heartbeat, PeerState

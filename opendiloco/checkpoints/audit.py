@@ -16,10 +16,10 @@ from opendiloco import kernels
 from opendiloco.checkpoints.loading import Checkpoint, Checkpoints
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
-from opendiloco.own_files import NONE, OwnFiles
 from opendiloco.run import Run
 from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.chain import Chain, Entry

@@ -25,7 +25,7 @@ from opendiloco.cli.options import (
     reader_option,
     run_option,
 )
-from opendiloco.own_files import NONE, OwnFiles
+from opendiloco.data.own_files import NONE, OwnFiles
 
 if TYPE_CHECKING:
     import socket

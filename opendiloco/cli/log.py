@@ -13,7 +13,7 @@ import click
 
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, own_files_options
-from opendiloco.own_files import OwnFiles
+from opendiloco.data.own_files import OwnFiles
 
 if TYPE_CHECKING:
     from opendiloco.run import Run

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from opendiloco.cli.setting_options import is_typed, join_option
-from opendiloco.own_files import OwnFiles
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.settings.join_settings import split_address
 from peers.links.own_network import everywhere
 

@@ -26,7 +26,7 @@ from opendiloco.cli.options import (
     own_files_options,
     spelled_out,
 )
-from opendiloco.own_files import OwnFiles
+from opendiloco.data.own_files import OwnFiles
 
 if TYPE_CHECKING:
     from opendiloco.errors import MachineError

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.doctor.facts import Bandwidth, Gpu, Machine, Node, Speed, Taken
 from opendiloco.doctor.findings import CHECKS, Finding, Verdict, failed_with, passed, skipped
 from opendiloco.doctor.machine_checks import check_disk, check_kernels, check_memory, machine_findings
@@ -38,7 +39,6 @@ from opendiloco.doctor.network_checks import (
 from opendiloco.doctor.run_checks import check_round, check_run, check_speed
 from opendiloco.doctor.system import has_volunteer, try_kernels, whole_machine
 from opendiloco.entrance import enter
-from opendiloco.own_files import NONE, OwnFiles
 from opendiloco.run import Run, find_run
 from opendiloco.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from opendiloco.own_files import OwnFiles
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.owner.conditions import Condition, Hours, parse_conditions, parse_until
 from opendiloco.settings.setting import Settings, setting
 from opendiloco.workers.options import WorkerOptions, parse_overlap

@@ -16,13 +16,13 @@ import torch
 import opendiloco
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from opendiloco.errors import DataError, MachineError
 from opendiloco.kept_states import find_origin
 from opendiloco.listed_run import taken_by
 from opendiloco.model import rehearsal
 from opendiloco.model.build import build_model, build_skeleton, sized_skeleton
-from opendiloco.own_files import OwnFiles
 from opendiloco.run import Run
 from opendiloco.shared_memory import MemoryCap, cap_memory
 from peers.errors import ManifestError
