@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +191,16 @@ def test_weights_are_counted_before_they_are_drawn(small_content: dict[str, Any]
     config = RunConfig.from_manifest_content(changed(small_content, hidden_size=1 << 20, intermediate_size=1 << 22))
     with pytest.raises(MachineError, match=r"Building this model: .* MiB are needed"):
         build_model(config, ByteTokenizer())
+
+
+def test_an_architecture_fetches_no_kernels_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba would, where the package `kernels` is installed."""
+    hub: Any = importlib.import_module("transformers.integrations.hub_kernels")
+    asked = list[str]()
+    monkeypatch.setattr(hub, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub, "get_kernel", lambda name, **options: asked.append(name))
+    assert hub.lazy_load_kernel("mamba-ssm", {}) is None
+    assert not asked
 
 
 # Whose files are opened ---------------------------------------------------------------------------------------------
