@@ -62,7 +62,8 @@ def command(
         "--output_path": out,
     }
     given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    called = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={model}", *given, *others]
+    arguments = f"pretrained={model},trust_remote_code=False"
+    called = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments, *given, *others]
     code = subprocess.run(called, check=False).returncode
     if code:
         raise MachineError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opendiloco.checkpoints.run_folder import RunFolder
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.doctor.facts import Bandwidth, Gpu, Machine, Node, Speed, Taken
 from opendiloco.doctor.findings import CHECKS, Finding, Verdict, failed_with, passed, skipped
 from opendiloco.doctor.machine_checks import check_disk, check_kernels, check_memory, machine_findings
@@ -73,6 +74,7 @@ class Wishes:
     data_port: int = 0
     state: Path | None = None
     data: tuple[Path, ...] = ()
+    own: OwnFiles = NONE
     ticket: Ticket | None = None
     tries: bool = True
 
@@ -176,7 +178,7 @@ class Examination:
         self._tell(check_bandwidth(self._bandwidth, "nobody who answers measures it with us now"))
 
     async def _find(self, transport: HivemindTransport, run_id: str) -> Run | None:
-        """Return the run as this machine would train in it; None when nobody knows it."""
+        """Return the run as this machine would train in it; None when it is unknown, or its model not to be opened."""
         wishes = self._wishes
         try:
             run = await find_run(transport, run_id)
@@ -196,6 +198,11 @@ class Examination:
         self._others = [beat for beat in beats if beat.peer != wishes.key.peer_id]
         furthest = max((beat.index for beat in self._others), default=0)
         self._tell(check_run(run_id, len(self._others), furthest, run.config.total_outer_steps), admission)
+        try:
+            run = run.with_own(wishes.own)
+        except DilocoPeerError as error:
+            self._tell(failed_with("data", error))
+            return None
         try:
             run = run.with_data(wishes.data)
         except DilocoPeerError as error:

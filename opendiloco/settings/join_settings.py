@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.owner.conditions import Condition, Hours, parse_conditions, parse_until
 from opendiloco.settings.setting import Settings, setting
 from opendiloco.workers.options import WorkerOptions, parse_overlap
@@ -21,6 +22,11 @@ MOST_GIGABYTES = 1e9
 def _is_there(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError("there is no such folder")
+
+
+def _exists(path: Path) -> None:
+    if not path.exists():
+        raise ValueError("there is no such file or folder")
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -80,6 +86,18 @@ class RunSettings(Settings):
         (),
         metavar="FOLDER",
         check_here=_is_there,
+    )
+    model: Path | None = setting(
+        "Begin with the model in this folder, where the run's is one that you have to name.",
+        None,
+        metavar="PATH",
+        check_here=_exists,
+    )
+    tokenizer: Path | None = setting(
+        "Use this tokenizer, a folder or a tokenizer.json, where the run's is one that you have to name.",
+        None,
+        metavar="PATH",
+        check_here=_exists,
     )
     on_partition: Literal["continue", "wait"] = setting(
         "When most of the run's peers are gone for rounds.partition_grace_seconds: train with those that are here, or "
@@ -354,6 +372,10 @@ class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, OwnerSettings, 
         KeepingSettings,
         ViewSettings,
     )
+
+    @property
+    def own_files(self) -> OwnFiles:
+        return OwnFiles(self.model, self.tokenizer)
 
     @property
     def workers(self) -> WorkerOptions:

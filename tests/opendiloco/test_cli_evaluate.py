@@ -69,7 +69,7 @@ def test_the_folder_and_the_options_are_handed_on(model: Path, stand_in: Path, t
     assert done.exit_code == 0, done.output
     called = json.loads((tmp_path / "called.json").read_text())
     assert called == [
-        *("--model", "hf", "--model_args", f"pretrained={model}", "--tasks", "a,b"),
+        *("--model", "hf", "--model_args", f"pretrained={model},trust_remote_code=False", "--tasks", "a,b"),
         *("--limit", "3", "--batch_size", "8", "--device", "cpu", "--num_fewshot", "2"),
     ]
 
