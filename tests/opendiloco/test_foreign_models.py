@@ -99,7 +99,6 @@ def test_the_walk_finds_a_call_that_does(line: str) -> None:
 
 
 FOREIGN = [
-    ("auto_map", CODE),
     ("attn_implementation", "people/kernel"),
     ("experts_implementation", "people/kernel"),
     ("quantization_config", {"quant_method": "gptq", "bits": 4}),
@@ -117,6 +116,24 @@ def test_a_config_names_no_code_and_no_kernels(
     for refuse in (build_skeleton, build_model):
         with pytest.raises(ManifestError, match=rf"model.path = .*config.json: {key}\S* names code or kernels"):
             refuse(of_folder(small_content, folder), ByteTokenizer())
+
+
+def test_a_manifests_config_names_no_code_at_all(small_content: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError, match=r"model.config: auto_map\S* names code or kernels of its own"):
+        RunConfig.from_manifest_content(changed(small_content, auto_map=CODE))
+
+
+def test_code_that_lies_beside_a_known_model_is_passed_over(
+    small_content: dict[str, Any], folder: Path, words: Path, tmp_path: Path
+) -> None:
+    """Many a published model has some, for versions of transformers that did not know it."""
+    mark = tmp_path / "mark"
+    for place, name in ((folder, "config.json"), (words, "tokenizer_config.json")):
+        rewrite(place / name, auto_map=CODE)
+        (place / "code.py").write_text(f"open({str(mark)!r}, 'w')\n", encoding="utf-8")
+    assert build_model(of_folder(small_content, folder), ByteTokenizer()).config.model_type == "llama"
+    assert build_tokenizer(TokenizerSection(kind="pretrained", path=str(words))).size == 259
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation", "_name_or_path", "name_or_path"])
@@ -272,10 +289,10 @@ def test_what_lists_or_reads_a_strangers_run_opens_no_folder(
         find_origin(tmp_path, manifest=tmp_path / "manifest")
 
 
-@pytest.mark.parametrize("key", ["auto_map", "vocab_file", "tokenizer_file", "fast_tokenizer_files"])
-def test_a_tokenizers_folder_names_neither_code_nor_files_elsewhere(key: str, words: Path) -> None:
+@pytest.mark.parametrize("key", ["vocab_file", "tokenizer_file", "fast_tokenizer_files"])
+def test_a_tokenizers_folder_names_no_files_elsewhere(key: str, words: Path) -> None:
     rewrite(words / "tokenizer_config.json", **{key: ["/etc/passwd"]})
-    with pytest.raises(DataError, match=rf"tokenizer_config.json: {key} names code or files of its own") as caught:
+    with pytest.raises(DataError, match=rf"tokenizer_config.json: {key} names files elsewhere") as caught:
         build_tokenizer(TokenizerSection(kind="pretrained", path=str(words)))
     assert "\n" not in str(caught.value)
 

@@ -82,9 +82,9 @@ def test_nobody_is_asked_whether_code_may_run(swarm: Swarm, evil: Path, table: s
         command = ("tokenize", run.name, "--out", "tokens")
     run.write_text(text, encoding="utf-8")
     with Terminal(swarm.site, *command) as terminal:
-        terminal.wait_for(b"remove it", "it does not say what is wrong")
+        refusal = b"no such architecture" if table == "model" else b"cannot be loaded"
+        terminal.wait_for(refusal, "it does not say what is wrong")
         assert terminal.finish() == (3 if table == "model" else 7)
-    assert b"auto_map names code" in terminal.shown.replace(b"\r\n", b" ")
     assert b"[y/N]" not in terminal.shown
     assert not evil.exists()
 
@@ -94,9 +94,9 @@ def test_no_command_builds_what_was_not_named(swarm: Swarm, evil: Path) -> None:
     site, run = swarm.site, ("--run", str(invite))
     for command in (
         ("join", *run, *LOOPBACK, "--data", "corpus"),
-        ("export", *run, "--out", "exported"),
-        ("sample", *run, "text"),
-        ("follow", *run, "--evaluate"),
+        ("export", *run, "--out", "exported", "--data", "corpus"),
+        ("sample", *run, "text", "--data", "corpus"),
+        ("follow", *run, "--evaluate", "--data", "corpus"),
     ):
         refused = site.run(*command)
         assert refused.code == 7, (command, refused.err)
@@ -107,7 +107,7 @@ def test_no_command_builds_what_was_not_named(swarm: Swarm, evil: Path) -> None:
     assert "--model PATH" in checked.out
     named = site.run("join", *run, *LOOPBACK, "--data", "corpus", "--model", "evil")
     assert named.code == 3, named.err
-    assert "auto_map names code or kernels of its own" in named.err
+    assert "transformers knows no such architecture" in named.err
     assert not evil.exists()
 
 
@@ -115,6 +115,7 @@ def test_one_bad_run_has_a_line_and_the_others_are_listed(swarm: Swarm) -> None:
     good = swarm.announce(model=swarm.config())
     slow, _ = (swarm.announce(model=swarm.config(num_hidden_layers=(1 << 24) - less)) for less in (0, 1))
     huge = swarm.announce(model=swarm.config(num_hidden_layers=100_000_000))
+    assert not huge.addresses, "the node keeps a run that it could refuse by its numbers"
     local = swarm.announce(model={"path": "/etc", "digest": "0" * 64})
     listed = swarm.site.run("runs", "--initial-peer", swarm.address, "--json")
     assert listed.code == 0, listed.err
@@ -123,7 +124,6 @@ def test_one_bad_run_has_a_line_and_the_others_are_listed(swarm: Swarm) -> None:
     assert runs[good.run_id]["needs"]["parameters"] > 0
     for invite, problem in (
         (slow, "model.config: to lay out this model"),
-        (huge, "num_hidden_layers = 100000000 is too large"),
         (local, "model.path = '/etc'"),
     ):
         assert problem in runs[invite.run_id]["problem"]
@@ -132,7 +132,7 @@ def test_one_bad_run_has_a_line_and_the_others_are_listed(swarm: Swarm) -> None:
         assert not command.has_ended, "it waits for the slow ones before it lists any"
         shown = command.finish()
     assert shown.code == 0, shown.err
-    assert all(invite.run_id in shown.out for invite in (good, slow, huge, local))
+    assert all(invite.run_id in shown.out for invite in (good, slow, local))
     assert "  model.config: to lay out this model" in shown.out
 
 
