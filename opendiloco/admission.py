@@ -19,6 +19,7 @@ from peers.net.daemon import peer_id_of
 from peers.presence.admission import RunAdmission, refused
 from peers.streams.channel import PeerUnreachableError
 from peers.values.identity import Identity
+from peers.values.private_folders import make_private_folder, open_private
 from peers.values.tickets import (
     ANOTHER_TICKET,
     GRACE,
@@ -87,8 +88,9 @@ def show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Tic
     admission.ticket = _shown(admission, me, kept, ticket)
     _check(admission, me)
     if kept is not None and admission.ticket:
-        with suppress(OSError):  # the volunteer has its ticket, and can give it again
-            kept.write_bytes(admission.ticket)
+        # A volunteer whose disk is full has its ticket, and can give it again.
+        with suppress(OSError), open(kept, "wb", opener=open_private) as file:
+            file.write(admission.ticket)
 
 
 def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> bytes:
@@ -160,8 +162,8 @@ class GivenTickets:
     def add(self, ticket: Ticket) -> None:
         """Raises: MachineError when it cannot be written down."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with (self._folder / GIVEN).open("a") as file:
+            make_private_folder(self._folder)
+            with open(self._folder / GIVEN, "a", opener=open_private) as file:
                 file.write(f"{ticket}\n")
         except OSError as error:
             raise self._unusable(error) from error
@@ -191,7 +193,7 @@ class GivenTickets:
             )
         revocations = Revocations.sign(self._run, number, revoked, organiser)
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(self._folder)
             write_whole(self._folder / GIVEN_REVOCATIONS, [pack(revocations)])
         except OSError as error:
             raise self._unusable(error) from error

@@ -78,7 +78,7 @@ def configuration_of(run: Run, peer_id: str, device: str, options: WorkerOptions
     return {
         "run_id": run.run_id,
         "peer_id": peer_id,
-        "run": run.config.to_manifest_content(),
+        "run": run.manifest.values,
         "machine": machine,
         "versions": versions(),
     }

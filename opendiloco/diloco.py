@@ -34,6 +34,7 @@ from opendiloco.admission import enter, read_ticket
 from opendiloco.anchorage import ask_for_anchors
 from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.ahead import Ahead
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
@@ -99,9 +100,11 @@ class DiLoCo:
         identity: Identity | None = None,
         ticket: str | None = None,
         evaluates: bool = True,
+        own: OwnFiles = NONE,
     ) -> None:
         """`run` is an invite; one by invitation needs a `ticket`, too: its text, or a file's path. `data` are folders
-        to read instead of sources that are local to this machine. With `evaluates`, it takes its turns to evaluate."""
+        to read instead of sources that are local to this machine, `own` the run's model and tokenizer where these are.
+        With `evaluates`, it takes its turns to evaluate."""
         self.finished = False
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
         self.is_abandoned: Callable[[], bool] = lambda: False
@@ -113,6 +116,7 @@ class DiLoCo:
         self._inner_optimizer = inner_optimizer
         self._invite = Invite.parse(run)
         self._data = data
+        self._own = own
         self._identity = identity or Identity.generate()
         self._ticket = None if ticket is None else read_ticket(ticket)
         self._loss: float | None = None
@@ -297,7 +301,7 @@ class DiLoCo:
 
     async def _take_part(self) -> None:
         async with connected(self._identity, self._invite.addresses) as transport:
-            run = await find_run(transport, self._invite.run_id)
+            run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
             check_run(run.config)
             await ask_for_anchors(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)

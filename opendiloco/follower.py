@@ -10,6 +10,7 @@ from pathlib import Path
 
 from opendiloco.anchorage import ask_for_anchors
 from opendiloco.curves import versions
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import MachineError
 from opendiloco.evaluation_turns import HeldOut, bits_per_byte
 from opendiloco.local_workload import LocalWorkload
@@ -23,24 +24,26 @@ from peers.transfer.following import CannotFollowError, Following, nobody_trains
 from peers.transfer.storage import MemoryStorage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
+from peers.values.private_folders import make_private_folder
 
 logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
 async def newest_state(
-    invite: Invite, key: Identity, data: Sequence[Path] = ()
+    invite: Invite, key: Identity, data: Sequence[Path] = (), own: OwnFiles = NONE
 ) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
     """The newest state of a run's peers, in a workload that can evaluate, generate and export.
 
-    The run's local text is in the folders `data`: a worker reads it, and nothing else of this machine.
+    The local text of the run is in the folders `data`, its local model and tokenizer in `own`: nothing else of this
+    machine is read.
 
-    Raises: DataError when they are not one for each local source; SwarmUnreachableError when no peer gives a state;
-    what starting a worker raises.
+    Raises: DataError when these do not name all that is local; SwarmUnreachableError when no peer gives a state; what
+    starting a worker raises.
     """
     async with connected(key, invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
-        run = run.with_data(data)
+        run = run.with_data(data).with_own(own)
         await ask_for_anchors(transport, run, invite.addresses)
         if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
             raise nobody_trains(run.run_id)
@@ -55,15 +58,16 @@ async def export_run(
     command: Callable[[int], str],
     dtype: Dtype = "float32",
     data: Sequence[Path] = (),
+    own: OwnFiles = NONE,
 ) -> RunFacts:
-    """Write the newest state of a run as a model folder; returns what its card says. `data` as in `newest_state`.
+    """Write the newest state of a run as a model folder; returns what its card says. See `newest_state`.
 
     The card says that the `command`, which depends on how many outer steps were taken, makes it.
 
     Raises: MachineError when the folder is not new, and as `newest_state`.
     """
     with new_folder(folder):
-        async with newest_state(invite, key, data) as (run, past, workload):
+        async with newest_state(invite, key, data, own) as (run, past, workload):
             return await export_state(run, past, workload, folder, command(past.outer_steps), dtype)
 
 
@@ -88,7 +92,7 @@ def make_folder(folder: Path) -> None:
     """Raises: MachineError when it cannot be made or written to, or has something in it."""
     remedy = "Give a new folder with --out."
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         if any(folder.iterdir()):
             raise MachineError(f"{folder} is not empty.", remedy)
         with tempfile.TemporaryFile(dir=folder):

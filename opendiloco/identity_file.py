@@ -10,6 +10,7 @@ from pathlib import Path
 
 from peers.errors import LocalNetworkError
 from peers.values.identity import Identity
+from peers.values.private_folders import make_private_folder
 
 
 def default_identity_path() -> Path:
@@ -24,7 +25,7 @@ def usable_path(path: Path | None) -> Path:
         return path
     path = default_identity_path()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(path.parent)
     except OSError as error:
         raise LocalNetworkError(
             f"cannot make the folder {path.parent} for the identity file: {error.strerror}.",

@@ -11,6 +11,7 @@ from opendiloco.checkpoints.held_out_curve import read_curve
 from opendiloco.checkpoints.loading import Checkpoint, Checkpoints, load_checkpoint
 from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import MANIFEST, RunFolder, read_manifest
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import CheckpointError
 from opendiloco.follower import export_state, new_folder
 from opendiloco.kernels import FORMATS
@@ -83,20 +84,20 @@ async def export_origin(origin: Origin, folder: Path, command: str = "", dtype: 
             return await export_state(run, past, workload, folder, command, dtype)
 
 
-def find_origin(source: Path, index: int | None = None, manifest: Path | None = None) -> Origin:
+def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:
     """What to export from: the file of a checkpoint, a peer's folder of a run, or the folder of its checkpoints.
 
     Without an index it is the checkpoint in the file, or the newest good one. The run's manifest lies beside the
     checkpoints or one folder above, if it is not given.
 
-    Raises: CheckpointError, ManifestError.
+    Raises: CheckpointError, ManifestError; DataError, see `Run.with_own`.
     """
     if not source.exists():
         raise CheckpointError(f"{source} does not exist.", "Give a checkpoint, or a folder of them or of a run.")
     folder = source if source.is_dir() else source.absolute().parent
     if (inner := RunFolder(folder).checkpoints).is_dir():
         folder = inner
-    run = _find_run(folder, manifest)
+    run = _find_run(folder, manifest).with_own(own)
     if source.is_dir():
         checkpoint = _newest(Checkpoints(folder, run.run_id), index)
     else:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.own_files import NONE
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
-from peers.errors import DilocoPeerError
 from peers.presence.heartbeat import Heartbeat, PeerState
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run. `problem` says why this machine cannot know more of it; empty: nothing keeps one from joining."""
+    """One run. `problem` says why this machine cannot know more of it, or what it takes; empty: it knows all."""
 
     run_id: str
     problem: str = ""
@@ -102,6 +102,8 @@ class ListedRun:
         sources = ", ".join(source.source for source in config.data.all_sources)
         parameters = "" if taken is None else f", {taken.parameters:,} parameters"
         yield f"  {model_of(config)}{parameters} · data: {sources}"
+        if self.problem:
+            yield f"  {self.problem}"
         if taken is not None:
             yield (
                 f"  takes {in_words(taken.gpu_memory)} of a GPU and activations, or the CPU with "
@@ -115,13 +117,13 @@ def model_of(config: RunConfig) -> str:
     return config.model.path or str((config.model.config or {}).get("model_type", "unknown model"))
 
 
-def taken_by(config: RunConfig) -> Taken | None:
-    """Return what a run takes of a machine; None where the model's size cannot be known here. Imports torch."""
+def taken_by(run: Run) -> Taken:
+    """Return what a run takes of a machine. Imports torch.
+
+    Raises: DataError for a model that each volunteer names; ManifestError for one that cannot be built.
+    """
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_of
 
-    try:
-        needs = needs_of(config, sized_skeleton(config))
-    except DilocoPeerError:
-        return None
-    return Taken.of(needs)
+    config = run.with_own(NONE).config
+    return Taken.of(needs_of(config, sized_skeleton(config)))

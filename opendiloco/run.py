@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from opendiloco.config.data import TokenizerSection
+from opendiloco.config.model import ModelSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.local_sources import is_local, volunteered
+from opendiloco.data.own_files import OwnFiles
+from opendiloco.data.pretrained_folder import is_local_path
+from opendiloco.errors import DataError
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.settings import RunSettings
 from peers.values.identity import Identity
@@ -48,6 +53,19 @@ class Run:
         config = self.config.model_copy(update={"data": volunteered(self.config.data, folders)})
         return replace(self, config=config, has_runs_text=not folders or self._says_which_text)
 
+    def with_own(self, own: OwnFiles) -> Run:
+        """Return the run on a volunteer's machine, where nothing local is opened for its model and tokenizer but these.
+
+        Raises: DataError when one of them is local and not named here; see also `with_own_files`.
+        """
+        for table, path in local_tables(self.config).items():
+            if getattr(own, table) is None:
+                raise DataError(
+                    f"{table}.path = {path!r} is a place on a machine; what you have not named is not read.",
+                    f"Name the run's {table} on this machine: --{table} PATH.",
+                )
+        return replace(self, config=with_own_files(self.config, own))
+
     @property
     def _says_which_text(self) -> bool:
         """Return whether text in volunteers' own folders can be held against a digest."""
@@ -83,6 +101,29 @@ class Run:
             probation=self.config.admission.probation,
             timing=rounds.timing,
         )
+
+
+def local_tables(config: RunConfig) -> dict[str, str]:
+    """Return the paths of the run's model and tokenizer, as far as they are on each volunteer's machine."""
+    paths = {"model": config.model.path, "tokenizer": config.tokenizer.path}
+    is_file = config.tokenizer.kind == "file"
+    return {
+        table: path
+        for table, path in paths.items()
+        if path is not None and (is_local_path(path) or (is_file and table == "tokenizer"))
+    }
+
+
+def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
+    """Return the configuration with these in the place of its paths. Raises: DataError where it has no path."""
+    sections: dict[str, ModelSection | TokenizerSection] = {}
+    for table, section, given in (("model", config.model, own.model), ("tokenizer", config.tokenizer, own.tokenizer)):
+        if given is None:
+            continue
+        if section.path is None:
+            raise DataError(f"--{table} {given}: this run brings its {table} itself.", f"Leave out --{table}.")
+        sections[table] = section.model_copy(update={"path": str(given.absolute())})
+    return config.model_copy(update=sections)
 
 
 class ManifestFinder(Protocol):

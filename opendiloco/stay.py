@@ -112,7 +112,9 @@ class Stay:
 
     def _as_wanted(self, run: Run) -> Run:
         """Return the run with what its owner chooses here. Raises: DataError."""
-        return replace(run.with_data(self._settings.data), goes_on_alone=self._settings.on_partition == "continue")
+        settings = self._settings
+        run = run.with_data(settings.data).with_own(settings.own_files)
+        return replace(run, goes_on_alone=settings.on_partition == "continue")
 
     def _keeping(self, folder: RunFolder) -> KeepingPlan:
         settings, rate = self._settings, self._settings.checkpoint_rate

@@ -6,12 +6,15 @@ docs/metrics.md has all names, and a test compares.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from http import HTTPStatus
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import Counter, Gauge, Info, make_wsgi_app
@@ -56,6 +59,10 @@ BUILD = Info("diloco_peer_build", "The protocol version that this peer speaks")
 HEALTHY.set_function(lambda: not HEALTH.reasons)
 BUILD.info({"protocol": str(PROTOCOL_VERSION)})
 
+REQUESTS_AT_ONCE = 32
+REQUEST_SECONDS = 10.0
+"""That the next bytes of a request, or of the way for its answer, are waited for."""
+
 _metrics: Callable[..., Iterable[bytes]] = make_wsgi_app()
 
 
@@ -64,7 +71,7 @@ class MetricsServer:
 
     def __init__(self, port: int, host: str) -> None:
         """Raises: OSError."""
-        self._server = make_server(host, port, _answer, ThreadingWSGIServer, _SilentHandler)
+        self._server = make_server(host, port, _answer, _Server, _SilentHandler)
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
@@ -89,9 +96,39 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsServer:
     return server
 
 
+class _Server(ThreadingWSGIServer):
+    """Has a thread for each request, but never many: of too many the oldest has to go, so that none is shut out."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._open: dict[socket.socket, None] = {}  # the oldest first
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._open) >= REQUESTS_AT_ONCE:
+            with suppress(OSError, StopIteration):  # it is over by now
+                oldest = next(iter(tuple(self._open)))
+                self._open.pop(oldest, None)
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        logger.debug("a request for metrics of %s failed", client_address, exc_info=True)
+
+
 class _SilentHandler(WSGIRequestHandler):
+    timeout = REQUEST_SECONDS
+
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody wants a line for each scrape."""
+        """Write nothing for a scrape."""
+
+    def get_stderr(self) -> TextIO:
+        """Return where the traceback of a request goes that cannot be answered: strangers choose how often."""
+        return io.StringIO()
 
 
 def _answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:

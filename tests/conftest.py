@@ -102,6 +102,21 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(autouse=True)
+def the_neighbourhood_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is near the machine that runs the tests is no business of theirs: neither other nodes, nor its router."""
+
+    def local_interfaces() -> list[str]:
+        raise AssertionError("the test would talk to the local network")
+
+    class PortMapper:
+        def __init__(self, *arguments: object) -> None:
+            raise AssertionError("the test would ask the router of this machine for a port: listen on 127.0.0.1")
+
+    monkeypatch.setattr("peers.links.neighbours.local_interfaces", local_interfaces)
+    monkeypatch.setattr("peers.links.links.PortMapper", PortMapper)
+
+
+@pytest.fixture(autouse=True)
 def signals_are_not_blocked() -> Iterator[None]:
     """A blocked Ctrl-C is inherited by each process that a later test starts, and nobody could end it politely."""
     yield

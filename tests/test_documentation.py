@@ -346,3 +346,13 @@ def test_bootstrap_image_has_all_that_a_bootstrap_node_imports() -> None:
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_diagrams_are_those_of_the_tables(part: type[Part]) -> None:
     assert f"```mermaid\n{diagram(part)}\n```" in PROTOCOL
+
+
+def test_what_holds_a_sentence_about_security_is_there() -> None:
+    """Each cell of the page's tables names tests; `::test_…` is one of the file before it."""
+    named = re.findall(r"`([\w/]+\.py)?::(test_\w+)`", (ROOT / "docs" / "security.md").read_text(encoding="utf-8"))
+    assert len(named) > 30
+    file = ""
+    for path, name in named:
+        file = path or file
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"

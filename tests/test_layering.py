@@ -203,6 +203,25 @@ def test_the_command_line_is_on_top(imported: str) -> None:
     assert not {module for module in importers(imported) if not is_in(module, "opendiloco.cli")}
 
 
+def test_folders_are_made_private() -> None:
+    """With `mkdir` the umask has a say, as is right only where a user names a folder for something to give away."""
+    calls = {
+        (module_name(path), node.func.attr)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    makers = {module for module, name in calls if name in ("mkdir", "makedirs")}
+    given_away = {
+        "opendiloco.cli.follow",
+        "opendiloco.cli.run",
+        "opendiloco.data.token_folder",
+        "opendiloco.model.export",
+    }
+    remote = {"opendiloco.checkpoints.remote"}  # whose `makedirs` are those of a store that is not on this machine
+    assert makers - given_away - remote == {"peers.values.private_folders"}
+
+
 def test_modules_stay_small() -> None:
     lines = {module_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     too_long = {name: count for name, count in lines.items() if count > LINES_AT_MOST}

@@ -16,6 +16,7 @@ from opendiloco import kernels
 from opendiloco.checkpoints.loading import Checkpoint, Checkpoints
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.outer.state import OuterState
@@ -198,7 +199,7 @@ class Proofs:
             findings.is_verified("proofs of faults", index)
 
 
-def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findings:
+def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None, own: OwnFiles = NONE) -> Findings:
     """Verify all that can be verified of the log in a folder.
 
     Raises: LogFolderError when it cannot be read, and what building the model raises.
@@ -207,7 +208,7 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None) -> Findi
     try:
         chain = check_chain(folder / ENTRIES, run, findings)
         check_anchors(folder, run, chain, findings)
-        states = start_states(folder, run, chain, checkpoint, findings)
+        states = start_states(folder, run, chain, checkpoint, findings, own)
         for entry in chain.entries:
             payload = check_payload(folder, run, entry, findings) if has_payload(entry) else None
             if states is not None:
@@ -271,7 +272,7 @@ def check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> B
 
 
 def start_states(
-    folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings
+    folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings, own: OwnFiles = NONE
 ) -> States | None:
     """Where states can be computed from: the given checkpoint, the run's initial model, or else a checkpoint beside the
     log. None, and noted why, if from nowhere.
@@ -286,7 +287,7 @@ def start_states(
     ):
         from opendiloco.model.build import initial_theta
 
-        theta = initial_theta(run.config)
+        theta = initial_theta(run.with_own(own).config)
         check_initial_weights(theta, run.config.model)
         start = OuterState(theta, run.config.outer_optimizer, run.config.streaming.fragments)
         return States(run.config, start, 0, "the manifest")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from opendiloco.checkpoints.files import file_name, indices_in, kept
 from opendiloco.errors import RemoteError, first_line
+from peers.values.private_folders import make_private_folder
 from peers.values.whole_files import PARTIAL
 
 PIECE = 1 << 20  # bytes
@@ -58,7 +59,7 @@ class Remote:
         with self._errors():
             self._files, root = fsspec.core.url_to_fs(url)
             self._root = root.rstrip("/")
-            self._files.makedirs(self._root, exist_ok=True)
+            self._make_folder(self._root)
 
     def folder(self, name: str) -> Remote:
         """A folder in it. Raises: RemoteError."""
@@ -77,7 +78,7 @@ class Remote:
     def send(self, path: Path, name: str) -> None:
         """Copy a file into it, the way that its kind of storage does it best. Raises: RemoteError."""
         with self._errors():
-            self._files.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._make_folder(self._path(name).rpartition("/")[0])
             self._files.put_file(str(path), self._path(name))
 
     def send_whole(self, path: Path, name: str, owner: str, rate: float | None = None) -> None:
@@ -110,6 +111,14 @@ class Remote:
         """Raises: RemoteError."""
         with self._errors(), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
+
+    def _make_folder(self, path: str) -> None:
+        from fsspec.implementations.local import LocalFileSystem
+
+        if isinstance(self._files, LocalFileSystem):
+            make_private_folder(Path(path))
+        else:
+            self._files.makedirs(path, exist_ok=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

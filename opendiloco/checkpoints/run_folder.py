@@ -15,6 +15,7 @@ from peers.errors import ManifestError
 from peers.net.first_contact import CONTACT_LIMIT
 from peers.net.remembered import FILE_NAME, RememberedPeers
 from peers.values.manifest import SignedManifest
+from peers.values.private_folders import make_private_folder
 from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class RunFolder:
         folder = cls.at(run.run_id, peer_id, base)
         try:
             for path in (folder.path, folder.checkpoints, folder.log, folder.download):
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_private_folder(path)
             write_whole(folder.manifest, [run.manifest.pack()])
         except OSError as error:
             raise MachineError(

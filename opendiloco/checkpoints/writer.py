@@ -22,6 +22,7 @@ from pathlib import Path
 from opendiloco.checkpoints.files import file_header, file_name, prune, sweep
 from opendiloco.checkpoints.remote import RateLimit, Remote
 from opendiloco.errors import RemoteError
+from peers.values.private_folders import make_private_folder
 from peers.values.whole_files import PARTIAL, sync_folder
 
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6
@@ -98,7 +99,7 @@ def write_checkpoint(
     The kernel copies from memory file to file: no second copy of the state is ever in memory. Raises: OSError.
     """
     header = file_header(state_bytes, metadata)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(path.parent)
     sweep(path.parent)
     if shutil.disk_usage(path.parent).free < len(header) + state_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # now, and not once the disk is full for everybody

@@ -53,6 +53,7 @@ def command(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool)
             data_port=settings.data_port,
             state=settings.state,
             data=settings.data,
+            own=settings.own_files,
             ticket=None if settings.ticket is None else read_ticket(settings.ticket),
             workers=settings.workers,
             tries=trial,

@@ -10,7 +10,7 @@ EXIT_CODES: dict[int, str] = {
     4: "the swarm is out of reach: no bootstrap node answers, the run is unknown, or nobody is there",
     5: "this machine's side of the network: a port in use, an identity file, libp2p's daemon",
     6: "this machine does not fit: memory, disk, torch, or a device that is not there",
-    7: "the corpus is missing, unreadable, too small, or a local folder not named with --data",
+    7: "the corpus is missing, unreadable, too small, or a local folder not named with --data, --model or --tokenizer",
     8: "training failed: a worker died too often, or a loss or weight is not finite",
     9: "a checkpoint is missing, damaged, or of another run",
     10: "a remote folder cannot be used: its URL, the package for it, or its credentials",

@@ -75,9 +75,9 @@ def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()
             return f"{newest}  # while outer step {outer_steps} is the newest\n{from_folder(outer_steps)}"
 
         with reader(place.identity) as key:
-            return asyncio.run(export_run(invite, folder, key, again, dtype, data))
+            return asyncio.run(export_run(invite, folder, key, again, dtype, data, place.own))
     from opendiloco.kept_states import export_origin, find_origin
 
-    origin = find_origin(place.source, place.at, place.manifest)
+    origin = find_origin(place.source, place.at, place.manifest, place.own)
     origin = replace(origin, run=origin.run.with_data(data))
     return asyncio.run(export_origin(origin, folder, from_folder(origin.index), dtype))

@@ -19,11 +19,13 @@ from opendiloco.cli.options import (
     data_option,
     initial_peers_option,
     open_dashboard,
+    own_files_options,
     parse_run,
     reader,
     reader_option,
     run_option,
 )
+from opendiloco.data.own_files import NONE, OwnFiles
 
 if TYPE_CHECKING:
     import socket
@@ -52,6 +54,7 @@ class FollowPlan:
     until: int | None
     as_json: bool
     data: tuple[Path, ...] = ()
+    own: OwnFiles = NONE
     dashboard: socket.socket | None = None
 
     @property
@@ -77,6 +80,7 @@ class FollowPlan:
 )
 @click.option("--evaluate", is_flag=True, help="Print the loss on the run's held-out text.")
 @data_option("Compute that loss on the text in this folder.")
+@own_files_options
 @click.option("--export", type=FOLDER, help="Write the model to FOLDER/outer-step-…, as a transformers model.")
 @click.option(
     "--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, over the one before."
@@ -95,6 +99,8 @@ def command(
     every: int,
     evaluate: bool,
     data: tuple[Path, ...],
+    model: Path | None,
+    tokenizer: Path | None,
     export: Path | None,
     push_to: str | None,
     until: int | None,
@@ -115,7 +121,8 @@ def command(
     if push_to is not None:
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
     shown = open_dashboard(dashboard)
-    plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json, data, shown), Audit()
+    own = OwnFiles(model, tokenizer)
+    plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json, data, own, shown), Audit()
     with reader(identity) as key, staging(plan) as folder:
         run_interruptible(lambda interrupts: follow(invite, key, plan, folder, audit))
     audit.check()
@@ -157,7 +164,8 @@ async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path |
 
     async with connected(key, invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
-        run = run.with_data(plan.data) if plan.needs_model else run
+        if plan.needs_model:
+            run = run.with_data(plan.data).with_own(plan.own)
         await ask_for_anchors(transport, run, invite.addresses)
         await unless_failed(track(run, transport, plan, folder, audit), transport.failure())
 

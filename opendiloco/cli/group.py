@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Mapping
 from importlib import import_module
@@ -81,6 +82,8 @@ class Commands(click.Group):
         formatter.write(f"\nExit codes:\n{exit_code_lines()}\n")
 
     def invoke(self, context: click.Context) -> object:
+        # Libraries make files and folders as the umask says: torch runs compiled code that it finds in one of them.
+        os.umask(os.umask(0o077) | 0o022)
         try:
             result: object = super().invoke(context)
         except (click.exceptions.Exit, click.ClickException, click.Abort):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE
+from opendiloco.cli.options import FILE, own_files_options
+from opendiloco.data.own_files import OwnFiles
 
 if TYPE_CHECKING:
     from opendiloco.run import Run
@@ -87,6 +88,7 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
     "[default: where the first payload is gone, one in the run's folder]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the entries' numbers.")
+@own_files_options
 @click.pass_obj
 def verify(
     log: LogOptions,
@@ -95,6 +97,8 @@ def verify(
     manifest: Path | None,
     checkpoint: Path | None,
     as_json: bool,
+    model: Path | None,
+    tokenizer: Path | None,
 ) -> None:
     """Compute the digests of a log again, and compare.
 
@@ -110,7 +114,8 @@ def verify(
     log.start()
     path = find_log(run, folder)
     found = find_manifest(path, manifest)
-    findings = audit(path, found, None if checkpoint is None else load_checkpoint(checkpoint, found.run_id))
+    kept = None if checkpoint is None else load_checkpoint(checkpoint, found.run_id)
+    findings = audit(path, found, kept, OwnFiles(model, tokenizer))
     if as_json:
         click.echo(json.dumps({"run": found.run_id} | findings.facts(), indent=2))
     else:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from opendiloco.cli.setting_options import is_typed, join_option
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import SettingsError
 from opendiloco.settings.join_settings import split_address
 from peers.links.own_network import everywhere
@@ -69,6 +70,8 @@ class Place:
     source: Path | None
     at: int | None
     manifest: Path | None
+    model: Path | None
+    tokenizer: Path | None
 
     def check(self) -> None:
         """Raises: UsageError unless these options go together."""
@@ -76,6 +79,10 @@ class Place:
             raise click.UsageError("say where the model is to come from, with either --run or --from.")
         if self.source is None and (self.at is not None or self.manifest is not None):
             raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
+
+    @property
+    def own(self) -> OwnFiles:
+        return OwnFiles(self.model, self.tokenizer)
 
     def invite(self) -> Invite:
         """Return the run, where it is its peers. Raises: see `parse_run`."""
@@ -96,6 +103,7 @@ def place_options(command: Command) -> Command:
     wrapped: Any = with_place
     run = "The run's id, or an invite to it: take the newest state of its peers."
     for option in (
+        own_files_options,
         click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
         click.option(
             "--at", type=click.IntRange(min=0), metavar="N", help="With --from: the model after N outer steps."
@@ -107,6 +115,23 @@ def place_options(command: Command) -> Command:
     ):
         wrapped = option(wrapped)
     return cast(Command, wrapped)
+
+
+def own_files_options(command: Command) -> Command:
+    """Add the options of `OwnFiles`."""
+    model = click.option(
+        "--model",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        metavar="PATH",
+        help="Begin with the model in this folder, where the run's is one that you have to name.",
+    )
+    tokenizer = click.option(
+        "--tokenizer",
+        type=click.Path(exists=True, path_type=Path),
+        metavar="PATH",
+        help="Use this tokenizer, a folder or a tokenizer.json, where the run's is one that you have to name.",
+    )
+    return model(tokenizer(command))
 
 
 def data_option(help: str) -> Callable[[Command], Command]:
@@ -250,11 +275,18 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
 
 
 def _nearby(run_id: str) -> tuple[str, ...]:
-    """Return what the local network says of a run."""
+    """Return what the local network says of a run, if the setting lets us ask: few commands have an option for it."""
     import asyncio
 
     from peers.links.neighbours import neighbours
 
+    context = click.get_current_context()
+    [option] = local_network_option(lambda: None).__click_params__  # type: ignore[attr-defined]
+    may_ask = context.params.get(option.name)
+    if may_ask is None:
+        may_ask = option.type_cast_value(context, option.consume_value(context, {})[0])
+    if not may_ask:
+        return ()
     click.echo("No address is known here: looking for the run in the local network", err=True)
     return asyncio.run(neighbours(run_id))
 

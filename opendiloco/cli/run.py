@@ -18,7 +18,15 @@ from opendiloco.cli.new_run import (
     with_tokens_named,
     with_weights_named,
 )
-from opendiloco.cli.options import FILE, INITIAL_PEERS, identity_option, initial_peers_option, spelled_out
+from opendiloco.cli.options import (
+    FILE,
+    INITIAL_PEERS,
+    identity_option,
+    initial_peers_option,
+    own_files_options,
+    spelled_out,
+)
+from opendiloco.data.own_files import OwnFiles
 
 if TYPE_CHECKING:
     from opendiloco.errors import MachineError
@@ -94,13 +102,17 @@ def create(
 def next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
     """Yield what to type next: on volunteers' machines, and on the organiser's."""
     from opendiloco.data.local_sources import local_sources
+    from opendiloco.run import local_tables
     from peers.links.contacts import host_of, is_loopback
 
     folders, is_by_invitation = local_sources(run.config.data), run.manifest.is_by_invitation
     is_here = all(map(is_loopback, map(host_of, invite.addresses)))
     yield "To train in it, type on this machine:" if is_here else "To train in it, type on any machine:"
     ticket = " --ticket TICKET" if is_by_invitation else ""
-    yield f"  diloco-peer join --run {invite}{ticket}{' --data FOLDER' * len(folders)}"
+    own = "".join(f" --{table} PATH" for table in local_tables(run.config))
+    yield f"  diloco-peer join --run {invite}{ticket}{' --data FOLDER' * len(folders)}{own}"
+    if own:
+        yield "Each PATH is that machine's own, with what this one has there."
     if folders:
         each = "Each FOLDER" if len(folders) > 1 else "FOLDER"
         yield f"{each} is that machine's own, with the text that is here in {', '.join(folders)}."
@@ -146,16 +158,18 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
 @command.command(short_help="Say what a run takes of each peer: memory, disk, time.")
 @click.argument("run_toml", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes.")
+@own_files_options
 @click.pass_obj
-def needs(log: LogOptions, run_toml: Path, as_json: bool) -> None:
+def needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | None) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
     import json
     from dataclasses import asdict
 
     from opendiloco.config.run_config import RunConfig
+    from opendiloco.run import with_own_files
 
     log.start()
-    config = RunConfig.from_toml(run_toml)
+    config = with_own_files(RunConfig.from_toml(run_toml), OwnFiles(model, tokenizer))
     from opendiloco.listed_run import Taken  # what follows takes seconds to import
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_lines, needs_of

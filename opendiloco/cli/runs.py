@@ -32,12 +32,11 @@ def command(log: LogOptions, initial_peers: tuple[str, ...], limit: int, needs: 
 
     log.start()
     found = asyncio.run(look(known_addresses(initial_peers), limit))
-    if needs:
-        found = [with_needs(each) for each in found]
+    whole = (with_needs(each) if needs else each for each in found)
     if as_json:
-        click.echo(json.dumps([each.plain() for each in found], indent=2))
+        click.echo(json.dumps([each.plain() for each in whole], indent=2))
         return
-    for each in found:
+    for each in whole:
         click.echo("\n".join(each.lines()) + "\n")
     there = "".join(f" --initial-peer {address}" for address in initial_peers)
     click.echo(f"To train in one of them: diloco-peer join --run ID{there}" if found else NOTHING)
@@ -70,7 +69,13 @@ async def look_at(transport: HivemindTransport, run_id: str) -> ListedRun:
 
 
 def with_needs(listed: ListedRun) -> ListedRun:
-    """Return the run with what it takes of a machine."""
+    """Return the run with what it takes of a machine, or why that is not known."""
     from opendiloco.listed_run import taken_by
+    from peers.errors import DilocoPeerError
 
-    return listed if listed.run is None else replace(listed, taken=taken_by(listed.run.config))
+    if listed.run is None:
+        return listed
+    try:
+        return replace(listed, taken=taken_by(listed.run))
+    except DilocoPeerError as error:
+        return replace(listed, problem=error.message)

@@ -92,11 +92,11 @@ async def state_at(place: Place, data: Sequence[Path]) -> AsyncIterator[tuple[Ru
         from opendiloco.follower import newest_state
 
         with reader(place.identity) as key:
-            async with newest_state(place.invite(), key, data) as found:
+            async with newest_state(place.invite(), key, data, place.own) as found:
                 yield found
     else:
         from opendiloco.kept_states import find_origin, state_of
 
-        origin = find_origin(place.source, place.at, place.manifest)
+        origin = find_origin(place.source, place.at, place.manifest, place.own)
         async with state_of(replace(origin, run=origin.run.with_data(data))) as found:
             yield found

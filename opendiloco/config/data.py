@@ -42,7 +42,9 @@ Revision = Annotated[str, AfterValidator(_check_revision), WithJsonSchema({"type
 
 
 class TokenizerSection(Section):
-    """Bytes (256 values and three special tokens), a pretrained tokenizer's folder or hub name, or a `tokenizer.json`.
+    """Bytes (256 values and three special tokens), a pretrained tokenizer's hub name or folder, or a `tokenizer.json`.
+
+    A folder's `path` begins with a dot or slash; each volunteer names its own folder or file with --tokenizer.
 
     `end` is the special token that closes each document, where the tokenizer does not say which one that is. `digest`
     is that of `digest_of_tokenizer`; `diloco-peer run create` fills it in.

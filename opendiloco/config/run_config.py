@@ -17,6 +17,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from opendiloco.config.codec import CodecSection
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
 from opendiloco.config.errors import explain_validation_error, read_toml
+from opendiloco.config.model import ModelSection
 from opendiloco.config.optimizers import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
 from opendiloco.config.section import (
     Digest,
@@ -26,34 +27,11 @@ from opendiloco.config.section import (
     PositiveFloat,
     Seconds,
     Section,
-    Seed,
 )
 from opendiloco.config.streaming import StreamingSection
 from peers.errors import ManifestError
 from peers.log.settings import RunSettings, Timing
 from peers.values.anchors import KEYS_LIMIT
-
-
-class ModelSection(Section):
-    """The model: an inline transformers config (initialised from `init_seed`), or a folder or hub name to load.
-
-    `digest` is that of the weights that the run begins with (see model/initial_weights.py). With a path it is needed,
-    and `diloco-peer run create` fills it in.
-    """
-
-    config: dict[str, JsonValue] | None = None
-    path: Annotated[str, Field(min_length=1)] | None = None
-    init_seed: Seed = 0
-    digest: Digest | None = None
-
-    @model_validator(mode="after")
-    def check_source(self) -> Self:
-        if (self.config is None) == (self.path is None):
-            raise ValueError("needs either a table [model.config] or a path, and not both")
-        if self.config is not None and not isinstance(self.config.get("model_type"), str):
-            raise ValueError('[model.config] has no model_type; name the architecture, e.g. model_type = "llama"')
-        return self
-
 
 BATCH_TOKENS = LONGEST_TEXT = 10**8
 """Tokens of a batch, and of held-out text, which peers have in memory: at 8 bytes each, a gigabyte."""

@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from opendiloco.dashboard.doorman import Doorman
 from opendiloco.dashboard.sources import Source
@@ -24,6 +25,7 @@ from peers.links import contacts
 
 logger = logging.getLogger(__name__)
 
+requests_logger = logging.getLogger(f"{__name__}.requests")
 WATCHERS_LIMIT = 100  # pages that are open at once
 SHUTDOWN_SECONDS = 1.0  # that open pages are waited for at the end
 STATIC = {
@@ -47,6 +49,15 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
+
+
+def is_our_fault(record: logging.LogRecord) -> bool:
+    """Return False for what aiohttp logs, with a traceback, of a request that is malformed: strangers send them."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+
+
+requests_logger.addFilter(is_our_fault)
 
 
 def bind(address: tuple[str, int]) -> socket.socket:
@@ -85,6 +96,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
     runner = web.AppRunner(
         application(watching, is_loopback(listening.getsockname()[0])),
         access_log=None,
+        logger=requests_logger,
         shutdown_timeout=SHUTDOWN_SECONDS,
         handle_signals=False,
     )

@@ -141,12 +141,13 @@ class RunView:
 
     def _run(self) -> Plain:
         config, agreement = self.run.config, Agreement()
+        model = self.run.manifest.values["model"]  # the organiser's words: the owner's own paths are not shown
         agreement.observe(self._beats)
         trainers = [beat for beat in self._beats if beat.state is not PeerState.ARCHIVING]
         return self.summary() | {
             "organiser": self.run.manifest.organiser,
             "by_invitation": self.run.manifest.is_by_invitation,
-            "model": config.model.path or str((config.model.config or {}).get("model_type", "")),
+            "model": model["path"] or str((model["config"] or {}).get("model_type", "")),
             "data": [source.source for source in config.data.all_sources],
             "inner_steps": config.training.inner_steps,
             "sequence_length": config.training.sequence_length,

@@ -18,23 +18,15 @@ from opendiloco.stages import at_stage
 LOOK_SECONDS = 1.0
 
 
-def is_on_the_hub(path: str) -> bool:
-    """Return whether a path is the name of something on the hub, and nothing on this machine's disk."""
-    return not Path(path).exists()
-
-
 @contextmanager
-def downloading_model(path: str, *wanted: str) -> Iterator[None]:
-    """Say meanwhile how far the files of a model are here whose names match `wanted`, if they are on the hub."""
-    if not is_on_the_hub(path):
-        yield
-        return
+def downloading_model(name: str, *wanted: str) -> Iterator[None]:
+    """Say meanwhile how far the files of a model on the hub are here whose names match `wanted`."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=path, repo_type="model") / "blobs"
-    total = _bytes_of(lambda hub: hub.model_info(path, files_metadata=True), wanted) if wanted else None
-    with downloading(path, folder, total):
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
+    total = _bytes_of(lambda hub: hub.model_info(name, files_metadata=True), wanted) if wanted else None
+    with downloading(name, folder, total):
         yield
 
 

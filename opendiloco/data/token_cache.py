@@ -24,6 +24,7 @@ from opendiloco.config.data import TokenizerSection
 from opendiloco.data.token_files import ABOUT, PARTS, Piece, Tokens, digest_of_parts, map_part, write_parts
 from opendiloco.errors import MachineError
 from opendiloco.stages import at_stage
+from peers.values.private_folders import make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class TokenCache:
         logger.info("tokens are written to %s", folder)
         try:
             shutil.rmtree(partial, ignore_errors=True)  # of somebody who was killed
-            partial.mkdir()
+            make_private_folder(partial)
             digests = {name: part.digest for name, part in write_parts(partial, dtype, pieces).items()}
             (partial / ABOUT).write_text(json.dumps({"dtype": dtype.str, "digests": digests}), encoding="utf-8")
             shutil.rmtree(folder, ignore_errors=True)  # it was damaged
@@ -184,7 +185,7 @@ class TokenCache:
     def _lock(self, path: Path, waits: bool) -> BinaryIO:
         while True:
             try:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_private_folder(self._folder)
                 file = path.open("wb")
             except OSError as error:
                 raise self._unusable(error) from error

@@ -15,7 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, TokenizerSection
-from opendiloco.data.downloads import downloading_model
+from opendiloco.data.pretrained_folder import TOKENIZER_FILES, check_tokenizer, pretrained_folder
 from opendiloco.errors import DataError, MachineError, first_line
 
 BEGIN, END, PADDING = 256, 257, 258
@@ -238,13 +238,19 @@ def _load(section: TokenizerSection) -> Tokenizer:
 
     try:
         if section.kind == "pretrained":
-            with downloading_model(str(section.path)):
-                return PretrainedTokenizer(AutoTokenizer.from_pretrained(section.path), section)
+            folder = pretrained_folder(str(section.path), *TOKENIZER_FILES)
+            check_tokenizer(folder)
+            made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            return PretrainedTokenizer(made, section)
         return PretrainedTokenizer(PreTrainedTokenizerFast(tokenizer_file=section.path), section)
     except DataError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
-        wanted = "a tokenizer's folder or hub name" if section.kind == "pretrained" else "a tokenizer.json"
+        wanted = (
+            "a tokenizer's hub name, or its folder as ./folder or /folder,"
+            if section.kind == "pretrained"
+            else "a tokenizer.json"
+        )
         raise DataError(
             f"tokenizer.path = {section.path!r} cannot be loaded: {first_line(error)}",
             f"Give {wanted} that is there; on a machine without internet, a local one.",

@@ -29,6 +29,7 @@ from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
+from peers.values.private_folders import make_private_folder
 
 DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -92,7 +93,7 @@ class _Swarm:
         name = f"volunteer {len(self.volunteers) + 1}"
         identity, key_file = Identity.generate(), self.folder / f"{name.replace(' ', '-')}.pem"
         identity.save(key_file)
-        arguments = ["join", "--plain", "--run", self.run.run_id, "--initial-peer", self.address]
+        arguments = ["join", "--plain", "--no-local-network", "--run", self.run.run_id, "--initial-peer", self.address]
         arguments += ["--identity", str(key_file), "--listen", LOOPBACK]
         arguments += ["--state", str(self.folder / "state"), "--threads", str(self.threads)]
         for source in local_sources(self.run.config.data):
@@ -150,7 +151,8 @@ async def run_demo(options: DemoOptions, screen: DemoScreen) -> DemoResult:
     children: list[Child] = []
     try:
         screen.event(f"starting a bootstrap node; all processes log to {folder / 'logs'}")
-        arguments = ["bootstrap", "--identity", str(folder / "bootstrap.pem"), "--listen", LOOPBACK, "--data-port", "0"]
+        arguments = ["bootstrap", "--identity", str(folder / "bootstrap.pem"), "--no-local-network"]
+        arguments += ["--listen", LOOPBACK, "--data-port", "0"]
         bootstrap = await start_child(BOOTSTRAP, arguments, folder, children)
         address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", START_SECONDS)
         run = Run.sign(config, Identity.generate())
@@ -276,7 +278,7 @@ def prepare_folder(out: Path | None) -> Path:
         make_folder(out)
     try:
         folder = Path(tempfile.mkdtemp(prefix="diloco-demo-")) if out is None else out.absolute()
-        (folder / "logs").mkdir(parents=True)
+        make_private_folder(folder / "logs")
     except OSError as error:
         raise MachineError(f"cannot use {out}: {error.strerror}.", "Give a new folder with --out.") from error
     return folder

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.doctor.findings import CHECKS, Finding, Verdict, failed_with, skipped
 from opendiloco.doctor.machine import check_disk, check_kernels, check_memory, has_volunteer, machine_findings
 from opendiloco.doctor.network import (
@@ -76,6 +77,7 @@ class Wishes:
     data_port: int = 0
     state: Path | None = None
     data: tuple[Path, ...] = ()
+    own: OwnFiles = NONE
     ticket: Ticket | None = None
     tries: bool = True
 
@@ -176,7 +178,7 @@ class Examination:
         self._tell(check_bandwidth(self._bandwidth))
 
     async def _find(self, transport: HivemindTransport, run_id: str) -> Run | None:
-        """Return the run as this machine would train in it; None when nobody knows it."""
+        """Return the run as this machine would train in it; None when it is unknown, or its model not to be opened."""
         wishes = self._wishes
         try:
             run = await find_run(transport, run_id)
@@ -187,8 +189,14 @@ class Examination:
         away = (PeerState.LEAVING, PeerState.ARCHIVING)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.state not in away]
         self._others = [beat for beat in beats if beat.peer != wishes.key.peer_id]
+        self._tell(check_run(run, [beat.index for beat in self._others]), admission)
+        try:
+            run = run.with_own(wishes.own)
+        except DilocoPeerError as error:
+            self._tell(failed_with("data", error))
+            return None
         data, run = check_data(run, wishes.data)
-        self._tell(check_run(run, [beat.index for beat in self._others]), admission, data)
+        self._tell(data)
         return run
 
     # What a run would take, and give ----------------------------------------------------------------------------------

@@ -6,6 +6,11 @@ Every peer builds the initial weights itself, so these must be the same bits on 
 from __future__ import annotations
 
 import difflib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opendiloco.config.run_config import RunConfig, misfit
 from opendiloco.config.streaming import StreamingSection
-from opendiloco.data.downloads import downloading_model
+from opendiloco.data.pretrained_folder import CONFIG, MODEL_FILES, check_weights, model_values, pretrained_folder
 from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from opendiloco.errors import first_line
 from opendiloco.model.fragments import assign_fragments
@@ -22,26 +27,122 @@ from opendiloco.model.layout import Layout
 from opendiloco.model.light_transformers import load_transformers
 from opendiloco.model.packing import check_document_mask
 from opendiloco.model.portable_normal import PortableNormal, Undrawn
+from opendiloco.model.rehearsal import rehearse
 from opendiloco.model.shards import Shards
-from opendiloco.shared_memory import Vector
-from peers.errors import ManifestError
+from opendiloco.shared_memory import VALUE_BYTES, Vector, check_available
+from peers.errors import DilocoPeerError, ManifestError
 
 transformers = load_transformers()
 AutoConfig, AutoModelForCausalLM = transformers.AutoConfig, transformers.AutoModelForCausalLM
 
 PLAIN = StreamingSection()
+FOLDERS = (
+    "Give a hub name, or a folder as ./folder or /folder, with weights as safetensors; on a machine without internet, "
+    "a folder."
+)
+_rehearsed: set[str] = set()
+"""What has been found to be buildable in this process."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a model is made from: the values of its config, and the folder of weights unless the run draws them."""
+
+    values: dict[str, Any]
+    folder: Path | None
+    refusal: str
+    remedy: str
+
+    @classmethod
+    def of(cls, config: RunConfig, tokenizer: Tokenizer) -> _Source:
+        """Return that of a run. Of what lies on the hub, only the config is fetched. Raises: ManifestError."""
+        path, values = config.model.path, config.model.config or {}
+        if path is None:
+            source = cls(
+                values | tokenizer.special, None, "model.config: transformers refuses it", "Correct that value."
+            )
+            known = source._known_architecture()
+            _refuse_unknown_keys(known, values)
+            twice = next((key for key in tokenizer.special if key in values), None)
+            if twice is not None:
+                raise ManifestError(f"model.config.{twice} follows from the tokenizer.", "Remove it.")
+            return source
+        source = cls({}, None, f"model.path = {path!r} cannot be loaded", FOLDERS)
+        with source.explained():
+            folder = pretrained_folder(path, CONFIG)
+            source = replace(source, values=model_values(folder), folder=folder)
+        source._known_architecture()
+        return source
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raises: ManifestError for what goes wrong meanwhile: each architecture has its own ways to object."""
+        try:
+            yield
+        except (MemoryError, DilocoPeerError):
+            raise
+        except Exception as error:
+            raise ManifestError(f"{self.refusal}: {first_line(error)}", self.remedy) from error
+
+    def config(self) -> Any:
+        """Return the config as transformers has it."""
+        if self.folder is None:
+            return AutoConfig.for_model(**self.values)
+        return AutoConfig.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
+
+    def build(self, drawing: TorchDispatchMode) -> Any:
+        """Return the model with the weights that are drawn."""
+        with self.explained(), drawing:
+            return AutoModelForCausalLM.from_config(self.config(), trust_remote_code=False)
+
+    def load(self, path: str) -> Any:
+        """Return the model with the weights of the folder."""
+        with self.explained():
+            folder = pretrained_folder(path, *MODEL_FILES)
+            check_weights(folder)
+            return AutoModelForCausalLM.from_pretrained(
+                folder,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,  # others: pickles
+            )
+
+    def _known_architecture(self) -> Any:
+        """Return the architecture's default config, and import its modules. Raises: ManifestError without one."""
+        model_type = str(self.values.get("model_type"))
+        try:
+            known = AutoConfig.for_model(model_type)
+        except ValueError:
+            key = "model.config.model_type" if self.folder is None else f"{self.folder / CONFIG}: model_type"
+            raise ManifestError(
+                f"{key} = {model_type!r}: transformers knows no such architecture.",
+                'Name a causal language model, e.g. "llama".',
+            ) from None
+        AutoModelForCausalLM._model_mapping.get(type(known), None)
+        return known
 
 
 def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
-    """The model without values, on the meta device: whether it can be built is found out without the memory or time
-    that its weights take. Raises: ManifestError as `build_model` would."""
-    with torch.device("meta"):
-        if config.model.path:
-            model = AutoModelForCausalLM.from_config(_load(AutoConfig, config.model.path))
-        else:
-            model = _from_config(config, tokenizer, PortableNormal(config.model.init_seed))
-    _check_fit(model, config, tokenizer)
-    return model.float()
+    """Return the model without values, on the meta device, which takes neither the memory nor the time of its weights.
+
+    All that builds a run's model comes through here. A process with limits builds it first: a config may have any
+    number of layers.
+
+    Raises: ManifestError as `build_model` would, or when even this takes too much.
+    """
+    source = _Source.of(config, tokenizer)
+
+    def lay_out() -> Any:
+        with torch.device("meta"):
+            model = source.build(PortableNormal(config.model.init_seed))
+        _check_fit(model, config, tokenizer)
+        return model.float()
+
+    tried = json.dumps([config.to_manifest_content(), tokenizer.size, source.values])
+    if tried not in _rehearsed:
+        rehearse(lay_out, "model.path" if config.model.path else "model.config")
+        _rehearsed.add(tried)
+    return lay_out()
 
 
 def sized_skeleton(config: RunConfig) -> Any:
@@ -65,9 +166,13 @@ def build_model(
     Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
     cannot keep documents apart where it should.
     """
-    path = config.model.path
-    drawing = PortableNormal(config.model.init_seed, weights, threads) if draws else Undrawn()  # type: ignore[no-untyped-call]
-    model = _load(AutoModelForCausalLM, path) if path else _from_config(config, tokenizer, drawing)
+    skeleton, source = build_skeleton(config, tokenizer), _Source.of(config, tokenizer)
+    check_available("Building this model", VALUE_BYTES * sum(each.numel() for each in skeleton.parameters()))
+    if config.model.path:
+        model = source.load(config.model.path)
+    else:
+        torch.manual_seed(config.model.init_seed)
+        model = source.build(PortableNormal(config.model.init_seed, weights, threads) if draws else Undrawn())  # type: ignore[no-untyped-call]
     _check_fit(model, config, tokenizer)
     model = model.float()
     if config.training.document_mask:
@@ -107,45 +212,15 @@ def _check_fit(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _load(kind: type[Any], path: str) -> Any:
-    has_weights = kind is AutoModelForCausalLM
-    try:
-        with downloading_model(path, *(["*.safetensors"] if has_weights else [])):
-            return kind.from_pretrained(path, **({"use_safetensors": True} if has_weights else {}))  # others: pickles
-    except (OSError, ValueError) as error:
-        raise ManifestError(
-            f"model.path = {path!r} cannot be loaded: {first_line(error)}",
-            "Give a model's folder or hub name, with weights as safetensors; on a machine without internet, a folder.",
-        ) from error
-
-
-def _from_config(config: RunConfig, tokenizer: Tokenizer, drawing: TorchDispatchMode) -> Any:
-    values = dict(config.model.config or {})
-    model_type = str(values.pop("model_type"))
-    _refuse_unknown_keys(model_type, values)
-    torch.manual_seed(config.model.init_seed)
-    try:
-        with drawing:
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **tokenizer.special, **values))
-    except Exception as error:  # each architecture has its own ways to object
-        cause = f"model.config: transformers refuses it: {first_line(error)}"
-        raise ManifestError(cause, "Correct that value.") from error
-
-
-def _refuse_unknown_keys(model_type: str, values: dict[str, Any]) -> None:
+def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
     """transformers keeps unknown keys in silence, and a misspelt size would silently be the default."""
-    try:
-        known = AutoConfig.for_model(model_type)
-    except ValueError:
-        raise ManifestError(
-            f"model.config.model_type = {model_type!r}: transformers knows no such architecture.",
-            'Name a causal language model, e.g. "llama".',
-        ) from None
-    for key in values:
+    for key in values.keys() - {"model_type"}:
         if not hasattr(known, key):
             close = difflib.get_close_matches(key, list(vars(known)), n=1)
             remedy = f"Did you mean {close[0]}?" if close else "Remove it."
-            raise ManifestError(f"model.config.{key} = {values[key]!r}: {model_type} has no such setting.", remedy)
+            raise ManifestError(
+                f"model.config.{key} = {values[key]!r}: {known.model_type} has no such setting.", remedy
+            )
 
 
 def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.pretrained_folder import is_local_path
 
 CURVE, CARD = "held_out_loss.svg", "README.md"
 ROWS = 20
@@ -127,7 +128,9 @@ def _data(config: RunConfig) -> str:
         for source, share in zip(data.all_sources, data.shares, strict=True)
     ]
     table = "\n".join(["| source | share of the samples |", "| --- | --- |", *rows])
-    tokenizer = "bytes" if config.tokenizer.path is None else f"`{config.tokenizer.path}`"
+    path = config.tokenizer.path
+    is_local = config.tokenizer.kind == "file" or (path is not None and is_local_path(path))
+    tokenizer = "bytes" if path is None else "in this folder" if is_local else f"`{path}`"
     apart = "; no token attends to another document than its own" if training.document_mask else ""
     return f"""\
 ## Data

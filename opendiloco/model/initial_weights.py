@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from opendiloco.config.run_config import ModelSection
+from opendiloco.config.model import ModelSection
 from opendiloco.errors import MachineError
 from opendiloco.shared_memory import Vector
 from peers.errors import ManifestError

@@ -8,6 +8,7 @@ long again. Here scipy comes when such a loss is computed, and what the first lo
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ class _Later(ModuleType):
 
 def load_transformers() -> Any:
     """Import transformers and what is common to its models. Returns the package, the same as `import` does."""
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # some architectures would fetch theirs from the hub by themselves
     package = importlib.import_module("transformers")
     with scanned_once(package):
         importlib.import_module("transformers.models")

@@ -19,6 +19,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from opendiloco.errors import MachineError
+from peers.values.private_folders import make_private_folder
 
 NAME = "control"
 ANSWER_SECONDS = 5.0
@@ -59,7 +60,7 @@ async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> A
 
     path = folder / NAME
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(folder)
         with _short(folder) as near:
             path.unlink(missing_ok=True)  # of a process that was killed: the identity's lock keeps two from running
             listener = socket.socket(socket.AF_UNIX)

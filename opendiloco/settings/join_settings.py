@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.owner.conditions import Condition, Hours, parse_conditions, parse_until
 from opendiloco.settings.setting import Settings, setting
 from opendiloco.workers.options import WorkerOptions, parse_overlap
@@ -20,6 +21,11 @@ MOST_GIGABYTES = 1e9
 def _is_there(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError("there is no such folder")
+
+
+def _exists(path: Path) -> None:
+    if not path.exists():
+        raise ValueError("there is no such file or folder")
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -73,6 +79,18 @@ class RunSettings(Settings):
         metavar="FOLDER",
         check_here=_is_there,
     )
+    model: Path | None = setting(
+        "Begin with the model in this folder, where the run's is one that you have to name.",
+        None,
+        metavar="PATH",
+        check_here=_exists,
+    )
+    tokenizer: Path | None = setting(
+        "Use this tokenizer, a folder or a tokenizer.json, where the run's is one that you have to name.",
+        None,
+        metavar="PATH",
+        check_here=_exists,
+    )
     on_partition: Literal["continue", "wait"] = setting(
         "When most of the run's peers are gone for rounds.partition_grace_seconds: train with those that are here, or "
         "wait for the others.",
@@ -101,8 +119,8 @@ class NetworkSettings(Settings):
         most=65535,
     )
     local_network: bool = setting(
-        "Say in the local network where this machine is, so that `join --run` with the run's id alone finds the run "
-        "there. Nothing is said where this machine has a public address.",
+        "Say in the local network where this machine is, and look there for a run of which only the id is known. "
+        "Nothing is said where this machine has a public address.",
         True,
     )
     relay_limit: float | None = setting(
@@ -340,6 +358,10 @@ class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, OwnerSettings, 
         KeepingSettings,
         ViewSettings,
     )
+
+    @property
+    def own_files(self) -> OwnFiles:
+        return OwnFiles(self.model, self.tokenizer)
 
     @property
     def workers(self) -> WorkerOptions:

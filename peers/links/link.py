@@ -142,7 +142,8 @@ class Link:
         try:
             while True:
                 length = (await connection.reads.read(1, None))[0]
-                protocol = (await connection.reads.read(length, OPEN_TIMEOUT)).decode(errors="replace")
+                async with asyncio.timeout(OPEN_TIMEOUT):  # for all of it, not for each byte
+                    protocol = (await connection.reads.read(length, None)).decode(errors="replace")
                 await self._serve(protocol, self._channel(connection, protocol))
         except (OSError, EOFError, TimeoutError) as error:
             logger.debug("a connection of %s ended: %r", self.peer, error)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from peers import metrics
 from peers.errors import RemoteProtocolError
 from peers.links.arranging import Arranging
 from peers.links.calls import CALLS, Answer, answer_calls
@@ -18,7 +19,7 @@ from peers.links.contacts import Contact, is_loopback, may_be_dialled, own_endpo
 from peers.links.credentials import Credentials
 from peers.links.dialling import Dialling
 from peers.links.link import Link, Serve
-from peers.links.listener import Listener
+from peers.links.listener import UNKNOWN_OF_ONE_NETWORK, Listener, Strangers, network_of
 from peers.links.opening import Hello, Opening, Splice
 from peers.links.probing import answer_probe
 from peers.links.relays import AskInfo, LinkInfo, Relays
@@ -82,6 +83,8 @@ class Links:
         self._attempts: dict[str, _Attempts] = {}
         self._callers: Counter[str] = Counter()
         self._room = raise_file_limit() // 2  # connections at most: other things are files, too
+        most = max(UNKNOWN_OF_ONE_NETWORK, self._room // 2 // UNKNOWN)
+        self._strangers = Strangers(most, lambda peer: self._links[peer].close())
         self._tasks: set[asyncio.Future[None]] = set()
         self._listener: Listener | None = None
         self.arranging = Arranging(self)
@@ -146,6 +149,7 @@ class Links:
         """Know these peers, and `eagerly` make links with them."""
         now = self.clock()
         for peer, contact in contacts.items():
+            self._strangers.went(peer)
             if peer != self.me and contact != self._contacts.get(peer):
                 self._contacts[peer] = contact
                 if not self._is_busy(peer):
@@ -269,6 +273,8 @@ class Links:
             await self.arranging.meet(contact, 2 * count)
 
     def _changed(self, peer: str) -> None:
+        if not self.is_up(peer):
+            self._strangers.went(peer)
         if not self.is_up(peer) and peer in self._contacts and not self._is_busy(peer):
             self._attempts.pop(peer, None)  # it was there a moment ago: try at once
         self._tidy(peer)
@@ -289,10 +295,19 @@ class Links:
 
     def add(self, connection: Connection) -> None:
         """Use a connection that others wanted, if there is room."""
-        if self._has_room_for(connection.peer):
-            self.link(connection.peer).add(connection)
+        peer = connection.peer
+        if connection.is_open and self._has_room_for(peer) and self._may_come(connection):
+            self.link(peer).add(connection)
         else:
+            metrics.DROPPED.labels("connection").inc()
             connection.close()
+
+    def _may_come(self, connection: Connection) -> bool:
+        """Return whether a peer is known, or one of not too many that nothing is known of."""
+        peer = connection.peer
+        if peer in self._contacts or self.is_up(peer):
+            return True
+        return self._strangers.come(peer, network_of(connection.host), self.clock())
 
     def _has_room_for(self, peer: str) -> bool:
         """Whether one more connection of a peer is let in. Those that we know nothing of get half of all room."""
@@ -301,7 +316,12 @@ class Links:
             return count < self._room
         return count < self._room // 2 and (not self.is_up(peer) or self.link(peer).connections < UNKNOWN)
 
+    async def _answer_call(self, sender: str, name: str, payload: bytes) -> bytes:
+        self._strangers.spoke(sender)
+        return await self._answer(sender, name, payload)
+
     async def _serve(self, protocol: str, channel: Channel) -> None:
+        self._strangers.spoke(channel.peer)
         if protocol != CALLS:
             await self._serve_conversation(protocol, channel)
             return
@@ -309,7 +329,7 @@ class Links:
             raise RemoteProtocolError(channel.peer, "it asks on too many connections")
         self._callers[channel.peer] += 1
         try:
-            await answer_calls(channel, self._answer)
+            await answer_calls(channel, self._answer_call)
         finally:
             self._callers[channel.peer] -= 1
             if not self._callers[channel.peer]:

@@ -1,10 +1,11 @@
-"""Accepting connections on the data port: who is let in, and what for."""
+"""Accepting connections on the data port: limits for those that have not said who they are, and for made-up peers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from ipaddress import ip_address, ip_network
 
@@ -19,6 +20,8 @@ OPENING_TIMEOUT = 10.0  # seconds
 STRANGERS = 256  # connections at once that have not said who they are
 STRANGERS_OF_ONE_NETWORK = 80  # a peer may widen its link to 64, and many may live behind one address
 PAUSE = 1.0  # seconds, when there are too many open files
+UNKNOWN_OF_ONE_NETWORK = 160  # peers without a heartbeat: a swarm of 128 on one machine, or a lab behind one NAT
+NEWCOMERS_PER_SECOND = 2.0  # of one network, once so many have come
 
 Accept = Callable[[socket.socket, Opening], Awaitable[None]]
 """Takes the socket over. Raises: OSError, RemoteProtocolError."""
@@ -103,7 +106,60 @@ class Listener:
                 raise OSError("it does not say what it wants") from error
 
 
+class Strangers:
+    """The peers with a link here of which no heartbeat is known: anybody can make identities.
+
+    One network brings few of them, and few at once. Of too many, the one that was silent for longest has to go, of the
+    network that has most of them.
+    """
+
+    def __init__(self, most: int, end: Callable[[str], None]) -> None:
+        """`end` closes the link with a peer."""
+        self._most = most
+        self._end = end
+        self._networks: dict[str, str] = {}  # by peer, the longest silent first
+        self._credits: dict[str, tuple[float, float]] = {}  # by network: peers that may come at once, and since when
+
+    def come(self, peer: str, network: str, now: float) -> bool:
+        """Count one more. Return whether it may stay."""
+        if not self._may_come(network, now):
+            return False
+        counts = Counter(self._networks.values())
+        if counts[network] >= UNKNOWN_OF_ONE_NETWORK:
+            self._make_room(network)
+        elif len(self._networks) >= self._most:
+            self._make_room(max(counts, key=counts.__getitem__))
+        self._networks[peer] = network
+        return True
+
+    def spoke(self, peer: str) -> None:
+        if peer in self._networks:
+            self._networks[peer] = self._networks.pop(peer)
+
+    def went(self, peer: str) -> None:
+        """Count a peer no more: its link is down, or a heartbeat is known."""
+        self._networks.pop(peer, None)
+
+    def _may_come(self, network: str, now: float) -> bool:
+        credit, since = self._credits.get(network, (float(UNKNOWN_OF_ONE_NETWORK), now))
+        credit = min(float(UNKNOWN_OF_ONE_NETWORK), credit + NEWCOMERS_PER_SECOND * (now - since))
+        may_come = credit >= 1
+        self._credits[network] = credit - may_come, now
+        if len(self._credits) > self._most:  # after so many seconds a network begins anew
+            full = now - UNKNOWN_OF_ONE_NETWORK / NEWCOMERS_PER_SECOND
+            self._credits = {one: (left, at) for one, (left, at) in self._credits.items() if at > full}
+        return may_come
+
+    def _make_room(self, network: str) -> None:
+        peer = next(peer for peer, one in self._networks.items() if one == network)
+        self.went(peer)
+        self._end(peer)
+
+
 def network_of(host: str) -> str:
-    """Return what one owner can take addresses from: of IPv6 the first half, which every customer gets."""
+    """Return what one owner can take addresses from: of IPv6 the first half, which every customer gets, and a machine's
+    loopback addresses."""
     address = ip_address(host)
+    if address.is_loopback:
+        return "loopback"
     return host if address.version == 4 else str(ip_network((address, 64), strict=False))

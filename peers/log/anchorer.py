@@ -15,6 +15,7 @@ from peers.log.folder import RunLog
 from peers.log.state import LogError
 from peers.values.anchors import HEADS_BYTES, AnchoredHead, Anchors
 from peers.values.identity import verify as verify_signature
+from peers.values.private_folders import make_private_folder
 from peers.values.signing import Keys, Verify
 from peers.values.whole_files import write_whole
 from peers.values.wire import WireError, pack, unpack
@@ -118,7 +119,7 @@ class Anchorer:
     def _write(self, signed: AnchoredHead) -> None:
         """Put it on the disk, whole and for good. Raises: AnchorFileError."""
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(self._path.parent)
             write_whole(self._path, [pack(signed)], is_durable=True)
         except OSError as error:
             raise self._unusable(error.strerror or str(error)) from error

@@ -36,6 +36,7 @@ from peers.log.header import Header, Position, cycle_head
 from peers.log.lineage import Lineage
 from peers.log.payload import KEPT_BYTES, KeptPayloads, Payload
 from peers.log.state import LogError, LogState
+from peers.values.private_folders import make_private_folder
 from peers.values.whole_files import write_whole
 from peers.values.wire import digest_of
 
@@ -302,7 +303,7 @@ class LogFolder(RunLog):
         """
         file = path / ENTRIES
         try:
-            (path / PAYLOADS).mkdir(parents=True, exist_ok=True)
+            make_private_folder(path / PAYLOADS)
             remove_partial(path)
             file.touch()
             chain, problem = read_chain(file, empty_log)
@@ -342,7 +343,7 @@ class LogFolder(RunLog):
         try:
             for proof in proofs:
                 path = proof_path(self.path, digest_of(proof))
-                path.parent.mkdir(exist_ok=True)
+                make_private_folder(path.parent)
                 write_whole(path, [proof])
         except OSError as error:
             raise _unusable(self.path, error) from error

@@ -1,7 +1,8 @@
 """Starting and stopping libp2p's daemon (hivemind's p2pd): checks before, one mapping of its failures to our errors.
 
-The daemon ends by itself within moments of our death, however we die, since its control connection breaks. Only the
-socket on which it hands streams to us stays behind after a SIGKILL; the next start sweeps such sockets away.
+The daemon's sockets, and the key while it starts, lie in a folder that no other user may enter. The daemon ends by
+itself within moments of our death, however we die, since its control connection breaks. Only the folder stays behind
+after a SIGKILL; the next start sweeps it away.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import logging
 import os
 import re
 import socket
-import stat
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
@@ -34,6 +34,7 @@ from peers.net.light import load_hivemind
 from peers.net.signals import signals_held_back
 from peers.streams.channel import PeerUnreachableError
 from peers.values.identity import Identity, is_peer_id
+from peers.values.private_folders import open_private, sweep_folders, temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,10 @@ HIVEMIND = load_hivemind()
 P2P: Any = HIVEMIND.p2p.P2P
 # What goes wrong when the other side, or the daemon on the way to it, does.
 NETWORK_ERRORS = (OSError, EOFError, TimeoutError, HIVEMIND.p2p.P2PDaemonError, HIVEMIND.p2p.P2PHandlerError)
-SOCKET_FOLDER_LENGTH = 50  # the path of a unix socket has at most 107 bytes
-SOCKET_FOLDER = folder if len(folder := tempfile.gettempdir()) <= SOCKET_FOLDER_LENGTH else "/tmp"
-SOCKET_PREFIX = f"{SOCKET_FOLDER}/diloco-peer-"
+TEMPORARY_LENGTH = 50  # the path of a unix socket has at most 107 bytes
+TEMPORARY = Path(folder if len(folder := tempfile.gettempdir()) <= TEMPORARY_LENGTH else "/tmp")
+SOCKETS = "diloco-peer-p2p-"
+"""What the names of the sockets' folders begin with."""
 START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
 STOP_TIMEOUT = 5.0  # seconds
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
@@ -81,9 +83,10 @@ _starting: ContextVar[list[Daemon]] = ContextVar("_starting")
 
 
 class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
-    """hivemind's P2P in a session of its own, with sockets whose names tell that they are ours."""
+    """hivemind's P2P in a session of its own."""
 
-    _UNIX_SOCKET_PREFIX = f"/unix{SOCKET_PREFIX}"
+    opened: ExitStack
+    """The folder of its sockets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,18 +165,47 @@ async def start_daemon(
     for address in listen:
         require_free_port(address)
     sweep_sockets()
+    with ExitStack() as opened:
+        try:
+            folder = opened.enter_context(temporary_folder(TEMPORARY, SOCKETS))
+            key_file = _write_key(folder, identity)
+        except OSError as error:
+            raise LocalNetworkError(
+                f"cannot make a folder for sockets in {TEMPORARY}: {error.strerror}.", "Name another one with TMPDIR."
+            ) from error
+        daemon = await _start(folder, key_file, initial_peers, listen, announce, client_mode, exposure)
+        key_file.unlink()
+        daemon.opened = opened.pop_all()
+    control = daemon._client.control
+    for task in (control._read_task, control._write_task):
+        task.add_done_callback(_take_exception)
+    control._handler = _until_it_breaks(control._handler)
+    return daemon
+
+
+async def _start(
+    folder: Path,
+    key_file: Path,
+    initial_peers: Sequence[str],
+    listen: Sequence[str],
+    announce: Sequence[str],
+    client_mode: bool,
+    exposure: Exposure,
+) -> Daemon:
+    """Start p2pd with its sockets in `folder`. Raises: LocalNetworkError, SwarmUnreachableError."""
+    place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})  # hivemind asks the class
     _starting.set(attempts := list[Daemon]())
     local = exposure is Exposure.LOCAL
     relays = list(initial_peers) if exposure in (Exposure.PRIVATE, Exposure.UNKNOWN) else []
     # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
-    with _key_file(identity) as key_path, signals_held_back():
+    with signals_held_back():
         starting = asyncio.ensure_future(
-            Daemon.create(
+            place.create(
                 initial_peers=list(initial_peers),
                 host_maddrs=list(listen),
                 announce_maddrs=list(announce) or None,
                 dht_mode="client" if client_mode or exposure is Exposure.PRIVATE else "server",
-                identity_path=key_path,
+                identity_path=str(key_file),
                 check_if_identity_free=False,
                 startup_timeout=START_TIMEOUT,
                 idle_timeout=START_TIMEOUT,
@@ -187,20 +219,15 @@ async def start_daemon(
         )
         try:
             daemon: Daemon = await asyncio.shield(starting)
+            attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good
+            return daemon
         except asyncio.CancelledError:
             await _to_the_end(_give_up(starting))
             raise
         except (HIVEMIND.p2p.P2PDaemonError, OSError, ValueError) as error:
             for attempt in attempts:
                 await _to_the_end(_wait_for_end(attempt))
-            sweep_sockets()  # a daemon that fails to start does not tidy up
             raise _start_error(str(error), initial_peers) from error
-    attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good
-    control = daemon._client.control
-    for task in (control._read_task, control._write_task):
-        task.add_done_callback(_take_exception)
-    control._handler = _until_it_breaks(control._handler)
-    return daemon
 
 
 def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
@@ -225,7 +252,7 @@ def _take_exception(task: asyncio.Task[None]) -> None:
 async def _give_up(starting: asyncio.Future[Daemon]) -> None:
     """hivemind loses a daemon whose start is cancelled: it is awaited, and ended."""
     with suppress(Exception):
-        await stop_daemon(await starting)
+        await _stop(await starting)
 
 
 async def _wait_for_end(failed: Daemon) -> None:
@@ -245,7 +272,8 @@ async def _wait_for_end(failed: Daemon) -> None:
 
 async def stop_daemon(daemon: Daemon) -> None:
     """End p2pd and wait until it is gone, even when we are cancelled meanwhile; its sockets are removed."""
-    await _to_the_end(_stop(daemon))
+    with daemon.opened:
+        await _to_the_end(_stop(daemon))
 
 
 async def _stop(daemon: Daemon) -> None:
@@ -273,35 +301,16 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def sweep_sockets() -> None:
-    """Remove sockets that killed processes of ours left behind: those of this user on which nobody listens."""
-    directory, prefix = os.path.split(SOCKET_PREFIX)
-    for path in Path(directory).glob(f"{prefix}p2p*.sock"):
-        with suppress(OSError):
-            status = path.lstat()
-            if status.st_uid == os.getuid() and stat.S_ISSOCK(status.st_mode) and _is_deserted(path):
-                path.unlink()
+    """Remove what killed processes of ours left behind."""
+    sweep_folders(TEMPORARY, SOCKETS)
 
 
-def _is_deserted(path: Path) -> bool:
-    """Whether nobody answers, nor is about to: a socket refuses between being bound and being listened to, too."""
-    bound = {line.split()[-1] for line in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()}
-    if str(path) in bound:
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
-
-
-@contextmanager
-def _key_file(identity: Identity) -> Iterator[str]:
-    """A private file with the identity's key, for as long as the daemon needs to read it."""
-    descriptor, path = tempfile.mkstemp(prefix="diloco-peer-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(identity.libp2p_private_key())
-        yield path
-    finally:
-        os.unlink(path)
+def _write_key(folder: Path, identity: Identity) -> Path:
+    """Write the identity's key to a private file, for as long as the daemon needs to read it. Raises: OSError."""
+    path = folder / "key"
+    with open(path, "wb", opener=open_private) as file:
+        file.write(identity.libp2p_private_key())
+    return path
 
 
 def require_free_port(address: str) -> None:

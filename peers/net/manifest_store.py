@@ -19,6 +19,7 @@ from peers import metrics
 from peers.errors import LocalNetworkError
 from peers.streams.channel import RefusalError
 from peers.values.manifest import SignedManifest
+from peers.values.private_folders import make_private_folder
 from peers.values.whole_files import write_whole
 from peers.values.wire import printable
 
@@ -52,7 +53,7 @@ class ManifestStore:
         self._read = dict[str, SignedManifest | None]()  # None: it is skipped
         self._origins = dict[str, _Origin]()  # of runs that came here before this was noted: none
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private_folder(directory)
             for path in directory.glob(f"*{ORIGIN_SUFFIX}"):
                 run_id = path.name.removesuffix(ORIGIN_SUFFIX)
                 network, _, used = self._kept(run_id, ORIGIN_SUFFIX).decode(errors="replace").partition(" ")

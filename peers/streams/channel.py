@@ -107,8 +107,9 @@ class Channel:
         await self._flush()
 
     async def read_prelude(self) -> tuple[bytes, int]:
-        """Header and data length."""
-        magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
+        """Return header and data length."""
+        async with asyncio.timeout(STALL_TIMEOUT):  # for all of it, not for each byte
+            magic, version, header_length, length = PRELUDE.unpack(await self._read(PRELUDE.size))
         if magic == MAGIC and version != VERSION:
             raise RemoteProtocolError(self.peer, f"its streams are of version {version}; ours are of version {VERSION}")
         if magic != MAGIC or header_length > HEADER_LIMIT:

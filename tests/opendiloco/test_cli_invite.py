@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from stat import S_IMODE
 from typing import NamedTuple
 
 import pytest
@@ -51,6 +52,13 @@ def desk(config: RunConfig, folder: Path, mode: str) -> Desk:
 @pytest.fixture
 def party(small_config: RunConfig, tmp_path: Path) -> Desk:
     return desk(small_config, tmp_path, "invite")
+
+
+def test_tickets_are_for_their_giver_to_read(party: Desk) -> None:
+    (party.folder / "state" / party.run.run_id / party.organiser.peer_id).mkdir(parents=True)
+    party.create(party.manifest)
+    [path] = party.folder.rglob("issued.jsonl")
+    assert S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_tickets_are_good_and_remembered(party: Desk) -> None:

@@ -84,8 +84,12 @@ def test_without_any_the_error_says_how_to_get_one(run_id: str, monkeypatch: pyt
 def test_the_local_network_is_asked_last(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heard(monkeypatch, SECOND)
     nowhere = {INITIAL_PEERS: None, "XDG_STATE_HOME": "/nowhere"}
-    assert shown("--run", run_id, environment=nowhere).stdout.split() == [SECOND]
-    assert shown("--run", run_id, "--initial-peer", FIRST, environment=nowhere).output.split() == [FIRST]
+    asks = nowhere | {"DILOCO_LOCAL_NETWORK": None}
+    assert shown("--run", run_id, environment=asks).stdout.split() == [SECOND]
+    assert shown("--run", run_id, "--initial-peer", FIRST, environment=asks).output.split() == [FIRST]
+    silent = shown("--run", run_id, environment=nowhere | {"DILOCO_LOCAL_NETWORK": "no"})
+    assert silent.exit_code == 2
+    assert "looking for the run" not in silent.stderr
 
 
 def test_a_node_may_have_a_name(run_id: str) -> None:

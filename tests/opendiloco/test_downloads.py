@@ -9,7 +9,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import transformers
 
 from opendiloco.config.data import TokenizerSection
 from opendiloco.data import downloads
@@ -85,19 +84,17 @@ def test_what_the_hub_does_not_say_has_a_stage_all_the_same(tmp_path: Path, monk
 
     monkeypatch.setattr(Hub, "model_info", unreachable)
     said = list[tuple[str, float | None]]()
-    with watched_by(lambda *stage: said.append(stage)):
-        with downloading_model("people/llama", "*.safetensors"), downloading("text", tmp_path, None):
-            pass
-        with downloading_model(str(tmp_path), "*.safetensors"):
-            pass
+    watched = watched_by(lambda *stage: said.append(stage))
+    with watched, downloading_model("people/llama", "*.safetensors"), downloading("text", tmp_path, None):
+        pass
     assert said == [(f"downloading {name}, as far as it is not here", None) for name in ("people/llama", "text")]
 
 
 def test_a_tokenizer_from_the_hub_has_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> Any:
-        raise OSError(f"no {path}")
+    def refuse(name: str, **options: Any) -> Any:
+        raise OSError(f"no {name}")
 
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     said = list[str]()
     with watched_by(lambda stage, share: said.append(stage)), pytest.raises(DataError, match="no people/words"):
         build_tokenizer(TokenizerSection(kind="pretrained", path="people/words"))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from opendiloco.cli.new_run import with_weights_named
-from opendiloco.config.run_config import ModelSection, RunConfig
+from opendiloco.config.model import ModelSection
+from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.errors import MachineError
 from opendiloco.local_workload import start_workload

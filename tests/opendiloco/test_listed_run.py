@@ -35,6 +35,5 @@ def test_a_run_of_another_version_says_so() -> None:
 
 
 def test_what_a_run_takes_follows_from_its_model(small_config: RunConfig) -> None:
-    taken = taken_by(small_config)
-    assert taken is not None
+    taken = taken_by(Run.sign(small_config, Identity.generate()))
     assert 0 < taken.parameters < taken.traffic_each_way * 10 < taken.disk * 100

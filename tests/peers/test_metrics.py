@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
+import struct
 import subprocess
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.error import HTTPError
 
@@ -73,6 +78,55 @@ def test_counts_are_served_to_this_machine_and_a_port_in_use_is_a_clear_error(se
     assert status == 200
     assert f'diloco_peer_dropped_total{{what="message"}} {before + 1}' in said
     assert get(server, "/else")[0] == 404
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /metrics HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n" + b"X: a\r\n" * 10_000 + b"\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=x\r\n\r\n",
+        bytes(range(256)) * 20 + b"\r\n\r\n",
+        b"GET /metr",
+    ],
+    ids=["a long header", "many headers", "a long path", "a strange version", "binary", "half a request"],
+)
+def test_strangers_write_nothing_into_the_log(
+    server: MetricsServer, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, request_bytes: bytes
+) -> None:
+    """Regression: each such request left a traceback."""
+    with caplog.at_level("INFO"):
+        for resets in (False, True):
+            with socket.create_connection(server.address, timeout=30) as stranger, suppress(ConnectionError):
+                stranger.sendall(request_bytes)
+                if resets:  # what it is answered can't be sent
+                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                else:
+                    stranger.shutdown(socket.SHUT_WR)
+                    while stranger.recv(1 << 16):
+                        pass
+        assert get(server, "/healthz")[0] in (200, 503)
+    deadline = time.monotonic() + 60
+    while server._server._open:
+        assert time.monotonic() < deadline, "a request is not over"
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""
+    assert not caplog.records
+
+
+def test_silent_connections_shut_nobody_out(server: MetricsServer) -> None:
+    before = threading.active_count()
+    with ExitStack() as stack:
+        for _ in range(3 * metrics.REQUESTS_AT_ONCE):
+            stranger = stack.enter_context(socket.create_connection(server.address, timeout=30))
+            stranger.sendall(b"GET /metr")
+            last = stranger
+        assert get(server, "/else")[0] == 404
+        assert len(server._server._open) <= metrics.REQUESTS_AT_ONCE
+        assert threading.active_count() - before <= 2 * metrics.REQUESTS_AT_ONCE
+        last.sendall(b"ics HTTP/1.0\r\n\r\n")
+        assert last.recv(12) == b"HTTP/1.0 200"
 
 
 def test_a_process_is_healthy_until_something_lacks_or_fails(server: MetricsServer, health: Health) -> None:

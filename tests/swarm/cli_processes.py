@@ -28,11 +28,12 @@ from peers.net.bootstrap import announce_manifest
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
 from tests.child_processes import child_processes
+from tests.swarm.networks import inside
 
 ROOT = Path(__file__).parent.parent.parent
 LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0", "--data-port", "0")
 SECONDS = 240.0  # for whatever a command does; on an idle machine 1 to 10, and seen to take 90 on a busy one
-MARK = "DILOCO_PEER_TEST"
+MARK, LOCAL_NETWORK = "DILOCO_PEER_TEST", "DILOCO_LOCAL_NETWORK"
 
 SMALL_RUN = """\
 name = "small"
@@ -163,6 +164,8 @@ class Command:
     """A running command, given as Python's arguments. A context manager that leaves no process of its own."""
 
     def __init__(self, site: Site, arguments: tuple[str, ...], prefix: tuple[str, ...] = ()) -> None:
+        is_apart = prefix[:3] == inside("")[:3]
+        assert is_apart or site.environment.get(LOCAL_NETWORK) == "no", "it would hear of others in the local network"
         self.arguments = arguments
         self._process = subprocess.Popen(
             [*prefix, sys.executable, *arguments],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
+import tempfile
 from pathlib import Path
+from stat import S_IMODE
 
 import pytest
 
@@ -52,14 +53,28 @@ def test_a_daemon_that_cannot_be_run(
     assert "Reinstall hivemind" in caught.value.remedy
 
 
-def test_a_socket_whose_owner_is_about_to_listen_is_not_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Regression: between bind and listen a socket refuses like a dead one."""
-    monkeypatch.setattr(daemon, "SOCKET_PREFIX", str(tmp_path / "x-"))
-    path = str(tmp_path / "x-p2pd-1.sock")
-    with socket.socket(socket.AF_UNIX) as new, socket.socket(socket.AF_UNIX) as client:
-        new.bind(path)
+def test_its_sockets_are_out_of_reach_of_other_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are there while it lives, whoever sweeps; its key only while it starts."""
+    monkeypatch.setattr(daemon, "TEMPORARY", folder := Path(tempfile.mkdtemp(dir="/tmp")))
+
+    async def story() -> None:
+        one = await start()
         daemon.sweep_sockets()
-        new.listen()
-        client.connect(path)
-    daemon.sweep_sockets()
-    assert not os.path.exists(path), "now it is deserted"
+        [private] = folder.iterdir()
+        assert S_IMODE(private.stat().st_mode) == 0o700
+        assert [path.is_socket() for path in private.iterdir()] == [True]
+        await stop_daemon(one)
+
+    mask = os.umask(0)
+    try:
+        asyncio.run(story())
+    finally:
+        os.umask(mask)
+    folder.rmdir()  # which has to be empty
+
+
+def test_no_room_for_its_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(daemon, "TEMPORARY", tmp_path / "nowhere")
+    with pytest.raises(LocalNetworkError, match=f"{tmp_path}/nowhere: No such file") as caught:
+        asyncio.run(start())
+    assert "TMPDIR" in caught.value.remedy

@@ -1,4 +1,5 @@
-"""A newcomer that has a run's id and nothing else, in the same local network as a node that says where it is."""
+"""A newcomer that has a run's id and nothing else, in the same local network as a node that says where it is: a network
+of this test's own, in which no other node of this machine is heard."""
 
 from __future__ import annotations
 
@@ -8,27 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from peers.links.neighbours import local_interfaces
 from tests.opendiloco.conftest import write_corpus
-from tests.swarm.cli_processes import LOOPBACK, Finished, Site, announce_run, eventually
+from tests.swarm.cli_processes import LOCAL_NETWORK, LOOPBACK, Finished, Site, create_run, eventually
+from tests.swarm.networks import NetworkError, network
 
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.skipif(not local_interfaces(), reason="this machine is in no local network"),
-]
+pytestmark = pytest.mark.swarm
 
 
 def test_a_runs_id_alone_leads_to_the_run(tmp_path: Path) -> None:
-    site = Site(tmp_path)
-    corpus = write_corpus(tmp_path / "corpus")
-    site.environment["DILOCO_LOCAL_NETWORK"] = "yes"
-    with site.start("bootstrap", "--identity", "bootstrap.pem", *LOOPBACK) as node:
+    try:
+        with network(1) as home:
+            leads_to_the_run(Site(tmp_path), home.places[0].prefix)
+    except NetworkError as error:
+        pytest.skip(f"no network of its own here: {error}")
+
+
+def leads_to_the_run(site: Site, home: tuple[str, ...]) -> None:
+    run = site.write_run(str(write_corpus(site.folder / "corpus")))
+    site.environment[LOCAL_NETWORK] = "yes"
+    with site.start("bootstrap", "--identity", "bootstrap.pem", *LOOPBACK, prefix=home) as node:
         address = node.line(r"/ip4/\S+/p2p/\w+", "the bootstrap node does not say where it is")
-        run_id = announce_run(site.write_run(str(corpus)), address).partition("@")[0].removeprefix("diloco:")
+        run_id = create_run(site, run, address, home).partition("@")[0].removeprefix("diloco:")
         found: list[Finished] = []
 
         def is_found() -> bool:
-            found[:] = [site.run("status", "--run", run_id, "--json")]
+            found[:] = [site.run("status", "--run", run_id, "--json", prefix=home)]
             return found[0].code == 0
 
         eventually(is_found, "the run is not found in the local network")

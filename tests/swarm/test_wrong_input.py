@@ -62,7 +62,7 @@ def test_unreachable_bootstrap(place: Place) -> None:
 
 
 def test_unknown_run(place: Place) -> None:
-    commands = (["join"], ["status"], ["export", "--out", "nothing"])
+    commands = (["join", *LOOPBACK], ["status"], ["export", "--out", "nothing"])
     at = ("--run", UNKNOWN, "--initial-peer", place.address)
     for line in place.refuses_each(4, *([*command, *at] for command in commands)):
         assert f"knows the run {UNKNOWN}" in line

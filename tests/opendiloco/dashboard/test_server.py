@@ -357,6 +357,33 @@ def test_a_run_whose_page_cannot_be_made_keeps_no_other_from_it(
 
 
 # Addresses ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * 10_000 + b"\r\n", b"400"),
+        (b"GET http://[::1/ HTTP/1.1\r\n\r\n", b"400"),
+        (bytes(range(256)) * 20 + b"\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde", b"405"),
+    ],
+    ids=["a long header", "many headers", "no address", "binary", "no gzip"],
+)
+def test_strangers_write_nothing_into_the_log(caplog: pytest.LogCaptureFixture, asked: bytes, status: bytes) -> None:
+    """Regression: each such request left a traceback."""
+
+    async def scenario() -> None:
+        listening = bind(("127.0.0.1", 0))
+        async with asyncio.timeout(LIMIT), server.dashboard(listening, list):
+            reader, writer = await asyncio.open_connection(*listening.getsockname()[:2])
+            writer.write(asked)
+            said = await reader.read()
+            assert said.split()[1] == status
+            writer.close()
+
+    asyncio.run(scenario())
+    assert not caplog.records
+
+
 def test_it_listens_where_it_was_told_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with bind(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]

@@ -15,7 +15,7 @@ from peers.links.calls import CALLS, answer_calls
 from peers.links.connection import Connection
 from peers.links.credentials import Credentials
 from peers.links.link import CONNECTIONS, DIAL_PAUSE, OPEN_TIMEOUT, Link
-from peers.streams.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.streams.channel import STALL_TIMEOUT, Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.streams.throttle import UNLIMITED
 from peers.values.identity import Identity
 from peers.values.reach import Reach
@@ -182,6 +182,30 @@ def test_a_connection_whose_conversation_broke_is_never_used_again(how: str, cap
         simulate(scenario())
     levels = [record.levelname for record in caplog.records if record.name.startswith("peers")]
     assert levels == {"an error there": ["WARNING"], "a failure there": ["ERROR"]}.get(how, [])
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds"), [(b"", OPEN_TIMEOUT), (b"\x04echo", STALL_TIMEOUT)], ids=["name", "prelude"]
+)
+def test_an_opening_has_a_deadline_however_slowly_it_comes(sent: bytes, seconds: float) -> None:
+    async def scenario() -> None:
+        async with pair(1) as both:
+            [connection] = both.made
+            connection.writer.write(sent)
+
+            async def drip() -> None:
+                while True:
+                    connection.writer.write(b"D")
+                    await asyncio.sleep(9.0)
+
+            began, dripping = now(), asyncio.create_task(drip())
+            with pytest.raises((asyncio.IncompleteReadError, OSError)):
+                await connection.reads.read(1, None)
+            dripping.cancel()
+            assert seconds <= now() - began < seconds + 1
+            await both.settle()
+
+    simulate(scenario())
 
 
 def test_a_byte_too_many_is_not_taken_for_the_next_conversations() -> None:

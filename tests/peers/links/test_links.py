@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from peers.links import arranging, introductions, links
+from peers.links import arranging, introductions, links, listener
+from peers.links import link as link_module
 from peers.links.arranging import INTRODUCE, MEET
-from peers.links.connection import greet
+from peers.links.connection import Connection, greet
 from peers.links.contacts import Contact
 from peers.links.credentials import Credentials
 from peers.links.dialling import MORE, More
@@ -365,6 +366,70 @@ def test_a_peer_that_nobody_knows_gets_few_connections() -> None:
             await node.until(lambda: node.links.link(stranger.peer_id).connections == UNKNOWN + 1)
             for one in connections:
                 one.close()
+
+    run(scenario())
+
+
+async def made_up(node: Node) -> tuple[str, Connection]:
+    """Return a peer that exists nowhere else, and its end of a connection."""
+    identity = Identity.generate()
+    sock = await dial(node.contact().endpoints[0], DEADLINE)
+    return identity.peer_id, await greet(sock, Credentials(identity), node.peer, True, Reach.OPEN)
+
+
+async def is_ended(connection: Connection) -> None:
+    with pytest.raises((asyncio.IncompleteReadError, OSError)):
+        await connection.reads.read(1, None)
+
+
+def test_made_up_peers_are_few_and_drive_out_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: 400 links of made-up peers were accepted in six seconds."""
+    monkeypatch.setattr(listener, "UNKNOWN_OF_ONE_NETWORK", 10)
+
+    async def scenario() -> None:
+        async with nodes(3) as (member, late, node):
+            node.links.clock = lambda: 0.0
+            node.know(member.contact(), late.contact(), eagerly=False)
+            member.know(node.contact())
+            link = await member.until_up(node)
+            flood = [await made_up(node) for _ in range(40)]
+            for _, connection in flood[10:]:
+                await is_ended(connection)
+            up = {peer for peer in node.links._links if node.links.is_up(peer)}
+            assert up == {member.peer, *(peer for peer, _ in flood[:10])}
+            await talk(link)
+            late.know(node.contact())
+            await talk(await late.until_up(node))
+
+            node.links.clock = lambda: 60.0
+            flood += [await made_up(node) for _ in range(10)]
+            for _, connection in flood[:10]:
+                await is_ended(connection)
+            assert node.links.is_up(member.peer)
+            for _, connection in flood:
+                connection.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"\xff" * 300, b"\x05calls" + b"\xff" * 17, b"GET / HTTP/1.1\r\n\r\n" * 50, b"\x05hel"],
+    ids=["binary", "no prelude", "http", "half of one"],
+)
+def test_a_malformed_opening_ends_the_connection_and_harms_nobody(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(link_module, "OPEN_TIMEOUT", 0.2)
+
+    async def scenario() -> None:
+        async with nodes(2) as (other, node):
+            peer, connection = await made_up(node)
+            connection.writer.write(sent)
+            async with asyncio.timeout(4.0):
+                await is_ended(connection)
+            await node.until(lambda: not node.links.is_up(peer))
+            other.know(node.contact())
+            await talk(await other.until_up(node))
+            connection.close()
 
     run(scenario())
 

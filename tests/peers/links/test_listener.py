@@ -12,7 +12,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.links import listener
-from peers.links.listener import Listener, network_of
+from peers.links.listener import UNKNOWN_OF_ONE_NETWORK, Listener, Strangers, network_of
 from peers.links.opening import Opening, Probe, pack_opening
 from tests.peers.links.pairs import open_files
 
@@ -168,6 +168,45 @@ def test_too_many_open_files_end_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     run(scenario())
 
 
+# Made-up peers --------------------------------------------------------------------------------------------------
+def let_in(strangers: Strangers, network: str, count: int, now: float = 0.0) -> list[str]:
+    """Return those of so many new peers of a network that are let in."""
+    names = [f"{network}/{now:g}/{number}" for number in range(count)]
+    return [name for name in names if strangers.come(name, network, now)]
+
+
+def test_one_network_brings_few_peers_at_once_and_more_as_time_goes_on() -> None:
+    ended: list[str] = []
+    strangers = Strangers(1000, ended.append)
+    first = let_in(strangers, "one", 400)
+    assert len(first) == UNKNOWN_OF_ONE_NETWORK
+    assert not ended
+    assert len(let_in(strangers, "another", 128)) == 128, "a whole swarm"
+    strangers.spoke(first[0])
+    assert len(let_in(strangers, "one", 400, 6.0)) == 12
+    assert ended == first[1:13], "those that were silent for longest"
+
+
+def test_a_flood_from_few_networks_drives_out_only_its_own() -> None:
+    ended: list[str] = []
+    strangers = Strangers(10, ended.append)
+    [volunteer] = let_in(strangers, "home", 1)
+    assert len([*let_in(strangers, "one", 5), *let_in(strangers, "two", 20)]) == 25
+    assert len(ended) == 16
+    assert volunteer not in ended
+
+
+def test_those_that_went_leave_their_place_and_old_credits_are_forgotten() -> None:
+    ended: list[str] = []
+    strangers = Strangers(2, ended.append)
+    for number in range(100):
+        [name] = let_in(strangers, f"network {number}", 1, 1000.0 * number)
+        strangers.went(name)
+    assert not ended
+    assert len(strangers._credits) <= 3
+
+
 def test_ipv6_addresses_count_by_what_one_customer_gets() -> None:
     assert network_of("192.0.2.1") == "192.0.2.1"
     assert network_of("2001:db8:0:1::1") == network_of("2001:db8:0:1:ffff::2") != network_of("2001:db8:0:2::1")
+    assert network_of("127.0.0.1") == network_of("127.8.0.9") == network_of("::1")

@@ -24,7 +24,7 @@ ORGANISER, FRIEND, STRANGER = (Identity.generate() for _ in range(3))
 BY_INVITATION = SignedManifest.create(ORGANISER, "guests", {"admission": {"mode": "invite"}})
 OPEN = SignedManifest.create(ORGANISER, "all", {"admission": {"mode": "open"}})
 RUN = BY_INVITATION.run_id
-TICKET = Ticket.give(RUN, ORGANISER, int(time.time()) + 1000, to=FRIEND.peer_id)
+TICKET = Ticket.give(RUN, ORGANISER, 4_000_000_000, to=FRIEND.peer_id)
 LIST = Revocations.sign(RUN, 1, (TICKET.id,), ORGANISER)
 
 

@@ -1,0 +1,87 @@
+"""The table [model] of `run.toml`, and what the config of any model may say. See docs/models.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Self
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from opendiloco.config.section import Digest, Section, Seed
+
+LARGEST = 1 << 24
+"""Of all whole numbers in a model's config: more than any vocabulary, context or layer has."""
+FOREIGN_CODE = ("auto_map", "quantization_config", "compression_config", "configuration_files")
+"""Keys with which a config has transformers run code that comes with the model, load another library's kernels, or read
+another config; so do those whose name contains IMPLEMENTATION."""
+IMPLEMENTATION = "implementation"
+
+
+def check_model_values(values: JsonValue) -> None:
+    """Raises: ValueError for a config that names code to run, or numbers beyond those of any model."""
+    for path, key, value in _walk(values):
+        if isinstance(value, bool) or value is None:
+            continue
+        if key in FOREIGN_CODE or IMPLEMENTATION in key:
+            raise ValueError(f"{path} names code or kernels of its own, which are not run; remove it")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(
+                f"{path} = {value} is too large; use {LARGEST} or less, and decimals where nothing is counted (1e8)"
+            )
+
+
+def _walk(values: JsonValue) -> Iterator[tuple[str, str, JsonValue]]:
+    """Yield each value with the path to it and the nearest key above it."""
+    waiting: list[tuple[str, str, JsonValue]] = [("", "", values)]
+    while waiting:  # no recursion: how deep values are nested is not ours to say
+        path, key, value = waiting.pop()
+        yield path, key, value
+        if isinstance(value, dict):
+            waiting += [(f"{path}.{name}".removeprefix("."), name, inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{path}.{place}".removeprefix("."), key, inner) for place, inner in enumerate(value)]
+
+
+class ModelSection(Section):
+    """The model: an inline transformers config (initialised from `init_seed`), or a hub name or local folder to load.
+
+    A folder's `path` begins with a dot or slash; each volunteer names its own with --model. `digest` is that of the
+    weights that the run begins with (see model/initial_weights.py). With a path it is needed, and `diloco-peer run
+    create` fills it in.
+    """
+
+    config: dict[str, JsonValue] | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
+    init_seed: Seed = 0
+    digest: Digest | None = None
+
+    @field_validator("config")
+    @classmethod
+    def check_config(cls, config: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
+        for path, key, _ in _walk(config):
+            if key.startswith("_") or key == "name_or_path":
+                raise ValueError(f"{path} is transformers' own affair; remove it")
+        check_model_values(config)
+        return config
+
+    @model_validator(mode="after")
+    def check_source(self) -> Self:
+        if (self.config is None) == (self.path is None):
+            raise ValueError("needs either a table [model.config] or a path, and not both")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError('[model.config] has no model_type; name the architecture, e.g. model_type = "llama"')
+        return self
+
+
+def read_model_values(text: str) -> dict[str, Any]:
+    """Return what a model's config.json says. Raises: ValueError; see `check_model_values`.
+
+    Many a published model that transformers knows names code of its own besides, for older versions: transformers is
+    told to pass that over, and refuses a model that needs it.
+    """
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("it is not a JSON object")
+    check_model_values({key: value for key, value in values.items() if key != "auto_map"})
+    return values

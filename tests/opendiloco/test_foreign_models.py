@@ -1,0 +1,308 @@
+"""Nothing of a stranger's model or tokenizer runs here, opens what was not named, or takes more than was allowed."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+import opendiloco
+from opendiloco.config.data import TokenizerSection
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.own_files import OwnFiles
+from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer
+from opendiloco.errors import DataError, MachineError
+from opendiloco.kept_states import find_origin
+from opendiloco.listed_run import taken_by
+from opendiloco.model import rehearsal
+from opendiloco.model.build import build_model, build_skeleton, sized_skeleton
+from opendiloco.run import Run
+from opendiloco.shared_memory import MemoryCap, cap_memory
+from peers.errors import ManifestError
+from peers.values.identity import Identity
+
+LOADERS = {"from_pretrained", "from_config", "load_dataset", "load_dataset_builder"}
+CODE = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Tokenizer", None]}
+
+
+def changed(content: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """Return a run's content with these values in its model.config."""
+    content = copy.deepcopy(content)
+    content["model"]["config"].update(values)
+    return content
+
+
+def of_folder(content: dict[str, Any], path: Path | str) -> RunConfig:
+    return RunConfig.from_manifest_content(content | {"model": {"path": str(path)}})
+
+
+@pytest.fixture
+def folder(small_content: dict[str, Any], tmp_path: Path) -> Path:
+    """A model's folder."""
+    path = tmp_path / "model"
+    build_model(RunConfig.from_manifest_content(small_content), ByteTokenizer()).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    """A tokenizer's folder."""
+    ByteTokenizer().pretrained().save_pretrained(tmp_path / "words")
+    return tmp_path / "words"
+
+
+def rewrite(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+
+def loading_calls(tree: ast.AST) -> Iterator[ast.Call | ast.Attribute]:
+    """Yield each call of a loader, and each mention of one that is not called where it stands."""
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        mentioned = node.func if isinstance(node, ast.Call) else node
+        is_loader = isinstance(mentioned, ast.Attribute) and mentioned.attr in LOADERS
+        if is_loader and isinstance(node, ast.Call | ast.Attribute) and id(node) not in called:
+            yield node
+
+
+def is_closed(node: ast.Call | ast.Attribute) -> bool:
+    if isinstance(node, ast.Attribute):
+        return False
+    if isinstance(node.func, ast.Attribute) and node.func.attr.startswith("load_dataset"):
+        return all(each.arg != "trust_remote_code" for each in node.keywords)  # `datasets` runs no code any more
+    trusted = [each.value for each in node.keywords if each.arg == "trust_remote_code"]
+    return [getattr(each, "value", None) for each in trusted] == [False]
+
+
+def test_no_call_leaves_it_open_whether_code_is_run() -> None:
+    found = []
+    for file in Path(opendiloco.__file__).parent.rglob("*.py"):
+        found += [(file.name, node) for node in loading_calls(ast.parse(file.read_text(encoding="utf-8")))]
+    assert len(found) >= 5
+    assert not [(name, node.lineno) for name, node in found if not is_closed(node)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["A.from_pretrained(p)", "A.from_config(c, trust_remote_code=x)", "load = A.from_pretrained", "f(A.from_config)"],
+)
+def test_the_walk_finds_a_call_that_does(line: str) -> None:
+    assert not all(map(is_closed, loading_calls(ast.parse(line))))
+
+
+FOREIGN = [
+    ("attn_implementation", "people/kernel"),
+    ("experts_implementation", "people/kernel"),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+    ("text_config", {"attn_implementation": {"": "people/kernel"}}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), FOREIGN)
+def test_a_config_names_no_code_and_no_kernels(
+    key: str, value: Any, small_content: dict[str, Any], folder: Path
+) -> None:
+    with pytest.raises(ManifestError, match=rf"model.config: {key}\S* names code or kernels of its own"):
+        RunConfig.from_manifest_content(changed(small_content, **{key: value}))
+    rewrite(folder / "config.json", **{key: value})
+    for refuse in (build_skeleton, build_model):
+        with pytest.raises(ManifestError, match=rf"model.path = .*config.json: {key}\S* names code or kernels"):
+            refuse(of_folder(small_content, folder), ByteTokenizer())
+
+
+def test_a_manifests_config_names_no_code_at_all(small_content: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError, match=r"model.config: auto_map\S* names code or kernels of its own"):
+        RunConfig.from_manifest_content(changed(small_content, auto_map=CODE))
+
+
+def test_code_that_lies_beside_a_known_model_is_passed_over(
+    small_content: dict[str, Any], folder: Path, words: Path, tmp_path: Path
+) -> None:
+    """Many a published model has some, for versions of transformers that did not know it."""
+    mark = tmp_path / "mark"
+    for place, name in ((folder, "config.json"), (words, "tokenizer_config.json")):
+        rewrite(place / name, auto_map=CODE)
+        (place / "code.py").write_text(f"open({str(mark)!r}, 'w')\n", encoding="utf-8")
+    assert build_model(of_folder(small_content, folder), ByteTokenizer()).config.model_type == "llama"
+    assert build_tokenizer(TokenizerSection(kind="pretrained", path=str(words))).size == 259
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "_name_or_path", "name_or_path"])
+def test_a_config_in_a_manifest_says_nothing_of_transformers_insides(key: str, small_content: dict[str, Any]) -> None:
+    for values in ({key: "people/kernel"}, {"rope_parameters": [{key: "people/kernel"}]}):
+        with pytest.raises(ManifestError, match=rf"model.config: \S*{key} is transformers' own affair"):
+            RunConfig.from_manifest_content(changed(small_content, **values))
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"num_hidden_layers": 100_000_000}, "num_hidden_layers = 100000000"),
+        ({"vocab_size": -(10**30)}, "vocab_size = -1"),
+        ({"vision_config": {"depths": [2, 10**9]}}, r"vision_config\.depths\.1 = 1000000000"),
+    ],
+)
+def test_every_whole_number_of_a_config_has_a_bound(
+    values: dict[str, Any], where: str, small_content: dict[str, Any], folder: Path, words: Path
+) -> None:
+    with pytest.raises(ManifestError, match=rf"model.config: {where}\d* is too large; use 16777216 or less"):
+        RunConfig.from_manifest_content(changed(small_content, **values))
+    rewrite(folder / "config.json", **values)
+    with pytest.raises(ManifestError, match=rf"config.json: {where}\d* is too large"):
+        build_skeleton(of_folder(small_content, folder), ByteTokenizer())
+    (words / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(DataError, match=rf"config.json: {where}\d* is too large"):
+        build_tokenizer(TokenizerSection(kind="pretrained", path=str(words)))
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "said"),
+    [("MOST_SECONDS", 1, r"1024 MiB of memory or 1 s"), ("MOST_BYTES", 1 << 25, r"32 MiB of memory or 10 s")],
+)
+def test_a_model_that_takes_too_much_to_lay_out_is_refused_before_it_is(
+    limit: str,
+    value: int,
+    said: str,
+    small_content: dict[str, Any],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers, built = 1 << 24, list[Any]()
+    rewrite(folder / "config.json", num_hidden_layers=layers, layer_types=None)
+    monkeypatch.setattr(rehearsal, limit, value)
+    monkeypatch.setattr(torch.nn.Module, "float", built.append)
+    config = RunConfig.from_manifest_content(changed(small_content, num_hidden_layers=layers))
+    for refuse, run, field in (
+        (sized_skeleton, config, "config"),
+        (lambda run: build_model(run, ByteTokenizer()), config, "config"),
+        (sized_skeleton, of_folder(small_content, folder), "path"),
+    ):
+        with pytest.raises(
+            ManifestError, match=rf"^model.{field}: to lay out this model.* takes more than {said}"
+        ) as caught:
+            refuse(run)
+        assert "Lower its counts" in caught.value.remedy
+    assert not built, "it was laid out in this process"
+
+
+def test_no_more_memory_is_taken_than_the_owner_gives(small_content: dict[str, Any]) -> None:
+    config = RunConfig.from_manifest_content(changed(small_content, num_hidden_layers=1 << 24))
+    cap_memory(MemoryCap(0))
+    try:
+        with pytest.raises(ManifestError, match="takes more than 0 MiB"):
+            build_skeleton(config, ByteTokenizer())
+    finally:
+        cap_memory(None)
+
+
+def test_weights_are_counted_before_they_are_drawn(small_content: dict[str, Any]) -> None:
+    config = RunConfig.from_manifest_content(changed(small_content, hidden_size=1 << 20, intermediate_size=1 << 22))
+    with pytest.raises(MachineError, match=r"Building this model: .* MiB are needed"):
+        build_model(config, ByteTokenizer())
+
+
+def test_an_architecture_fetches_no_kernels_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba would, where the package `kernels` is installed."""
+    hub: Any = importlib.import_module("transformers.integrations.hub_kernels")
+    asked = list[str]()
+    monkeypatch.setattr(hub, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub, "get_kernel", lambda name, **options: asked.append(name))
+    assert hub.lazy_load_kernel("mamba-ssm", {}) is None
+    assert not asked
+
+
+# Whose files are opened ---------------------------------------------------------------------------------------------
+def test_a_name_on_the_hub_is_no_folder_here(
+    small_content: dict[str, Any], folder: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies in the working directory under that name, or below the name of its owner."""
+    asked = list[str]()
+    here = tmp_path / "here"
+    for name in ("gpt2", "people/llama"):
+        (here / name).mkdir(parents=True)
+        rewritten = {"auto_map": CODE, "model_type": "evil"}
+        (here / name / "config.json").write_text(json.dumps(rewritten), encoding="utf-8")
+        (here / name / "tokenizer_config.json").write_text(json.dumps(rewritten), encoding="utf-8")
+
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(name)
+        return str(words if "*.txt" in allow_patterns else folder)
+
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", None)
+    for name in ("gpt2", "people/llama"):
+        assert build_model(of_folder(small_content, name), ByteTokenizer()).config.model_type == "llama"
+        assert build_tokenizer(TokenizerSection(kind="pretrained", path=name)).size == 259
+    assert set(asked) == {"gpt2", "people/llama"}
+
+
+@pytest.mark.parametrize("path", ["/etc", "~/model", "../model", ".cache", "a/b/c", "a\\b", "file:///model", "./gpt2"])
+def test_what_is_no_name_on_the_hub_is_opened_where_a_volunteer_names_it(
+    path: str, small_content: dict[str, Any], folder: Path, words: Path
+) -> None:
+    content = small_content | {"tokenizer": {"kind": "pretrained", "path": path}}
+    theirs = Run.sign(of_folder(content, path), Identity.generate())
+    model, tokenizer = OwnFiles(model=folder), OwnFiles(tokenizer=words)
+    for own, table in ((OwnFiles(), "model"), (tokenizer, "model"), (model, "tokenizer")):
+        with pytest.raises(DataError, match=f"{table}.path = .* what you have not named is not read") as caught:
+            theirs.with_own(own)
+        assert (caught.value.exit_code, f"--{table} PATH" in caught.value.remedy) == (7, True)
+    ours = theirs.with_own(OwnFiles(folder, words)).config
+    assert build_model(ours, build_tokenizer(ours.tokenizer)).config.model_type == "llama"
+
+
+def test_a_tokenizers_file_is_local_by_any_name(small_content: dict[str, Any], words: Path) -> None:
+    content = small_content | {"tokenizer": {"kind": "file", "path": "tokenizer.json", "end": "<|end|>"}}
+    theirs = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+    with pytest.raises(DataError, match=r"tokenizer.path = 'tokenizer.json' is a place"):
+        theirs.with_own(OwnFiles())
+    ours = theirs.with_own(OwnFiles(tokenizer=words / "tokenizer.json"))
+    assert build_tokenizer(ours.config.tokenizer).size == 259
+
+
+def test_what_a_run_brings_itself_needs_no_file(small_config: RunConfig, folder: Path) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    assert run.with_own(OwnFiles()) == run
+    for table in ("model", "tokenizer"):
+        with pytest.raises(DataError, match=f"--{table} .*: this run brings its {table} itself"):
+            run.with_own(OwnFiles(**{table: folder}))
+
+
+def test_what_lists_or_reads_a_strangers_run_opens_no_folder(
+    small_content: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    run = Run.sign(of_folder(small_content, folder), Identity.generate())
+    with pytest.raises(DataError, match="--model PATH"):
+        taken_by(run)
+    (tmp_path / "manifest").write_bytes(run.manifest.pack())
+    with pytest.raises(DataError, match="--model PATH"):
+        find_origin(tmp_path, manifest=tmp_path / "manifest")
+
+
+@pytest.mark.parametrize("key", ["vocab_file", "tokenizer_file", "fast_tokenizer_files"])
+def test_a_tokenizers_folder_names_no_files_elsewhere(key: str, words: Path) -> None:
+    rewrite(words / "tokenizer_config.json", **{key: ["/etc/passwd"]})
+    with pytest.raises(DataError, match=rf"tokenizer_config.json: {key} names files elsewhere") as caught:
+        build_tokenizer(TokenizerSection(kind="pretrained", path=str(words)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_models_folder_has_its_own_weights(small_content: dict[str, Any], folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../secret.safetensors"}}), encoding="utf-8")
+    with pytest.raises(ManifestError, match=r"names '../secret.safetensors', which is not a file of its own"):
+        build_model(of_folder(small_content, folder), ByteTokenizer())
+    index.unlink()
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ManifestError, match="it is an adapter to another model"):
+        build_model(of_folder(small_content, folder), ByteTokenizer())
