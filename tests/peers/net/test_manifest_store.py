@@ -19,7 +19,6 @@ from peers.values.manifest import SignedManifest
 ORGANISER = Identity.generate()
 FIRST, SECOND, THIRD = (SignedManifest.create(ORGANISER, name, {}) for name in ("first", "second", "third"))
 HERE, THERE = "192.0.2.0/24", "2001:db8::/48"
-LONG_AGO = time.time() - QUIET_LIMIT - 1
 
 
 def made(name: str, organiser: Identity | None = None) -> SignedManifest:
@@ -28,8 +27,9 @@ def made(name: str, organiser: Identity | None = None) -> SignedManifest:
 
 def quiet(folder: Path, *manifests: SignedManifest) -> None:
     """Have nobody use these runs for more than a day."""
+    long_ago = time.time() - QUIET_LIMIT - 1
     for manifest in manifests:
-        os.utime(folder / f"{manifest.run_id}.manifest", (LONG_AGO, LONG_AGO))
+        os.utime(folder / f"{manifest.run_id}.manifest", (long_ago, long_ago))
 
 
 def kept(store: ManifestStore) -> set[str]:
