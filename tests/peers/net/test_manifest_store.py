@@ -19,7 +19,6 @@ from peers.values.manifest import SignedManifest
 ORGANISER = Identity.generate()
 FIRST, SECOND, THIRD = (SignedManifest.create(ORGANISER, name, {}) for name in ("first", "second", "third"))
 HERE, THERE = "192.0.2.0/24", "2001:db8::/48"
-LONG_AGO = time.time() - QUIET_LIMIT - 1
 
 
 def made(name: str, organiser: Identity | None = None) -> SignedManifest:
@@ -29,7 +28,13 @@ def made(name: str, organiser: Identity | None = None) -> SignedManifest:
 def quiet(folder: Path, *manifests: SignedManifest) -> None:
     """Have nobody use these runs for more than a day."""
     for manifest in manifests:
-        os.utime(folder / f"{manifest.run_id}.manifest", (LONG_AGO, LONG_AGO))
+        age(folder / f"{manifest.run_id}.manifest")
+
+
+def age(path: Path, more: float = 0) -> None:
+    """Have a file be older than a quiet run's, with `more` seconds on top."""
+    long_ago = time.time() - QUIET_LIMIT - 1 - more
+    os.utime(path, (long_ago, long_ago))
 
 
 def kept(store: ManifestStore) -> set[str]:
@@ -65,10 +70,10 @@ def test_nothing_is_forgotten_while_there_is_room(tmp_path: Path) -> None:
 
 def test_no_more_are_kept_than_the_limit_says(tmp_path: Path) -> None:
     manifests = [made(f"quiet-{number}") for number in range(MANIFEST_LIMIT + 20)]
-    for age, manifest in enumerate(manifests):
+    for seconds, manifest in enumerate(manifests):
         path = tmp_path / f"{manifest.run_id}.manifest"
         path.write_bytes(manifest.pack())
-        os.utime(path, (LONG_AGO - age, LONG_AGO - age))
+        age(path, seconds)
     store = ManifestStore(tmp_path)
     oldest = [manifest.run_id for manifest in reversed(manifests[-21:])]
     assert store.add(FIRST, HERE) == oldest
