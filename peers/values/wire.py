@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from peers.errors import RemoteProtocolError
 from peers.values.leases import SampleRange
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 DIGEST_BYTES = 32
 REASON_LIMIT = 500  # characters
 LONGEST_WAIT = 30 * 86400.0  # seconds

@@ -57,7 +57,7 @@ def party(small_config: RunConfig, tmp_path: Path) -> Desk:
 def test_tickets_are_for_their_giver_to_read(party: Desk) -> None:
     (party.folder / "state" / party.run.run_id / party.organiser.peer_id).mkdir(parents=True)
     party.create(party.manifest)
-    [path] = party.folder.rglob("issued.jsonl")
+    [path] = party.folder.rglob("given.tickets")
     assert S_IMODE(path.stat().st_mode) == 0o600
 
 
