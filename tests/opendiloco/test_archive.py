@@ -424,6 +424,23 @@ def test_an_archive_hears_what_it_has_signed_before_it_signs(
     assert network.signed_heads_of(run.run_id).heads == (elsewhere,)
 
 
+def test_an_archive_goes_by_what_others_have_signed_until_it_has_signed_itself(
+    small_config: RunConfig, tmp_path: Path
+) -> None:
+    """Else one stolen key could keep all archives from the run's log."""
+    other = Identity.generate()
+    content = small_config.to_manifest_content() | {"archives": [NODE.peer_id, other.peer_id]}
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+    kept = archive(run, tmp_path)
+    head = positions(kept, 2)[1].position.head
+    store = cast(Any, kept._transport).head_store
+    assert not kept._is_astray
+    store.take(run.run_id, [SignedHead.sign(run.run_id, 2, bytes(32), other.peer_id, IdentityKeys(other))])
+    assert kept._is_astray
+    store.take(run.run_id, [SignedHead.sign(run.run_id, 1, head, NODE.peer_id, IdentityKeys(NODE))])
+    assert not kept._is_astray
+
+
 def test_an_archive_goes_on_though_what_it_signed_last_cannot_be_read(
     small_config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
