@@ -31,7 +31,6 @@ from typing import Any, Self
 import torch
 
 from opendiloco.admission import enter, read_ticket
-from opendiloco.anchorage import ask_for_anchors
 from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
@@ -48,6 +47,7 @@ from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.shards import Shards
 from opendiloco.own_model import check_own_model, check_run, initial_vectors
 from opendiloco.run import Run, find_run
+from opendiloco.signed_heads import ask_for_signed_heads
 from opendiloco.sole import listen
 from opendiloco.volunteer import Volunteer, connected
 from opendiloco.workers.trackers import Choice, tracking
@@ -303,7 +303,7 @@ class DiLoCo:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
             check_run(run.config)
-            await ask_for_anchors(transport, run, self._invite.addresses)
+            await ask_for_signed_heads(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
             vectors = await asyncio.to_thread(initial_vectors, run.config, self._layout)

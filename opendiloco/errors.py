@@ -57,12 +57,6 @@ class DamagedLogError(DilocoPeerError):
     exit_code = 11
 
 
-class NotAnchoredError(DilocoPeerError):
-    """A log that an anchor does not sign: too few have signed its entries, or it is not the one signed before."""
-
-    exit_code = 11
-
-
 class DisagreementError(DilocoPeerError):
     """A peer says that it has another state than the run's log leads to."""
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from opendiloco.anchorage import ask_for_anchors
 from opendiloco.curves import versions
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import MachineError
@@ -18,6 +17,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.origins import Past, losses_told
 from opendiloco.run import Run, find_run
+from opendiloco.signed_heads import ask_for_signed_heads
 from opendiloco.volunteer import connected, working
 from peers.net.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, nobody_trains
@@ -44,7 +44,7 @@ async def newest_state(
     async with connected(key, invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
         run = run.with_data(data).with_own(own)
-        await ask_for_anchors(transport, run, invite.addresses)
+        await ask_for_signed_heads(transport, run, invite.addresses)
         if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
             raise nobody_trains(run.run_id)
         async with working(run) as workload:

@@ -14,6 +14,7 @@ from opendiloco.progress_lines import progress_lines
 from peers.links.contacts import host_of, is_numeric, is_public
 from peers.links.sockets import parse_endpoint
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
+from peers.values.signed_heads import SignedHeads
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -155,3 +156,15 @@ def _count(tails: Sequence[str]) -> str:
 def _is_on_the_internet(host: str | None) -> bool:
     """Whether it is a public address, or a name: nobody else has one."""
     return host is not None and (is_public(host) or not is_numeric(host))
+
+
+def signed_lines(signed: SignedHeads) -> list[str]:
+    """Return a line about the newest signed head, if there is one."""
+    newest = signed.newest
+    return [] if newest is None else [f"archives have signed outer step {newest.index} ({newest.head.hex()[:8]})"]
+
+
+def plain_signed(signed: SignedHeads) -> dict[str, object] | None:
+    """Return the newest signed head as JSON can say it."""
+    newest = signed.newest
+    return None if newest is None else {"outer_step": newest.index, "log_digest": newest.head.hex()}

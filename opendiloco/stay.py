@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from opendiloco.admission import enter
-from opendiloco.anchorage import ask_for_anchors
 from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.journal import Journal
 from opendiloco.checkpoints.run_folder import RunFolder
@@ -17,6 +16,7 @@ from opendiloco.progress import CHECKING, FINDING
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import MemoryCap, cap_memory
+from opendiloco.signed_heads import ask_for_signed_heads
 from opendiloco.sole import listening
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.volunteer import Volunteer, connected, volunteering
@@ -81,7 +81,7 @@ class Stay:
                 transport.cap(self._caps)
                 run = self._as_wanted(await find_run(transport, invite.run_id, before.remembered_manifest()))
                 folder = RunFolder.open(run, key.peer_id, settings.state)
-                await ask_for_anchors(transport, run, invite.addresses, folder)
+                await ask_for_signed_heads(transport, run, invite.addresses, folder)
                 admission = await enter(transport, run, key, invite.addresses, folder, self._ticket)
                 view.say(f"found run {run.run_id}; starting a worker (some seconds)")
                 at_stage(CHECKING)

@@ -53,7 +53,7 @@ LONGEST = (
     "test_demo.py",
     "test_faults.py",
     "test_by_hand.py",
-    "test_anchors.py",
+    "test_archives.py",
     "test_reference.py",
     "test_copied_key.py",
     "test_without_bootstrap.py",

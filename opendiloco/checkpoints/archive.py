@@ -2,7 +2,7 @@
 
 Of each run that is announced to it, it keeps the headers of all entries, what proves their annexes, the newest
 snapshots, and the payloads since; and it gives them like a peer. It has no worker and no state of its own, and takes no
-part in rounds. Where its key is one of a run's anchors, it signs heads of the log that it has checked.
+part in rounds. Where its key is one of the run's archives, it signs heads of the log that it has checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from opendiloco import kernels
-from opendiloco.checkpoints.anchoring import Anchoring
 from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.checkpoints.loading import Checkpoints
@@ -27,6 +26,7 @@ from peers import metrics
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder, RunLog
+from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
 from peers.log.header import NO_PAYLOAD, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
@@ -48,16 +48,21 @@ from peers.transfer.proofs import MissingProofs, serve_proofs
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
 from peers.transfer.storage import FolderStorage
-from peers.values.anchors import Anchors
-from peers.values.clock import next_sequence
+from peers.values.clock import next_sequence, now
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+from peers.values.signed_heads import SignedHeads
+from peers.values.signing import IdentityKeys
 from peers.values.wire import DIGEST_BYTES, WireError
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
 POLL = 5.0  # seconds between two looks for new runs, and at runs in which nobody has been yet
+SIGNING_PAUSE = 60.0  # seconds at least between two heads that are signed
+SIGNING_RETRY = 5.0  # seconds until peers are asked again that did not answer
+ASKED = 32
+"""Peers that are asked, before the first head, what this archive has signed."""
 SNAPSHOT_SHARE = 4  # of so many snapshots of the peers one is kept: each takes their links 8 bytes a parameter
 NO_STATE = bytes(DIGEST_BYTES)
 FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, SnapshotError, OSError)
@@ -82,7 +87,10 @@ class ArchivedRun:
         self._snapshot: Snapshot | None = None
         self._sequence = 0
         self._peers: frozenset[str] = frozenset()
-        self._anchoring = Anchoring(run, identity, transport, self.folder)
+        self._signer = self._make_signer()
+        self._last_signed = self._signer.last if self._signer else None
+        self._signs_at = 0.0
+        self._has_asked = False
         self._doubts = Doubts(run.settings.timing.partition_grace)
         self._load()
         end = self.log.log_after(self.log.next_index)
@@ -176,29 +184,64 @@ class ArchivedRun:
             roster_size=len(end.roster),
             ticket=ticket,
             revocations=revocations,
-            anchors=self._anchors.digest,
+            signed=self._last_signed,
             amendment=end.amendment,
         )
         await self._transport.publish(heartbeat.sign(self._identity), self.run.run_id)
 
-    # Anchoring ------------------------------------------------------------------------------------------------
+    # Signing --------------------------------------------------------------------------------------------------
+    def _make_signer(self) -> HeadSigner | None:
+        """Return what signs heads of the log; None where our key is none of the run's archives, or the file of what it
+        has signed can't be read."""
+        me = self._identity.peer_id
+        if me not in self.run.manifest.archives:
+            return None
+        try:
+            return HeadSigner(self.run.run_id, me, IdentityKeys(self._identity), self.folder.path)
+        except SignedFileError as error:
+            logger.error("run %s: no outer step is signed: %s", self.run.run_id, error)
+            return None
+
     @property
-    def _anchors(self) -> Anchors:
-        return self._transport.anchors_of(self.run.run_id)
+    def _signed(self) -> SignedHeads:
+        """The signed heads that logs are held against: our own, once we have signed any, or else all."""
+        known = self._transport.signed_heads_of(self.run.run_id)
+        own = known.only(self._identity.peer_id)
+        return own if own.heads else known
 
     @property
     def _is_astray(self) -> bool:
-        """Whether the run's anchors have signed another log than the one that is kept here."""
-        return self._anchors.contradiction(self._heads) is not None
+        """Whether the run's archives have signed another log than the one that is kept here."""
+        return self._signed.contradiction(self._heads) is not None
 
     @property
     def _heads(self) -> dict[int, bytes]:
-        """What the log that is kept here has where anchors have signed."""
-        return self.log.heads_at(self._anchors.indices)
+        """What the log that is kept here has where archives have signed."""
+        return self.log.heads_at(self._signed.indices)
 
-    async def anchor(self) -> None:
-        """Sign the newest head that we have checked, if we are an anchor, and tell others."""
-        await self._anchoring.sign(self.log, self._peers)
+    async def sign(self) -> None:
+        """Sign the newest head that we have checked, if we are one of the run's archives, at most once a minute."""
+        if self._signer is None or self.log.first or now() < self._signs_at or not (self._peers or self._has_asked):
+            return
+        run, store = self.run.run_id, self._transport.head_store
+        self._signs_at = now() + SIGNING_RETRY
+        if not self._has_asked:  # a disk that was set back knows less than others do of what this key has signed
+            self._has_asked = await store.ask(self._transport, run, sorted(self._peers)[:ASKED]) > 0
+        if not self._has_asked:
+            logger.info("run %s: nobody says what this archive has signed before: it signs nothing yet", run)
+            return
+        self._signs_at = now() + SIGNING_PAUSE
+        try:
+            signed = await asyncio.to_thread(self._signer.sign, self.log, store.of(run))
+        except (CannotSignError, SignedFileError) as error:
+            logger.warning("run %s: this archive does not sign the log that is kept here: %s", run, error)
+            return
+        if signed is None:
+            self._signs_at = 0.0  # at once when there is something
+            return
+        self._last_signed = signed
+        store.take(run, [signed])
+        logger.info("run %s: outer step %d is signed", run, signed.index)
 
     # Keeping --------------------------------------------------------------------------------------------------
     async def follow(self) -> None:
@@ -241,7 +284,7 @@ class ArchivedRun:
         donors, before = [beat.peer, *others], self.end
         try:
             if self._is_astray:
-                raise LogError("the run's anchors have signed another log")
+                raise LogError("the run's archives have signed another log")
             if self.end.position.index >= beat.index:
                 raise LogError(f"{beat.peer} is on another lineage, which is heavier")
             while self.end.position.index < beat.index and await self._keep_next(donors, beats):
@@ -255,7 +298,7 @@ class ArchivedRun:
         """Keep the next cycle, unless too few have signed it, and others may still come. Returns whether it is kept.
 
         Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
-        found = await next_in_log(self._transport, donors[0], self.end, self._anchors, self._heads)
+        found = await next_in_log(self._transport, donors[0], self.end, self._signed, self._heads)
         if not self._doubts.may_follow(self.end, found.proof, beats):
             return False
         payloads = Payloads(self._transport, self.run.run_id, self.buffers)
@@ -277,13 +320,13 @@ class ArchivedRun:
         async def compare(index: int) -> Compared:
             found = await fetch.compare(donors[0], index, donors[1:], self.end)
             is_astray = self._is_astray and found.theirs.has(self.end.position)
-            if is_astray or found.theirs.contradiction(self._anchors) is not None:
-                raise LogError(f"the log of {donors[0]} is not the one that the run's anchors have signed")
+            if is_astray or found.theirs.contradiction(self._signed) is not None:
+                raise LogError(f"the log of {donors[0]} is not the one that the run's archives have signed")
             return found
 
         found = await compare(index)
         is_ours = found.theirs.has(self.end.position)
-        if not (is_ours or found.theirs.is_better_than(found.ours, self._anchors)):
+        if not (is_ours or found.theirs.is_better_than(found.ours, self._signed)):
             raise LogError(f"the log of {donors[0]} is not better than the one that is kept here")
 
         async def vouch() -> Vouched:
@@ -370,7 +413,7 @@ class Archive:
                 await asyncio.sleep(pause if is_in_use else max(pause, POLL))
 
     async def _keep_up(self, archived: ArchivedRun, kept: dict[str, Sequence[PayloadBuffers]]) -> None:
-        for work in (archived.follow, archived.anchor):  # what a peer does not give keeps no anchor from signing
+        for work in (archived.follow, archived.sign):  # what a peer does not give keeps no archive from signing
             try:
                 await work()
             except (*FAILURES, DilocoPeerError) as error:

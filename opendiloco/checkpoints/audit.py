@@ -30,8 +30,8 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
 from peers.protocol.faults import BadContribution, Court, read_proof
 from peers.values.amendments import Amendment, newest
-from peers.values.anchors import AnchorError, Anchors
 from peers.values.identity import verify
+from peers.values.signed_heads import SignedHeads, SignedHeadsError, unpack_heads
 from peers.values.wire import WireError
 from peers.values.workload import BadBlocksError, Blocks
 
@@ -207,7 +207,7 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None, own: Own
     findings = Findings()
     try:
         chain = check_chain(folder / ENTRIES, run, findings)
-        check_anchors(folder, run, chain, findings)
+        check_signed_heads(folder, run, chain, findings)
         states = start_states(folder, run, chain, checkpoint, findings, own)
         for entry in chain.entries:
             payload = check_payload(folder, run, entry, findings) if has_payload(entry) else None
@@ -237,22 +237,22 @@ def check_chain(file: Path, run: Run, findings: Findings) -> Chain:
     return chain
 
 
-def check_anchors(folder: Path, run: Run, chain: Chain, findings: Findings) -> None:
-    """Hold the log against what the run's anchors have signed, as far as its peer has heard. Raises: OSError."""
-    path = RunFolder(folder.absolute().parent).anchors
+def check_signed_heads(folder: Path, run: Run, chain: Chain, findings: Findings) -> None:
+    """Hold the log against what the run's archives have signed, as far as its peer has heard. Raises: OSError."""
+    path = RunFolder(folder.absolute().parent).signed_heads
     if not path.exists():
         return
     try:
-        anchors = Anchors(run.run_id, run.manifest.anchors).taking(path.read_bytes())
-    except AnchorError as error:
-        findings.wrong.append((0, f"{path} is not what the run's anchors have signed: {error}"))
+        signed = SignedHeads(run.run_id, run.manifest.archives).taking(unpack_heads(path.read_bytes()))
+    except SignedHeadsError as error:
+        findings.wrong.append((0, f"{path} is not what the run's archives have signed: {error}"))
         return
-    heads = {index: head for index in anchors.indices if (head := chain.head(index - 1)) is not None}
-    if (other := anchors.contradiction(heads)) is not None:
-        findings.wrong.append((other.index - 1, f"the anchor {other.anchor} has signed another one"))
-    for index in sorted(anchors.indices & heads.keys()):
-        if any(one.head == heads[index] for said in anchors.believed.values() for one in said):
-            findings.is_verified("heads that the run's anchors have signed", index - 1)
+    heads = {index: head for index in signed.indices if (head := chain.head(index - 1)) is not None}
+    if (other := signed.contradiction(heads)) is not None:
+        findings.wrong.append((other.index - 1, f"the archive {other.archive} has signed another one"))
+    for index in sorted(signed.indices & heads.keys()):
+        if any(one.head == heads[index] for one in signed.believed):
+            findings.is_verified("heads that the run's archives have signed", index - 1)
 
 
 def check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:

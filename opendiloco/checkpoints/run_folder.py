@@ -20,7 +20,7 @@ from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, ANCHORS, HELD_OUT = "run.manifest", "anchors", "held_out.jsonl"
+MANIFEST, SIGNED_HEADS, HELD_OUT = "run.manifest", "signed_heads", "held_out.jsonl"
 
 
 def default_state_folder() -> Path:
@@ -89,9 +89,9 @@ class RunFolder:
         return self.path / MANIFEST
 
     @property
-    def anchors(self) -> Path:
-        """What the run's anchors have signed, as far as this peer has heard."""
-        return self.path / ANCHORS
+    def signed_heads(self) -> Path:
+        """What the run's archives have signed, as far as this peer has heard."""
+        return self.path / SIGNED_HEADS
 
     @property
     def held_out(self) -> Path:

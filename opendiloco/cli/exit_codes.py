@@ -14,7 +14,7 @@ EXIT_CODES: dict[int, str] = {
     8: "training failed: a worker died too often, or a loss or weight is not finite",
     9: "a checkpoint is missing, damaged, or of another run",
     10: "a remote folder cannot be used: its URL, the package for it, or its credentials",
-    11: "a log whose headers, payloads or states are not what its digests say, or that an anchor may not sign",
+    11: "a log whose headers, payloads or states are not what its digests say",
     12: "a peer of a run that is followed has another state than the log leads to, or this machine has",
     13: "a run by invitation does not admit this machine: no ticket, or one that is expired or revoked",
     14: "another machine takes part with the same key: a copied identity file",

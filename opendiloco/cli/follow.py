@@ -157,8 +157,8 @@ def staging(plan: FollowPlan) -> Iterator[Path | None]:
 
 
 async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
-    from opendiloco.anchorage import ask_for_anchors
     from opendiloco.run import find_run
+    from opendiloco.signed_heads import ask_for_signed_heads
     from opendiloco.tracking import unless_failed
     from opendiloco.volunteer import connected
 
@@ -166,7 +166,7 @@ async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path |
         run = await find_run(transport, invite.run_id)
         if plan.needs_model:
             run = run.with_data(plan.data).with_own(plan.own)
-        await ask_for_anchors(transport, run, invite.addresses)
+        await ask_for_signed_heads(transport, run, invite.addresses)
         await unless_failed(track(run, transport, plan, folder, audit), transport.failure())
 
 

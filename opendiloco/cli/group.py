@@ -34,7 +34,6 @@ COMMANDS: Mapping[str, str] = {
     "sample": "opendiloco.cli.sample",
     "follow": "opendiloco.cli.follow",
     "log": "opendiloco.cli.log",
-    "anchor": "opendiloco.cli.anchor",
     "identity": "opendiloco.cli.identity",
     "config": "opendiloco.cli.config",
 }

@@ -13,17 +13,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def with_anchors(config: RunConfig, organiser: str, anchors: tuple[str, ...]) -> RunConfig:
-    """Name these anchors after those of run.toml; if it names none, after the organiser's. Raises: ManifestError."""
-    from opendiloco.config.run_config import RunConfig
-
-    if not anchors:
-        return config
-    named = (organiser,) if config.anchors is None else config.anchors
-    content = config.to_manifest_content() | {"anchors": [*named, *anchors]}
-    return RunConfig.from_manifest_content(content, "--anchor")
-
-
 def check(config: RunConfig) -> None:
     """Whether others can train in it, as far as this machine can tell. Takes seconds, mostly to import transformers.
 

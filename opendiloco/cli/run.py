@@ -12,7 +12,6 @@ from opendiloco.cli.amend import amend
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.new_run import (
     check,
-    with_anchors,
     with_held_out_text_named,
     with_tokenizer_named,
     with_tokens_named,
@@ -52,14 +51,6 @@ command.add_command(amend)
     default=".",
     help="Folder for the manifest's file.  [default: the present one]",
 )
-@click.option(
-    "--anchor",
-    "anchors",
-    multiple=True,
-    metavar="PEER_ID",
-    help="Let this key decide between branches of the log, too, after those of run.toml or the organiser's: the peer id"
-    " of a `bootstrap --archive`, for instance. May be repeated.",
-)
 @click.pass_obj
 def create(
     log: LogOptions,
@@ -67,7 +58,6 @@ def create(
     initial_peers: tuple[str, ...],
     identity: Path | None,
     out: Path,
-    anchors: tuple[str, ...],
 ) -> None:
     """Sign RUN_TOML as a new run, and announce it."""
     import asyncio
@@ -83,7 +73,7 @@ def create(
             f"a run needs a bootstrap node that remembers it: add --initial-peer, or set {INITIAL_PEERS}."
         )
     key = load_identity(identity)
-    config = with_anchors(RunConfig.from_toml(run_toml), key.peer_id, anchors)
+    config = RunConfig.from_toml(run_toml)
     make_folder(out)  # what takes seconds comes afterwards
     config = with_tokens_named(with_tokenizer_named(config))
     check(config)

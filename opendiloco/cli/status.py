@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import Run
     from peers.presence.heartbeat import Heartbeat
-    from peers.values.anchors import Anchors
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
+    from peers.values.signed_heads import SignedHeads
 
 WATCH_SECONDS = 1.0
 COMPARE_SECONDS = 15.0  # for which it looks until two peers have been seen at one outer step: they may be short
@@ -62,25 +62,26 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
     from rich.console import Console
 
     from opendiloco.amending import Amended
-    from opendiloco.anchorage import ask_for_anchors
     from opendiloco.run import find_run
+    from opendiloco.screen import plain_signed
+    from opendiloco.signed_heads import ask_for_signed_heads
     from opendiloco.volunteer import connected
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
-        await ask_for_anchors(transport, run, invite.addresses)
+        await ask_for_signed_heads(transport, run, invite.addresses)
         heartbeats, agreement = await compare(transport, run)
-        anchors = transport.anchors_of(run.run_id)
+        signed = transport.signed_heads_of(run.run_id)
     here = volunteers_here(run.run_id)
     if as_json:
         peers = [plain(beat, run.config) for beat in heartbeats]
-        agree, anchored = agreement.verdict, plain_anchors(anchors)
+        agree, newest = agreement.verdict, plain_signed(signed)
         outer = Amended.seen_in(run, heartbeats).plain(run)
-        shown: dict[str, object] = {"run": run.run_id, "agree": agree, "anchored": anchored, "outer_optimizer": outer}
+        shown: dict[str, object] = {"run": run.run_id, "agree": agree, "signed": newest, "outer_optimizer": outer}
         shown |= {"peers": peers, "here": here}
         click.echo(json.dumps(shown, indent=2))
     else:
-        Console().print(picture(run, heartbeats, agreement, anchors), *here_lines(here), sep="\n")
+        Console().print(picture(run, heartbeats, agreement, signed), *here_lines(here), sep="\n")
 
 
 async def compare(transport: HeartbeatsTransport, run: Run) -> tuple[list[Heartbeat], Agreement]:
@@ -108,20 +109,20 @@ async def watch_status(invite: Invite, key: Identity) -> None:
     from rich.console import Group
     from rich.live import Live
 
-    from opendiloco.anchorage import ask_for_anchors
     from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
+    from opendiloco.signed_heads import ask_for_signed_heads
     from opendiloco.volunteer import connected
 
     agreement = Agreement()
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
-        await ask_for_anchors(transport, run, invite.addresses)
+        await ask_for_signed_heads(transport, run, invite.addresses)
         with Live(auto_refresh=False) as live:
             while True:
                 heartbeats = await live_heartbeats(transport, run)
                 agreement.observe(heartbeats)
-                shown = picture(run, heartbeats, agreement, transport.anchors_of(run.run_id))
+                shown = picture(run, heartbeats, agreement, transport.signed_heads_of(run.run_id))
                 live.update(Group(shown, *here_lines(volunteers_here(run.run_id))), refresh=True)
                 await asyncio.sleep(WATCH_SECONDS)
 
@@ -133,18 +134,17 @@ async def live_heartbeats(transport: HeartbeatsTransport, run: Run) -> list[Hear
     return [beat for beat in await transport.heartbeats(run.run_id) if beat.state is not PeerState.LEAVING]
 
 
-def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement, anchors: Anchors) -> Group:
+def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement, signed: SignedHeads) -> Group:
     from rich.console import Group
 
     from opendiloco.amending import Amended
-    from opendiloco.anchorage import anchor_lines
-    from opendiloco.screen import held_out_lines, peers_table, reach_lines, row_of
+    from opendiloco.screen import held_out_lines, peers_table, reach_lines, row_of, signed_lines
 
     if not heartbeats:
-        return Group(run.run_id, NOBODY, *anchor_lines(anchors))
+        return Group(run.run_id, NOBODY, *signed_lines(signed))
     table = peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id)
     amended = Amended.seen_in(run, heartbeats).lines()
-    told = *held_out_lines(heartbeats), *reach_lines(heartbeats), *amended, *anchor_lines(anchors)
+    told = *held_out_lines(heartbeats), *reach_lines(heartbeats), *amended, *signed_lines(signed)
     return Group(table, *told, str(agreement))
 
 
@@ -168,12 +168,6 @@ def here_lines(here: list[dict[str, object]]) -> list[str]:
         doing = f"paused: {reasons}" if reasons else volunteer["phase"]
         lines.append(f"on this machine …{str(volunteer['peer'])[-8:]}: {doing}")
     return lines
-
-
-def plain_anchors(anchors: Anchors) -> list[dict[str, object]]:
-    """The newest head of each key that counts, as JSON can say it."""
-    newest = [head for key in anchors.keys if (head := anchors.newest_of(key)) is not None]
-    return [{"anchor": head.anchor, "outer_step": head.index, "log_digest": head.head.hex()} for head in newest]
 
 
 def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:

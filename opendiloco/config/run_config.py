@@ -31,7 +31,7 @@ from opendiloco.config.section import (
 from opendiloco.config.streaming import StreamingSection
 from peers.errors import ManifestError
 from peers.log.settings import RunSettings, Timing
-from peers.values.anchors import KEYS_LIMIT
+from peers.values.signed_heads import KEYS_LIMIT
 
 BATCH_TOKENS = LONGEST_TEXT = 10**8
 """Tokens of a batch, and of held-out text, which peers have in memory: at 8 bytes each, a gigabyte."""
@@ -190,14 +190,13 @@ class EvaluationSection(Section):
 class RunConfig(Section):
     """A whole `run.toml`. Frozen; two equal configurations have equal manifest contents.
 
-    `anchors` are the peer ids whose signatures of the log's heads decide between its branches, the first before the
-    others. The default is the organiser's alone: it costs nothing while that signs nothing, and an organiser whose run
-    is founded a second time needs no new one. An empty list: nobody's.
+    `archives` are the peer ids of archives whose signatures of the log's heads decide between its branches. The default
+    is the organiser's alone: it costs nothing while that signs nothing. An empty list: nobody's.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
     outer_steps: Positive | None = None
-    anchors: Annotated[tuple[PeerName, ...], Field(strict=False, max_length=KEYS_LIMIT)] | None = None
+    archives: Annotated[tuple[PeerName, ...], Field(strict=False, max_length=KEYS_LIMIT)] | None = None
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
@@ -213,10 +212,10 @@ class RunConfig(Section):
     admission: AdmissionSection = AdmissionSection()
 
     @model_validator(mode="after")
-    def check_anchors(self) -> Self:
-        twice = next((peer for peer in self.anchors or () if (self.anchors or ()).count(peer) > 1), None)
+    def check_signed_heads(self) -> Self:
+        twice = next((peer for peer in self.archives or () if (self.archives or ()).count(peer) > 1), None)
         if twice is not None:
-            raise ValueError(f"anchors names {twice} twice; name it once")
+            raise ValueError(f"archives names {twice} twice; name it once")
         return self
 
     @model_validator(mode="after")

@@ -12,8 +12,8 @@ from opendiloco.run import Run
 from peers.log.folder import RunLog
 from peers.net.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat
-from peers.values.anchors import Anchors
 from peers.values.manifest import SignedManifest
+from peers.values.signed_heads import SignedHeads
 
 UPDATE_SECONDS = 10.0  # between two looks at which runs a node remembers
 NO_ARCHIVE = (
@@ -33,7 +33,7 @@ class Source:
     run: Run
     heartbeats: Callable[[], Awaitable[Sequence[Heartbeat]]]
     log: Callable[[], RunLog | None]
-    anchors: Callable[[], Anchors]
+    signed: Callable[[], SignedHeads]
     held_out: HeldOutCurve = field(default_factory=HeldOutCurve)
     found: Callable[[], Mapping[int, float]] = dict
     me: str = ""
@@ -42,7 +42,7 @@ class Source:
 
 class Network(Protocol):
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
-    def anchors_of(self, run_id: str) -> Anchors: ...
+    def signed_heads_of(self, run_id: str) -> SignedHeads: ...
 
 
 class Archived(Protocol):
@@ -68,7 +68,9 @@ class Volunteering(Protocol):
 
 def follower_source(run: Run, network: Network, log: Callable[[], RunLog | None]) -> Source:
     """The run that this machine follows."""
-    return Source(as_signed(run), lambda: network.heartbeats(run.run_id), log, lambda: network.anchors_of(run.run_id))
+    return Source(
+        as_signed(run), lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id)
+    )
 
 
 def volunteer_source(volunteer: Volunteering, network: Network) -> Source:
@@ -82,7 +84,7 @@ def volunteer_source(volunteer: Volunteering, network: Network) -> Source:
         as_signed(run),
         heartbeats,
         lambda: volunteer.log,
-        lambda: network.anchors_of(run.run_id),
+        lambda: network.signed_heads_of(run.run_id),
         found=lambda: volunteer.held_out.losses,
         me=volunteer.heartbeats()[0].peer,
     )
@@ -127,7 +129,7 @@ class NodeSources:
             source.run if source else Run.from_manifest(manifest),
             lambda: self._network.heartbeats(run_id),
             lambda: archived.log if archived else None,
-            lambda: self._network.anchors_of(run_id),
+            lambda: self._network.signed_heads_of(run_id),
             archived.held_out if archived else HeldOutCurve(),
             no_log=NOT_YET if self._kept else NO_ARCHIVE,
         )

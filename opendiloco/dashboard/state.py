@@ -18,11 +18,11 @@ from opendiloco.dashboard.teams import Teams
 from opendiloco.dashboard.timeline import Timeline
 from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
-from opendiloco.screen import is_finished, reachability, shown_state
+from opendiloco.screen import is_finished, plain_signed, reachability, shown_state
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.values.anchors import Anchors
+from peers.values.signed_heads import SignedHeads
 
 Plain = dict[str, Any]
 
@@ -53,7 +53,7 @@ class RunView:
         self._seen: dict[str, tuple[Heartbeat, float]] = {}  # with when something new was heard last
         self._outer_step = 0
         self._looked_at: float | None = None
-        self._anchors: list[Plain] = []
+        self._signed: dict[str, object] | None = None
 
     # What comes in --------------------------------------------------------------------------------------------
     def observe(self, heartbeats: Iterable[Heartbeat], at: float) -> None:
@@ -82,9 +82,9 @@ class RunView:
         for index, loss in held_out.items():
             self._held_out.add(index, loss)
 
-    def read(self, log: RunLog | None, anchors: Anchors | None = None) -> bool:
+    def read(self, log: RunLog | None, signed: SignedHeads | None = None) -> bool:
         """Read on in the run's log. Return whether there may be more to read at once. Raises: LogError."""
-        self._anchors = [] if anchors is None else plain_anchors(anchors)
+        self._signed = None if signed is None else plain_signed(signed)
         self._has_log = log is not None and len(log) > 0
         return log is not None and self._chronicle.read(log)
 
@@ -156,7 +156,7 @@ class RunView:
             "is_finished": any(is_finished(beat, config) for beat in trainers),
             "seconds_per_step": self.timeline.usual_seconds,
             "archives": len(self._beats) - len(trainers),
-            "anchors": self._anchors,
+            "signed": self._signed,
             "outer_optimizer": self._amended().plain(self.run),
             "me": self.me,
             "no_log": "" if self._has_log else self._no_log or "The log has no entry yet.",
@@ -291,17 +291,6 @@ def plain_change(change: Change, run: Run) -> Plain:
 
 def plain_absence(absence: Absence) -> Mapping[str, str]:
     return {"peer": absence.peer, "kind": absence.kind, "why": absence.why}
-
-
-def plain_anchors(anchors: Anchors) -> list[Plain]:
-    """The newest head that each of the run's anchors has signed."""
-    found = []
-    for key in anchors.keys:
-        newest = anchors.newest_of(key)
-        if newest is not None or key in anchors.liars:
-            signed = (None, None) if newest is None else (newest.index, newest.head.hex())
-            found.append({"anchor": key, "outer_step": signed[0], "digest": signed[1], "lies": key in anchors.liars})
-    return found
 
 
 def minorities(heartbeats: Iterable[Heartbeat]) -> set[str]:

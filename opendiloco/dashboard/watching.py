@@ -105,7 +105,7 @@ class RunWatch:
                 self.view.observe(await self.source.heartbeats(), time.time())
             self.view.recall(self.source.found())
             told_at = time.monotonic()
-            while self.view.read(self.source.log(), self.source.anchors()):
+            while self.view.read(self.source.log(), self.source.signed()):
                 await asyncio.sleep(PAUSE_SECONDS)
                 if time.monotonic() - told_at >= WATCHED_SECONDS:
                     self._tell()

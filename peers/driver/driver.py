@@ -145,7 +145,7 @@ class Driver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timing.heartbeat_expiry):
                     seen = await self._pulse.beat()
-                    self.handle(self._pulse.anchors(self.entries))
+                    self.handle(self._pulse.signed_heads(self.entries))
                     for told in (self._pulse.amendment(), self._pulse.heads(self.entries)):
                         if told is not None:
                             self.handle(told)

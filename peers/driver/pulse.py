@@ -14,13 +14,13 @@ from peers.log.lineage import RECENT_ENTRIES
 from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice
-from peers.protocol.events import AmendmentSeen, AnchorsSeen, HeadsSeen, HeartbeatsSeen
+from peers.protocol.events import AmendmentSeen, HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
 from peers.values.amendments import Amendment
-from peers.values.anchors import Anchors
 from peers.values.clock import next_sequence, now
 from peers.values.identity import Identity
+from peers.values.signed_heads import SignedHeads
 from peers.values.wire import printable
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
@@ -41,7 +41,7 @@ class PulseTransport(Protocol):
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     def pace(self, run_id: str) -> Pace: ...
     def credentials(self, run_id: str) -> tuple[bytes, int]: ...
-    def anchors_of(self, run_id: str) -> Anchors: ...
+    def signed_heads_of(self, run_id: str) -> SignedHeads: ...
     def amendment_of(self, run_id: str) -> Amendment | None: ...
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
@@ -70,10 +70,10 @@ class Pulse:
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
-    def anchors(self, log: RunLog) -> AnchorsSeen:
-        """Return what is known of the run's anchors, and what `log` has where they have signed."""
-        anchors = self._transport.anchors_of(self._peer.settings.run)
-        return AnchorsSeen(anchors, log.heads_at(anchors.indices))
+    def signed_heads(self, log: RunLog) -> SignedHeadsSeen:
+        """Return what is known of the run's archives, and what `log` has in these places."""
+        signed = self._transport.signed_heads_of(self._peer.settings.run)
+        return SignedHeadsSeen(signed, log.heads_at(signed.indices))
 
     def amendment(self) -> AmendmentSeen | None:
         """Return what the run's organiser has given to this machine; None: nothing."""
@@ -149,7 +149,6 @@ class Pulse:
             farewell=goodbye.signature if goodbye else b"",
             ticket=ticket,
             revocations=revocations,
-            anchors=self._transport.anchors_of(peer.settings.run).digest,
             team=self.team,
             amendment=log.amendment,
             proposed=peer.proposed_amendment,

@@ -5,7 +5,7 @@ the run's, whatever the other one has trained. Of two that a minority made each,
 the split have signed is better, then the one with more tokens, then the one whose entry has the smaller digest. Whoever
 founds a run is its first roster: of two foundings the one with more tokens is better.
 
-Before all of that comes what the run's anchors have signed.
+Before all of that comes what the run's archives have signed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peers.log.certificate import Certificate, Proof, prove
 from peers.log.header import UNKNOWN_STATE, Header, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogState
-from peers.values.anchors import NO_ANCHORS, AnchoredHead, Anchors, Standing
+from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 from peers.values.signing import Verify
 
 UNPROVEN = Proof(is_certified=False, signers=0)
@@ -104,25 +104,25 @@ class Branch:
         """Whether they have different entries at one place."""
         return self._split(other) is not None
 
-    def is_better_than(self, other: Branch, anchors: Anchors = NO_ANCHORS) -> bool:
+    def is_better_than(self, other: Branch, signed: SignedHeads = NOTHING_SIGNED) -> bool:
         """Whether a peer that has the other branch is to move to this one. Both start at one place.
 
-        Nobody goes on where an anchor has signed something else.
+        Nobody goes on where an archive has signed something else.
         """
         fragment = self._split(other)
         if fragment is None:
             is_further = self.end.position.index > other.end.position.index
-            return is_further and self.contradiction(anchors) is None
-        ours, theirs = self.standing(anchors), other.standing(anchors)
+            return is_further and self.contradiction(signed) is None
+        ours, theirs = self.standing(signed), other.standing(signed)
         return (ours, *self._weight(fragment)) > (theirs, *other._weight(fragment))
 
-    def standing(self, anchors: Anchors) -> Standing:
-        """What the run's anchors say of its own entries."""
-        return anchors.standing(self.heads, self.start.position.index)
+    def standing(self, signed: SignedHeads) -> int:
+        """What the run's archives say of its own entries."""
+        return signed.standing(self.heads, self.start.position.index)
 
-    def contradiction(self, anchors: Anchors) -> AnchoredHead | None:
-        """Return the head that an anchor has signed in place of one of its own, or of one before its start."""
-        return anchors.contradiction(self.heads)
+    def contradiction(self, signed: SignedHeads) -> SignedHead | None:
+        """Return the head that an archive has signed in place of one of its own, or of one before its start."""
+        return signed.contradiction(self.heads)
 
     def _split(self, other: Branch) -> int | None:
         """The first fragment of which they have different entries."""

@@ -160,7 +160,7 @@ def prove(certificate: Certificate, log: LogState, header: Header, verify: Verif
     """Check all signatures, and say what they prove. `log` is that before the entry.
 
     Where all have left nobody is there to certify what follows. The first entry is founded by its own members, and
-    nothing but an anchor tells one founding from another.
+    nothing but an archive's signature tells one founding from another.
 
     Raises: CertificateError.
     """

@@ -26,10 +26,10 @@ from peers.net.transport import HivemindTransport
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import PeerState
 from peers.streams.channel import PeerUnreachableError, RefusalError
-from peers.values.anchors import AnchorError
 from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+from peers.values.signed_heads import SignedHeadsError, unpack_heads
 from peers.values.tickets import Ticket, TicketError
 from peers.values.wire import printable
 
@@ -123,7 +123,7 @@ async def run_bootstrap(
             return manifest.run_id.encode()
 
         transport.admissions.on_revoked = store.keep_revocations
-        transport.anchorage.on_news = store.keep_anchors
+        transport.head_store.on_news = store.keep_signed_heads
         for manifest in store:
             with publishing.caught(manifest.run_id):
                 _learn(transport, store, manifest, shown)
@@ -166,12 +166,13 @@ async def announce_manifest(
 def _learn(
     transport: HivemindTransport, store: ManifestStore, manifest: SignedManifest, shown: Mapping[str, bytes]
 ) -> None:
-    """Learn who may come into a run, what admits ourselves, should we keep it, and what its anchors have signed."""
+    """Learn who may come into a run, what admits ourselves, should we keep it, and what its archives have signed."""
     transport.learn(manifest)
     try:
-        transport.anchorage.take(manifest.run_id, store.anchors(manifest.run_id))
-    except AnchorError as error:
-        logger.warning("what the anchors of %s have signed: %s", manifest.run_id, error)
+        if packed := store.signed_heads(manifest.run_id):
+            transport.head_store.take(manifest.run_id, unpack_heads(packed))
+    except SignedHeadsError as error:
+        logger.warning("what the archives of %s have signed: %s", manifest.run_id, error)
     admission = transport.admissions.of(manifest.run_id)
     if admission is None:
         return

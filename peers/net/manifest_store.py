@@ -30,7 +30,7 @@ SHARE_LIMIT = 250  # of them, that one organiser's key has signed, or that were 
 QUIET_LIMIT = 24 * 3600.0  # seconds without a peer after which a run may be forgotten for another's sake
 SUFFIX = ".manifest"
 REVOKED_SUFFIX = ".revocations"
-ANCHORS_SUFFIX = ".anchors"
+SIGNED_SUFFIX = ".signed"
 ORIGIN_SUFFIX = ".origin"
 IS_USED = "used"
 
@@ -134,13 +134,13 @@ class ManifestStore:
         """Return the list of a run's revoked tickets; empty: there is none."""
         return self._kept(run_id, REVOKED_SUFFIX)
 
-    def keep_anchors(self, run_id: str, packed: bytes) -> None:
-        """Remember what a run's anchors have signed."""
-        self._keep(run_id, ANCHORS_SUFFIX, packed)
+    def keep_signed_heads(self, run_id: str, packed: bytes) -> None:
+        """Remember what a run's archives have signed."""
+        self._keep(run_id, SIGNED_SUFFIX, packed)
 
-    def anchors(self, run_id: str) -> bytes:
-        """Return what a run's anchors have signed; empty: nothing is known."""
-        return self._kept(run_id, ANCHORS_SUFFIX)
+    def signed_heads(self, run_id: str) -> bytes:
+        """Return what a run's archives have signed; empty: nothing is known."""
+        return self._kept(run_id, SIGNED_SUFFIX)
 
     def _keep(self, run_id: str, suffix: str, packed: bytes) -> None:
         try:
@@ -206,7 +206,7 @@ class ManifestStore:
 
     def _forget(self, run_id: str) -> None:
         """Raises: OSError."""
-        for suffix in (SUFFIX, ORIGIN_SUFFIX, REVOKED_SUFFIX, ANCHORS_SUFFIX):
+        for suffix in (SUFFIX, ORIGIN_SUFFIX, REVOKED_SUFFIX, SIGNED_SUFFIX):
             (self._directory / f"{run_id}{suffix}").unlink(missing_ok=True)
         self._origins.pop(run_id, None)
         for gauge in (metrics.RUN_LIVE_PEERS, metrics.ARCHIVED_OUTER_STEP):

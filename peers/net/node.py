@@ -20,7 +20,6 @@ from peers.links.network_watch import NetworkWatch
 from peers.links.own_network import is_behind_nat, network_at
 from peers.net.admissions import REVOCATIONS, Admissions
 from peers.net.amendments import AMENDMENTS, Amendments
-from peers.net.anchorage import ANCHORS, Anchorage
 from peers.net.daemon import (
     HIVEMIND,
     NETWORK_ERRORS,
@@ -36,13 +35,14 @@ from peers.net.daemon import (
 from peers.net.dht_storage import bounded
 from peers.net.first_contact import first_contacts, reach
 from peers.net.foothold import Foothold
+from peers.net.head_store import SIGNED_HEADS, HeadStore
 from peers.net.records import heartbeats_key, manifest_key, record_is_valid
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.streams.channel import PeerUnreachableError
 from peers.values.amendments import Amendment
-from peers.values.anchors import Anchors
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+from peers.values.signed_heads import SignedHeads
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ class HivemindNode:
     def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
         self.admissions = Admissions()
         """Admission to the runs that are known here."""
-        self.anchorage = Anchorage()
-        """What the anchors of runs have signed."""
+        self.head_store = HeadStore()
+        """What the archives of runs have signed."""
         self.amendments = Amendments()
         """What organisers have given us to put into the logs of their runs."""
         self._daemon = daemon
@@ -167,7 +167,6 @@ class HivemindNode:
         """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
         try:
             await self.admissions.close()
-            await self.anchorage.close()
             if self._watching is not None:
                 self._watching.cancel()
                 await asyncio.gather(self._watching, return_exceptions=True)
@@ -254,14 +253,14 @@ class HivemindNode:
         """Take in who may join this run: only they are heard from now on. Those that the manifest names keep their
         places under the run's key."""
         self.admissions.learn(manifest)
-        self.anchorage.learn(manifest)
+        self.head_store.learn(manifest)
         self.amendments.learn(manifest)
-        self._name(manifest.run_id, {manifest.organiser, *manifest.anchors})
+        self._name(manifest.run_id, {manifest.organiser, *manifest.archives})
 
     def forget(self, run_id: str) -> None:
         """Forget a run that was learned."""
         self.admissions.forget(run_id)
-        self.anchorage.forget(run_id)
+        self.head_store.forget(run_id)
         self.amendments.forget(run_id)
         self._name(run_id, ())
         for key in (manifest_key(run_id), heartbeats_key(run_id)):
@@ -272,16 +271,16 @@ class HivemindNode:
 
     @property
     def told(self) -> dict[str, Callable[[str, bytes], Coroutine[None, None, bytes]]]:
-        """What answers those that ask for what organisers and anchors have signed, or tell it, by the call's name."""
+        """What answers those that ask for what organisers and archives have signed, or tell it, by the call's name."""
         return {
             REVOCATIONS: self.admissions.answer,
-            ANCHORS: self.anchorage.answer,
+            SIGNED_HEADS: self.head_store.answer,
             AMENDMENTS: self.amendments.answer,
         }
 
-    def anchors_of(self, run_id: str) -> Anchors:
-        """Return what is known of what a run's anchors have signed."""
-        return self.anchorage.of(run_id)
+    def signed_heads_of(self, run_id: str) -> SignedHeads:
+        """Return what is known of what a run's archives have signed."""
+        return self.head_store.of(run_id)
 
     def amendment_of(self, run_id: str) -> Amendment | None:
         """Return the newest amendment that a run's organiser has given us."""

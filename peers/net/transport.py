@@ -200,7 +200,7 @@ class HivemindTransport(HivemindNode):
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
         found = await self.whereabouts_of(run_id).heartbeats()
         self.admissions.catch_up(self, run_id, found)
-        self.anchorage.catch_up(self, run_id, found)
+        self.head_store.hear(run_id, found)
         if self._links:
             self._links.observe(contacts_of(found), self._is_eager)
             self._links.arranging.volunteers = open_volunteers(found, self.peer_id)

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field
 
 from peers.errors import RemoteProtocolError
 from peers.values.amendments import Amendment
-from peers.values.anchors import DIGEST_BYTES as ANCHORS_DIGEST_BYTES
 from peers.values.identity import SIGNATURE_BYTES, Identity, verify
+from peers.values.signed_heads import SignedHead
 from peers.values.signing import Signature
 from peers.values.teams import TEAM, TEAM_LENGTH
 from peers.values.tickets import SHOWN_BYTES
@@ -124,8 +124,8 @@ class Heartbeat(Value):
     what later signs of life (`LifeSign`) lead to; None: there will be none.
 
     In a run by invitation its `ticket` is the packed `ShownTicket` that admits it, and `revocations` the number of the
-    newest list of revoked tickets that it has. `anchors` names all that it knows of what the run's anchors have signed
-    (see `Anchors.digest`); empty: nothing. `team` is whom it wants its work to count for, as it says itself.
+    newest list of revoked tickets that it has. `signed` is the head of the log that it has signed last, as one of the
+    run's archives. `team` is whom it wants its work to count for, as it says itself.
 
     `amendment` is the organiser's that is in force at its position, `proposed` a newer one that it knows of.
     """
@@ -159,7 +159,7 @@ class Heartbeat(Value):
     seal: Seal | None = None
     ticket: Annotated[bytes, Field(strict=True, max_length=SHOWN_BYTES)] = b""
     revocations: Count = 0
-    anchors: Annotated[bytes, Field(strict=True, max_length=ANCHORS_DIGEST_BYTES)] = b""
+    signed: SignedHead | None = None
     team: Team = ""
     amendment: Amendment | None = None
     proposed: Amendment | None = None

@@ -224,7 +224,7 @@ class Presence:
         first, and the one first that says it has trained most. Whether that is true, their logs will show. Whoever
         failed us as leader comes last: it may have gone on with the others while we stayed behind.
 
-        Whoever `is_astray`, since an anchor has signed another log, looks at all that are not where its own has led. So
+        Whoever `is_astray`, since archives have signed another log, looks at all that are not where its own has led. So
         does one on whose lineage too few went on, at those further back than it remembers: they may be with the others.
         """
         passed_over = frozenset(peer for peer, (_, until) in self._passed_over.items() if self.now < until)

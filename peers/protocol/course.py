@@ -195,7 +195,7 @@ class Course:
 
     def on_grant(self, leader: str, grant: LeaseGrant) -> None:
         """Train what the leader gave us."""
-        if self.joiner.accepts(leader, grant) and not self.replica.needs_an_anchored_log:
+        if self.joiner.accepts(leader, grant) and not self.replica.needs_signed_log:
             if self.troubles.readmitted():
                 self.look_for_trouble()
             self.slot.leadership.granted_by = leader

@@ -14,8 +14,8 @@ from peers.protocol.messages import Message, Unread
 from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Origin
 from peers.values.amendments import Amendment
-from peers.values.anchors import Anchors
 from peers.values.reach import Reach
+from peers.values.signed_heads import SignedHeads
 from peers.values.workload import Progress, Trained
 
 
@@ -242,11 +242,11 @@ class LineageNotSeen:
 
 
 @dataclass(frozen=True)
-class AnchorsSeen:
-    """What is known of the heads that the run's anchors have signed. `ours` are those of our log at their indices, as
+class SignedHeadsSeen:
+    """What is known of the heads that the run's archives have signed. `ours` are those of our log at their indices, as
     far as it has them."""
 
-    anchors: Anchors
+    signed: SignedHeads
     ours: Mapping[int, bytes] = field(default_factory=dict)
 
 
@@ -299,7 +299,7 @@ Event = (
     | SnapshotFailed
     | LineageSeen
     | LineageNotSeen
-    | AnchorsSeen
+    | SignedHeadsSeen
     | AmendmentSeen
     | HeadsSeen
     | LeaveRequested

@@ -31,9 +31,9 @@ class Joiner:
 
     def may_start(self) -> bool:
         """Before the first entry: wait until peers can have seen each other and enough of them are there. A run of
-        which an anchor has signed an entry is not founded again."""
+        which an archive has signed an entry is not founded again."""
         live = self._presence.live()
-        if self._replica.needs_an_anchored_log:
+        if self._replica.needs_signed_log:
             return False
         if self._replica.log.position.index > 0 or live.at_work:
             return True

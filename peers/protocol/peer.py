@@ -29,7 +29,6 @@ from peers.protocol.desk import Desk
 from peers.protocol.effects import Effect
 from peers.protocol.events import (
     AmendmentSeen,
-    AnchorsSeen,
     Applied,
     AverageRefuted,
     Captured,
@@ -45,6 +44,7 @@ from peers.protocol.events import (
     RateMeasured,
     ReachSeen,
     Received,
+    SignedHeadsSeen,
     SnapshotFailed,
     SnapshotRestored,
     Tick,
@@ -143,8 +143,8 @@ class Peer:
                 course.catching_up.look()
                 course.look_for_trouble()
                 self._abstention.look(self.slots.values())
-            case AnchorsSeen():
-                self.replica.hear_anchors(event)
+            case SignedHeadsSeen():
+                self.replica.hear_signed(event)
             case AmendmentSeen(amendment):
                 course.hear_amendments([amendment])
             case HeadsSeen(index, heads):

@@ -16,12 +16,12 @@ from peers.presence.presence import Presence
 from peers.protocol.certifier import OPEN_LIMIT
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Apply, Dropped, FetchPayload, FetchSnapshot, Note, TokensLost
-from peers.protocol.events import AnchorsSeen, Applied, Digested, SnapshotFailed, SnapshotRestored
+from peers.protocol.events import Applied, Digested, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit
 from peers.protocol.minority import are_most, may_follow, may_found
 from peers.protocol.part import Part, Row, Table
-from peers.values.anchors import NO_ANCHORS, AnchoredHead
+from peers.values.signed_heads import NOTHING_SIGNED, SignedHead
 
 
 class ReplicaState(StrEnum):
@@ -80,9 +80,9 @@ class Replica(Part):
         self._in_our_state = lineage.log, lineage.log.in_state(state_digest)
         self.lineage = lineage
         self.undigested: LogState | None = None
-        self.anchors = NO_ANCHORS
-        """What the run's anchors have signed, as far as we know."""
-        self._anchored: Mapping[int, bytes] = {}
+        self.signed = NOTHING_SIGNED
+        """What the run's archives have signed, as far as we know."""
+        self._our_heads: Mapping[int, bytes] = {}
         self._behind: Behind | None = None
         self._desk = desk
         self._presence = presence
@@ -201,32 +201,32 @@ class Replica(Part):
         """Whether to wait for what others have made rather than go on from here."""
         return self._presence.is_behind(self.log, self.lineage, self.contradiction is not None)
 
-    # Anchors --------------------------------------------------------------------------------------------------
-    def hear_anchors(self, seen: AnchorsSeen) -> None:
-        """Take in what anchors have signed. Whoever was passed over before may have the log that they mean."""
-        is_new, self.anchors, self._anchored = seen.anchors != self.anchors, seen.anchors, seen.ours
+    # Signed heads -------------------------------------------------------------------------------------------------
+    def hear_signed(self, seen: SignedHeadsSeen) -> None:
+        """Take in what archives have signed. Whoever was passed over before may have the log that they mean."""
+        is_new, self.signed, self._our_heads = seen.signed != self.signed, seen.signed, seen.ours
         if is_new:
             self._presence.look_again()
             if (head := self.contradiction) is not None:
-                text = f"the anchor {head.anchor} has signed another outer step {head.index} than this peer's"
+                text = f"the archive {head.archive} has signed another outer step {head.index} than this peer's"
                 self._desk.emit(Note("warning", f"{text}: looking for the log that has it"))
 
     @property
-    def contradiction(self) -> AnchoredHead | None:
-        """The head that an anchor has signed where our log has another one; None: our log may be the run's."""
-        return self.anchors.contradiction(self._heads) if self.anchors.heads else None
+    def contradiction(self) -> SignedHead | None:
+        """The head that an archive has signed where our log has another one; None: our log may be the run's."""
+        return self.signed.contradiction(self._heads) if self.signed.heads else None
 
     @property
     def _heads(self) -> dict[int, bytes]:
-        """What our log has where anchors have signed, as far as that is known."""
-        known = {index: self.lineage.head_at(index) or self._anchored.get(index) for index in self.anchors.indices}
+        """What our log has where archives have signed, as far as that is known."""
+        known = {index: self.lineage.head_at(index) or self._our_heads.get(index) for index in self.signed.indices}
         return {index: head for index, head in known.items() if head and index <= self.log.position.index}
 
     @property
-    def needs_an_anchored_log(self) -> bool:
+    def needs_signed_log(self) -> bool:
         """Whether we have no log yet, and know of a head that the run's must have: we found nothing, and follow nobody
-        from entry to entry, until a whole log is seen to have it. An entry that an anchor has signed is such a log."""
-        return self.log.last is None and not self.log.made and bool(self.anchors.indices)
+        from entry to entry, until a whole log is seen to have it. An entry that an archive has signed is such a log."""
+        return self.log.last is None and not self.log.made and bool(self.signed.indices)
 
     # Behind ---------------------------------------------------------------------------------------------------
     def note_nobody_ahead(self) -> None:
@@ -256,9 +256,9 @@ class Replica(Part):
         try:
             after = self.log.append(header).position
             heads = self._heads | {after.index: after.head}
-            if (head := self.anchors.contradiction(heads)) is not None and self.contradiction is None:
-                raise LogError(f"the anchor {head.anchor} has signed another outer step {head.index}")
-            if self.needs_an_anchored_log and not self.anchors.vouched(heads):
+            if (head := self.signed.contradiction(heads)) is not None and self.contradiction is None:
+                raise LogError(f"the archive {head.archive} has signed another outer step {head.index}")
+            if self.needs_signed_log and not self.signed.vouched(heads):
                 return None
         except LogError as error:
             self._desk.emit(Dropped(sender, "commit", str(error)))
@@ -284,7 +284,7 @@ class Replica(Part):
 
     def _restored(self, restored: SnapshotRestored) -> None:
         self.log = self.settled = self.log.at(restored.header, restored.ends)
-        self.state_digest, self._anchored = restored.state_digest, {}
+        self.state_digest, self._our_heads = restored.state_digest, {}
         self._leave_lineage(restored)
         self.has_snapshot = True
         self._desk.emit(Note("info", f"state at {self.log.position} fetched from {restored.donor}"))

@@ -43,7 +43,7 @@ class Search:
         log = self._replica.log
         entries = self._presence.live()[ahead].index - log.position.index
         is_near = entries <= self._desk.settings.snapshot_every or self._replica.has_snapshot
-        is_astray = self._replica.contradiction is not None or self._replica.needs_an_anchored_log
+        is_astray = self._replica.contradiction is not None or self._replica.needs_signed_log
         if is_astray or not (entries > 0 and is_near):
             self.weigh(ahead)
         elif self._has_been_patient(ahead):
@@ -99,19 +99,19 @@ class Search:
             self._presence.pass_over(seen.donor)
             return None
         head = self._replica.contradiction
-        why = f" with outer step {head.index} as the anchor {head.anchor} has signed it" if head is not None else ""
+        why = f" with outer step {head.index} as the archive {head.archive} has signed it" if head is not None else ""
         self._desk.emit(Note("warning", f"{seen.donor} is at {theirs.end.position.index}{why}: fetching a snapshot"))
         return self._far_behind(seen.donor, theirs.start.position.index)
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
         """Return as much of another one's branch as is to be taken for the run's; None: nothing, or not now.
 
-        What an anchor has signed decides before all else, and leaves no doubt about what leads up to it. Whoever makes
+        What an archive has signed decides before all else, and leaves no doubt about what leads up to it. Whoever makes
         up a founding makes up its tokens, too: so of two foundings the one with more live peers counts.
         """
-        log, anchors, founders = self._replica.log, self._replica.anchors, theirs.founders
-        vouched = anchors.vouched(theirs.heads)
-        if self._replica.needs_an_anchored_log and not vouched:
+        log, signed, founders = self._replica.log, self._replica.signed, theirs.founders
+        vouched = signed.vouched(theirs.heads)
+        if self._replica.needs_signed_log and not vouched:
             return None  # it may be another founding, which has not come so far
         may_be_founding = log.last is None and founders is not None and not vouched
         if may_be_founding and not may_found(self._desk, self._presence, founders or 0):
@@ -126,11 +126,11 @@ class Search:
                 theirs = theirs.until(doubt)
                 break
         if not theirs.splits_from(ours):
-            return theirs if theirs.contradiction(anchors) is None else None
+            return theirs if theirs.contradiction(signed) is None else None
         if ours.end.position != log.position and not theirs.has(log.position):
             return None  # what we have made meanwhile was not compared with it
-        if theirs.standing(anchors) != ours.standing(anchors):
-            return theirs if theirs.standing(anchors) > ours.standing(anchors) else None
+        if theirs.standing(signed) != ours.standing(signed):
+            return theirs if theirs.standing(signed) > ours.standing(signed) else None
         if theirs.start.last is None:
             are_more = self._presence.are_more_there(theirs, log, self._replica.lineage)
             if are_more is not None:

@@ -3,7 +3,7 @@
 Too slow: not even the smallest share of a lease is done before it is too old. The peer sees that itself, by the speeds
 in heartbeats, and stops when a lease was in vain. Cut off: the peer whom all take for their leader can't be reached; or
 the leader says that rounds go on without us. In each of these cases the peer waits without a lease, and
-looks again when links or speeds change, and after some time. Astray: an anchor of the run has signed another log. On
+looks again when links or speeds change, and after some time. Astray: an archive of the run has signed another log. On
 probation: a new peer's work does not count yet. It is told so, and goes on. Convicted: the log excludes it for a proven
 lie.
 """
@@ -123,21 +123,21 @@ class Troubles:
         return self._cut_off(leader) or self._astray() or self._too_slow() or self._partition() or self._on_probation()
 
     def _astray(self) -> Hindrance | None:
-        """Whether an anchor of the run has signed another log than ours."""
+        """Whether an archive of the run has signed another log than ours."""
         replica = self._replica
         if (head := replica.contradiction) is not None:
             reason = (
-                f"the run's anchor {head.anchor} has signed another outer step {head.index} than this peer's, whose log"
-                f" is not the run's: what is trained here counts nothing; it goes over when a peer with the right log"
-                f" is found, and need not be started again"
+                f"the run's archive {head.archive} has signed another outer step {head.index} than this peer's, whose"
+                f" log is not the run's: what is trained here counts nothing; it goes over when a peer with the right"
+                f" log is found, and need not be started again"
             )
             return Hindrance("astray", reason, is_vain=False)
-        if replica.needs_an_anchored_log and replica.state is ReplicaState.LEVEL:
+        if replica.needs_signed_log and replica.state is ReplicaState.LEVEL:
             reason = (
-                f"the run's anchors have signed outer step {max(replica.anchors.indices)}, and this peer has not seen a"
+                f"the run's archives have signed outer step {max(replica.signed.indices)}, and this peer has not seen a"
                 f" log yet that has it; it waits for a peer or an archive with that log"
             )
-            return Hindrance("no anchored log", reason, is_vain=False)
+            return Hindrance("no signed log", reason, is_vain=False)
         return None
 
     def _partition(self) -> Hindrance | None:

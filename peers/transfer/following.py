@@ -31,8 +31,8 @@ from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch
 from peers.transfer.payloads import PayloadError, Payloads
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.storage import Storage
-from peers.values.anchors import Anchors
 from peers.values.identity import verify
+from peers.values.signed_heads import SignedHeads
 from peers.values.workload import BadBlocksError, ReplicatedState, SnapshotError
 
 
@@ -66,11 +66,11 @@ class Next:
 
 
 async def next_in_log(
-    transport: PullTransport, donor: str, log: LogState, anchors: Anchors, heads: dict[int, bytes]
+    transport: PullTransport, donor: str, log: LogState, signed: SignedHeads, heads: dict[int, bytes]
 ) -> Next:
-    """The cycle that follows, as a donor knows it. `heads` are what the log has where anchors have signed.
+    """The cycle that follows, as a donor knows it. `heads` are what the log has where archives have signed.
 
-    Raises: PeerUnreachableError, RemoteProtocolError, LogError, also where an anchor has signed another one;
+    Raises: PeerUnreachableError, RemoteProtocolError, LogError, also where an archive has signed another one;
         CertificateError where a signature is false; OtherLineageError where the donor's log is another.
     """
     index = log.position.index
@@ -85,15 +85,15 @@ async def next_in_log(
         proofs.append(UNPROVEN if certificate is None else prove(certificate, at, header, verify))
     if len(entries) < log.fragments:
         raise LogError(f"it has no entry {index}")
-    if (head := anchors.contradiction(heads | {after.position.index: after.position.head})) is not None:
-        raise LogError(f"entry {index}: the anchor {head.anchor} has signed another outer step {head.index}")
+    if (head := signed.contradiction(heads | {after.position.index: after.position.head})) is not None:
+        raise LogError(f"entry {index}: the archive {head.archive} has signed another outer step {head.index}")
     return Next(donor, after, tuple(entries), min(proofs))
 
 
 class FollowTransport(PullTransport, Protocol):
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
-    def anchors_of(self, run_id: str) -> Anchors: ...
+    def signed_heads_of(self, run_id: str) -> SignedHeads: ...
 
 
 class Donors:
@@ -153,19 +153,21 @@ class Following:
         return self._past
 
     @property
-    def _anchors(self) -> Anchors:
-        return self._transport.anchors_of(self.log.run)
+    def _signed(self) -> SignedHeads:
+        return self._transport.signed_heads_of(self.log.run)
 
     @property
     def _heads(self) -> dict[int, bytes]:
-        """What our log has where anchors have signed."""
+        """What our log has where archives have signed."""
         end = self.log.position.index
-        return self._past.heads_at(index for index in self._anchors.indices if index <= end)
+        return self._past.heads_at(index for index in self._signed.indices if index <= end)
 
-    def _check_anchors(self) -> None:
-        """Raises: CannotFollowError when the run's anchors have signed another log than we follow."""
-        if (head := self._anchors.contradiction(self._heads)) is not None:
-            message = f"the anchor {head.anchor} has signed another outer step {head.index} than the one followed here."
+    def _check_signed(self) -> None:
+        """Raises: CannotFollowError when the run's archives have signed another log than we follow."""
+        if (head := self._signed.contradiction(self._heads)) is not None:
+            message = (
+                f"the archive {head.archive} has signed another outer step {head.index} than the one followed here."
+            )
             raise CannotFollowError(message, 0)
 
     async def begin(self, least: int = 0) -> None:
@@ -182,7 +184,7 @@ class Following:
             if was_asked:
                 beats = await self.donors.live()  # they may say more by now
             was_asked = True
-            branch, self._past = await best_branch(self._transport, beats, empty_log, self._anchors)
+            branch, self._past = await best_branch(self._transport, beats, empty_log, self._signed)
             return Vouched(branch, partial(state_told, branch, beats), least, is_wary=True)
 
         while donors:
@@ -206,7 +208,7 @@ class Following:
         have does not.
         """
         live = await self.donors.live()
-        self._check_anchors()
+        self._check_signed()
         index, tokens = self.log.position.index, self.log.lineage_tokens
         beats = [beat for beat in live if beat.index > index or beat.lineage_tokens > tokens]
         donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[Next]()
@@ -258,11 +260,11 @@ class Following:
         try:
             if beat.index <= self.log.position.index:
                 raise OtherLineageError("it has trained more, and took no more outer steps")
-            return await next_in_log(self._transport, beat.peer, self.log, self._anchors, self._heads)
+            return await next_in_log(self._transport, beat.peer, self.log, self._signed, self._heads)
         except OtherLineageError:
             fetch = LineageFetch(self._transport, self._past)
             found = await fetch.compare(beat.peer, beat.index, donors, self.log)
-            if not found.theirs.is_better_than(found.ours, self._anchors):
+            if not found.theirs.is_better_than(found.ours, self._signed):
                 return None
             raise
 

@@ -20,8 +20,8 @@ from peers.streams.channel import PeerUnreachableError
 from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import PullTransport
 from peers.transfer.headers import fetch_stretch
-from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.identity import verify as verify_signature
+from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
 from peers.values.signing import Verify
 
 BACK = 16
@@ -187,8 +187,8 @@ class LineageFetch:
         return await fetch_stretch(self._transport, donor, run, index, index + STRETCH_LIMIT, is_whole=False)
 
     def _own_branch(self, start: LogState, here: LogState) -> Branch:
-        """Of its entries only those of the first cycle are ever looked at; of the others their names, which anchors may
-        have signed."""
+        """Of its entries only those of the first cycle are ever looked at; of the others their names, which archives
+        may have signed."""
         walk, index = Walk(start, self._verify), start.position.index
         with suppress(LogError):
             for told in self._own_entries(start) if index < here.position.index else ():
@@ -211,11 +211,11 @@ class LineageFetch:
 
 
 async def best_branch(
-    transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, anchors: Anchors = NO_ANCHORS
+    transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, signed: SignedHeads = NOTHING_SIGNED
 ) -> tuple[Branch, MemoryLog]:
     """Return the best of the branches that these peers show, all from the manifest on, and its entries.
 
-    Raises: LineageError when nobody shows any, or none that the run's anchors would have signed.
+    Raises: LineageError when nobody shows any, or none that the run's archives would have signed.
     """
     log, best, reasons = MemoryLog(empty_log, 0), Branch(empty_log, empty_log), list[str]()
     donors = [beat.peer for beat in beats]
@@ -228,15 +228,17 @@ async def best_branch(
         except LineageError as error:
             reasons.append(f"{beat.peer}: {error}")
             continue
-        if (head := found.theirs.contradiction(anchors)) is not None:
-            reasons.append(f"{beat.peer}: the anchor {head.anchor} has signed another outer step {head.index}")
-        if found.theirs.is_better_than(found.ours, anchors):
+        if (head := found.theirs.contradiction(signed)) is not None:
+            reasons.append(f"{beat.peer}: the archive {head.archive} has signed another outer step {head.index}")
+        if found.theirs.is_better_than(found.ours, signed):
             best = best.followed_by(found.theirs)
             await asyncio.to_thread(log.follow, found.chain, found.theirs.end.position.index)
     if best.end.last is None:
         raise LineageError("; ".join(reasons) or "nobody shows the run's log")
-    if anchors.indices and not anchors.vouched(best.heads):  # it may be another founding, which has not come so far
-        raise LineageError(f"nobody shows a log that has come to outer step {min(anchors.indices)}, which is anchored")
+    if signed.indices and not signed.vouched(best.heads):  # it may be another founding, which has not come so far
+        raise LineageError(
+            f"nobody shows a log that has come to outer step {min(signed.indices)}, which archives have signed"
+        )
     return best, log
 
 

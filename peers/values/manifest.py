@@ -19,8 +19,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from peers.errors import ManifestError, quoted
-from peers.values.anchors import KEYS_LIMIT
 from peers.values.identity import Identity, is_peer_id, verify
+from peers.values.signed_heads import KEYS_LIMIT
 from peers.values.signing import Signature
 from peers.values.wire import PROTOCOL_VERSION, Count, PeerId, Value, WireError, decode, digest_of, from_plain, pack
 
@@ -89,12 +89,10 @@ class SignedManifest(Value):
         return isinstance(admission, dict) and admission.get("mode") == "invite"
 
     @cached_property
-    def anchors(self) -> tuple[str, ...]:
-        """The peer ids of the keys whose signatures of the log's heads decide between branches; the first comes first.
-
-        Without a word about them it is the organiser's, who has said what the run is, too.
-        """
-        named = self.values.get("anchors")
+    def archives(self) -> tuple[str, ...]:
+        """The peer ids of the keys whose signatures of the log's heads decide between branches; by default the
+        organiser's."""
+        named = self.values.get("archives")
         if named is None:
             return (self.organiser,)
         peers = named[:KEYS_LIMIT] if isinstance(named, list) else []

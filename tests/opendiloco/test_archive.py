@@ -22,13 +22,13 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
 from peers.errors import LocalProtocolError
-from peers.log.anchorer import ANCHORED
 from peers.log.exclusions import Fault
 from peers.log.folder import LogFolder
+from peers.log.head_signer import SIGNED
 from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogState
-from peers.net.anchorage import Anchorage
+from peers.net.head_store import HeadStore
 from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.voice import Pace
@@ -37,11 +37,11 @@ from peers.protocol.packing import unpack_message
 from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer.proofs import serve_proofs
 from peers.transfer.snapshots import Snapshot
-from peers.values.anchors import AnchoredHead, AnchoredHeads, Anchors
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+from peers.values.signed_heads import SignedHead, SignedHeads, pack_heads
 from peers.values.signing import IdentityKeys
-from peers.values.wire import digest_of, pack
+from peers.values.wire import digest_of
 from tests.peers.builders import CERTIFIED
 from tests.peers.fakes import FakeTransport
 
@@ -51,17 +51,17 @@ CODEC = BlockCodec(kernels.INT8, VALUES)
 
 
 class Network:
-    """Where heartbeats go, and what a peer says of the run's anchors; nobody else is there."""
+    """Where heartbeats go, and what a peer says of the run's archives; nobody else is there."""
 
     addresses = ("/ip4/127.0.0.1/tcp/1",)
 
     def __init__(self, manifest: SignedManifest) -> None:
         self.published: list[Heartbeat] = []
-        self.anchorage = Anchorage()
-        self.anchorage.learn(manifest)
+        self.head_store = HeadStore()
+        self.head_store.learn(manifest)
         self.heard = 0
         """The latest sequence of our own key that others have."""
-        self.told: bytes | None = b""
+        self.told: bytes | None = pack_heads([])
         """None: it does not answer."""
 
     async def call(self, peer: str, name: str, payload: bytes, timeout: float) -> bytes:
@@ -69,8 +69,8 @@ class Network:
             raise PeerUnreachableError(peer, "it is silent")
         return self.told
 
-    def anchors_of(self, run_id: str) -> Anchors:
-        return self.anchorage.of(run_id)
+    def signed_heads_of(self, run_id: str) -> SignedHeads:
+        return self.head_store.of(run_id)
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"ticket", 7
@@ -175,8 +175,8 @@ class ManyRuns(Network):
         self.forgotten: list[str] = []
         self.changed = asyncio.Event()
 
-    def anchors_of(self, run_id: str) -> Anchors:
-        return Anchors(run_id)
+    def signed_heads_of(self, run_id: str) -> SignedHeads:
+        return SignedHeads(run_id)
 
     def pace(self, run_id: str) -> Pace:
         return Pace()
@@ -367,23 +367,23 @@ def test_it_keeps_what_proves_the_annexes_of_its_entries(
     assert kept.log.proof(fault.proof) == shown
 
 
-# Anchoring --------------------------------------------------------------------------------------------------------
-def test_an_archive_that_is_an_anchor_signs_what_it_has_checked(
+# Signing ----------------------------------------------------------------------------------------------------------
+def test_an_archive_of_the_run_signs_what_it_has_checked(
     small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most once a minute; and it says so in its heartbeats."""
     clock = 1000.0
-    monkeypatch.setattr("opendiloco.checkpoints.anchoring.now", lambda: clock)
-    monkeypatch.setattr("peers.log.anchorer.prove", lambda *asked: CERTIFIED)
+    monkeypatch.setattr("opendiloco.checkpoints.archive.now", lambda: clock)
+    monkeypatch.setattr("peers.log.head_signer.prove", lambda *asked: CERTIFIED)
     monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, *place: "a certificate")
-    content = small_config.to_manifest_content() | {"anchors": [NODE.peer_id]}
+    content = small_config.to_manifest_content() | {"archives": [NODE.peer_id]}
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
     kept = archive(run, tmp_path)
-    anchors = cast(Any, kept._transport).anchors_of
+    known = cast(Any, kept._transport).signed_heads_of
 
     def signed() -> list[int]:
-        asyncio.run(kept.anchor())
-        return [head.index for head in anchors(run.run_id).heads]
+        asyncio.run(kept.sign())
+        return [head.index for head in known(run.run_id).heads]
 
     assert signed() == []
     positions(kept, 2)
@@ -396,17 +396,17 @@ def test_an_archive_that_is_an_anchor_signs_what_it_has_checked(
     assert signed() == [2, 3]
     asyncio.run(kept.publish())
     [heartbeat] = cast(Any, kept._transport).published
-    assert heartbeat.anchors == anchors(run.run_id).digest
+    assert heartbeat.signed == known(run.run_id).newest
 
 
-def test_an_anchor_hears_what_it_has_signed_before_it_signs(
+def test_an_archive_hears_what_it_has_signed_before_it_signs(
     small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: with a disk that was set back it signed another log than before, and nobody believed it any more."""
     clock = 1000.0
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("opendiloco.checkpoints.anchoring.now", lambda: clock)
-    monkeypatch.setattr("peers.log.anchorer.prove", lambda *asked: CERTIFIED)
+    monkeypatch.setattr("opendiloco.checkpoints.archive.now", lambda: clock)
+    monkeypatch.setattr("peers.log.head_signer.prove", lambda *asked: CERTIFIED)
     monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, *place: "a certificate")
     run = Run.sign(small_config, NODE)
     kept = archive(run, tmp_path)
@@ -414,34 +414,31 @@ def test_an_anchor_hears_what_it_has_signed_before_it_signs(
     kept._peers = frozenset({"a"})
     network = cast(Any, kept._transport)
     network.told = None
-    asyncio.run(kept.anchor())
-    assert "nobody says what this anchor has signed before" in caplog.text
-    elsewhere = AnchoredHead.sign(run.run_id, 1, bytes(32), NODE.peer_id, IdentityKeys(NODE))
-    network.told = pack(AnchoredHeads(heads=(elsewhere,)))
+    asyncio.run(kept.sign())
+    assert "nobody says what this archive has signed before" in caplog.text
+    elsewhere = SignedHead.sign(run.run_id, 1, bytes(32), NODE.peer_id, IdentityKeys(NODE))
+    network.told = pack_heads([elsewhere])
     clock += 61.0
-    asyncio.run(kept.anchor())
+    asyncio.run(kept.sign())
     assert "this key has signed another outer step 1" in caplog.text
-    assert network.anchors_of(run.run_id).heads == (elsewhere,)
+    assert network.signed_heads_of(run.run_id).heads == (elsewhere,)
 
 
-def test_a_later_anchor_does_not_say_what_an_archive_may_sign(
-    small_config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_archive_goes_by_what_others_have_signed_until_it_has_signed_itself(
+    small_config: RunConfig, tmp_path: Path
 ) -> None:
-    """It may have signed entries that are not certified."""
-    later = Identity.generate()
-    content = small_config.to_manifest_content() | {"anchors": [NODE.peer_id, later.peer_id]}
+    """Else one stolen key could keep all archives from the run's log."""
+    other = Identity.generate()
+    content = small_config.to_manifest_content() | {"archives": [NODE.peer_id, other.peer_id]}
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
     kept = archive(run, tmp_path)
-    positions(kept, 2)
-    kept._peers = frozenset({"a"})
-    kept.log.append(*next_of(kept.log.log_after(2)))
-    anchorage = cast(Any, kept._transport).anchorage
-    head = kept.log.heads_at([2])[2]
-    signed = AnchoredHead.sign(run.run_id, 2, head, later.peer_id, IdentityKeys(later))
-    anchorage.take(run.run_id, pack(AnchoredHeads(heads=(signed,))))
-    asyncio.run(kept.anchor())
-    assert anchorage.of(run.run_id).heads == (signed,)
-    assert "entry 0 is not certified" in caplog.text
+    head = positions(kept, 2)[1].position.head
+    store = cast(Any, kept._transport).head_store
+    assert not kept._is_astray
+    store.take(run.run_id, [SignedHead.sign(run.run_id, 2, bytes(32), other.peer_id, IdentityKeys(other))])
+    assert kept._is_astray
+    store.take(run.run_id, [SignedHead.sign(run.run_id, 1, head, NODE.peer_id, IdentityKeys(NODE))])
+    assert not kept._is_astray
 
 
 def test_an_archive_goes_on_though_what_it_signed_last_cannot_be_read(
@@ -450,12 +447,12 @@ def test_an_archive_goes_on_though_what_it_signed_last_cannot_be_read(
     run = Run.sign(small_config, NODE)
     archive(run, tmp_path)
     [folder] = {path.parent for path in tmp_path.rglob("log")}
-    (folder / ANCHORED).write_bytes(b"garbage")
+    (folder / SIGNED).write_bytes(b"garbage")
     kept = archive(run, tmp_path)
     positions(kept, 2)
-    asyncio.run(kept.anchor())
-    assert "no outer step is anchored" in caplog.text
-    assert "which says what this anchor has signed, cannot be used" in caplog.text
+    asyncio.run(kept.sign())
+    assert "no outer step is signed" in caplog.text
+    assert "which says what this archive has signed, cannot be used" in caplog.text
 
 
 def next_of(log: LogState | None) -> tuple[Header, None, None]:
@@ -464,20 +461,20 @@ def next_of(log: LogState | None) -> tuple[Header, None, None]:
     return log.next_header(roster, bytes(32)), None, None
 
 
-def test_an_archive_that_is_no_anchor_signs_nothing(run: Run, tmp_path: Path) -> None:
+def test_an_archive_that_the_run_does_not_name_signs_nothing(run: Run, tmp_path: Path) -> None:
     kept = archive(run, tmp_path)
     positions(kept, 2)
-    asyncio.run(kept.anchor())
-    assert cast(Any, kept._transport).anchors_of(run.run_id).heads == ()
+    asyncio.run(kept.sign())
+    assert cast(Any, kept._transport).signed_heads_of(run.run_id).heads == ()
 
 
-def test_what_too_few_have_signed_is_not_anchored(
+def test_an_archive_does_not_sign_what_too_few_have_signed(
     small_config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run.sign(small_config, NODE)
     kept = archive(run, tmp_path)
     positions(kept, 2)
     kept._peers = frozenset({"a"})
-    asyncio.run(kept.anchor())
-    assert cast(Any, kept._transport).anchors_of(run.run_id).heads == ()
-    assert "this anchor does not sign the log that is kept here: entry 0 is not certified" in caplog.text
+    asyncio.run(kept.sign())
+    assert cast(Any, kept._transport).signed_heads_of(run.run_id).heads == ()
+    assert "this archive does not sign the log that is kept here: entry 0 is not certified" in caplog.text

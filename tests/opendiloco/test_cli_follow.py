@@ -27,7 +27,7 @@ from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from peers.errors import DilocoPeerError
 from peers.log.folder import MemoryLog
-from peers.net.anchorage import Anchorage
+from peers.net.head_store import HeadStore
 from peers.presence.heartbeat import Heartbeat
 from peers.streams.channel import PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
@@ -89,7 +89,7 @@ class Network(FakeTransport):
         self.said = said
         self.beats: list[Heartbeat] = []
         self.published: list[bytes] = []
-        self.anchorage = Anchorage()
+        self.head_store = HeadStore()
 
     def learn(self, manifest: SignedManifest) -> None:
         """Everybody may come in."""

@@ -49,7 +49,6 @@ COMMANDS = [
     ["log"],
     ["log", "show"],
     ["log", "verify"],
-    ["anchor"],
     ["identity"],
     ["identity", "show"],
     ["config"],

@@ -27,8 +27,8 @@ from peers.log.payload import Payload
 from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
 from peers.protocol.faults import BadContribution, TwoCommitments
 from peers.values.amendments import Amendment
-from peers.values.anchors import AnchoredHead, AnchoredHeads
 from peers.values.identity import Identity
+from peers.values.signed_heads import SignedHead, pack_heads
 from peers.values.signing import IdentityKeys
 from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of, pack
@@ -297,24 +297,24 @@ def test_a_false_signature_is_found(folder: RunFolder, recorded: RecordedRun) ->
     assert_wrong(folder, 2, "is not its own")
 
 
-def anchor(folder: RunFolder, index: int, head: bytes, by: Identity = ORGANISER) -> None:
+def sign(folder: RunFolder, index: int, head: bytes, by: Identity = ORGANISER) -> None:
     """A head that this machine has heard of."""
-    signed = AnchoredHead.sign(folder.run_id, index, head, by.peer_id, IdentityKeys(by))
-    folder.anchors.write_bytes(pack(AnchoredHeads(heads=(signed,))))
+    signed = SignedHead.sign(folder.run_id, index, head, by.peer_id, IdentityKeys(by))
+    folder.signed_heads.write_bytes(pack_heads([signed]))
 
 
-def test_anchored_heads_are_those_of_the_log(folder: RunFolder, recorded: RecordedRun) -> None:
-    anchor(folder, 3, recorded.headers[2].digest)
-    assert "verified: heads that the run's anchors have signed: entry 2" in verify(folder)
-    anchor(folder, 9, bytes(32))
-    assert not [line for line in verify(folder) if "anchors" in line], "the log has not come so far"
+def test_signed_heads_are_those_of_the_log(folder: RunFolder, recorded: RecordedRun) -> None:
+    sign(folder, 3, recorded.headers[2].digest)
+    assert "verified: heads that the run's archives have signed: entry 2" in verify(folder)
+    sign(folder, 9, bytes(32))
+    assert not [line for line in verify(folder) if "archives" in line], "the log has not come so far"
 
 
-def test_another_log_than_the_anchored_one_is_found(folder: RunFolder) -> None:
-    anchor(folder, 3, bytes(32))
-    assert_wrong(folder, 2, f"the anchor {ORGANISER.peer_id} has signed another one")
-    anchor(folder, 3, bytes(32), Identity.generate())
-    assert_wrong(folder, 0, "is no anchor of the run")
+def test_another_log_than_the_signed_one_is_found(folder: RunFolder) -> None:
+    sign(folder, 3, bytes(32))
+    assert_wrong(folder, 2, f"the archive {ORGANISER.peer_id} has signed another one")
+    sign(folder, 3, bytes(32), Identity.generate())
+    assert_wrong(folder, 0, "is no archive of the run")
 
 
 def test_states_are_verified_up_to_a_gap(folder: RunFolder, recorded: RecordedRun) -> None:

@@ -146,7 +146,7 @@ def test_one_process_alone_may_be_started_by_whatever_starts_it() -> None:
     refuse_torchrun({})
 
 
-@pytest.mark.parametrize("command", ["join", "status", "follow", "anchor", "run amend --outer-lr 1"])
+@pytest.mark.parametrize("command", ["join", "status", "follow", "run amend --outer-lr 1"])
 def test_a_command_without_its_run_says_how_to_find_one(command: str) -> None:
     """Regression: one failed with an unexpected error, and another showed all settings that it had."""
     done = CliRunner().invoke(main, command.split(), env={"DILOCO_RUN": None, "DILOCO_CONFIG": None})

@@ -15,9 +15,9 @@ from opendiloco.cli.status import COMPARE_SECONDS, compare, show_status
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.values.anchors import Anchors
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
+from peers.values.signed_heads import SignedHeads
 from tests.opendiloco.test_agreement import beat
 from tests.peers.streams.test_throttle import simulate
 
@@ -35,8 +35,8 @@ class Network:
         self.looks += 1
         return self.look(asyncio.get_running_loop().time())
 
-    def anchors_of(self, run_id: str) -> Anchors:
-        return Anchors(run_id)
+    def signed_heads_of(self, run_id: str) -> SignedHeads:
+        return SignedHeads(run_id)
 
 
 def apart(seconds: float) -> list[Heartbeat]:
@@ -95,7 +95,7 @@ def test_programs_hear_that_nothing_could_be_compared(
 
     monkeypatch.setattr("opendiloco.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
-    monkeypatch.setattr("opendiloco.anchorage.ask_for_anchors", found)
+    monkeypatch.setattr("opendiloco.signed_heads.ask_for_signed_heads", found)
     monkeypatch.setattr(module, "volunteers_here", lambda run_id: [])
     simulate(show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True))
     shown = json.loads(capsys.readouterr().out)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from opendiloco.cli.new_run import with_anchors
 from opendiloco.config.data import DataSection
 from opendiloco.config.run_config import RoundsSection, RunConfig
 from opendiloco.run import Run
@@ -60,13 +59,13 @@ def test_the_schedule_gives_the_number_of_outer_steps_unless_the_file_does(small
         ("admission", {"mode": "closed"}, "admission.mode = 'closed': not known here. Use 'open' or 'invite'."),
         ("admission", {"probation": -1}, "admission.probation = -1: too small. Use 0 or more."),
         (
-            "anchors",
+            "archives",
             ["12D3KooW"],
-            "anchors.0 = '12D3KooW': not the peer id of an Ed25519 key. Use one as `diloco-peer b",
+            "archives.0 = '12D3KooW': not the peer id of an Ed25519 key. Use one as `diloco-peer b",
         ),
-        ("anchors", "12D3KooW", "anchors = '12D3KooW': not a list. Write its values between square brackets."),
-        ("anchors", [PEER, PEER], f"anchors names {PEER} twice; name it once."),
-        ("anchors", [Identity.generate().peer_id for _ in range(9)], "anchors = "),
+        ("archives", "12D3KooW", "archives = '12D3KooW': not a list. Write its values between square brackets."),
+        ("archives", [PEER, PEER], f"archives names {PEER} twice; name it once."),
+        ("archives", [Identity.generate().peer_id for _ in range(9)], "archives = "),
         ("admission", {"probaton": 3}, "admission.probaton = 3: unknown key. Did you mean probation?"),
         ("model.config.model_type", 3, "model: [model.config] has no model_type; name the architecture"),
         ("tokenizer", {"kind": "pretrained"}, 'tokenizer: kind = "pretrained" needs a path'),
@@ -157,28 +156,17 @@ def test_a_wrong_value_is_named_with_its_remedy(
 
 
 @pytest.mark.parametrize(
-    ("named", "anchors"),
+    ("named", "archives"),
     [(None, "organiser"), ([], ""), (["other"], "other"), (["other", "organiser"], "other organiser")],
 )
-def test_the_organiser_is_the_anchor_unless_the_file_says_who_is(
-    small_content: dict[str, Any], named: list[str] | None, anchors: str
+def test_the_organisers_key_is_an_archives_unless_the_file_says_who_is(
+    small_content: dict[str, Any], named: list[str] | None, archives: str
 ) -> None:
     keys = {"organiser": Identity.generate(), "other": Identity.generate()}
-    content = small_content if named is None else small_content | {"anchors": [keys[name].peer_id for name in named]}
+    content = small_content if named is None else small_content | {"archives": [keys[name].peer_id for name in named]}
     signed = Run.sign(RunConfig.from_manifest_content(content), keys["organiser"])
-    assert signed.manifest.anchors == tuple(keys[name].peer_id for name in anchors.split())
+    assert signed.manifest.archives == tuple(keys[name].peer_id for name in archives.split())
     assert Run.from_manifest(signed.manifest) == signed
-
-
-def test_anchors_of_the_command_line_come_after_those_of_the_file(small_content: dict[str, Any]) -> None:
-    config, organiser = RunConfig.from_manifest_content(small_content), Identity.generate().peer_id
-    assert with_anchors(config, organiser, ()).anchors is None
-    assert with_anchors(config, organiser, (PEER,)).anchors == (organiser, PEER)
-    assert with_anchors(with_anchors(config, PEER, ()), PEER, (organiser,)).anchors == (PEER, organiser)
-    with pytest.raises(ManifestError, match=r"--anchor: anchors\.1 = 'nobody': not the peer id"):
-        with_anchors(config, organiser, ("nobody",))
-    with pytest.raises(ManifestError, match="twice"):
-        with_anchors(config, organiser, (organiser,))
 
 
 def test_the_longest_expiry_fits_a_heartbeat(small_content: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
 from opendiloco.screen import reach_lines, reachability
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
-from peers.values.anchors import NO_ANCHORS
 from peers.values.identity import Identity
+from peers.values.signed_heads import NOTHING_SIGNED
 
 PEER = Identity.generate().peer_id
 PUBLIC, HOME, LOCAL, IPV6 = "11.0.0.5:4000", "192.168.1.4:4000", "127.0.0.1:4000", "[2a0e::5]:4000"
@@ -73,7 +73,7 @@ def test_peers_that_are_hard_to_reach_are_named() -> None:
 def test_status_shows_it_and_says_it_in_json(small_config: RunConfig) -> None:
     shown = beat(endpoints=(HOME,), relays=(NODE,), unreached=("tail0001",), trouble="others cannot reach you")
     run = Run.sign(small_config, Identity.generate())
-    lines = [str(part) for part in picture(run, [shown], Agreement(), NO_ANCHORS).renderables]
+    lines = [str(part) for part in picture(run, [shown], Agreement(), NOTHING_SIGNED).renderables]
     assert any("cannot reach 1 (tail0001); others cannot reach you" in line for line in lines)
     said = json.loads(json.dumps(plain(shown, small_config)))
     assert said["reach"] == "NAT"

@@ -14,8 +14,8 @@ from peers.streams.channel import PeerRefusedError, PeerUnreachableError, Refusa
 from peers.streams.throttle import Caps, LinkTime
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.amendments import Amendment
-from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.reach import Reach
+from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
 from peers.values.workload import (
     BadBlocksError,
     Blocked,
@@ -76,7 +76,7 @@ class FakeTransport:
         self.pulls: list[tuple[str, str, bytes]] = []  # donor, name, header
         self.reach: dict[str, Reach] = {}
         self.meddle: Meddle | None = None  # with what we give
-        self.anchors = NO_ANCHORS
+        self.signed = NOTHING_SIGNED
         self.amendment: Amendment | None = None
 
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
@@ -87,8 +87,8 @@ class FakeTransport:
     def check_admitted(self, run_id: str, peer_id: str) -> None:
         """Everybody may come in."""
 
-    def anchors_of(self, run_id: str) -> Anchors:
-        return self.anchors
+    def signed_heads_of(self, run_id: str) -> SignedHeads:
+        return self.signed
 
     def amendment_of(self, run_id: str) -> Amendment | None:
         return self.amendment

@@ -20,7 +20,6 @@ from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.protocol.effects import Apply, Effect, SendChunk
 from peers.protocol.events import (
-    AnchorsSeen,
     Captured,
     ChunkSent,
     ChunksUnsent,
@@ -29,13 +28,14 @@ from peers.protocol.events import (
     LeaveRequested,
     ReachSeen,
     Received,
+    SignedHeadsSeen,
     Tick,
     TrainingDone,
     Undelivered,
 )
 from peers.protocol.messages import Message, Unread
-from peers.values.anchors import NO_ANCHORS
 from peers.values.reach import Reach
+from peers.values.signed_heads import NOTHING_SIGNED
 from peers.values.wire import WireError
 from tests.simulator.history import History
 from tests.simulator.simulated_peer import SimulatedPeer
@@ -118,8 +118,8 @@ class Swarm:
         self.side: dict[str, int] = defaultdict(int)  # which side of a partition a peer is on
         self.deaf: set[str] = set()  # whom nothing reaches, while they are heard
         self.stopped: set[str] = set()
-        self.anchors = NO_ANCHORS
-        """What anchors have signed, as all peers know that are not `unaware`."""
+        self.signed = NOTHING_SIGNED
+        """What archives have signed, as all peers know that are not `unaware`."""
         self.unaware: set[str] = set()
         self.incarnations: Iterator[int] = count(1000, 1000)
         self.history = History(self.settings, self.one_child)
@@ -237,10 +237,10 @@ class Swarm:
             return
         side = self.side[peer.name]
         others = [other for other in self.peers.values() if other.is_there and self.side[other.name] == side]
-        if self.anchors.heads and peer.name not in self.unaware:
+        if self.signed.heads and peer.name not in self.unaware:
             heads = peer.entries.heads
-            ours = {index: heads[index] for index in self.anchors.indices if index < len(heads)}
-            self.handle(peer, AnchorsSeen(self.anchors, ours))
+            ours = {index: heads[index] for index in self.signed.indices if index < len(heads)}
+            self.handle(peer, SignedHeadsSeen(self.signed, ours))
         beats = tuple(beat for other in others if (beat := other.heartbeat_for(peer.name)))
         self.soon(peer, HeartbeatsSeen(beats))
         self._learn_reach(peer, others)

@@ -142,11 +142,8 @@ function alerts(run) {
   const { amendment, proposed } = run.outer_optimizer;
   if (amendment) say("", `In force: ${valuesOf(amendment)}.`);
   if (proposed) say("", `Waits for an entry to take it in: ${valuesOf(proposed)}.`);
-  for (const anchor of run.anchors) {
-    const name = `Anchor ${shortName(anchor.anchor)}`;
-    if (anchor.lies) say("bad", `${name} has signed two logs.`);
-    else say("good", `${name} has signed outer step ${anchor.outer_step} (${anchor.digest.slice(0, 8)}).`);
-  }
+  const { signed } = run;
+  if (signed) say("good", `Archives have signed outer step ${signed.outer_step} (${signed.log_digest.slice(0, 8)}).`);
   return found;
 }
 

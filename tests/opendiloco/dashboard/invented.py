@@ -19,9 +19,9 @@ from peers.log.header import Header, Member
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
 from peers.values.amendments import Amendment
-from peers.values.anchors import NO_ANCHORS
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
+from peers.values.signed_heads import NOTHING_SIGNED
 from peers.values.wire import digest_of
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -121,7 +121,7 @@ class Story:
         self.run = invented_run()
         self.invented = InventedLog(self.run)
         self.sequence = 0
-        self.source = Source(self.run, self.heartbeats, lambda: self.invented.log, lambda: NO_ANCHORS, me=PEERS[0])
+        self.source = Source(self.run, self.heartbeats, lambda: self.invented.log, lambda: NOTHING_SIGNED, me=PEERS[0])
         for _ in range(steps):
             self.step()
 

@@ -111,7 +111,7 @@ def test_several_runs_are_a_list_that_leads_to_each(port: int) -> None:
     async def heartbeats() -> list[object]:
         return []
 
-    empty = Source(other, heartbeats, lambda: None, story.source.anchors, no_log="This node keeps no log.")  # type: ignore[arg-type]
+    empty = Source(other, heartbeats, lambda: None, story.source.signed, no_log="This node keeps no log.")  # type: ignore[arg-type]
 
     async def look(page: Page, url: str) -> None:
         await page.until("document.querySelectorAll('.runs li').length === 2")

@@ -30,9 +30,9 @@ from opendiloco.dashboard.watching import RunWatch, Watching
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
-from peers.values.anchors import NO_ANCHORS, Anchors
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
 from tests.opendiloco.dashboard.invented import HOSTILE, PEERS, Story, invented_run, said
 
 STATIC = Path(server.__file__).parent / "static"
@@ -290,8 +290,8 @@ class Network:
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return []
 
-    def anchors_of(self, run_id: str) -> Anchors:
-        return NO_ANCHORS
+    def signed_heads_of(self, run_id: str) -> SignedHeads:
+        return NOTHING_SIGNED
 
 
 def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(

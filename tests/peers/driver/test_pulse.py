@@ -15,12 +15,12 @@ from peers.log.lineage import Lineage
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace
-from peers.protocol.events import AnchorsSeen, HeadsSeen, HeartbeatsSeen
+from peers.protocol.events import HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
 from peers.values.amendments import Amendment
-from peers.values.anchors import NO_ANCHORS, AnchoredHead, Anchors
 from peers.values.identity import Identity
 from peers.values.reach import Reach
+from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 from peers.values.signing import IdentityKeys
 from peers.values.workload import Progress
 from tests.peers.builders import LOG, PAYLOAD, PAYLOADS, RUN, SETTINGS, STATE, beat, chain_of, first_log
@@ -45,7 +45,7 @@ class Network:
         self.present: list[Heartbeat] = []
         self.connected: list[str] = []
         self.patience = math.inf
-        self.anchors = NO_ANCHORS
+        self.signed = NOTHING_SIGNED
         self.amendment: Amendment | None = None
 
     def expect_answers_within(self, seconds: float) -> None:
@@ -78,8 +78,8 @@ class Network:
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"", 0
 
-    def anchors_of(self, run_id: str) -> Anchors:
-        return self.anchors
+    def signed_heads_of(self, run_id: str) -> SignedHeads:
+        return self.signed
 
     def amendment_of(self, run_id: str) -> Amendment | None:
         return self.amendment
@@ -99,17 +99,17 @@ def new_peer() -> Peer:
     return Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, incarnation=5, keys=IdentityKeys(ME))
 
 
-def test_it_says_what_is_known_of_the_runs_anchors_and_holds_it_against_the_log() -> None:
+def test_what_the_runs_archives_have_signed_is_held_against_the_log() -> None:
     network, peer, log = Network(), new_peer(), MemoryLog(LOG, 0)
     first = first_log().last
     assert first is not None
     log.follow(chain_of([first]), 1)
-    head = AnchoredHead.sign(RUN, 1, bytes(32), OTHER.peer_id, IdentityKeys(OTHER))
-    later = AnchoredHead.sign(RUN, 2, bytes(32), OTHER.peer_id, IdentityKeys(OTHER))
-    network.anchors = Anchors(RUN, (OTHER.peer_id,)).with_heads([head, later])
+    head = SignedHead.sign(RUN, 1, bytes(32), OTHER.peer_id, IdentityKeys(OTHER))
+    later = SignedHead.sign(RUN, 2, bytes(32), OTHER.peer_id, IdentityKeys(OTHER))
+    network.signed = SignedHeads(RUN, (OTHER.peer_id,)).with_heads([head, later])
     pulse = Pulse(peer, ME, network, lambda work: work.close())
-    assert pulse.heartbeat().anchors == network.anchors.digest != b""
-    assert pulse.anchors(log) == AnchorsSeen(network.anchors, {1: first_log().position.head})
+    assert pulse.heartbeat().signed is None, "a volunteer never signs"
+    assert pulse.signed_heads(log) == SignedHeadsSeen(network.signed, {1: first_log().position.head})
 
 
 def test_a_peer_that_began_in_the_middle_is_told_what_its_log_has_of_the_time_before() -> None:

@@ -11,7 +11,7 @@ from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate, CertificateError, Proof
 from peers.log.header import Header
 from peers.log.state import LogError, LogState
-from peers.values.anchors import AnchoredHead, Anchors
+from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, RUN, commit, first_log, member
 from tests.simulator.simulated_keys import SimulatedKeys
@@ -173,40 +173,40 @@ def test_a_doubt_of_ours_is_theirs_where_they_branch_off_later() -> None:
     assert branch("a", start=here).doubt_before(3, START) == here, "theirs is newer"
 
 
-# Anchors --------------------------------------------------------------------------------------------------------
-def anchored(*heads: tuple[int, bytes]) -> Anchors:
-    signed = (AnchoredHead.sign(RUN, index, head, "z", SimulatedKeys("z")) for index, head in heads)
-    return Anchors(RUN, ("z",)).with_heads(signed)
+# Signed heads ---------------------------------------------------------------------------------------------------
+def signing(*heads: tuple[int, bytes]) -> SignedHeads:
+    signed = (SignedHead.sign(RUN, index, head, "z", SimulatedKeys("z")) for index, head in heads)
+    return SignedHeads(RUN, ("z",)).with_heads(signed)
 
 
 def head_of(made: Branch) -> tuple[int, bytes]:
     return made.end.position.index, made.end.position.head
 
 
-def test_what_an_anchor_has_signed_comes_before_all_else() -> None:
+def test_what_an_archive_has_signed_comes_before_all_else() -> None:
     certified, alone = branch("ab", b"certified", "ab"), branch("c", b"alone")
-    by_anchor = anchored(head_of(alone))
-    assert alone.is_better_than(certified, by_anchor)
-    assert not certified.is_better_than(alone, by_anchor)
-    assert certified.contradiction(by_anchor) is not None
-    assert alone.contradiction(by_anchor) is None
+    by_archive = signing(head_of(alone))
+    assert alone.is_better_than(certified, by_archive)
+    assert not certified.is_better_than(alone, by_archive)
+    assert certified.contradiction(by_archive) is not None
+    assert alone.contradiction(by_archive) is None
 
 
-def test_what_has_not_come_to_an_anchored_head_is_behind() -> None:
-    """Of two such the one is better that was without anchors."""
+def test_what_has_not_come_to_a_signed_head_is_behind() -> None:
+    """Of two such the one is better that was without archives."""
     certified, alone = branch("ab", b"certified", "ab"), branch("c", b"alone")
-    further_on = anchored((9, bytes(32)))
+    further_on = signing((9, bytes(32)))
     assert certified.is_better_than(alone, further_on)
-    assert certified.standing(further_on) == alone.standing(further_on) == (0,)
+    assert certified.standing(further_on) == alone.standing(further_on) == 0
 
 
 def test_what_was_signed_before_two_branches_split_says_nothing_of_them() -> None:
     certified, alone = branch("ab", b"certified", "ab"), branch("c", b"alone")
-    before = anchored((START.position.index, START.position.head), (1, bytes(32)))
+    before = signing((START.position.index, START.position.head), (1, bytes(32)))
     assert certified.is_better_than(alone, before)
 
 
-def test_nobody_goes_on_to_where_an_anchor_has_signed_something_else() -> None:
+def test_nobody_goes_on_to_where_an_archive_has_signed_something_else() -> None:
     more = branch("abc")
-    assert more.is_better_than(Branch(START, START), anchored(head_of(more)))
-    assert not more.is_better_than(Branch(START, START), anchored((2, bytes(32))))
+    assert more.is_better_than(Branch(START, START), signing(head_of(more)))
+    assert not more.is_better_than(Branch(START, START), signing((2, bytes(32))))

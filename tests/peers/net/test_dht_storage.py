@@ -113,13 +113,13 @@ def test_peers_of_a_run_are_named_until_it_is_forgotten(monkeypatch: pytest.Monk
 
 
 def test_a_node_that_learns_a_manifest_names_those_that_it_names() -> None:
-    organiser, anchor = Identity.generate(), Identity.generate().peer_id
-    manifest = SignedManifest.create(organiser, "tiny", {"anchors": [anchor]})
+    organiser, archive = Identity.generate(), Identity.generate().peer_id
+    manifest = SignedManifest.create(organiser, "tiny", {"archives": [archive]})
     storage = BoundedStorage()
     place = HIVEMIND.protocol.DHTID.generate(source=heartbeats_key(manifest.run_id))
     protocol = SimpleNamespace(storage=storage)
     node = HivemindNode(cast(Daemon, SimpleNamespace(peer_id="me")), SimpleNamespace(protocol=protocol), ())
     node.learn(manifest)
-    assert storage._named == {place: {organiser.peer_id, anchor}}
+    assert storage._named == {place: {organiser.peer_id, archive}}
     node.forget(manifest.run_id)
     assert storage._named == {}

@@ -199,14 +199,17 @@ def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
         store.add(FIRST, HERE)
 
 
-def test_what_anchors_have_signed_is_kept_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_archives_have_signed_is_kept_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 1)
     store = ManifestStore(tmp_path)
-    assert store.anchors(FIRST.run_id) == b""
+    assert store.signed_heads(FIRST.run_id) == b""
     store.add(FIRST, HERE)
-    store.keep_anchors(FIRST.run_id, b"signed")
+    store.keep_signed_heads(FIRST.run_id, b"signed")
     store.keep_revocations(FIRST.run_id, b"revoked")
-    assert (ManifestStore(tmp_path).anchors(FIRST.run_id), store.revocations(FIRST.run_id)) == (b"signed", b"revoked")
+    assert (ManifestStore(tmp_path).signed_heads(FIRST.run_id), store.revocations(FIRST.run_id)) == (
+        b"signed",
+        b"revoked",
+    )
     store.add(SECOND, HERE)
     assert {path.stem for path in tmp_path.iterdir()} == {SECOND.run_id}
 

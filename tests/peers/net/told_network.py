@@ -1,4 +1,4 @@
-"""Nodes that tell each other what organisers and anchors have signed, without a network between them."""
+"""Nodes that tell each other what organisers and archives have signed, without a network between them."""
 
 from __future__ import annotations
 

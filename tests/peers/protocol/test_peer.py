@@ -32,7 +32,6 @@ from peers.protocol.effects import (
     Train,
 )
 from peers.protocol.events import (
-    AnchorsSeen,
     Applied,
     AverageRefuted,
     BadBlocks,
@@ -51,6 +50,7 @@ from peers.protocol.events import (
     RateMeasured,
     ReachSeen,
     ReducedArrived,
+    SignedHeadsSeen,
     SnapshotFailed,
     SnapshotRestored,
     Tick,
@@ -88,9 +88,9 @@ from peers.protocol.schedule import Schedule
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.protocol.troubles import TOLD_AFTER
-from peers.values.anchors import AnchoredHead, Anchors
 from peers.values.leases import PIECE_LIMIT, SampleRange
 from peers.values.reach import Reach
+from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
 from tests.peers.builders import (
@@ -373,13 +373,13 @@ def test_who_is_known_to_be_slow_trains_less_of_a_grant(speed: float, steps: int
     assert of(rig.hear("a", grant), Train) == [Train(0, (SampleRange(20, 40),), steps, 0)]
 
 
-def test_a_newcomer_that_knows_of_an_anchored_head_trains_on_nobodys_grant() -> None:
+def test_a_newcomer_that_knows_of_a_signed_head_trains_on_nobodys_grant() -> None:
     """Regression: a stranger that was taken for the leader of an empty log had it found another run."""
     rig = Rig()
     rig.do(HeartbeatsSeen((beat("a", LOG), beat("c", LOG))))
     rig.tick(5.0)
-    signed = AnchoredHead.sign("tiny", 9, bytes(32), "z", SimulatedKeys("z"))
-    rig.do(AnchorsSeen(Anchors("tiny", ("z",)).with_heads([signed])))
+    signed = SignedHead.sign("tiny", 9, bytes(32), "z", SimulatedKeys("z"))
+    rig.do(SignedHeadsSeen(SignedHeads("tiny", ("z",)).with_heads([signed])))
     grant = LeaseGrant(position=LOG.position, samples=(SampleRange(20, 40),), steps=10)
     assert not of(rig.hear("a", grant), Train)
 

@@ -15,12 +15,12 @@ from peers.presence.presence import Presence
 from peers.protocol.certifier import OPEN_LIMIT
 from peers.protocol.desk import Desk
 from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchPayload, FetchSnapshot, Note, Send, TokensLost
-from peers.protocol.events import AnchorsSeen, Applied, Digested, LineageSeen, SnapshotFailed, SnapshotRestored
+from peers.protocol.events import Applied, Digested, LineageSeen, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
 from peers.protocol.messages import Commit, Inquire
 from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.search import Search
-from peers.values.anchors import AnchoredHead, Anchors
+from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
 from tests.peers.builders import (
     CERTIFIED,
@@ -269,24 +269,23 @@ def test_of_two_foundings_the_one_with_more_live_peers_counts(with_us: str, thei
         assert (far is not None) is (moves and proof.is_certified)
 
 
-# Anchors --------------------------------------------------------------------------------------------------------
+# Signed heads ---------------------------------------------------------------------------------------------------
 def heard(place: Place, index: int, head: bytes) -> None:
-    """An anchor has signed this head."""
-    anchors = Anchors("tiny", ("z",))
-    signed = AnchoredHead.sign("tiny", index, head, "z", SimulatedKeys("z"))
-    place.replica.hear_anchors(AnchorsSeen(anchors.with_heads([signed])))
+    """An archive has signed this head."""
+    signed = SignedHead.sign("tiny", index, head, "z", SimulatedKeys("z"))
+    place.replica.hear_signed(SignedHeadsSeen(SignedHeads("tiny", ("z",)).with_heads([signed])))
 
 
 OTHER = LOG.append(LOG.next_header([member("c", 0, 20, 2000)], NEXT))
 """Another founding."""
 
 
-@pytest.mark.parametrize(("anchored", "moves"), [(OTHER, True), (first_log(), False)], ids=["theirs", "ours"])
-def test_of_two_foundings_the_anchored_one_counts_whoever_lives_there(anchored: LogState, moves: bool) -> None:
+@pytest.mark.parametrize(("signed", "moves"), [(OTHER, True), (first_log(), False)], ids=["theirs", "ours"])
+def test_of_two_foundings_the_signed_one_counts_whoever_lives_there(signed: LogState, moves: bool) -> None:
     place = Place()
     place.step(first_log())
     place.see(first_log(), names="a" if moves else "")
-    heard(place, 1, anchored.position.head)
+    heard(place, 1, signed.position.head)
     other, proof = "c" if moves else "cz", Proof(is_certified=False, signers=0)
     place.see(OTHER, names=other)
     place.search.weigh("c")
@@ -296,7 +295,7 @@ def test_of_two_foundings_the_anchored_one_counts_whoever_lives_there(anchored: 
     assert (place.replica.contradiction is not None) is moves
 
 
-def test_a_newcomer_takes_no_log_that_has_not_come_to_an_anchored_head() -> None:
+def test_a_newcomer_takes_no_log_that_has_not_come_to_a_signed_head() -> None:
     """Regression: it took a second founding that was merely shorter."""
     place, proof = Place(), Proof(is_certified=True, signers=1)
     heard(place, 9, bytes(32))
@@ -325,7 +324,7 @@ def test_who_is_astray_says_so_and_looks_at_those_that_it_had_passed_over() -> N
     [note] = of(place.desk.take_effects(), Note)
     assert note == Note(
         "warning",
-        "the anchor z has signed another outer step 1 than this peer's: looking for the log that has it",
+        "the archive z has signed another outer step 1 than this peer's: looking for the log that has it",
     )
     heard(place, 1, OTHER.position.head)
     assert not of(place.desk.take_effects(), Note), "once"
@@ -345,20 +344,20 @@ def test_whoever_is_astray_follows_nobody_from_entry_to_entry() -> None:
     assert not of(effects, Send)
 
 
-def test_what_an_anchor_has_signed_long_ago_is_held_against_the_log_on_the_disk() -> None:
+def test_what_an_archive_has_signed_long_ago_is_held_against_the_log_on_the_disk() -> None:
     place = Place()
     place.step(first_log())
     for _ in range(RECENT_ENTRIES):
         place.step(after(place.replica.log))
-    anchors, signed = Anchors("tiny", ("z",)), AnchoredHead.sign("tiny", 1, bytes(32), "z", SimulatedKeys("z"))
-    anchors = anchors.with_heads([signed])
-    place.replica.hear_anchors(AnchorsSeen(anchors))
+    head = SignedHead.sign("tiny", 1, bytes(32), "z", SimulatedKeys("z"))
+    signed = SignedHeads("tiny", ("z",)).with_heads([head])
+    place.replica.hear_signed(SignedHeadsSeen(signed))
     assert place.replica.contradiction is None, "it cannot be known"
-    place.replica.hear_anchors(AnchorsSeen(anchors, {1: first_log().position.head}))
-    assert place.replica.contradiction == signed
+    place.replica.hear_signed(SignedHeadsSeen(signed, {1: first_log().position.head}))
+    assert place.replica.contradiction == head
 
 
-def test_an_entry_in_place_of_an_anchored_one_is_not_followed() -> None:
+def test_an_entry_in_place_of_a_signed_one_is_not_followed() -> None:
     place, second = Place(), after(first_log())
     place.step(first_log())
     place.see(second)
@@ -366,12 +365,12 @@ def test_an_entry_in_place_of_an_anchored_one_is_not_followed() -> None:
     assert header is not None
     heard(place, 2, bytes(32))
     assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=False) is None
-    assert "the anchor z has signed another outer step 2" in of(place.desk.take_effects(), Dropped)[0].reason
+    assert "the archive z has signed another outer step 2" in of(place.desk.take_effects(), Dropped)[0].reason
     heard(place, 2, second.position.head)
     assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=False) is not None
 
 
-def test_a_newcomer_that_knows_of_an_anchored_head_looks_at_a_whole_log_first() -> None:
+def test_a_newcomer_that_knows_of_a_signed_head_looks_at_a_whole_log_first() -> None:
     place, first = Place(), first_log()
     place.see(first)
     header = first.last
@@ -388,7 +387,7 @@ def test_a_newcomer_that_knows_of_an_anchored_head_looks_at_a_whole_log_first() 
     heard(place, 1, first.position.head)
     place.search.weigh("a")
     assert place.search.on_seen(LineageSeen("a", theirs, Branch(LOG, LOG))) is not None
-    assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=True) is not None, "it is anchored itself"
+    assert place.replica.follow("a", told(header), Proof(True, 2), was_asked=True) is not None, "it is signed itself"
 
 
 def test_a_donor_that_failed_is_asked_again_only_if_there_is_no_other() -> None:

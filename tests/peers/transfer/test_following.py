@@ -23,9 +23,9 @@ from peers.transfer.snapshots import Snapshot, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
 from peers.transfer.storage import MemoryStorage
 from peers.values.amendments import Amendment
-from peers.values.anchors import AnchoredHead, Anchors
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
+from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack
 from peers.values.workload import Blocks
 from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, beat, chain_of, member
@@ -337,19 +337,19 @@ def test_who_comes_back_from_elsewhere_is_connected_to_again() -> None:
     asyncio.run(scenario())
 
 
-# Anchors --------------------------------------------------------------------------------------------------------
-def signed(run: Run, index: int) -> Anchors:
-    head = AnchoredHead.sign(RUN, index, run.logs[index].position.head, "z", SimulatedKeys("z"))
-    return Anchors(RUN, ("z",)).with_heads([head])
+# Signed heads ---------------------------------------------------------------------------------------------------
+def signed(run: Run, index: int) -> SignedHeads:
+    head = SignedHead.sign(RUN, index, run.logs[index].position.head, "z", SimulatedKeys("z"))
+    return SignedHeads(RUN, ("z",)).with_heads([head])
 
 
-def test_of_two_foundings_the_anchored_one_is_followed() -> None:
+def test_of_two_foundings_the_signed_one_is_followed() -> None:
     async def scenario() -> None:
         swarm, ours, theirs = Swarm(), Run(6, b"ours", tokens=10), Run(9, b"theirs", tokens=1000)
-        swarm.anchors = signed(ours, 4)
+        swarm.signed = signed(ours, 4)
         for name in "xyz":
             await swarm.add(name, Donor(theirs, frozen=8))
-        with pytest.raises(SwarmUnreachableError, match="the anchor z has signed another outer step 4"):
+        with pytest.raises(SwarmUnreachableError, match="the archive z has signed another outer step 4"):
             await swarm.following.begin()
         await swarm.add("a", Donor(ours, frozen=5))
         await swarm.following.begin()
@@ -361,12 +361,12 @@ def test_of_two_foundings_the_anchored_one_is_followed() -> None:
     asyncio.run(scenario())
 
 
-def test_whoever_follows_another_log_than_the_anchored_one_begins_anew() -> None:
+def test_whoever_follows_another_log_than_the_signed_one_begins_anew() -> None:
     async def scenario() -> None:
         swarm, ours, theirs = Swarm(), Run(6, b"ours", tokens=10), Run(9, b"theirs", tokens=1000)
         await swarm.add("x", Donor(theirs, frozen=7))
         await swarm.following.begin()
-        swarm.anchors = signed(ours, 4)
+        swarm.signed = signed(ours, 4)
         with pytest.raises(
             CannotFollowError, match="has signed another outer step 4 than the one followed here"
         ) as error:
@@ -381,13 +381,13 @@ def test_whoever_follows_another_log_than_the_anchored_one_begins_anew() -> None
     asyncio.run(scenario())
 
 
-def test_an_entry_in_place_of_an_anchored_one_is_not_followed() -> None:
+def test_an_entry_in_place_of_a_signed_one_is_not_followed() -> None:
     async def scenario() -> None:
         swarm, theirs, other = Swarm(), Run(9, b"theirs"), Run(9, b"other")
         await swarm.add("x", Donor(theirs, frozen=7))
         await swarm.following.begin()
-        swarm.anchors = signed(other, 8)
-        with pytest.raises(CannotFollowError, match="entry 7: the anchor z has signed another outer step 8"):
+        swarm.signed = signed(other, 8)
+        with pytest.raises(CannotFollowError, match="entry 7: the archive z has signed another outer step 8"):
             await swarm.following.advance()
         swarm.assert_is_at(theirs, 7)
 

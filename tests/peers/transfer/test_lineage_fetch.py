@@ -16,7 +16,7 @@ from peers.log.state import LogState
 from peers.transfer import lineage_fetch
 from peers.transfer.headers import HeadersRequest, serve_headers
 from peers.transfer.lineage_fetch import PATIENCE, LineageError, LineageFetch, Told, best_branch
-from peers.values.anchors import AnchoredHead, Anchors
+from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, beat, commit, first_log
 from tests.peers.fakes import FakeTransport, at_once
@@ -283,26 +283,26 @@ def test_whoever_has_no_log_compares_those_of_others(monkeypatch: pytest.MonkeyP
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("anchored", "is_taken"), [(COMMON.end, True), (THEIRS.end, False)])
-def test_whoever_has_no_log_takes_none_that_lacks_what_is_anchored(
-    monkeypatch: pytest.MonkeyPatch, anchored: LogState, is_taken: bool
+@pytest.mark.parametrize(("end", "is_taken"), [(COMMON.end, True), (THEIRS.end, False)])
+def test_whoever_has_no_log_takes_none_that_lacks_what_is_signed(
+    monkeypatch: pytest.MonkeyPatch, end: LogState, is_taken: bool
 ) -> None:
     """A founding that has not come so far may be another one."""
     monkeypatch.setattr(LineageFetch.__init__, "__defaults__", (SimulatedKeys("me").verify, lambda position: None))
-    place = anchored.position
-    head = AnchoredHead.sign(LOG.run, place.index, place.head, "z", SimulatedKeys("z"))
-    anchors = Anchors(LOG.run, ("z",)).with_heads([head])
+    place = end.position
+    head = SignedHead.sign(LOG.run, place.index, place.head, "z", SimulatedKeys("z"))
+    signed = SignedHeads(LOG.run, ("z",)).with_heads([head])
 
     async def scenario() -> None:
         donors = Donors()
         await donors.add("donor", COMMON)
         beats = [beat("donor", COMMON.end)]
         if is_taken:
-            best, _ = await best_branch(donors.me, beats, LOG, anchors)
+            best, _ = await best_branch(donors.me, beats, LOG, signed)
             assert best.end == COMMON.end
         else:
-            with pytest.raises(LineageError, match=f"come to outer step {place.index}, which is anchored"):
-                await best_branch(donors.me, beats, LOG, anchors)
+            with pytest.raises(LineageError, match=f"come to outer step {place.index}, which archives have signed"):
+                await best_branch(donors.me, beats, LOG, signed)
 
     asyncio.run(scenario())
 

@@ -1,0 +1,177 @@
+"""Signed heads: what the archives that a run's manifest names have signed of its log.
+
+Anybody can found an open run a second time, with peers and entries of its own making, all signed. A head that an
+archive has signed tells the two apart: of two branches of the log the one that has it is the run's. Progress never
+waits for archives; a branch that has not come so far is behind, and nothing worse.
+
+One key's word is as good as another's. A key that has signed two heads at one index is not believed from there on; nor
+are two keys that have signed different heads at one index. Those heads are kept and passed on as proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Annotated, Self
+
+from pydantic import Field
+
+from peers.values.identity import verify
+from peers.values.signing import Keys, Signature, Verify
+from peers.values.wire import Count, Digest, PeerId, RunId, Value, WireError, pack, unpack
+
+SIGNING_CONTEXT = b"diloco-peer signed head\0"  # a signature made for anything else is worth nothing here
+KEYS_LIMIT = 8
+KEPT = 4
+"""Heads of one key that are remembered, the newest ones; besides, two that show why it is not believed any more."""
+HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)
+HEADS_BYTES = 16 * 1024
+CONTRADICTED = -1
+
+
+class SignedHeadsError(ValueError):
+    """Heads that no archive of the run has signed. The message says why, as the end of a sentence."""
+
+
+class HeadText(Value):
+    """The text that an archive signs: the log of this run has this head after so many outer steps."""
+
+    run: RunId
+    index: Count
+    head: Digest
+
+
+class SignedHead(Value):
+    """The name of the log after `index` outer steps, signed by the peer `archive`."""
+
+    archive: PeerId
+    index: Annotated[int, Field(strict=True, ge=1, lt=2**62)]
+    head: Digest
+    signature: Signature
+
+    @classmethod
+    def sign(cls, run: str, index: int, head: bytes, archive: str, keys: Keys) -> Self:
+        """Sign a head as the peer `archive`, whose keys these are."""
+        return cls(archive=archive, index=index, head=head, signature=keys.sign(_text(run, index, head)))
+
+    def is_signed(self, run: str, verify: Verify = verify) -> bool:
+        """Whether its archive has signed it for this run."""
+        return verify(self.archive, _text(run, self.index, self.head), self.signature)
+
+
+class HeadList(Value):
+    """Heads as one node tells them to another, and keeps them on its disk."""
+
+    heads: Annotated[tuple[SignedHead, ...], Field(max_length=HEADS_LIMIT)]
+
+
+def pack_heads(heads: Iterable[SignedHead]) -> bytes:
+    """Pack heads for another node or the disk."""
+    return pack(HeadList(heads=tuple(heads)))
+
+
+def unpack_heads(packed: bytes) -> tuple[SignedHead, ...]:
+    """Unpack heads, whose signatures are still to be checked. Raises: SignedHeadsError."""
+    try:
+        return unpack(HeadList, packed, HEADS_BYTES).heads
+    except WireError as error:
+        raise SignedHeadsError(f"they cannot be read ({error})") from error
+
+
+@dataclass(frozen=True)
+class SignedHeads:
+    """The keys of a run's archives, and as much of what they have signed as is worth knowing."""
+
+    run: str
+    keys: tuple[str, ...] = ()
+    heads: tuple[SignedHead, ...] = ()
+
+    def with_heads(self, heads: Iterable[SignedHead]) -> SignedHeads:
+        """Return these and more, whose signatures have been checked."""
+        by_place = {(one.index, one.archive, one.head): one for one in (*heads, *self.heads)}
+        ordered = [by_place[place] for place in sorted(by_place)]
+        ends, kept = _disbelieved(ordered), list[SignedHead]()
+        for key in self.keys:
+            own, end = [one for one in ordered if one.archive == key], ends.get(key)
+            kept += [one for one in own if end is None or one.index < end][-KEPT:]
+            kept += [one for one in own if one.index == end][:2]
+        return self if tuple(kept) == self.heads else replace(self, heads=tuple(kept))
+
+    def taking(self, heads: Iterable[SignedHead], verify: Verify = verify) -> SignedHeads:
+        """Return these and what somebody else knows. Raises: SignedHeadsError."""
+        new = [head for head in heads if head not in self.heads]
+        for head in new:
+            if head.archive not in self.keys:
+                raise SignedHeadsError(f"{head.archive} is no archive of the run")
+            if not head.is_signed(self.run, verify):
+                raise SignedHeadsError(f"the signature of {head.archive} at outer step {head.index} is not its own")
+        return self.with_heads(new) if new else self
+
+    def only(self, key: str) -> SignedHeads:
+        """Return what this key has signed."""
+        return replace(self, keys=(key,), heads=tuple(head for head in self.heads if head.archive == key))
+
+    @cached_property
+    def disbelieved(self) -> Mapping[str, int]:
+        """The keys that have contradicted themselves or each other, and from which index on they are not believed."""
+        return _disbelieved(self.heads)
+
+    @cached_property
+    def believed(self) -> tuple[SignedHead, ...]:
+        """The heads that count, in the log's order."""
+        ends = self.disbelieved
+        counting = (head for head in self.heads if head.index < ends.get(head.archive, head.index + 1))
+        return tuple(sorted(counting, key=lambda head: (head.index, head.archive)))
+
+    @cached_property
+    def indices(self) -> frozenset[int]:
+        """The places of the heads that count."""
+        return frozenset(head.index for head in self.believed)
+
+    @property
+    def newest(self) -> SignedHead | None:
+        """The newest head that counts."""
+        return self.believed[-1] if self.believed else None
+
+    # Branches -------------------------------------------------------------------------------------------------
+    def standing(self, heads: Mapping[int, bytes], after: int = 0) -> int:
+        """Return the newest index after `after` that is signed as a branch with these heads has it, by index; 0: none
+        is; CONTRADICTED: one is signed otherwise.
+
+        Of two branches that split there, the one with the greater standing is the run's.
+        """
+        reached = [one for one in self.believed if one.index > after and one.index in heads]
+        if any(heads[one.index] != one.head for one in reached):
+            return CONTRADICTED
+        return max((one.index for one in reached), default=0)
+
+    def contradiction(self, heads: Mapping[int, bytes]) -> SignedHead | None:
+        """Return the first signed head in place of which a branch has another one."""
+        return next((one for one in self.believed if heads.get(one.index, one.head) != one.head), None)
+
+    def vouched(self, heads: Mapping[int, bytes]) -> int:
+        """Return up to which index archives vouch for a branch; 0: not at all."""
+        return max(0, self.standing(heads))
+
+
+NOTHING_SIGNED = SignedHeads("")
+
+
+def _text(run: str, index: int, head: bytes) -> bytes:
+    return SIGNING_CONTEXT + pack(HeadText(run=run, index=index, head=head))
+
+
+def _disbelieved(heads: Iterable[SignedHead]) -> dict[str, int]:
+    """Return from which index on keys are not believed: where they contradict themselves, or else each other."""
+    at: dict[int, dict[str, set[bytes]]] = {}
+    for one in heads:
+        at.setdefault(one.index, {}).setdefault(one.archive, set()).add(one.head)
+    ends = dict[str, int]()
+    for index, signed in sorted(at.items()):
+        here = {key: said for key, said in signed.items() if key not in ends}
+        liars = {key for key, said in here.items() if len(said) > 1}
+        others = here.keys() - liars
+        disputed = others if len(set[bytes]().union(*(here[key] for key in others))) > 1 else set()
+        ends |= dict.fromkeys(liars | disputed, index)
+    return ends
