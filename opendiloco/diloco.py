@@ -32,7 +32,6 @@ import torch
 
 from opendiloco.admission import enter, read_ticket
 from opendiloco.anchorage import ask_for_anchors
-from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
@@ -48,6 +47,7 @@ from opendiloco.model.shards import Shards
 from opendiloco.own_model import check_own_model, check_run, initial_vectors
 from opendiloco.run import Run, find_run
 from opendiloco.sole import listen
+from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.volunteer import Volunteer, connected
 from opendiloco.workers.trackers import Choice, tracking
 from peers.driver.driver import Driver

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from opendiloco.anchorage import ask_for_anchors
-from opendiloco.curves import versions
 from opendiloco.errors import MachineError
 from opendiloco.evaluation_turns import HeldOut, bits_per_byte
 from opendiloco.local_workload import LocalWorkload
@@ -17,6 +16,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.origins import Past, losses_told
 from opendiloco.run import Run, find_run
+from opendiloco.view.curves import versions
 from opendiloco.volunteer import connected, working
 from peers.net.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, nobody_trains

@@ -7,10 +7,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 
-from opendiloco.contributions import Contribution, contribution_of
-from opendiloco.dashboard.chronicle import Chronicle
-from opendiloco.progress import DOWNLOADING, FINISHED, OF_STATES, ROUTINE, TRAINING, Progress, Traffic, Work
-from opendiloco.screen import held_out_lines, reachability
+from opendiloco.view.chronicle import Chronicle
+from opendiloco.view.contributions import Contribution, contribution_of
+from opendiloco.view.progress import DOWNLOADING, FINISHED, OF_STATES, ROUTINE, TRAINING, Progress, Traffic, Work
+from opendiloco.view.screen import held_out_lines, reachability
 from opendiloco.volunteer import Volunteer
 from peers.errors import DilocoPeerError
 from peers.values.reach import Reach

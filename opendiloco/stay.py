@@ -13,12 +13,12 @@ from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.journal import Journal
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.owner.watch import OwnersWatch
-from opendiloco.progress import CHECKING, FINDING
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import MemoryCap, cap_memory
 from opendiloco.sole import listening
 from opendiloco.stages import at_stage, watched_by
+from opendiloco.view.progress import CHECKING, FINDING
 from opendiloco.volunteer import Volunteer, connected, volunteering
 from opendiloco.workers.trackers import tracking
 from peers.links.neighbours import announced

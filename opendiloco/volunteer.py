@@ -22,13 +22,13 @@ from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.checkpoints.moments import check_moments_file, newest_moments
 from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import RunFolder
-from opendiloco.curves import Curves, configuration_of
 from opendiloco.kernels import FORMATS
 from opendiloco.local_workload import LocalWorkload, Trainer, Workload, start_workload
-from opendiloco.progress import Fragments
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from opendiloco.sole import doubled
+from opendiloco.view.curves import Curves, configuration_of
+from opendiloco.view.progress import Fragments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker

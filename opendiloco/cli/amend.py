@@ -99,8 +99,8 @@ def next_amendment(
 
     Raises: ManifestError when run.toml could not have these values either.
     """
-    from opendiloco.amending import Amended
     from opendiloco.config.run_config import RunConfig
+    from opendiloco.view.amending import Amended
     from peers.errors import ManifestError
     from peers.values.amendments import Amendment
 

@@ -156,8 +156,8 @@ def needs(log: LogOptions, run_toml: Path, as_json: bool) -> None:
 
     log.start()
     config = RunConfig.from_toml(run_toml)
-    from opendiloco.listed_run import Taken  # what follows takes seconds to import
     from opendiloco.model.build import sized_skeleton
+    from opendiloco.view.listed_run import Taken  # what follows takes seconds to import
     from opendiloco.workers.needs import needs_lines, needs_of
 
     skeleton = sized_skeleton(config)

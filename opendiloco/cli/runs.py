@@ -11,7 +11,7 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import initial_peers_option, known_addresses
 
 if TYPE_CHECKING:
-    from opendiloco.listed_run import ListedRun
+    from opendiloco.view.listed_run import ListedRun
     from peers.net.transport import HivemindTransport
 
 NOTHING = "No runs that are open to everybody. Ask an organiser for an invite, or begin one: diloco-peer run create"
@@ -58,8 +58,8 @@ async def look(addresses: tuple[str, ...], limit: int) -> list[ListedRun]:
 
 async def look_at(transport: HivemindTransport, run_id: str) -> ListedRun:
     """Return one run, as far as it can be known here."""
-    from opendiloco.listed_run import ListedRun
     from opendiloco.run import find_run
+    from opendiloco.view.listed_run import ListedRun
     from peers.errors import DilocoPeerError
 
     try:
@@ -71,6 +71,6 @@ async def look_at(transport: HivemindTransport, run_id: str) -> ListedRun:
 
 def with_needs(listed: ListedRun) -> ListedRun:
     """Return the run with what it takes of a machine."""
-    from opendiloco.listed_run import taken_by
+    from opendiloco.view.listed_run import taken_by
 
     return listed if listed.run is None else replace(listed, taken=taken_by(listed.run.config))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.outer.agreement import Agreement
     from opendiloco.run import Run
+    from opendiloco.view.agreement import Agreement
     from peers.presence.heartbeat import Heartbeat
     from peers.values.anchors import Anchors
     from peers.values.identity import Identity
@@ -61,9 +61,9 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
 
     from rich.console import Console
 
-    from opendiloco.amending import Amended
     from opendiloco.anchorage import ask_for_anchors
     from opendiloco.run import find_run
+    from opendiloco.view.amending import Amended
     from opendiloco.volunteer import connected
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
@@ -88,7 +88,7 @@ async def compare(transport: HeartbeatsTransport, run: Run) -> tuple[list[Heartb
     looks again for a while before it finds nothing to compare."""
     import asyncio
 
-    from opendiloco.outer.agreement import Agreement
+    from opendiloco.view.agreement import Agreement
     from peers.presence.membership import PARTICIPATING
 
     agreement, now = Agreement(), asyncio.get_running_loop().time
@@ -109,8 +109,8 @@ async def watch_status(invite: Invite, key: Identity) -> None:
     from rich.live import Live
 
     from opendiloco.anchorage import ask_for_anchors
-    from opendiloco.outer.agreement import Agreement
     from opendiloco.run import find_run
+    from opendiloco.view.agreement import Agreement
     from opendiloco.volunteer import connected
 
     agreement = Agreement()
@@ -136,9 +136,9 @@ async def live_heartbeats(transport: HeartbeatsTransport, run: Run) -> list[Hear
 def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement, anchors: Anchors) -> Group:
     from rich.console import Group
 
-    from opendiloco.amending import Amended
     from opendiloco.anchorage import anchor_lines
-    from opendiloco.screen import held_out_lines, peers_table, reach_lines, row_of
+    from opendiloco.view.amending import Amended
+    from opendiloco.view.screen import held_out_lines, peers_table, reach_lines, row_of
 
     if not heartbeats:
         return Group(run.run_id, NOBODY, *anchor_lines(anchors))
@@ -178,7 +178,7 @@ def plain_anchors(anchors: Anchors) -> list[dict[str, object]]:
 
 def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     """A heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on the peer's clock."""
-    from opendiloco.screen import reachability, shown_state
+    from opendiloco.view.screen import reachability, shown_state
 
     return {
         "peer": beat.peer,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from opendiloco.owner.watch import OwnersWatch
-    from opendiloco.progress import Progress
     from opendiloco.progress_reader import ProgressReader
+    from opendiloco.view.progress import Progress
     from opendiloco.volunteer import Volunteer
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class JoinView(ABC):
 
     def stage(self, stage: str, share: float | None) -> None:
         """Hear what comes before training, and how much of it is done. Workers that start again say so in the log."""
-        from opendiloco.progress import phase_of_stage
+        from opendiloco.view.progress import phase_of_stage
 
         if self._is_training:
             return
@@ -68,8 +68,8 @@ class JoinView(ABC):
 
     def stage_line(self) -> str:
         """Return what comes before training, and how far it has come."""
-        from opendiloco.progress import Work
-        from opendiloco.progress_lines import stage_line
+        from opendiloco.view.progress import Work
+        from opendiloco.view.progress_lines import stage_line
 
         return stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
 
@@ -116,8 +116,8 @@ class Lines(JoinView):
             logger.info("phase: %s", self.phase)
 
     async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
-        from opendiloco.progress import ROUTINE
-        from opendiloco.progress_lines import healthy_line
+        from opendiloco.view.progress import ROUTINE
+        from opendiloco.view.progress_lines import healthy_line
 
         due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
         while True:
@@ -179,7 +179,7 @@ class Screen(JoinView):
     async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
         from rich.live import Live
 
-        from opendiloco.screen import volunteer_picture
+        from opendiloco.view.screen import volunteer_picture
 
         self._stop_starting()
         with Live(console=self._console, auto_refresh=False) as live:

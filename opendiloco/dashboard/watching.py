@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from opendiloco.dashboard.sources import Source
-from opendiloco.dashboard.state import RunView
+from opendiloco.view.history import RunView
 from peers.errors import DilocoPeerError
 from peers.log.state import LogError
 from peers.net.run_failures import RunFailures

@@ -14,7 +14,7 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.views import Lines, Screen, view_for
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.screen import volunteer_picture
+from opendiloco.view.screen import volunteer_picture
 from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
 from tests.opendiloco.test_progress import PROGRESS

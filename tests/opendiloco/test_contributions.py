@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from opendiloco.contributions import Contribution, contribution_of
-from opendiloco.dashboard.chronicle import Chronicle
-from opendiloco.dashboard.chronicle import Contribution as Brought
+from opendiloco.view.chronicle import Chronicle
+from opendiloco.view.chronicle import Contribution as Brought
+from opendiloco.view.contributions import Contribution, contribution_of
 
 
 @pytest.fixture

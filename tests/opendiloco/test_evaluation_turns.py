@@ -12,7 +12,7 @@ import pytest
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import is_our_turn, newest_held_out
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.screen import held_out_lines
+from opendiloco.view.screen import held_out_lines
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.telemetry import Telemetry

@@ -11,12 +11,12 @@ import pytest
 
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve, read_curve
 from opendiloco.config.run_config import RunConfig
-from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import BEGIN, END, ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.run import Run
+from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import Telemetry
 from peers.presence.heartbeat import HeldOutLoss

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.listed_run import ListedRun, Taken, taken_by
 from opendiloco.run import Run
+from opendiloco.view.listed_run import ListedRun, Taken, taken_by
 from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
 from tests.opendiloco.test_screen import beat

@@ -10,10 +10,10 @@ import pytest
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
-from opendiloco.curves import Curves
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.outer.statistics import OuterStatistics, OuterStepTaken, measure
 from opendiloco.shared_memory import Vector
+from opendiloco.view.curves import Curves
 from opendiloco.workers.telemetry import Telemetry
 from peers.driver.rounds import RoundCosts
 from peers.values.leases import SampleRange

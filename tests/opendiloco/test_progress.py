@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from opendiloco.contributions import Contribution
-from opendiloco.progress import (
+from opendiloco.progress_reader import RateMeter, links_by_way
+from opendiloco.view.contributions import Contribution
+from opendiloco.view.progress import (
     COMPILING,
     DOWNLOADING,
     OF_STATES,
@@ -20,8 +21,7 @@ from opendiloco.progress import (
     Work,
     phase_of_stage,
 )
-from opendiloco.progress_lines import curve, healthy_line, progress_lines, stage_line
-from opendiloco.progress_reader import RateMeter, links_by_way
+from opendiloco.view.progress_lines import curve, healthy_line, progress_lines, stage_line
 from peers.protocol.states import State
 from peers.values.reach import Reach
 

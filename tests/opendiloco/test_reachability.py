@@ -8,9 +8,9 @@ import pytest
 
 from opendiloco.cli.status import picture, plain
 from opendiloco.config.run_config import RunConfig
-from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
-from opendiloco.screen import reach_lines, reachability
+from opendiloco.view.agreement import Agreement
+from opendiloco.view.screen import reach_lines, reachability
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
 from peers.values.anchors import NO_ANCHORS
 from peers.values.identity import Identity

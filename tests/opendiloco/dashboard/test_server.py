@@ -25,8 +25,8 @@ from opendiloco.dashboard import server, watching
 from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
 from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
-from opendiloco.dashboard.state import RunView
 from opendiloco.dashboard.watching import RunWatch, Watching
+from opendiloco.view.history import RunView
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss

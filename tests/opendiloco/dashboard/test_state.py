@@ -11,11 +11,11 @@ import pytest
 
 from opendiloco.checkpoints import held_out_curve
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.dashboard import chronicle
-from opendiloco.dashboard.chronicle import Chronicle
-from opendiloco.dashboard.curve import MOST_POINTS, Curve
-from opendiloco.dashboard.state import LARGEST_LOSS, LARGEST_RATE, REMEMBERED_SECONDS, RunView, minorities
-from opendiloco.dashboard.timeline import SHOWN, Timeline
+from opendiloco.view import chronicle
+from opendiloco.view.chronicle import Chronicle
+from opendiloco.view.curve import MOST_POINTS, Curve
+from opendiloco.view.history import LARGEST_LOSS, LARGEST_RATE, REMEMBERED_SECONDS, RunView, minorities
+from opendiloco.view.timeline import SHOWN, Timeline
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
 from peers.values.amendments import Amendment

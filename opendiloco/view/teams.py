@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from opendiloco.dashboard.chronicle import Contribution
+from opendiloco.view.chronicle import Contribution
 from peers.presence.heartbeat import Heartbeat
 
 

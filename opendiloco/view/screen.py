@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.evaluation_turns import bits_per_byte, newest_held_out
-from opendiloco.progress import Progress
-from opendiloco.progress_lines import progress_lines
+from opendiloco.view.progress import Progress
+from opendiloco.view.progress_lines import progress_lines
 from peers.links.contacts import host_of, is_numeric, is_public
 from peers.links.sockets import parse_endpoint
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState

@@ -10,15 +10,15 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from opendiloco.amending import Amended
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.dashboard.chronicle import KEPT, Absence, Change, Chronicle, Record
-from opendiloco.dashboard.curve import MOST_POINTS, Curve
-from opendiloco.dashboard.teams import Teams
-from opendiloco.dashboard.timeline import Timeline
-from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
-from opendiloco.screen import is_finished, reachability, shown_state
+from opendiloco.view.agreement import Agreement
+from opendiloco.view.amending import Amended
+from opendiloco.view.chronicle import KEPT, Absence, Change, Chronicle, Record
+from opendiloco.view.curve import MOST_POINTS, Curve
+from opendiloco.view.screen import is_finished, reachability, shown_state
+from opendiloco.view.teams import Teams
+from opendiloco.view.timeline import Timeline
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING

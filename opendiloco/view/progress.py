@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opendiloco.contributions import Contribution
 from opendiloco.stages import WITH_A_COMPILER
+from opendiloco.view.contributions import Contribution
 from peers.protocol.states import State
 
 FINDING, CHECKING, DOWNLOADING = "finding the run", "checking this machine", "downloading the state"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from opendiloco.dashboard.chronicle import Chronicle
+from opendiloco.view.chronicle import Chronicle
 
 
 @dataclass(frozen=True)

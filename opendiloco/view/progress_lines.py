@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opendiloco.contributions import Contribution
-from opendiloco.progress import DOWNLOADING, TRAINING, Fragments, Progress, Traffic, Work, phase_of_stage
 from opendiloco.quantities import duration, in_words
+from opendiloco.view.contributions import Contribution
+from opendiloco.view.progress import DOWNLOADING, TRAINING, Fragments, Progress, Traffic, Work, phase_of_stage
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40
