@@ -28,7 +28,7 @@ from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from opendiloco.sole import doubled
 from opendiloco.view.curves import Curves, configuration_of
-from opendiloco.view.progress import Fragments
+from opendiloco.view.progress import Fragments, OwnFacts
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
@@ -46,12 +46,9 @@ from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
-from peers.streams.throttle import Caps
-from peers.transfer.download import Download
 from peers.transfer.storage import FolderStorage
 from peers.values.clock import now
 from peers.values.identity import Identity
-from peers.values.reach import Reach
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -91,11 +88,6 @@ class Volunteer:
     @property
     def device(self) -> str:
         return self._workload.trainer.device
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """How much of the held-out text a token stands for; None where that is not known."""
-        return None if self._curves is None else self._curves.bytes_per_token
 
     @property
     def log(self) -> RunLog:
@@ -190,20 +182,25 @@ class Volunteer:
         """What the peer is doing."""
         return self._driver.peer.state
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run is over, and the peer only hands out the model."""
-        return self.state is State.TRAINING and self.outer_step >= self.run.config.total_outer_steps
-
-    @property
-    def trains_on(self) -> bool:
-        """Whether workers still take the last inner steps of what is being averaged."""
+    def facts(self) -> OwnFacts:
+        """Return what this process knows of the run, for people who look."""
         under_way = None if self._workers is None else self._workers.under_way
-        return under_way is not None and under_way.has_rest
+        return OwnFacts(
+            heartbeats=self.heartbeats(),
+            log=self.log,
+            state=self.state,
+            trains_on=under_way is not None and under_way.has_rest,
+            reach=self._transport.reach(),
+            caps=self._transport.caps,
+            sent=self._transport.upload.passed,
+            received=self._transport.download.passed,
+            download=self._driver.download,
+            fragments=self._fragments(),
+            bytes_per_token=None if self._curves is None else self._curves.bytes_per_token,
+        )
 
-    @property
-    def fragments(self) -> Fragments | None:
-        """What becomes of fragments; None in a run that does not stream."""
+    def _fragments(self) -> Fragments | None:
+        """Return what becomes of fragments; None in a run that does not stream."""
         workers = self._workers
         if self.run.config.streaming.is_plain or workers is None:
             return None
@@ -219,26 +216,6 @@ class Volunteer:
             wait_share=latest.get("average_wait_share", 0.0),
             longest=None if math.isnan(longest) else longest,
         )
-
-    @property
-    def download(self) -> Download | None:
-        """The state's download that is under way, or was last."""
-        return self._driver.download
-
-    @property
-    def caps(self) -> Caps:
-        """Return what may be sent and received at most."""
-        return self._transport.caps
-
-    @property
-    def reach(self) -> dict[str, Reach]:
-        """Return the ways to those peers of which one is known."""
-        return self._transport.reach()
-
-    @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """How many bytes of bulk data were sent and received."""
-        return self._transport.upload.passed, self._transport.download.passed
 
     @property
     def is_at_work(self) -> bool:

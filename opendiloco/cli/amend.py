@@ -100,7 +100,7 @@ def next_amendment(
     Raises: ManifestError when run.toml could not have these values either.
     """
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.view.amending import Amended
+    from opendiloco.view.run_view import Amended
     from peers.errors import ManifestError
     from peers.values.amendments import Amendment
 

@@ -150,19 +150,17 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
 def needs(log: LogOptions, run_toml: Path, as_json: bool) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
     import json
-    from dataclasses import asdict
 
     from opendiloco.config.run_config import RunConfig
 
     log.start()
     config = RunConfig.from_toml(run_toml)
-    from opendiloco.model.build import sized_skeleton
-    from opendiloco.view.listed_run import Taken  # what follows takes seconds to import
+    from opendiloco.model.build import sized_skeleton  # what follows takes seconds to import
     from opendiloco.workers.needs import needs_lines, needs_of
 
     skeleton = sized_skeleton(config)
     if as_json:
-        click.echo(json.dumps(asdict(Taken.of(needs_of(config, skeleton))), indent=2))
+        click.echo(json.dumps(needs_of(config, skeleton).plain(), indent=2))
         return
     for line in needs_lines(lambda gpus: needs_of(config, skeleton, gpus)):
         click.echo(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import Run
-    from opendiloco.view.agreement import Agreement
+    from opendiloco.view.run_view import Agreement, RunView
+    from peers.net.transport import HivemindTransport
     from peers.presence.heartbeat import Heartbeat
     from peers.values.anchors import Anchors
     from peers.values.identity import Identity
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 WATCH_SECONDS = 1.0
 COMPARE_SECONDS = 15.0  # for which it looks until two peers have been seen at one outer step: they may be short
 NOBODY = "no live peers: nobody trains in this run now"
-
-
-class HeartbeatsTransport(Protocol):
-    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
 
 
 @click.command()
@@ -63,42 +60,44 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
 
     from opendiloco.anchorage import ask_for_anchors
     from opendiloco.run import find_run
-    from opendiloco.view.amending import Amended
     from opendiloco.volunteer import connected
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         await ask_for_anchors(transport, run, invite.addresses)
-        heartbeats, agreement = await compare(transport, run)
+        view = await compare(transport, run)
         anchors = transport.anchors_of(run.run_id)
     here = volunteers_here(run.run_id)
     if as_json:
-        peers = [plain(beat, run.config) for beat in heartbeats]
-        agree, anchored = agreement.verdict, plain_anchors(anchors)
-        outer = Amended.seen_in(run, heartbeats).plain(run)
+        peers = [plain(beat, run.config) for beat in view.peers]
+        agree, anchored, outer = view.agreement.verdict, plain_anchors(anchors), view.amended.plain(run)
         shown: dict[str, object] = {"run": run.run_id, "agree": agree, "anchored": anchored, "outer_optimizer": outer}
         shown |= {"peers": peers, "here": here}
         click.echo(json.dumps(shown, indent=2))
     else:
-        Console().print(picture(run, heartbeats, agreement, anchors), *here_lines(here), sep="\n")
+        Console().print(picture(view, anchors), *here_lines(here), sep="\n")
 
 
-async def compare(transport: HeartbeatsTransport, run: Run) -> tuple[list[Heartbeat], Agreement]:
+async def look(transport: HivemindTransport, run: Run, agreement: Agreement) -> RunView:
+    """Return how the run is now. What has expired is not in the DHT any more."""
+    from opendiloco.view.run_view import RunView
+
+    return RunView.of(run, await transport.heartbeats(run.run_id), agreement)
+
+
+async def compare(transport: HivemindTransport, run: Run) -> RunView:
     """Return who is there, and whether they agree. Where outer steps are short, peers are seldom seen at the same one:
     looks again for a while before it finds nothing to compare."""
     import asyncio
 
-    from opendiloco.view.agreement import Agreement
-    from peers.presence.membership import PARTICIPATING
+    from opendiloco.view.run_view import Agreement
 
     agreement, now = Agreement(), asyncio.get_running_loop().time
     ends = now() + COMPARE_SECONDS
     while True:
-        heartbeats = await live_heartbeats(transport, run)
-        agreement.observe(heartbeats)
-        comparable = sum(beat.state in PARTICIPATING for beat in heartbeats)
-        if agreement.verdict is not None or comparable < 2 or now() >= ends:
-            return heartbeats, agreement
+        view = await look(transport, run, agreement)
+        if agreement.verdict is not None or len(view.working) < 2 or now() >= ends:
+            return view
         await asyncio.sleep(WATCH_SECONDS)
 
 
@@ -110,7 +109,7 @@ async def watch_status(invite: Invite, key: Identity) -> None:
 
     from opendiloco.anchorage import ask_for_anchors
     from opendiloco.run import find_run
-    from opendiloco.view.agreement import Agreement
+    from opendiloco.view.run_view import Agreement
     from opendiloco.volunteer import connected
 
     agreement = Agreement()
@@ -119,33 +118,23 @@ async def watch_status(invite: Invite, key: Identity) -> None:
         await ask_for_anchors(transport, run, invite.addresses)
         with Live(auto_refresh=False) as live:
             while True:
-                heartbeats = await live_heartbeats(transport, run)
-                agreement.observe(heartbeats)
-                shown = picture(run, heartbeats, agreement, transport.anchors_of(run.run_id))
+                shown = picture(await look(transport, run, agreement), transport.anchors_of(run.run_id))
                 live.update(Group(shown, *here_lines(volunteers_here(run.run_id))), refresh=True)
                 await asyncio.sleep(WATCH_SECONDS)
 
 
-async def live_heartbeats(transport: HeartbeatsTransport, run: Run) -> list[Heartbeat]:
-    """Of the peers that have not said goodbye; what has expired is not in the DHT any more."""
-    from peers.presence.heartbeat import PeerState
-
-    return [beat for beat in await transport.heartbeats(run.run_id) if beat.state is not PeerState.LEAVING]
-
-
-def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement, anchors: Anchors) -> Group:
+def picture(view: RunView, anchors: Anchors) -> Group:
     from rich.console import Group
 
     from opendiloco.anchorage import anchor_lines
-    from opendiloco.view.amending import Amended
     from opendiloco.view.screen import held_out_lines, peers_table, reach_lines, row_of
 
-    if not heartbeats:
+    run = view.run
+    if not view.peers:
         return Group(run.run_id, NOBODY, *anchor_lines(anchors))
-    table = peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id)
-    amended = Amended.seen_in(run, heartbeats).lines()
-    told = *held_out_lines(heartbeats), *reach_lines(heartbeats), *amended, *anchor_lines(anchors)
-    return Group(table, *told, str(agreement))
+    table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)
+    told = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *anchor_lines(anchors)
+    return Group(table, *told, str(view.agreement))
 
 
 def volunteers_here(run_id: str) -> list[dict[str, object]]:
@@ -178,7 +167,7 @@ def plain_anchors(anchors: Anchors) -> list[dict[str, object]]:
 
 def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     """A heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on the peer's clock."""
-    from opendiloco.view.screen import reachability, shown_state
+    from opendiloco.view.run_view import reachability, shown_state
 
     return {
         "peer": beat.peer,

@@ -20,8 +20,8 @@ from opendiloco.follower import export_state, fetch_state, make_folder, past_of
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
-from opendiloco.view.agreement import Agreement
-from opendiloco.view.screen import Row, is_finished, row_of
+from opendiloco.view.run_view import Agreement, is_finished
+from opendiloco.view.screen import Row, row_of
 from opendiloco.volunteer import connected, working
 from peers.net.bootstrap import announce_manifest
 from peers.net.daemon import sweep_sockets

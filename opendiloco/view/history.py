@@ -1,4 +1,4 @@
-"""A view of one run as plain values, made from its manifest, its peers' heartbeats and, where there is one, its log.
+"""A run over time, as this process has seen it: the dashboard's JSON, made of one view after the other.
 
 Everything here that others say is text or a number of bounded size; nobody vouches for it but their signatures. What is
 not known is said, not left out.
@@ -7,21 +7,16 @@ not known is said, not left out.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.run import Run
-from opendiloco.view.agreement import Agreement
-from opendiloco.view.amending import Amended
-from opendiloco.view.chronicle import KEPT, Absence, Change, Chronicle, Record
-from opendiloco.view.curve import MOST_POINTS, Curve
-from opendiloco.view.screen import is_finished, reachability, shown_state
-from opendiloco.view.teams import Teams
-from opendiloco.view.timeline import Timeline
+from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Teams
+from opendiloco.view.run_view import RunView, bounded_loss, reachability, shown_state
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.presence.membership import PARTICIPATING
 from peers.values.anchors import Anchors
 
 Plain = dict[str, Any]
@@ -30,52 +25,127 @@ SHOWN_PEERS = 200
 SHOWN_ABSENT = 16  # peers that an entry is told to lack
 REMEMBERED_SECONDS = 600.0  # for which a peer is shown that is gone
 BUCKET = 0.25  # outer steps between two points of a new curve of training losses
-LARGEST_LOSS = 100.0  # others may claim any
-LARGEST_RATE = 1e12  # tokens a second, far more than any machine has; the sum of all rates has to stay finite
-LARGEST_STEP = 2**50  # that a page can count to: an organiser may say that a run has any number of outer steps
+MOST_POINTS = 1000
+"""Of a curve."""
+SHOWN_SPANS = 240
+"""Entries whose times are remembered: the newest."""
+USUAL = 20
+"""Of which so many say how long one takes."""
 
 
-class RunView:
+class Curve:
+    """Means of what was seen in buckets of equal width, in bounded room: of too many, neighbours become one."""
+
+    def __init__(self, width: float) -> None:
+        self._width = width
+        self._buckets: dict[int, tuple[float, int]] = {}  # sum and count
+
+    def add(self, x: float, y: float) -> None:
+        """Take in a value."""
+        bucket = int(x // self._width)
+        total, count = self._buckets.get(bucket, (0.0, 0))
+        self._buckets[bucket] = total + y, count + 1
+        if len(self._buckets) > MOST_POINTS:
+            self._widen()
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """The means, each at the beginning of its bucket, from left to right."""
+        return [(bucket * self._width, total / count) for bucket, (total, count) in sorted(self._buckets.items())]
+
+    def _widen(self) -> None:
+        merged: dict[int, tuple[float, int]] = {}
+        for bucket, (total, count) in self._buckets.items():
+            other, more = merged.get(bucket // 2, (0.0, 0))
+            merged[bucket // 2] = total + other, count + more
+        self._width, self._buckets = 2 * self._width, merged
+
+
+class Span(NamedTuple):
+    """An entry that was made at `at`, seconds since the epoch; `seconds` after the one before, of which
+    `round_seconds` were its round's. None: not seen from here."""
+
+    at: float
+    seconds: float | None
+    round_seconds: float | None
+    present: int
+    """Peers that worked on it."""
+
+
+class Timeline:
+    """When a run took its outer steps, as seen from here: as exact as looks are frequent. The log says nothing of it,
+    since clocks differ."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, Span] = {}
+        """By the index of the entry."""
+        self._step: int | None = None
+        self._since: float | None = None  # when the present outer step was seen to begin
+        self._round_since: float | None = None
+
+    @property
+    def usual_seconds(self) -> float | None:
+        """Return how long an outer step takes, as the newest did."""
+        known = [span.seconds for span in list(self.spans.values())[-USUAL:] if span.seconds is not None]
+        return statistics.median(known) if known else None
+
+    def observe(self, outer_step: int, is_averaging: bool, present: int, at: float) -> None:
+        """Note that most peers have taken so many outer steps, and whether a round is under way for the next one."""
+        if self._step is not None and outer_step > self._step:
+            is_next = outer_step == self._step + 1
+            seconds = at - self._since if is_next and self._since is not None else None
+            in_round = at - self._round_since if is_next and self._round_since is not None else None
+            self.spans[outer_step - 1] = Span(at, seconds, in_round, present)
+            while len(self.spans) > SHOWN_SPANS:
+                del self.spans[next(iter(self.spans))]
+        if outer_step != self._step:
+            is_first_look = self._step is None
+            if self._step is not None and outer_step < self._step:  # another lineage, or a liar
+                self.spans = {index: span for index, span in self.spans.items() if index < outer_step}
+            self._step, self._round_since = outer_step, None
+            self._since = None if is_first_look else at
+        if is_averaging and self._round_since is None:
+            self._round_since = at
+
+
+class RunHistory:
     """What is known of a run here. `me` is this machine's own peer, if it is in the run."""
 
     def __init__(self, run: Run, me: str = "", held_out: HeldOutCurve | None = None, no_log: str = "") -> None:
         """`no_log` says why there is no log, and what to do about it."""
-        self.run = run
         self.me = me
         self.timeline = Timeline()
-        self._chronicle = Chronicle()
-        self._teams = Teams()
-        self._has_log = False
         self._no_log = no_log
+        self._chronicle = Chronicle()
+        self._has_log = False
+        self._teams = Teams()
         self._held_out = held_out or HeldOutCurve()
         self._losses = Curve(BUCKET)
-        self._beats: Sequence[Heartbeat] = ()
+        self._heartbeats: tuple[Heartbeat, ...] = ()
+        self.view = RunView(run)
+        """How the run is now."""
         self._seen: dict[str, tuple[Heartbeat, float]] = {}  # with when something new was heard last
-        self._outer_step = 0
         self._looked_at: float | None = None
         self._anchors: list[Plain] = []
 
     # What comes in --------------------------------------------------------------------------------------------
     def observe(self, heartbeats: Iterable[Heartbeat], at: float) -> None:
         """Take in all heartbeats that are known at a time, in seconds since the epoch."""
-        self._looked_at = at
-        last = min(self.run.config.total_outer_steps, LARGEST_STEP)
-        self._beats = [bounded(beat, last) for beat in heartbeats if beat.state is not PeerState.LEAVING]
-        self._teams.observe(self._beats, self._chronicle.contributions.keys())
-        for beat in self._beats:
+        self._looked_at, self._heartbeats = at, tuple(heartbeats)
+        view = self._look()
+        self._teams.observe(view.peers, self._chronicle.contributions.keys())
+        for beat in view.peers:
             known = self._seen.get(beat.peer)
             if known is None or beat.sequence > known[0].sequence:
                 self._seen[beat.peer] = beat, at
-        live = {beat.peer for beat in self._beats}
+        live = {beat.peer for beat in view.peers}
         old = [peer for peer, (_, seen) in self._seen.items() if peer not in live and at - seen > REMEMBERED_SECONDS]
         for peer in old:
             del self._seen[peer]
-        working = [beat for beat in self._beats if beat.state in PARTICIPATING]
-        if working:
-            self._outer_step = statistics.median_low(beat.index for beat in working)
-            averaging = [beat.index for beat in working if beat.state is PeerState.AVERAGING]
-            self.timeline.observe(self._outer_step, averaging.count(self._outer_step) > 0, len(working), at)
-        self._take_losses(working)
+        if view.working:
+            averaging = [beat.index for beat in view.working if beat.state is PeerState.AVERAGING]
+            self.timeline.observe(view.outer_step, view.outer_step in averaging, len(view.working), at)
+        self._take_losses(view)
 
     def recall(self, held_out: Mapping[int, float]) -> None:
         """Take in losses on held-out text that are kept elsewhere."""
@@ -86,40 +156,39 @@ class RunView:
         """Read on in the run's log. Return whether there may be more to read at once. Raises: LogError."""
         self._anchors = [] if anchors is None else plain_anchors(anchors)
         self._has_log = log is not None and len(log) > 0
-        return log is not None and self._chronicle.read(log)
+        is_behind = log is not None and self._chronicle.read(log)
+        self._look()
+        return is_behind
 
-    def _take_losses(self, working: Sequence[Heartbeat]) -> None:
+    def _look(self) -> RunView:
+        """Return how the run is now, by all that has come in."""
+        before, run = self.view, self.view.run
+        chronicle = self._chronicle if self._has_log else None
+        self.view = RunView.of(run, self._heartbeats, chronicle=chronicle, step_before=before.outer_step)
+        return self.view
+
+    def _take_losses(self, view: RunView) -> None:
         """The median of what peers say: less than half of them can't draw the curve."""
-        inner_steps = self.run.config.training.inner_steps
-        training = [beat for beat in working if beat.loss is not None and beat.index == self._outer_step]
+        inner_steps = view.run.config.training.inner_steps
+        training = [beat for beat in view.working if beat.loss is not None and beat.index == view.outer_step]
         if training:
-            step = self._outer_step + statistics.median(min(beat.inner_step / inner_steps, 1.0) for beat in training)
-            loss = statistics.median(beat.loss for beat in training if beat.loss is not None)
-            self._losses.add(step, loss)
-        every = self.run.config.evaluation.every
-        for beat in self._beats:
-            said = beat.held_out
-            if said is not None and every and said.index % every == 0 and said.index <= self._outer_step:
-                self._held_out.add(said.index, said.loss)
+            step = view.outer_step + statistics.median(min(beat.inner_step / inner_steps, 1.0) for beat in training)
+            self._losses.add(step, statistics.median(beat.loss for beat in training if beat.loss is not None))
+        for said in view.held_out:
+            self._held_out.add(said.index, said.loss)
 
     # What goes out --------------------------------------------------------------------------------------------
-    @property
-    def outer_step(self) -> int:
-        """Outer steps that more than half of the peers have taken; if none is there, those in the log."""
-        is_live = any(beat.state in PARTICIPATING for beat in self._beats)
-        return self._outer_step if is_live else max(self._outer_step, self._chronicle.next_index)
-
     def summary(self) -> Plain:
         """What a list of runs says of it."""
-        trainers = [beat for beat in self._beats if beat.state is not PeerState.ARCHIVING]
+        view = self.view
         return {
-            "run": self.run.run_id,
-            "name": self.run.config.name,
-            "outer_step": self.outer_step,
-            "outer_steps": self.run.config.total_outer_steps,
-            "peers": len(trainers),
-            "tokens_per_second": sum(beat.tokens_per_second for beat in trainers),
-            "lineage_tokens": self._lineage_tokens,
+            "run": view.run.run_id,
+            "name": view.run.config.name,
+            "outer_step": view.outer_step,
+            "outer_steps": view.outer_steps,
+            "peers": len(view.trainers),
+            "tokens_per_second": view.tokens_per_second,
+            "lineage_tokens": view.lineage_tokens,
             "looked_at": self._looked_at,
         }
 
@@ -133,44 +202,33 @@ class RunView:
             "contributions": self._contributions(),
         }
 
-    @property
-    def _lineage_tokens(self) -> int:
-        newest = self._chronicle.records[-1].lineage_tokens if self._chronicle.records else 0
-        said = [beat.lineage_tokens for beat in self._beats if beat.state in PARTICIPATING]
-        return max(newest, statistics.median_low(said) if said else 0)
-
     def _run(self) -> Plain:
-        config, agreement = self.run.config, Agreement()
-        agreement.observe(self._beats)
-        trainers = [beat for beat in self._beats if beat.state is not PeerState.ARCHIVING]
+        view, config = self.view, self.view.run.config
         return self.summary() | {
-            "organiser": self.run.manifest.organiser,
-            "by_invitation": self.run.manifest.is_by_invitation,
-            "model": config.model.path or str((config.model.config or {}).get("model_type", "")),
-            "data": [source.source for source in config.data.all_sources],
+            "organiser": view.run.manifest.organiser,
+            "by_invitation": view.run.manifest.is_by_invitation,
+            "model": view.model,
+            "data": view.sources,
             "inner_steps": config.training.inner_steps,
             "sequence_length": config.training.sequence_length,
             "codec": config.codec.kind,
-            "disagreements": list(agreement.disagreements),
-            "is_finished": any(is_finished(beat, config) for beat in trainers),
+            "disagreements": [index for index in view.agreement.disagreements if index <= view.outer_steps],
+            "is_finished": view.is_finished,
             "seconds_per_step": self.timeline.usual_seconds,
-            "archives": len(self._beats) - len(trainers),
+            "archives": len(view.peers) - len(view.trainers),
             "anchors": self._anchors,
-            "outer_optimizer": self._amended().plain(self.run),
+            "outer_optimizer": view.amended.plain(view.run),
             "me": self.me,
             "no_log": "" if self._has_log else self._no_log or "The log has no entry yet.",
         }
 
-    def _amended(self) -> Amended:
-        said = Amended.seen_in(self.run, self._beats)
-        return said.as_logged(self._chronicle.amendment) if self._has_log else said
-
     def _peers(self) -> Plain:
-        live = {beat.peer for beat in self._beats}
-        minority = minorities(self._beats)
+        live, minorities = {beat.peer for beat in self.view.peers}, self.view.agreement.minorities
         ordered = sorted(self._seen.values(), key=lambda seen: (seen[0].peer not in live, *self._rank(seen[0])))
-        rows = [self._peer(beat, seen, beat.peer in live, beat.peer in minority) for beat, seen in ordered]
-        return {"rows": rows[:SHOWN_PEERS], "more": max(0, len(rows) - SHOWN_PEERS)}
+        rows = [
+            self._peer(beat, seen, beat.peer in live, beat.peer in minorities) for beat, seen in ordered[:SHOWN_PEERS]
+        ]
+        return {"rows": rows, "more": len(ordered) - len(rows)}
 
     def _rank(self, beat: Heartbeat) -> tuple[bool, bool, int, str]:
         """This machine first, then by contribution; archives last."""
@@ -182,7 +240,7 @@ class RunView:
         contribution = self._chronicle.contributions.get(beat.peer)
         return {
             "peer": beat.peer,
-            "state": shown_state(beat, self.run.config) if is_live else "gone",
+            "state": shown_state(beat, self.view.run.config) if is_live else "gone",
             "outer_step": beat.index,
             "inner_step": beat.inner_step,
             "tokens_per_second": beat.tokens_per_second if is_live else 0.0,
@@ -208,53 +266,22 @@ class RunView:
 
     def _rounds(self) -> Plain:
         """Entries from the log, and what was seen of the time that they took; the newest last."""
-        entries = {record.index: record for record in self._chronicle.records}
-        spans = self.timeline.spans
+        entries = {record.index: plain_record(record, self.view.run) for record in self._chronicle.records}
+        spans = {index: span._asdict() for index, span in self.timeline.spans.items()}
         newest = sorted({*entries, *spans})[-KEPT:]
-        rows = []
-        for index in newest:
-            record, span = entries.get(index), spans.get(index)
-            row: Plain = {"index": index} | (plain_record(record, self.run) if record else {})
-            rows.append(row | (span._asdict() if span else {}))
-        return {"rows": rows}
+        return {"rows": [{"index": index} | entries.get(index, {}) | spans.get(index, {}) for index in newest]}
 
     def _contributions(self) -> Plain:
-        shown = sorted(self._chronicle.contributions.items(), key=lambda one: (-one[1].tokens, one[0]))
-        rows = [
-            {
-                "peer": peer,
-                "team": self._teams.of(peer),
-                "tokens": found.tokens,
-                "entries": found.entries,
-                "last": found.last,
-            }
-            for peer, found in shown[:SHOWN_PEERS]
-        ]
-        board = self._teams.board(self._chronicle.contributions)
-        teams = [{"team": team, "tokens": found.tokens, "peers": found.peers} for team, found in board.items()]
+        found = sorted(self._chronicle.contributions.items(), key=lambda one: (-one[1].tokens, one[0]))
+        rows = [{"peer": peer, "team": self._teams.of(peer)} | asdict(brought) for peer, brought in found[:SHOWN_PEERS]]
+        board = self._teams.board(self._chronicle.contributions)[:SHOWN_PEERS]
         return {
             "rows": rows,
-            "more": max(0, len(shown) - SHOWN_PEERS),
-            "teams": teams[:SHOWN_PEERS],
+            "more": len(found) - len(rows),
+            "teams": [{"team": team, "tokens": tokens, "peers": peers} for team, tokens, peers in board],
             "tokens": self._chronicle.tokens,
             "first": self._chronicle.first,
         }
-
-
-def bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
-    """Return the same heartbeat with numbers that can be added up and drawn, in a run of so many outer steps."""
-    said = {"index": beat.index, "tokens_per_second": beat.tokens_per_second, "loss": beat.loss}
-    held: dict[str, Any] = {
-        "index": min(beat.index, last_step),
-        "tokens_per_second": min(beat.tokens_per_second, LARGEST_RATE),
-        "loss": None if beat.loss is None else bounded_loss(beat.loss),
-    }
-    return beat if held == said else beat.model_copy(update=held)
-
-
-def bounded_loss(loss: float) -> float:
-    """Return the loss, or the largest that is believed, of either sign."""
-    return max(-LARGEST_LOSS, min(loss, LARGEST_LOSS))
 
 
 def plain_record(record: Record, run: Run) -> Plain:
@@ -270,7 +297,7 @@ def plain_record(record: Record, run: Run) -> Plain:
         "voters": None if signatures is None else signatures.voters,
         "certified": None if signatures is None else signatures.is_certified,
         "alone": None if signatures is None else signatures.is_alone,
-        "absent": [plain_absence(one) for one in record.absent[:SHOWN_ABSENT]],
+        "absent": [absence._asdict() for absence in record.absent[:SHOWN_ABSENT]],
         "absent_count": len(record.absent),
         "joined": list(record.joined[:SHOWN_ABSENT]),
         "joined_count": len(record.joined),
@@ -288,10 +315,6 @@ def plain_change(change: Change, run: Run) -> Plain:
     }
 
 
-def plain_absence(absence: Absence) -> Mapping[str, str]:
-    return {"peer": absence.peer, "kind": absence.kind, "why": absence.why}
-
-
 def plain_anchors(anchors: Anchors) -> list[Plain]:
     """The newest head that each of the run's anchors has signed."""
     found = []
@@ -300,18 +323,4 @@ def plain_anchors(anchors: Anchors) -> list[Plain]:
         if newest is not None or key in anchors.liars:
             signed = (None, None) if newest is None else (newest.index, newest.head.hex())
             found.append({"anchor": key, "outer_step": signed[0], "digest": signed[1], "lies": key in anchors.liars})
-    return found
-
-
-def minorities(heartbeats: Iterable[Heartbeat]) -> set[str]:
-    """Return the peers that name other digests at a place in the log than most others who are there."""
-    said: dict[int, dict[tuple[bytes, bytes], set[str]]] = {}
-    for beat in heartbeats:
-        if beat.state is not PeerState.ARCHIVING:
-            said.setdefault(beat.index, {}).setdefault((beat.head, beat.state_digest), set()).add(beat.peer)
-    found = set[str]()
-    for groups in said.values():
-        ordered = sorted(groups.values(), key=len, reverse=True)
-        if len(ordered) > 1:
-            found |= set().union(*(ordered if len(ordered[0]) == len(ordered[1]) else ordered[1:]))
     return found

@@ -1,14 +1,33 @@
-"""The progress of a volunteer at one moment: its phase, and all that its owner may want to know, as plain values."""
+"""The progress of a volunteer: its phase, and all that its owner may want to know, as values and in words, for a log or
+a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from opendiloco.quantities import duration, in_words
+from opendiloco.run import Run
 from opendiloco.stages import WITH_A_COMPILER
-from opendiloco.view.contributions import Contribution
+from opendiloco.view.chronicle import Chronicle, Standing
+from opendiloco.view.run_view import RunView, is_finished, reachability
+from opendiloco.view.screen import held_out_lines
+from peers.errors import DilocoPeerError
+from peers.log.folder import RunLog
+from peers.presence.heartbeat import Heartbeat
 from peers.protocol.states import State
+from peers.values.reach import Reach
+
+if TYPE_CHECKING:
+    from peers.streams.throttle import Caps
+    from peers.transfer.download import Download
+
+logger = logging.getLogger(__name__)
 
 FINDING, CHECKING, DOWNLOADING = "finding the run", "checking this machine", "downloading the state"
 STARTING, PREPARING, COMPILING = "starting the workers", "preparing data", "compiling"
@@ -29,6 +48,13 @@ ROUTINE = frozenset({TRAINING, SYNCHRONISING, OF_STATES[State.READY]})
 """Phases of every outer step."""
 ABOUT_DATA = ("tokenizing ", "downloading ", "checking ", "waiting for tokens")
 """How the names of those stages begin that prepare data."""
+LOSSES = 2000
+"""Inner steps whose loss the curve has."""
+RATE_SECONDS = 5.0
+"""Over which a rate is taken."""
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 40
+MEGABIT = 1e6 / 8
 
 
 @dataclass(frozen=True)
@@ -69,6 +95,25 @@ class Fragments:
 
 
 @dataclass(frozen=True)
+class OwnFacts:
+    """What a volunteer's own process knows of its run. Of the heartbeats the first is its own. `trains_on`: workers
+    still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `download` the last
+    download of the state, and `bytes_per_token` how much of the held-out text a token stands for."""
+
+    heartbeats: Sequence[Heartbeat]
+    log: RunLog
+    state: State
+    trains_on: bool
+    reach: Mapping[str, Reach]
+    caps: Caps
+    sent: int
+    received: int
+    download: Download | None = None
+    fragments: Fragments | None = None
+    bytes_per_token: float | None = None
+
+
+@dataclass(frozen=True)
 class Progress:
     """One moment of a volunteer. It is paused while there are `pause_reasons`.
 
@@ -90,7 +135,7 @@ class Progress:
     losses: Sequence[float] = ()
     tokens_per_second: float = 0.0
     held_out: str = ""
-    contribution: Contribution | None = None
+    contribution: Standing | None = None
     fragments: Fragments | None = None
     up: Traffic = Traffic()
     down: Traffic = Traffic()
@@ -112,11 +157,110 @@ class Progress:
             "links": dict(self.links),
             "loss": self.loss,
             "tokens_per_second": round(self.tokens_per_second, 1),
-            "contribution": None if own is None else own.plain(),
+            "contribution": None if own is None else asdict(own),
             "sent_bytes": self.up.total,
             "received_bytes": self.down.total,
             "pause_reasons": list(self.pause_reasons),
         }
+
+
+class Moment(NamedTuple):
+    """The run, this machine's own heartbeat, and its progress."""
+
+    view: RunView
+    own: Heartbeat
+    progress: Progress
+
+
+class ProgressReader:
+    """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused."""
+
+    def __init__(
+        self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]] = tuple
+    ) -> None:
+        self.machine = ""
+        """What is known of this machine's temperature and power, in words."""
+        self._run = run
+        self._facts = facts
+        self._pause_reasons = pause_reasons
+        self._chronicle = Chronicle()
+        self._losses = deque[float](maxlen=LOSSES)
+        self._last_step = (0, 0)  # the outer and the inner step of the newest loss
+        self._phase, self._since = "", time.monotonic()
+        self._up, self._down = GrowthMeter(), GrowthMeter()
+
+    def read(self) -> Moment:
+        """Return how it is now."""
+        now, facts, config = time.monotonic(), self._facts(), self._run.config
+        view, own = RunView.of(self._run, facts.heartbeats), facts.heartbeats[0]
+        phase = FINISHED if is_finished(own, config) else OF_STATES[facts.state]
+        if phase in ROUTINE and facts.trains_on:
+            phase = TRAINING
+        if phase != self._phase:
+            self._phase, self._since = phase, now
+        if own.loss is not None and (own.index, own.inner_step) > self._last_step:
+            self._last_step = own.index, own.inner_step
+            self._losses.append(own.loss)
+        share, donors = None, 0
+        if phase == TRAINING:
+            share = own.inner_step / config.training.inner_steps
+        elif phase == DOWNLOADING and facts.download is not None:
+            fetched = facts.download.fetched
+            share, donors = min(sum(fetched.values()) / facts.download.size, 1.0), len(fetched)
+        others = [beat.peer for beat in view.peers if beat.peer != own.peer]
+        progress = Progress(
+            phase=phase,
+            outer_step=own.index,
+            outer_steps=view.outer_steps,
+            inner_step=own.inner_step,
+            inner_steps=config.training.inner_steps,
+            work=Work(share, now - self._since),
+            peers=1 + len(others),
+            reachable=reachability(own),
+            links=links_by_way(facts.reach, others),
+            loss=own.loss,
+            losses=tuple(self._losses),
+            tokens_per_second=own.tokens_per_second,
+            held_out="".join(held_out_lines(view, facts.bytes_per_token)),
+            contribution=self._contribution(own.peer, facts.log),
+            fragments=facts.fragments,
+            up=Traffic(self._up.rate(facts.sent, now), facts.caps.upload, facts.sent),
+            down=Traffic(self._down.rate(facts.received, now), facts.caps.download, facts.received),
+            donors=donors,
+            pause_reasons=self._pause_reasons(),
+            machine=self.machine,
+        )
+        return Moment(view, own, progress)
+
+    def _contribution(self, peer: str, log: RunLog) -> Standing | None:
+        """Return what this peer has contributed; None until the log has been read to its end."""
+        try:
+            is_behind = self._chronicle.read(log)
+        except DilocoPeerError as error:
+            logger.debug("the log cannot be read for contributions: %s", error)
+            return None
+        return None if is_behind else self._chronicle.standing(peer)
+
+
+class GrowthMeter:
+    """Measures how fast a count grows."""
+
+    def __init__(self) -> None:
+        self._seen = deque[tuple[float, int]]()
+
+    def rate(self, count: int, now: float) -> float:
+        """Take in a count; return by how much a second it has grown lately."""
+        self._seen.append((now, count))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - RATE_SECONDS:
+            self._seen.popleft()
+        then, before = self._seen[0]
+        return (count - before) / (now - then) if now > then else 0.0
+
+
+def links_by_way(reach: Mapping[str, Reach], peers: Iterable[str]) -> dict[str, int]:
+    """Return how many of these peers are reached by which way, the best way first. Unknown ways are left out."""
+    counts = Counter(reach[peer] for peer in peers if peer in reach)
+    return {str(way): counts[way] for way in Reach if counts[way]}
 
 
 def phase_of_stage(stage: str) -> str:
@@ -126,3 +270,127 @@ def phase_of_stage(stage: str) -> str:
     if stage in WITH_A_COMPILER:
         return COMPILING
     return PREPARING if stage.startswith(ABOUT_DATA) else STARTING
+
+
+# In words --------------------------------------------------------------------------------------------------------
+def stage_line(stage: str, work: Work) -> str:
+    """Return a stage of the start on one line, with its phase."""
+    phase = phase_of_stage(stage)
+    said = phase if stage == phase else f"{phase}: {stage}"
+    return f"{said} {how_far(work)}".rstrip()
+
+
+def how_far(work: Work) -> str:
+    """Return how far something has come, in words; nothing where there is nothing to say."""
+    if work.share is None:
+        return f"({duration(work.seconds)})" if work.seconds >= 1 else ""
+    left = f", about {duration(work.left)} left" if work.left is not None and work.share < 1 else ""
+    return f"{work.share:.0%}{left}"
+
+
+def healthy_line(progress: Progress) -> str:
+    """Return all that matters on one line of a log."""
+    said = [f"outer step {progress.outer_step}/{progress.outer_steps}", activity(progress)]
+    if progress.loss is not None:
+        said.append(f"loss {progress.loss:.3f}")
+    if progress.tokens_per_second:
+        said.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if progress.fragments is not None:
+        said.append(averages(progress.fragments))
+    said += [f"{progress.peers} peers", reach(progress)]
+    if progress.contribution is not None:
+        said.append(contributed(progress.contribution))
+    said.append(f"{rate(progress.up)} up, {rate(progress.down)} down")
+    if progress.machine:
+        said.append(progress.machine)
+    return ", ".join(said)
+
+
+def progress_lines(progress: Progress) -> list[str]:
+    """Return the same on a few lines of a terminal, with the curve of the loss."""
+    lines = [f"outer step {progress.outer_step}/{progress.outer_steps} · {activity(progress)}"]
+    if progress.losses:
+        lines.append(f"loss {progress.losses[-1]:.3f} {curve(progress.losses)}")
+    if progress.held_out:
+        lines.append(progress.held_out)
+    speed = f"{progress.tokens_per_second:,.0f} tokens/s · " if progress.tokens_per_second else ""
+    lines.append(f"{speed}{progress.peers} peers · {reach(progress)}")
+    if progress.fragments is not None:
+        lines += [under_way(progress.fragments), averages(progress.fragments)]
+    if progress.contribution is not None:
+        lines.append(f"contributed {contributed(progress.contribution)}")
+    lines.append(f"up {traffic(progress.up)} · down {traffic(progress.down)}")
+    if progress.machine:
+        lines.append(f"this machine: {progress.machine}")
+    return lines
+
+
+def activity(progress: Progress) -> str:
+    """Return what the volunteer is doing, how far it has come, and when the next round is."""
+    if progress.pause_reasons:
+        return f"paused: {', '.join(progress.pause_reasons)}"
+    if progress.phase == TRAINING:
+        left = progress.work.left
+        soon = "" if left is None else f", next round in {duration(left)}"
+        return f"training, inner step {progress.inner_step}/{progress.inner_steps}{soon}"
+    donors = ""
+    if progress.phase == DOWNLOADING and progress.donors:
+        donors = f" from {counted(progress.donors, 'donor')} at {rate(progress.down)}"
+    return f"{progress.phase}{donors} {how_far(progress.work)}".rstrip()
+
+
+def under_way(fragments: Fragments) -> str:
+    """Return what becomes of this cycle's fragments."""
+    return f"{fragments.averaging} of {counted(fragments.count, 'fragment')} averaging, {fragments.done} done"
+
+
+def averages(fragments: Fragments) -> str:
+    """Return when averages come, and whether training waits for them."""
+    merged = f"merged after {counted(fragments.overlap, 'step')}"
+    if fragments.longest is None:
+        return f"averages {merged}"
+    late = f", {fragments.late} late ({fragments.wait_share:.0%})" if fragments.late else ""
+    return f"averages in {fragments.longest:.1f} s, {merged}{late}"
+
+
+def reach(progress: Progress) -> str:
+    """Return whether others can dial this machine, and the ways to the others."""
+    links = ", ".join(f"{count} {way}" for way, count in progress.links.items())
+    return f"reachable: {progress.reachable}" + (f" (links: {links})" if links else "")
+
+
+def contributed(own: Standing) -> str:
+    """Return what a peer has contributed."""
+    rounds = counted(own.rounds, "round")
+    return f"{tokens(own.tokens)} in {rounds}: {own.share:.0%}, rank {own.rank} of {own.peers}"
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a count of things: "1 round", "2 rounds"."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def tokens(count: int) -> str:
+    """Return a number of tokens, to three digits."""
+    return f"{in_words(count).removesuffix('B').rstrip()} tokens" if count >= 1000 else f"{count} tokens"
+
+
+def rate(traffic: Traffic) -> str:
+    """Return a rate in megabits a second, beside its cap."""
+    cap = "" if traffic.cap is None else f" of {traffic.cap / MEGABIT:g}"
+    return f"{traffic.rate / MEGABIT:.1f}{cap} Mbit/s"
+
+
+def traffic(traffic: Traffic) -> str:
+    """Return a rate, and all bytes until now."""
+    return f"{rate(traffic)} ({in_words(traffic.total)})"
+
+
+def curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
+    """Return a curve of values as bars. Where they do not fit, each bar is the mean of several."""
+    count = min(width, len(values))
+    means = [fmean(values[len(values) * at // count : len(values) * (at + 1) // count]) for at in range(count)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BARS[0] * count
+    return "".join(BARS[min(int((mean - low) / (high - low) * len(BARS)), len(BARS) - 1)] for mean in means)

@@ -10,10 +10,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from opendiloco.cli.join import view_for
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.views import Lines, Screen, view_for
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
+from opendiloco.view.join_view import Lines, Screen
+from opendiloco.view.progress import progress_lines
+from opendiloco.view.run_view import RunView
 from opendiloco.view.screen import volunteer_picture
 from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
@@ -69,11 +72,12 @@ def test_above_a_picture_there_are_only_warnings(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (80, 10)])
 def test_the_picture_fits_the_terminal(small_config: RunConfig, width: int, height: int) -> None:
     run = Run.sign(small_config, Identity.generate())
-    beats = [beat(PeerState.TRAINING, 3)] * 100
+    own = beat(PeerState.TRAINING, 3)
+    view = RunView.of(run, [own.model_copy(update={"peer": f"peer {number}"}) for number in range(100)])
     paused = replace(PROGRESS, pause_reasons=("[red]game[/red] runs",))
     console = Console(width=width, height=height, force_terminal=False)
     with console.capture() as capture:
-        console.print(volunteer_picture(run, beats, paused, height))
+        console.print(volunteer_picture(view, own, progress_lines(paused), height))
     shown = capture.get().splitlines()
     assert max(map(len, shown)) <= width
     assert len(shown) <= max(height, 14)

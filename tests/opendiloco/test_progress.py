@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from opendiloco.progress_reader import RateMeter, links_by_way
-from opendiloco.view.contributions import Contribution
+from opendiloco.view.chronicle import Standing
 from opendiloco.view.progress import (
     COMPILING,
     DOWNLOADING,
@@ -16,12 +15,17 @@ from opendiloco.view.progress import (
     PREPARING,
     TRAINING,
     Fragments,
+    GrowthMeter,
     Progress,
     Traffic,
     Work,
+    curve,
+    healthy_line,
+    links_by_way,
     phase_of_stage,
+    progress_lines,
+    stage_line,
 )
-from opendiloco.view.progress_lines import curve, healthy_line, progress_lines, stage_line
 from peers.protocol.states import State
 from peers.values.reach import Reach
 
@@ -39,7 +43,7 @@ PROGRESS = Progress(
     losses=(4.0, 3.0, 2.5),
     held_out="held-out loss 2.310",
     tokens_per_second=12345.6,
-    contribution=Contribution(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
+    contribution=Standing(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
     up=Traffic(1e6 / 8, 20e6 / 8, 3_400_000),
     down=Traffic(2e6 / 8, None, 12_000_000_000),
     machine="61 °C",
@@ -135,7 +139,7 @@ def test_a_curve_has_means_where_it_has_no_room(values: list[float], bars: str) 
 
 
 def test_a_rate_is_that_of_the_last_seconds() -> None:
-    meter = RateMeter()
+    meter = GrowthMeter()
     assert meter.rate(100, 0.0) == 0
     assert meter.rate(300, 2.0) == 100
     for second in range(3, 11):

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-import click
-
-from opendiloco.cli.logs import LogOptions
+from opendiloco.view.progress import (
+    ROUTINE,
+    Progress,
+    ProgressReader,
+    Work,
+    healthy_line,
+    phase_of_stage,
+    progress_lines,
+    stage_line,
+)
+from opendiloco.view.screen import volunteer_picture
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
-
-    from opendiloco.owner.watch import OwnersWatch
-    from opendiloco.progress_reader import ProgressReader
-    from opendiloco.view.progress import Progress
-    from opendiloco.volunteer import Volunteer
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class JoinView(ABC):
         """Show what comes before training: the same phase as before, or a new one."""
 
     @abstractmethod
-    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
+    async def show(self, reader: ProgressReader) -> None:
         """Show how training goes, until cancelled."""
 
     def close(self) -> None:
@@ -57,8 +60,6 @@ class JoinView(ABC):
 
     def stage(self, stage: str, share: float | None) -> None:
         """Hear what comes before training, and how much of it is done. Workers that start again say so in the log."""
-        from opendiloco.view.progress import phase_of_stage
-
         if self._is_training:
             return
         if stage != self._stage:
@@ -68,20 +69,15 @@ class JoinView(ABC):
 
     def stage_line(self) -> str:
         """Return what comes before training, and how far it has come."""
-        from opendiloco.view.progress import Work
-        from opendiloco.view.progress_lines import stage_line
-
         return stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
 
-    async def accompany(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
-        """Have the volunteer take part, and show how that goes meanwhile."""
-        from opendiloco.progress_reader import ProgressReader
-
+    @asynccontextmanager
+    async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
+        """Show how training goes, for as long as the context lasts."""
         self._is_training = True
-        reader = ProgressReader(volunteer, lambda: watch.wishes.reasons)
-        beside = [asyncio.create_task(self.show(volunteer, reader)), asyncio.create_task(read_machine(reader))]
+        beside = [asyncio.create_task(self.show(reader)), asyncio.create_task(read_machine(reader))]
         try:
-            await volunteer.take_part()
+            yield
         finally:
             for task in beside:
                 task.cancel()
@@ -109,19 +105,16 @@ class Lines(JoinView):
             logger.info("%s", text)
             return
         with suppress(OSError):  # nobody may be there to read it, and what we are about to do is done all the same
-            click.echo(text)
+            print(text, flush=True)
 
     def show_stage(self, is_new: bool) -> None:
         if is_new:
             logger.info("phase: %s", self.phase)
 
-    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
-        from opendiloco.view.progress import ROUTINE
-        from opendiloco.view.progress_lines import healthy_line
-
+    async def show(self, reader: ProgressReader) -> None:
         due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
         while True:
-            progress = reader.read()
+            progress = reader.read().progress
             if self.note(progress):
                 is_routine = has_trained and progress.phase in ROUTINE
                 logger.log(logging.DEBUG if is_routine else logging.INFO, "phase: %s", progress.phase)
@@ -176,17 +169,15 @@ class Screen(JoinView):
             with suppress(OSError):
                 live.stop()
 
-    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
+    async def show(self, reader: ProgressReader) -> None:
         from rich.live import Live
-
-        from opendiloco.view.screen import volunteer_picture
 
         self._stop_starting()
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
-                progress = reader.read()
+                view, own, progress = reader.read()
                 self.note(progress)
-                picture = volunteer_picture(volunteer.run, volunteer.heartbeats(), progress, self._console.height)
+                picture = volunteer_picture(view, own, progress_lines(progress), self._console.height)
                 live.update(picture, refresh=True)
                 await asyncio.sleep(SCREEN_SECONDS)
 
@@ -198,20 +189,3 @@ async def read_machine(reader: ProgressReader) -> None:
     while True:
         reader.machine = await asyncio.to_thread(machine_line)
         await asyncio.sleep(MACHINE_SECONDS)
-
-
-def view_for(log: LogOptions, is_plain: bool) -> JoinView:
-    """Begin to log, and return how to show what goes on."""
-    if is_plain or (log.is_json and log.file is None) or not sys.stdout.isatty():
-        log.start("info")
-        return Lines(log.is_json)
-    from rich.console import Console
-    from rich.logging import RichHandler
-
-    console = Console()
-    if log.file is None:
-        # Beside a picture that shows what goes on, lines of every outer step are in the way.
-        log.send_to(RichHandler(console=console, show_path=False, show_level=False, show_time=False), "warning")
-    else:
-        log.start("info")
-    return Screen(console)
