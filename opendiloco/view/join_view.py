@@ -20,10 +20,10 @@ from opendiloco.view.progress import (
     progress_lines,
     stage_line,
 )
-from opendiloco.view.screen import volunteer_picture
+from opendiloco.view.screen import peers_table, reach_lines, row_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.live import Live
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 SCREEN_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0
 MACHINE_SECONDS = 10.0
+THIS_MACHINE = "this machine"
+LEAST_ROWS, LINES_BESIDE = 3, 4
+"""Peers that the picture of a volunteer has at least, and its lines beside those of progress and peers."""
 
 
 class JoinView(ABC):
@@ -114,7 +117,7 @@ class Lines(JoinView):
     async def show(self, reader: ProgressReader) -> None:
         due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
         while True:
-            progress = reader.read().progress
+            progress = reader.read()
             if self.note(progress):
                 is_routine = has_trained and progress.phase in ROUTINE
                 logger.log(logging.DEBUG if is_routine else logging.INFO, "phase: %s", progress.phase)
@@ -175,10 +178,9 @@ class Screen(JoinView):
         self._stop_starting()
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
-                view, own, progress = reader.read()
+                progress = reader.read()
                 self.note(progress)
-                picture = volunteer_picture(view, own, progress_lines(progress), self._console.height)
-                live.update(picture, refresh=True)
+                live.update(volunteer_picture(progress, self._console.height), refresh=True)
                 await asyncio.sleep(SCREEN_SECONDS)
 
 
@@ -189,3 +191,16 @@ async def read_machine(reader: ProgressReader) -> None:
     while True:
         reader.machine = await asyncio.to_thread(machine_line)
         await asyncio.sleep(MACHINE_SECONDS)
+
+
+def volunteer_picture(progress: Progress, height: int) -> Group:
+    """Return what `join` shows on a terminal of so many lines: this machine's progress, and the peers that fit."""
+    from rich.console import Group
+    from rich.text import Text
+
+    own, run = progress.own, progress.view.run
+    lines = [*progress_lines(progress), *reach_lines([own])]
+    room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
+    rows = [row_of(own, run.config, THIS_MACHINE), *(row_of(beat, run.config) for beat in progress.others)]
+    more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
+    return Group(peers_table(rows[:room], run.run_id), *map(Text, [*more, *lines]))

@@ -6,10 +6,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from opendiloco.quantities import duration, in_words
 from opendiloco.run import Run
@@ -115,61 +115,60 @@ class OwnFacts:
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a volunteer. It is paused while there are `pause_reasons`.
+    """One moment of a volunteer, in its view of the run. It is paused while there are `pause_reasons`. `machine` says
+    which temperature and power can be read, in words; it may be empty."""
 
-    `reachable` says whether others can dial this machine; `links` counts the other peers by the way to them. `held_out`
-    says in words how good the model is on held-out text, and `machine` which temperature and power can be read; both
-    may be empty.
-    """
-
+    view: RunView
+    facts: OwnFacts
     phase: str
-    outer_step: int
-    outer_steps: int
-    inner_step: int
-    inner_steps: int
     work: Work
-    peers: int
-    reachable: str
-    links: Mapping[str, int]
-    loss: float | None = None
     losses: Sequence[float] = ()
-    tokens_per_second: float = 0.0
-    held_out: str = ""
     contribution: Standing | None = None
-    fragments: Fragments | None = None
     up: Traffic = Traffic()
     down: Traffic = Traffic()
-    donors: int = 0
     pause_reasons: tuple[str, ...] = ()
     machine: str = ""
 
+    @property
+    def own(self) -> Heartbeat:
+        """This machine's own heartbeat."""
+        return self.facts.heartbeats[0]
+
+    @property
+    def others(self) -> list[Heartbeat]:
+        """The heartbeats of the other peers."""
+        return [beat for beat in self.view.peers if beat.peer != self.own.peer]
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps of an outer step."""
+        return self.view.run.config.training.inner_steps
+
+    @property
+    def links(self) -> dict[str, int]:
+        """How many of the other peers are reached by which way, the best way first. Unknown ways are left out."""
+        reach = self.facts.reach
+        counts = Counter(reach[beat.peer] for beat in self.others if beat.peer in reach)
+        return {str(way): counts[way] for way in Reach if counts[way]}
+
     def plain(self) -> dict[str, Any]:
         """Return the progress as JSON can say it, for log lines that programs read."""
-        own = self.contribution
         return {
             "phase": self.phase,
-            "outer_steps": self.outer_steps,
-            "inner_step": self.inner_step,
+            "outer_steps": self.view.outer_steps,
+            "inner_step": self.own.inner_step,
             "inner_steps": self.inner_steps,
             "seconds_left": None if self.work.left is None else round(self.work.left, 1),
-            "peers": self.peers,
-            "reachable": self.reachable,
-            "links": dict(self.links),
-            "loss": self.loss,
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "contribution": None if own is None else asdict(own),
+            "peers": 1 + len(self.others),
+            "reachable": reachability(self.own),
+            "links": self.links,
+            "loss": self.own.loss,
+            "tokens_per_second": round(self.own.tokens_per_second, 1),
+            "contribution": None if self.contribution is None else asdict(self.contribution),
             "sent_bytes": self.up.total,
             "received_bytes": self.down.total,
             "pause_reasons": list(self.pause_reasons),
         }
-
-
-class Moment(NamedTuple):
-    """The run, this machine's own heartbeat, and its progress."""
-
-    view: RunView
-    own: Heartbeat
-    progress: Progress
 
 
 class ProgressReader:
@@ -189,10 +188,10 @@ class ProgressReader:
         self._phase, self._since = "", time.monotonic()
         self._up, self._down = GrowthMeter(), GrowthMeter()
 
-    def read(self) -> Moment:
-        """Return how it is now."""
+    def read(self) -> Progress:
+        """Return the progress at this moment."""
         now, facts, config = time.monotonic(), self._facts(), self._run.config
-        view, own = RunView.of(self._run, facts.heartbeats), facts.heartbeats[0]
+        own, download, share = facts.heartbeats[0], facts.download, None
         phase = FINISHED if is_finished(own, config) else OF_STATES[facts.state]
         if phase in ROUTINE and facts.trains_on:
             phase = TRAINING
@@ -201,36 +200,22 @@ class ProgressReader:
         if own.loss is not None and (own.index, own.inner_step) > self._last_step:
             self._last_step = own.index, own.inner_step
             self._losses.append(own.loss)
-        share, donors = None, 0
         if phase == TRAINING:
             share = own.inner_step / config.training.inner_steps
-        elif phase == DOWNLOADING and facts.download is not None:
-            fetched = facts.download.fetched
-            share, donors = min(sum(fetched.values()) / facts.download.size, 1.0), len(fetched)
-        others = [beat.peer for beat in view.peers if beat.peer != own.peer]
-        progress = Progress(
+        elif phase == DOWNLOADING and download is not None:
+            share = min(sum(download.fetched.values()) / download.size, 1.0)
+        return Progress(
+            view=RunView.of(self._run, facts.heartbeats),
+            facts=facts,
             phase=phase,
-            outer_step=own.index,
-            outer_steps=view.outer_steps,
-            inner_step=own.inner_step,
-            inner_steps=config.training.inner_steps,
             work=Work(share, now - self._since),
-            peers=1 + len(others),
-            reachable=reachability(own),
-            links=links_by_way(facts.reach, others),
-            loss=own.loss,
             losses=tuple(self._losses),
-            tokens_per_second=own.tokens_per_second,
-            held_out="".join(held_out_lines(view, facts.bytes_per_token)),
             contribution=self._contribution(own.peer, facts.log),
-            fragments=facts.fragments,
             up=Traffic(self._up.rate(facts.sent, now), facts.caps.upload, facts.sent),
             down=Traffic(self._down.rate(facts.received, now), facts.caps.download, facts.received),
-            donors=donors,
             pause_reasons=self._pause_reasons(),
             machine=self.machine,
         )
-        return Moment(view, own, progress)
 
     def _contribution(self, peer: str, log: RunLog) -> Standing | None:
         """Return what this peer has contributed; None until the log has been read to its end."""
@@ -255,12 +240,6 @@ class GrowthMeter:
             self._seen.popleft()
         then, before = self._seen[0]
         return (count - before) / (now - then) if now > then else 0.0
-
-
-def links_by_way(reach: Mapping[str, Reach], peers: Iterable[str]) -> dict[str, int]:
-    """Return how many of these peers are reached by which way, the best way first. Unknown ways are left out."""
-    counts = Counter(reach[peer] for peer in peers if peer in reach)
-    return {str(way): counts[way] for way in Reach if counts[way]}
 
 
 def phase_of_stage(stage: str) -> str:
@@ -290,14 +269,15 @@ def how_far(work: Work) -> str:
 
 def healthy_line(progress: Progress) -> str:
     """Return all that matters on one line of a log."""
-    said = [f"outer step {progress.outer_step}/{progress.outer_steps}", activity(progress)]
-    if progress.loss is not None:
-        said.append(f"loss {progress.loss:.3f}")
-    if progress.tokens_per_second:
-        said.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-    if progress.fragments is not None:
-        said.append(averages(progress.fragments))
-    said += [f"{progress.peers} peers", reach(progress)]
+    own, fragments = progress.own, progress.facts.fragments
+    said = [f"outer step {own.index}/{progress.view.outer_steps}", activity(progress)]
+    if own.loss is not None:
+        said.append(f"loss {own.loss:.3f}")
+    if own.tokens_per_second:
+        said.append(f"{own.tokens_per_second:,.0f} tokens/s")
+    if fragments is not None:
+        said.append(averages(fragments))
+    said += [f"{1 + len(progress.others)} peers", reach(progress)]
     if progress.contribution is not None:
         said.append(contributed(progress.contribution))
     said.append(f"{rate(progress.up)} up, {rate(progress.down)} down")
@@ -308,15 +288,15 @@ def healthy_line(progress: Progress) -> str:
 
 def progress_lines(progress: Progress) -> list[str]:
     """Return the same on a few lines of a terminal, with the curve of the loss."""
-    lines = [f"outer step {progress.outer_step}/{progress.outer_steps} · {activity(progress)}"]
+    own, fragments = progress.own, progress.facts.fragments
+    lines = [f"outer step {own.index}/{progress.view.outer_steps} · {activity(progress)}"]
     if progress.losses:
         lines.append(f"loss {progress.losses[-1]:.3f} {curve(progress.losses)}")
-    if progress.held_out:
-        lines.append(progress.held_out)
-    speed = f"{progress.tokens_per_second:,.0f} tokens/s · " if progress.tokens_per_second else ""
-    lines.append(f"{speed}{progress.peers} peers · {reach(progress)}")
-    if progress.fragments is not None:
-        lines += [under_way(progress.fragments), averages(progress.fragments)]
+    lines += held_out_lines(progress.view, progress.facts.bytes_per_token)
+    speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
+    lines.append(f"{speed}{1 + len(progress.others)} peers · {reach(progress)}")
+    if fragments is not None:
+        lines += [under_way(fragments), averages(fragments)]
     if progress.contribution is not None:
         lines.append(f"contributed {contributed(progress.contribution)}")
     lines.append(f"up {traffic(progress.up)} · down {traffic(progress.down)}")
@@ -332,10 +312,10 @@ def activity(progress: Progress) -> str:
     if progress.phase == TRAINING:
         left = progress.work.left
         soon = "" if left is None else f", next round in {duration(left)}"
-        return f"training, inner step {progress.inner_step}/{progress.inner_steps}{soon}"
-    donors = ""
-    if progress.phase == DOWNLOADING and progress.donors:
-        donors = f" from {counted(progress.donors, 'donor')} at {rate(progress.down)}"
+        return f"training, inner step {progress.own.inner_step}/{progress.inner_steps}{soon}"
+    donors, download = "", progress.facts.download
+    if progress.phase == DOWNLOADING and download is not None and download.fetched:
+        donors = f" from {counted(len(download.fetched), 'donor')} at {rate(progress.down)}"
     return f"{progress.phase}{donors} {how_far(progress.work)}".rstrip()
 
 
@@ -356,7 +336,7 @@ def averages(fragments: Fragments) -> str:
 def reach(progress: Progress) -> str:
     """Return whether others can dial this machine, and the ways to the others."""
     links = ", ".join(f"{count} {way}" for way, count in progress.links.items())
-    return f"reachable: {progress.reachable}" + (f" (links: {links})" if links else "")
+    return f"reachable: {reachability(progress.own)}" + (f" (links: {links})" if links else "")
 
 
 def contributed(own: Standing) -> str:

@@ -13,7 +13,6 @@ from opendiloco.view.run_view import RunView, reachability, shown_state
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from rich.table import Table
 
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest", "reach")
@@ -26,9 +25,6 @@ STYLES = {
     PeerState.AVERAGING: "magenta",
     PeerState.LEAVING: "red",
 }
-THIS_MACHINE = "this machine"
-LEAST_ROWS, LINES_BESIDE = 3, 4
-"""Peers that the picture of a volunteer has at least, and its lines beside those of progress and peers."""
 LARGEST_EXPONENT = 100.0  # others may claim any loss
 
 
@@ -69,19 +65,6 @@ def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
     for row in rows:
         table.add_row(row.name, *row.cells, style=row.style)
     return table
-
-
-def volunteer_picture(view: RunView, own: Heartbeat, lines: Sequence[str], height: int) -> Group:
-    """Return what `join` shows on a terminal of so many lines: this machine's progress, and the peers that fit."""
-    from rich.console import Group
-    from rich.text import Text
-
-    lines = [*lines, *reach_lines([own])]
-    room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
-    config = view.run.config
-    rows = [row_of(own, config, THIS_MACHINE), *(row_of(beat, config) for beat in view.peers if beat.peer != own.peer)]
-    more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
-    return Group(peers_table(rows[:room], view.run.run_id), *map(Text, [*more, *lines]))
 
 
 def held_out_lines(view: RunView, bytes_per_token: float | None = None) -> list[str]:
