@@ -29,6 +29,7 @@ from opendiloco.shared_memory import available_memory
 from opendiloco.sole import doubled
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import Fragments, OwnFacts
+from opendiloco.view.run_view import RunView
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
@@ -83,7 +84,8 @@ class Volunteer:
         self._leaving = False
         self._remembered: RememberedPeers | None = None
         self._admission: RunAdmission | None = None
-        self._curves: Curves | None = None
+        self._curves = Curves(workload.trainer.telemetry, HeldOutCurve(folder.held_out if folder else None))
+        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.round_costs)
 
     @property
     def device(self) -> str:
@@ -97,7 +99,7 @@ class Volunteer:
     @property
     def held_out(self) -> HeldOutCurve:
         """The losses of theta that this machine has found or heard of."""
-        return HeldOutCurve() if self._curves is None else self._curves.held_out
+        return self._curves.held_out
 
     def record(self, journal: Journal) -> None:
         """Write every entry that is applied from now on into the journal."""
@@ -108,11 +110,6 @@ class Volunteer:
         self._driver.on_snapshot = checkpointer.take
         checkpointer.workers = self._workers
         checkpointer.on_saved = self._prune_log
-
-    def draw_with(self, curves: Curves) -> None:
-        """Tell of each outer step from now on, and of what other peers find of theta."""
-        self._curves = curves
-        self._workload.measuring.on_outer_step = lambda step: curves.taken(step, self._driver.round_costs)
 
     def remember_with(self, remembered: RememberedPeers) -> None:
         """Keep the addresses of other peers, so that this machine finds the run again without its bootstrap nodes."""
@@ -167,9 +164,9 @@ class Volunteer:
             await asyncio.gather(driving, *beside, *failures, return_exceptions=True)
 
     async def _listen_for_losses(self) -> None:
-        while self._curves is not None:
-            own, *others = self.heartbeats()
-            self._curves.heard(own, others)
+        while True:
+            beats = self.heartbeats()
+            self._curves.heard(beats[0], RunView.of(self.run, beats))
             await asyncio.sleep(LISTEN_SECONDS)
 
     @property
@@ -196,7 +193,7 @@ class Volunteer:
             received=self._transport.download.passed,
             download=self._driver.download,
             fragments=self._fragments(),
-            bytes_per_token=None if self._curves is None else self._curves.bytes_per_token,
+            bytes_per_token=self._workload.trainer.telemetry.bytes_per_token,
         )
 
     def _fragments(self) -> Fragments | None:
@@ -304,10 +301,7 @@ async def volunteer_with(
     keeping = Keeping(await workload.state_digest(), lineage, log, storage)
     driver = Driver(identity, transport, workload, run.settings, keeping)
     workload.take_turns(driver, identity.peer_id)
-    volunteer = Volunteer(run, driver, transport, workload, folder, log)
-    held_out = None if folder is None else HeldOutCurve(folder.held_out)
-    volunteer.draw_with(Curves(workload.trainer.telemetry, run.config, held_out))
-    return volunteer
+    return Volunteer(run, driver, transport, workload, folder, log)
 
 
 async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:

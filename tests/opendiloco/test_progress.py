@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -35,6 +35,7 @@ from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol.states import State
 from peers.streams.throttle import Caps
+from peers.transfer.download import Download
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 from tests.opendiloco.test_agreement import beat
@@ -145,7 +146,7 @@ def test_a_run_that_streams_says_whether_training_waits_for_averages(
 
 
 def test_a_download_names_its_donors_and_rate(progress: Progress) -> None:
-    facts = replace(progress.facts, download=SimpleNamespace(fetched={"b": 2, "c": 3}))
+    facts = replace(progress.facts, download=cast(Download, SimpleNamespace(fetched={"b": 2, "c": 3})))
     downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=Work(0.5, 30), down=Traffic(80e6 / 8))
     expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
     assert progress_lines(downloading)[0] == expected
