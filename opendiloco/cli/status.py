@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import click
 
@@ -48,12 +48,13 @@ def command(
     invite = parse_run(run, initial_peers)
     with reader(identity) as key:
         if watch:
-            run_interruptible(lambda interrupts: watch_status(invite, key))
+            run_interruptible(lambda interrupts: show_status(invite, key, as_json, watch=True))
         else:
             asyncio.run(show_status(invite, key, as_json))
 
 
-async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
+async def show_status(invite: Invite, key: Identity, as_json: bool, watch: bool = False) -> None:
+    """Print how the run is, once or until cancelled. Raises: DilocoPeerError."""
     import json
 
     from rich.console import Console
@@ -65,6 +66,8 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         await ask_for_anchors(transport, run, invite.addresses)
+        if watch:
+            await keep_showing(transport, run)
         view = await compare(transport, run)
         anchors = transport.anchors_of(run.run_id)
     here = volunteers_here(run.run_id)
@@ -76,6 +79,22 @@ async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
         click.echo(json.dumps(shown, indent=2))
     else:
         Console().print(picture(view, anchors), *here_lines(here), sep="\n")
+
+
+async def keep_showing(transport: HivemindTransport, run: Run) -> NoReturn:
+    import asyncio
+
+    from rich.console import Group
+    from rich.live import Live
+
+    from opendiloco.view.run_view import Agreement
+
+    agreement = Agreement()
+    with Live(auto_refresh=False) as live:
+        while True:
+            shown = picture(await look(transport, run, agreement), transport.anchors_of(run.run_id))
+            live.update(Group(shown, *here_lines(volunteers_here(run.run_id))), refresh=True)
+            await asyncio.sleep(WATCH_SECONDS)
 
 
 async def look(transport: HivemindTransport, run: Run, agreement: Agreement) -> RunView:
@@ -99,28 +118,6 @@ async def compare(transport: HivemindTransport, run: Run) -> RunView:
         if agreement.verdict is not None or len(view.working) < 2 or now() >= ends:
             return view
         await asyncio.sleep(WATCH_SECONDS)
-
-
-async def watch_status(invite: Invite, key: Identity) -> None:
-    import asyncio
-
-    from rich.console import Group
-    from rich.live import Live
-
-    from opendiloco.anchorage import ask_for_anchors
-    from opendiloco.run import find_run
-    from opendiloco.view.run_view import Agreement
-    from opendiloco.volunteer import connected
-
-    agreement = Agreement()
-    async with connected(key, invite.addresses, client_mode=True) as transport:
-        run = await find_run(transport, invite.run_id)
-        await ask_for_anchors(transport, run, invite.addresses)
-        with Live(auto_refresh=False) as live:
-            while True:
-                shown = picture(await look(transport, run, agreement), transport.anchors_of(run.run_id))
-                live.update(Group(shown, *here_lines(volunteers_here(run.run_id))), refresh=True)
-                await asyncio.sleep(WATCH_SECONDS)
 
 
 def picture(view: RunView, anchors: Anchors) -> Group:
@@ -167,26 +164,18 @@ def plain_anchors(anchors: Anchors) -> list[dict[str, object]]:
 
 def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     """A heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on the peer's clock."""
-    from opendiloco.view.run_view import reachability, shown_state
+    from opendiloco.view.run_view import plain_peer
 
-    return {
-        "peer": beat.peer,
-        "state": shown_state(beat, config),
-        "outer_step": beat.index,
-        "inner_step": beat.inner_step,
-        "tokens_per_second": beat.tokens_per_second,
-        "loss": beat.loss,
+    return plain_peer(beat, config) | {
         "held_out": None if beat.held_out is None else {"outer_step": beat.held_out.index, "loss": beat.held_out.loss},
         "lineage_tokens": beat.lineage_tokens,
         "roster_size": beat.roster_size,
         "log_digest": beat.head.hex(),
         "state_digest": beat.state_digest.hex(),
         "addresses": list(beat.addresses),
-        "reach": reachability(beat),
         "endpoints": list(beat.endpoints),
         "relays": list(beat.relays),
         "relayed": list(beat.relayed),
         "unreached": list(beat.unreached),
-        "trouble": beat.trouble,
         "seen": beat.sequence / 1000,
     }

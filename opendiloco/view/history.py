@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.run import Run
 from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Teams
-from opendiloco.view.run_view import RunView, bounded_loss, reachability, shown_state
+from opendiloco.view.run_view import RunView, bounded_loss, plain_peer
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.anchors import Anchors
@@ -238,23 +238,19 @@ class RunHistory:
 
     def _peer(self, beat: Heartbeat, seen: float, is_live: bool, is_in_minority: bool) -> Plain:
         contribution = self._chronicle.contributions.get(beat.peer)
-        return {
-            "peer": beat.peer,
-            "state": shown_state(beat, self.view.run.config) if is_live else "gone",
-            "outer_step": beat.index,
-            "inner_step": beat.inner_step,
-            "tokens_per_second": beat.tokens_per_second if is_live else 0.0,
-            "loss": beat.loss,
-            "reach": reachability(beat),
-            "relayed": len(beat.relayed),
-            "unreached": len(beat.unreached),
-            "trouble": beat.trouble,
-            "digest": beat.head.hex()[:8],
-            "disagrees": is_in_minority,
-            "seen": seen,
-            "tokens": None if contribution is None else contribution.tokens,
-            "share": None if contribution is None else contribution.tokens / max(1, self._chronicle.tokens),
-        }
+        return (
+            plain_peer(beat, self.view.run.config)
+            | ({} if is_live else {"state": "gone", "tokens_per_second": 0.0})
+            | {
+                "relayed": len(beat.relayed),
+                "unreached": len(beat.unreached),
+                "digest": beat.head.hex()[:8],
+                "disagrees": is_in_minority,
+                "seen": seen,
+                "tokens": None if contribution is None else contribution.tokens,
+                "share": None if contribution is None else contribution.tokens / max(1, self._chronicle.tokens),
+            }
+        )
 
     def _curves(self) -> Plain:
         held_out = sorted(self._held_out.losses.items())

@@ -54,6 +54,20 @@ def _is_on_the_internet(host: str | None) -> bool:
     return host is not None and (is_public(host) or not is_numeric(host))
 
 
+def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
+    """Return what a peer says of itself as JSON can say it, in the words that all surfaces share."""
+    return {
+        "peer": beat.peer,
+        "state": shown_state(beat, config),
+        "outer_step": beat.index,
+        "inner_step": beat.inner_step,
+        "tokens_per_second": beat.tokens_per_second,
+        "loss": beat.loss,
+        "reach": reachability(beat),
+        "trouble": beat.trouble,
+    }
+
+
 def bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
     """Return the same heartbeat with numbers that can be added up and drawn, in a run of so many outer steps."""
     said = {"index": beat.index, "tokens_per_second": beat.tokens_per_second, "loss": beat.loss}
