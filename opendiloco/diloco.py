@@ -31,7 +31,6 @@ from typing import Any, Self
 import torch
 
 from opendiloco.admission import enter, read_ticket
-from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
@@ -49,6 +48,7 @@ from opendiloco.own_model import check_own_model, check_run, initial_vectors
 from opendiloco.run import Run, find_run
 from opendiloco.signed_heads import ask_for_signed_heads
 from opendiloco.sole import listen
+from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer import Volunteer, connected
 from opendiloco.workers.trackers import Choice, tracking
 from peers.driver.driver import Driver
@@ -315,7 +315,6 @@ class DiLoCo:
             workload.take_turns(driver, self._identity.peer_id)
             volunteer = Volunteer(run, driver, transport, workload)
             worker.telemetry.track_with([], configuration_of(run, self._identity.peer_id, worker.device))
-            volunteer.draw_with(Curves(worker.telemetry, run.config))
             volunteer.admitted_by(admission)
             loop = asyncio.get_running_loop()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from opendiloco.config.run_config import EvaluationSection
 from peers.log.state import LogState
-from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 
 
 class HeldOut(NamedTuple):
@@ -24,12 +22,6 @@ def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
     if not section.every or not roster or index % section.every:
         return False
     return roster[index // section.every % len(roster)] == me
-
-
-def newest_held_out(heartbeats: Iterable[Heartbeat]) -> HeldOutLoss | None:
-    """What the peers last found, if any of those who are there did."""
-    found = [beat.held_out for beat in heartbeats if beat.held_out is not None]
-    return max(found, key=lambda held_out: held_out.index, default=None)
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:

@@ -8,16 +8,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from opendiloco.curves import versions
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import MachineError
 from opendiloco.evaluation_turns import HeldOut, bits_per_byte
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
-from opendiloco.origins import Past, losses_told
+from opendiloco.origins import Past
 from opendiloco.run import Run, find_run
 from opendiloco.signed_heads import ask_for_signed_heads
+from opendiloco.view.curves import versions
+from opendiloco.view.run_view import RunView
 from opendiloco.volunteer import connected, working
 from peers.net.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, nobody_trains
@@ -48,7 +49,7 @@ async def newest_state(
         if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
             raise nobody_trains(run.run_id)
         async with working(run) as workload:
-            yield run, past_of(await fetch_state(run, transport, workload)), workload
+            yield run, past_of(run, await fetch_state(run, transport, workload)), workload
 
 
 async def export_run(
@@ -116,9 +117,10 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
             await following.begin(error.least)
 
 
-def past_of(following: Following) -> Past:
+def past_of(run: Run, following: Following) -> Past:
     """Return how the state came to be that was followed to."""
-    return Past.of(following.past, following.log.last, losses_told(following.donors.heartbeats))
+    found = RunView.of(run, following.donors.heartbeats).held_out
+    return Past.of(following.past, following.log.last, {one.index: one.loss for one in found})
 
 
 def warn_of_other_text(found: HeldOut) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opendiloco.model.card import CurvePoint
 from peers.log.folder import RunLog
 from peers.log.header import Header
-from peers.presence.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,6 @@ class Past:
         return tuple(
             CurvePoint(outer_step=step, loss=losses[step], tokens=self.tokens.get(step)) for step in sorted(losses)
         )
-
-
-def losses_told(heartbeats: Iterable[Heartbeat]) -> dict[int, float]:
-    """Return what these peers found on held-out text when they last looked, by outer step."""
-    told = (beat.held_out for beat in heartbeats)
-    return {held_out.index: held_out.loss for held_out in told if held_out is not None}
 
 
 def command_line(*words: str | Sequence[str]) -> str:

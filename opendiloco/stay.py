@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
-from typing import Protocol
 
 from opendiloco.admission import enter
 from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.checkpoints.journal import Journal
 from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.owner.watch import OwnersWatch
-from opendiloco.progress import CHECKING, FINDING
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import MemoryCap, cap_memory
 from opendiloco.signed_heads import ask_for_signed_heads
 from opendiloco.sole import listening
 from opendiloco.stages import at_stage, watched_by
+from opendiloco.view.join_view import JoinView
+from opendiloco.view.progress import CHECKING, FINDING, ProgressReader
 from opendiloco.volunteer import Volunteer, connected, volunteering
 from opendiloco.workers.trackers import tracking
 from peers.links.neighbours import announced
@@ -29,19 +29,6 @@ from peers.streams.throttle import Caps
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
 from peers.values.tickets import Ticket
-
-
-class View(Protocol):
-    """Whoever shows a person how it goes."""
-
-    def say(self, text: str) -> None:
-        """Show one line."""
-
-    def stage(self, stage: str, share: float | None) -> None:
-        """Show what comes before training, and how much of it is done (see `opendiloco.stages`)."""
-
-    async def accompany(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
-        """Have the volunteer take part, and show how that goes meanwhile."""
 
 
 class Stay:
@@ -64,7 +51,7 @@ class Stay:
         self._journal = journal
         self._caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
 
-    async def take_part(self, view: View, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
+    async def take_part(self, view: JoinView, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
         """Find the run, and take part in it until asked to leave. Raises: DilocoPeerError."""
         settings, invite, key = self._settings, self._invite, self._key
         if settings.memory_limit is not None:
@@ -103,7 +90,9 @@ class Stay:
                         volunteer.record(self._journal)
                     self._watch.begin(volunteer, run.settings.timing.grace)
                     when_ready(volunteer, transport)
-                    await view.accompany(volunteer, self._watch)
+                    reader = ProgressReader(run, volunteer.facts, lambda: self._watch.wishes.reasons)
+                    async with view.showing(reader):
+                        await volunteer.take_part()
 
     def _announced(self, transport: HivemindTransport, run_id: str) -> AbstractAsyncContextManager[None]:
         if not self._settings.local_network:

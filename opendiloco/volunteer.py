@@ -22,13 +22,14 @@ from opendiloco.checkpoints.loading import Checkpoints
 from opendiloco.checkpoints.moments import check_moments_file, newest_moments
 from opendiloco.checkpoints.resume import resume
 from opendiloco.checkpoints.run_folder import RunFolder
-from opendiloco.curves import Curves, configuration_of
 from opendiloco.kernels import FORMATS
 from opendiloco.local_workload import LocalWorkload, Trainer, Workload, start_workload
-from opendiloco.progress import Fragments
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from opendiloco.sole import doubled
+from opendiloco.view.curves import Curves, configuration_of
+from opendiloco.view.progress import Fragments, OwnFacts
+from opendiloco.view.run_view import RunView
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
@@ -46,12 +47,9 @@ from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
-from peers.streams.throttle import Caps
-from peers.transfer.download import Download
 from peers.transfer.storage import FolderStorage
 from peers.values.clock import now
 from peers.values.identity import Identity
-from peers.values.reach import Reach
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -86,16 +84,12 @@ class Volunteer:
         self._leaving = False
         self._remembered: RememberedPeers | None = None
         self._admission: RunAdmission | None = None
-        self._curves: Curves | None = None
+        self._curves = Curves(workload.trainer.telemetry, HeldOutCurve(folder.held_out if folder else None))
+        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.round_costs)
 
     @property
     def device(self) -> str:
         return self._workload.trainer.device
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """How much of the held-out text a token stands for; None where that is not known."""
-        return None if self._curves is None else self._curves.bytes_per_token
 
     @property
     def log(self) -> RunLog:
@@ -105,7 +99,7 @@ class Volunteer:
     @property
     def held_out(self) -> HeldOutCurve:
         """The losses of theta that this machine has found or heard of."""
-        return HeldOutCurve() if self._curves is None else self._curves.held_out
+        return self._curves.held_out
 
     def record(self, journal: Journal) -> None:
         """Write every entry that is applied from now on into the journal."""
@@ -116,11 +110,6 @@ class Volunteer:
         self._driver.on_snapshot = checkpointer.take
         checkpointer.workers = self._workers
         checkpointer.on_saved = self._prune_log
-
-    def draw_with(self, curves: Curves) -> None:
-        """Tell of each outer step from now on, and of what other peers find of theta."""
-        self._curves = curves
-        self._workload.measuring.on_outer_step = lambda step: curves.taken(step, self._driver.round_costs)
 
     def remember_with(self, remembered: RememberedPeers) -> None:
         """Keep the addresses of other peers, so that this machine finds the run again without its bootstrap nodes."""
@@ -175,9 +164,9 @@ class Volunteer:
             await asyncio.gather(driving, *beside, *failures, return_exceptions=True)
 
     async def _listen_for_losses(self) -> None:
-        while self._curves is not None:
-            own, *others = self.heartbeats()
-            self._curves.heard(own, others)
+        while True:
+            beats = self.heartbeats()
+            self._curves.heard(beats[0], RunView.of(self.run, beats))
             await asyncio.sleep(LISTEN_SECONDS)
 
     @property
@@ -190,20 +179,25 @@ class Volunteer:
         """What the peer is doing."""
         return self._driver.peer.state
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run is over, and the peer only hands out the model."""
-        return self.state is State.TRAINING and self.outer_step >= self.run.config.total_outer_steps
-
-    @property
-    def trains_on(self) -> bool:
-        """Whether workers still take the last inner steps of what is being averaged."""
+    def facts(self) -> OwnFacts:
+        """Return what this process knows of the run, for people who look."""
         under_way = None if self._workers is None else self._workers.under_way
-        return under_way is not None and under_way.has_rest
+        return OwnFacts(
+            heartbeats=self.heartbeats(),
+            log=self.log,
+            state=self.state,
+            trains_on=under_way is not None and under_way.has_rest,
+            reach=self._transport.reach(),
+            caps=self._transport.caps,
+            sent=self._transport.upload.passed,
+            received=self._transport.download.passed,
+            download=self._driver.download,
+            fragments=self._fragments(),
+            bytes_per_token=self._workload.trainer.telemetry.bytes_per_token,
+        )
 
-    @property
-    def fragments(self) -> Fragments | None:
-        """What becomes of fragments; None in a run that does not stream."""
+    def _fragments(self) -> Fragments | None:
+        """Return what becomes of fragments; None in a run that does not stream."""
         workers = self._workers
         if self.run.config.streaming.is_plain or workers is None:
             return None
@@ -219,26 +213,6 @@ class Volunteer:
             wait_share=latest.get("average_wait_share", 0.0),
             longest=None if math.isnan(longest) else longest,
         )
-
-    @property
-    def download(self) -> Download | None:
-        """The state's download that is under way, or was last."""
-        return self._driver.download
-
-    @property
-    def caps(self) -> Caps:
-        """Return what may be sent and received at most."""
-        return self._transport.caps
-
-    @property
-    def reach(self) -> dict[str, Reach]:
-        """Return the ways to those peers of which one is known."""
-        return self._transport.reach()
-
-    @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """How many bytes of bulk data were sent and received."""
-        return self._transport.upload.passed, self._transport.download.passed
 
     @property
     def is_at_work(self) -> bool:
@@ -327,10 +301,7 @@ async def volunteer_with(
     keeping = Keeping(await workload.state_digest(), lineage, log, storage)
     driver = Driver(identity, transport, workload, run.settings, keeping)
     workload.take_turns(driver, identity.peer_id)
-    volunteer = Volunteer(run, driver, transport, workload, folder, log)
-    held_out = None if folder is None else HeldOutCurve(folder.held_out)
-    volunteer.draw_with(Curves(workload.trainer.telemetry, run.config, held_out))
-    return volunteer
+    return Volunteer(run, driver, transport, workload, folder, log)
 
 
 async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:

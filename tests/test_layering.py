@@ -149,6 +149,7 @@ ROOMS = (
     "plan",
     "owner",
     "settings",
+    "view",
     "demo",
     "dashboard",
     "doctor",
@@ -192,6 +193,11 @@ def test_rooms_import_nothing_that_stands_on_them(room: str) -> None:
         if is_in(module, f"opendiloco.{room}")
     }
     assert not found
+
+
+@pytest.mark.parametrize("imported", ["torch", "hivemind", "peers.net"])
+def test_the_view_needs_no_network_and_no_torch(imported: str) -> None:
+    assert not {module for module in importers(imported) if is_in(module, "opendiloco.view")}
 
 
 def test_nothing_imports_the_build_script() -> None:

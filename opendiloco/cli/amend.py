@@ -59,18 +59,17 @@ async def give_amendment(
 ) -> tuple[Amendment, int]:
     """Sign the next amendment. Returns it, and how many peers were given it. Raises: DilocoPeerError."""
     from opendiloco.run import find_run
+    from opendiloco.view.run_view import RunView
     from opendiloco.volunteer import connected
     from peers.errors import SwarmUnreachableError
     from peers.net.amendments import give
-    from peers.presence.heartbeat import PeerState
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         check_key(run, key)
         beats = await transport.heartbeats(run.run_id)
         signed = next_amendment(run, key, beats, learning_rate, momentum)
-        at_work = [beat for beat in beats if beat.state not in (PeerState.LEAVING, PeerState.ARCHIVING)]
-        at_work.sort(key=lambda beat: beat.lineage_tokens, reverse=True)
+        at_work = sorted(RunView.of(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
         told = await give(transport, run.run_id, signed, there)
     if not told:
@@ -99,8 +98,8 @@ def next_amendment(
 
     Raises: ManifestError when run.toml could not have these values either.
     """
-    from opendiloco.amending import Amended
     from opendiloco.config.run_config import RunConfig
+    from opendiloco.view.run_view import Amended
     from peers.errors import ManifestError
     from peers.values.amendments import Amendment
 

@@ -113,7 +113,7 @@ def command(
 
             beside.append(Nearby())
         if listening is not None:
-            from opendiloco.dashboard.node import NodeDashboard
+            from opendiloco.dashboard.server import NodeDashboard
 
             beside.append(NodeDashboard(listening, kept))
         place = (listen, announce, others, runs)

@@ -235,7 +235,7 @@ async def use_model(
     made = folder / f"outer-step-{reached.index:06}"
     place = ("--run", run.run_id, "--initial-peer", "ADDRESS")
     again = command_line("follow", place, "--export", "models", "--until", str(reached.index))
-    facts = await export_state(run, past_of(following), model, made, again)
+    facts = await export_state(run, past_of(run, following), model, made, again)
     where = await asyncio.to_thread(deliver, made, plan)
     show_model(reached, facts.held_out_loss, facts.bits_per_byte, where, plan.as_json)
 

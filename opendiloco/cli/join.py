@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ from opendiloco.cli.setting_options import SettingsCommand, join_settings
 if TYPE_CHECKING:
     import socket
 
-    from opendiloco.cli.views import JoinView
     from opendiloco.dashboard.sources import Source
     from opendiloco.interrupts import Interrupts
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.stay import Stay
+    from opendiloco.view.join_view import JoinView
     from opendiloco.volunteer import Volunteer
     from peers.net.transport import HivemindTransport
     from peers.values.identity import Identity
@@ -48,7 +49,6 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
 
 def join(log: LogOptions, settings: JoinSettings) -> None:
     """Train in a run until asked to leave. Raises: DilocoPeerError."""
-    from opendiloco.cli.views import view_for
     from opendiloco.doctor.machine import check_quickly
     from opendiloco.identity_file import hold_identity
     from opendiloco.interrupts import run_interruptible
@@ -168,3 +168,22 @@ async def shown(page: socket.socket | None, sources: list[Source]) -> AsyncItera
 def leave(volunteer: Volunteer, view: JoinView) -> None:
     volunteer.leave()
     view.say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)")
+
+
+def view_for(log: LogOptions, is_plain: bool) -> JoinView:
+    """Begin to log, and return how to show what goes on."""
+    from opendiloco.view.join_view import Lines, Screen
+
+    if is_plain or (log.is_json and log.file is None) or not sys.stdout.isatty():
+        log.start("info")
+        return Lines(log.is_json)
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    console = Console()
+    if log.file is None:
+        # Beside a picture that shows what goes on, lines of every outer step are in the way.
+        log.send_to(RichHandler(console=console, show_path=False, show_level=False, show_time=False), "warning")
+    else:
+        log.start("info")
+    return Screen(console)

@@ -185,7 +185,7 @@ def cells(entry: Entry, header: Header) -> tuple[str, ...]:
 
 def plain(entry: Entry, header: Header) -> dict[str, object]:
     """An entry as JSON can say it, digests in hexadecimal."""
-    from opendiloco.amending import plain_amendment
+    from opendiloco.view.run_view import plain_amendment
 
     return {
         "index": header.index,

@@ -153,20 +153,18 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
 def needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | None) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
     import json
-    from dataclasses import asdict
 
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import with_own_files
 
     log.start()
     config = with_own_files(RunConfig.from_toml(run_toml), OwnFiles(model, tokenizer))
-    from opendiloco.listed_run import Taken  # what follows takes seconds to import
-    from opendiloco.model.build import sized_skeleton
+    from opendiloco.model.build import sized_skeleton  # what follows takes seconds to import
     from opendiloco.workers.needs import needs_lines, needs_of
 
     skeleton = sized_skeleton(config)
     if as_json:
-        click.echo(json.dumps(asdict(Taken.of(needs_of(config, skeleton))), indent=2))
+        click.echo(json.dumps(needs_of(config, skeleton).plain(), indent=2))
         return
     for line in needs_lines(lambda gpus: needs_of(config, skeleton, gpus)):
         click.echo(line)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,10 +12,68 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import initial_peers_option, known_addresses
 
 if TYPE_CHECKING:
-    from opendiloco.listed_run import ListedRun
+    from opendiloco.run import Run
+    from opendiloco.view.run_view import RunView
+    from opendiloco.workers.needs import Needs
     from peers.net.transport import HivemindTransport
 
 NOTHING = "No runs that are open to everybody. Ask an organiser for an invite, or begin one: diloco-peer run create"
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """One run. `problem` says why this machine cannot know more of it, or what it takes; empty: it knows all.
+
+    `needs` is what it takes of a machine; None where that is not known."""
+
+    run_id: str
+    problem: str = ""
+    view: RunView | None = None
+    needs: Needs | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the run as JSON can say it."""
+        view = self.view
+        if view is None:
+            return {"run": self.run_id, "problem": self.problem}
+        return {
+            "run": self.run_id,
+            "problem": self.problem or None,
+            "organiser": view.run.manifest.organiser,
+            "peers": [beat.peer for beat in view.trainers],
+            "minimum_peers": view.run.config.rounds.minimum_peers,
+            "outer_step": view.outer_step,
+            "outer_steps": view.outer_steps,
+            "finished": view.is_finished,
+            "tokens_per_second": round(view.tokens_per_second, 1),
+            "model": view.model,
+            "sources": view.sources,
+            "needs": None if self.needs is None else self.needs.plain(),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the run's lines for people."""
+        from opendiloco.quantities import in_words
+
+        yield self.run_id
+        view, needs = self.view, self.needs
+        if view is None:
+            yield f"  {self.problem}"
+            return
+        state = "finished" if view.is_finished else f"outer step {view.outer_step}/{view.outer_steps}"
+        here, minimum = len(view.trainers), view.run.config.rounds.minimum_peers
+        least = f" of at least {minimum}" if here < minimum else ""
+        yield f"  {state} · {here}{least} peers · {view.tokens_per_second:,.0f} tokens/s"
+        parameters = "" if needs is None else f", {needs.host.values:,} parameters"
+        yield f"  {view.model}{parameters} · data: {', '.join(view.sources)}"
+        if self.problem:
+            yield f"  {self.problem}"
+        if needs is not None:
+            yield (
+                f"  takes {in_words(needs.device_memory)} of a GPU and activations, or the CPU with "
+                f"{in_words(needs.main_memory_on_cpu)} of memory; {in_words(needs.disk)} of disk; "
+                f"{in_words(2 * needs.payload)} each way in an outer step"
+            )
 
 
 @click.command(short_help="List the runs that a bootstrap node remembers.")
@@ -57,25 +116,37 @@ async def look(addresses: tuple[str, ...], limit: int) -> list[ListedRun]:
 
 async def look_at(transport: HivemindTransport, run_id: str) -> ListedRun:
     """Return one run, as far as it can be known here."""
-    from opendiloco.listed_run import ListedRun
     from opendiloco.run import find_run
+    from opendiloco.view.run_view import RunView
     from peers.errors import DilocoPeerError
 
     try:
         run = await find_run(transport, run_id)
-        return ListedRun(run_id, run=run, heartbeats=await transport.heartbeats(run_id))
+        return ListedRun(run_id, view=RunView.of(run, await transport.heartbeats(run_id)))
     except DilocoPeerError as error:
         return ListedRun(run_id, problem=error.message)
 
 
 def with_needs(listed: ListedRun) -> ListedRun:
     """Return the run with what it takes of a machine, or why that is not known."""
-    from opendiloco.listed_run import taken_by
     from peers.errors import DilocoPeerError
 
-    if listed.run is None:
+    if listed.view is None:
         return listed
     try:
-        return replace(listed, taken=taken_by(listed.run))
+        return replace(listed, needs=needs_here(listed.view.run))
     except DilocoPeerError as error:
         return replace(listed, problem=error.message)
+
+
+def needs_here(run: Run) -> Needs:
+    """Return what a run takes of a machine. Imports torch.
+
+    Raises: DataError for a model that each volunteer names; ManifestError for one that cannot be built.
+    """
+    from opendiloco.data.own_files import NONE
+    from opendiloco.model.build import sized_skeleton
+    from opendiloco.workers.needs import needs_of
+
+    config = run.with_own(NONE).config
+    return needs_of(config, sized_skeleton(config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import click
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from rich.console import Group
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.outer.agreement import Agreement
     from opendiloco.run import Run
+    from opendiloco.view.run_view import Agreement, RunView
+    from peers.net.transport import HivemindTransport
     from peers.presence.heartbeat import Heartbeat
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 WATCH_SECONDS = 1.0
 COMPARE_SECONDS = 15.0  # for which it looks until two peers have been seen at one outer step: they may be short
 NOBODY = "no live peers: nobody trains in this run now"
-
-
-class HeartbeatsTransport(Protocol):
-    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
 
 
 @click.command()
@@ -51,101 +48,90 @@ def command(
     invite = parse_run(run, initial_peers)
     with reader(identity) as key:
         if watch:
-            run_interruptible(lambda interrupts: watch_status(invite, key))
+            run_interruptible(lambda interrupts: show_status(invite, key, as_json, watch=True))
         else:
             asyncio.run(show_status(invite, key, as_json))
 
 
-async def show_status(invite: Invite, key: Identity, as_json: bool) -> None:
+async def show_status(invite: Invite, key: Identity, as_json: bool, watch: bool = False) -> None:
+    """Print how the run is, once or until cancelled. Raises: DilocoPeerError."""
     import json
 
     from rich.console import Console
 
-    from opendiloco.amending import Amended
     from opendiloco.run import find_run
-    from opendiloco.screen import plain_signed
     from opendiloco.signed_heads import ask_for_signed_heads
+    from opendiloco.view.screen import plain_signed
     from opendiloco.volunteer import connected
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
         await ask_for_signed_heads(transport, run, invite.addresses)
-        heartbeats, agreement = await compare(transport, run)
+        if watch:
+            await keep_showing(transport, run)
+        view = await compare(transport, run)
         signed = transport.signed_heads_of(run.run_id)
     here = volunteers_here(run.run_id)
     if as_json:
-        peers = [plain(beat, run.config) for beat in heartbeats]
-        agree, newest = agreement.verdict, plain_signed(signed)
-        outer = Amended.seen_in(run, heartbeats).plain(run)
+        peers = [plain(beat, run.config) for beat in view.peers]
+        agree, newest, outer = view.agreement.verdict, plain_signed(signed), view.amended.plain(run)
         shown: dict[str, object] = {"run": run.run_id, "agree": agree, "signed": newest, "outer_optimizer": outer}
         shown |= {"peers": peers, "here": here}
         click.echo(json.dumps(shown, indent=2))
     else:
-        Console().print(picture(run, heartbeats, agreement, signed), *here_lines(here), sep="\n")
+        Console().print(picture(view, signed), *here_lines(here), sep="\n")
 
 
-async def compare(transport: HeartbeatsTransport, run: Run) -> tuple[list[Heartbeat], Agreement]:
-    """Return who is there, and whether they agree. Where outer steps are short, peers are seldom seen at the same one:
-    looks again for a while before it finds nothing to compare."""
-    import asyncio
-
-    from opendiloco.outer.agreement import Agreement
-    from peers.presence.membership import PARTICIPATING
-
-    agreement, now = Agreement(), asyncio.get_running_loop().time
-    ends = now() + COMPARE_SECONDS
-    while True:
-        heartbeats = await live_heartbeats(transport, run)
-        agreement.observe(heartbeats)
-        comparable = sum(beat.state in PARTICIPATING for beat in heartbeats)
-        if agreement.verdict is not None or comparable < 2 or now() >= ends:
-            return heartbeats, agreement
-        await asyncio.sleep(WATCH_SECONDS)
-
-
-async def watch_status(invite: Invite, key: Identity) -> None:
+async def keep_showing(transport: HivemindTransport, run: Run) -> NoReturn:
     import asyncio
 
     from rich.console import Group
     from rich.live import Live
 
-    from opendiloco.outer.agreement import Agreement
-    from opendiloco.run import find_run
-    from opendiloco.signed_heads import ask_for_signed_heads
-    from opendiloco.volunteer import connected
+    from opendiloco.view.run_view import Agreement
 
     agreement = Agreement()
-    async with connected(key, invite.addresses, client_mode=True) as transport:
-        run = await find_run(transport, invite.run_id)
-        await ask_for_signed_heads(transport, run, invite.addresses)
-        with Live(auto_refresh=False) as live:
-            while True:
-                heartbeats = await live_heartbeats(transport, run)
-                agreement.observe(heartbeats)
-                shown = picture(run, heartbeats, agreement, transport.signed_heads_of(run.run_id))
-                live.update(Group(shown, *here_lines(volunteers_here(run.run_id))), refresh=True)
-                await asyncio.sleep(WATCH_SECONDS)
+    with Live(auto_refresh=False) as live:
+        while True:
+            shown = picture(await look(transport, run, agreement), transport.signed_heads_of(run.run_id))
+            live.update(Group(shown, *here_lines(volunteers_here(run.run_id))), refresh=True)
+            await asyncio.sleep(WATCH_SECONDS)
 
 
-async def live_heartbeats(transport: HeartbeatsTransport, run: Run) -> list[Heartbeat]:
-    """Of the peers that have not said goodbye; what has expired is not in the DHT any more."""
-    from peers.presence.heartbeat import PeerState
+async def look(transport: HivemindTransport, run: Run, agreement: Agreement) -> RunView:
+    """Return how the run is now. What has expired is not in the DHT any more."""
+    from opendiloco.view.run_view import RunView
 
-    return [beat for beat in await transport.heartbeats(run.run_id) if beat.state is not PeerState.LEAVING]
+    return RunView.of(run, await transport.heartbeats(run.run_id), agreement)
 
 
-def picture(run: Run, heartbeats: list[Heartbeat], agreement: Agreement, signed: SignedHeads) -> Group:
+async def compare(transport: HivemindTransport, run: Run) -> RunView:
+    """Return who is there, and whether they agree. Where outer steps are short, peers are seldom seen at the same one:
+    looks again for a while before it finds nothing to compare."""
+    import asyncio
+
+    from opendiloco.view.run_view import Agreement
+
+    agreement, now = Agreement(), asyncio.get_running_loop().time
+    ends = now() + COMPARE_SECONDS
+    while True:
+        view = await look(transport, run, agreement)
+        if agreement.verdict is not None or len(view.working) < 2 or now() >= ends:
+            return view
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+def picture(view: RunView, signed: SignedHeads) -> Group:
     from rich.console import Group
 
-    from opendiloco.amending import Amended
-    from opendiloco.screen import held_out_lines, peers_table, reach_lines, row_of, signed_lines
+    from opendiloco.view.screen import held_out_lines, peers_table, reach_lines, row_of, signed_lines
 
-    if not heartbeats:
+    run = view.run
+    if not view.peers:
         return Group(run.run_id, NOBODY, *signed_lines(signed))
-    table = peers_table([row_of(beat, run.config) for beat in heartbeats], run.run_id)
-    amended = Amended.seen_in(run, heartbeats).lines()
-    told = *held_out_lines(heartbeats), *reach_lines(heartbeats), *amended, *signed_lines(signed)
-    return Group(table, *told, str(agreement))
+    table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)
+    told = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
+    return Group(table, *told, str(view.agreement))
 
 
 def volunteers_here(run_id: str) -> list[dict[str, object]]:
@@ -172,26 +158,18 @@ def here_lines(here: list[dict[str, object]]) -> list[str]:
 
 def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     """A heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on the peer's clock."""
-    from opendiloco.screen import reachability, shown_state
+    from opendiloco.view.run_view import plain_peer
 
-    return {
-        "peer": beat.peer,
-        "state": shown_state(beat, config),
-        "outer_step": beat.index,
-        "inner_step": beat.inner_step,
-        "tokens_per_second": beat.tokens_per_second,
-        "loss": beat.loss,
+    return plain_peer(beat, config) | {
         "held_out": None if beat.held_out is None else {"outer_step": beat.held_out.index, "loss": beat.held_out.loss},
         "lineage_tokens": beat.lineage_tokens,
         "roster_size": beat.roster_size,
         "log_digest": beat.head.hex(),
         "state_digest": beat.state_digest.hex(),
         "addresses": list(beat.addresses),
-        "reach": reachability(beat),
         "endpoints": list(beat.endpoints),
         "relays": list(beat.relays),
         "relayed": list(beat.relayed),
         "unreached": list(beat.unreached),
-        "trouble": beat.trouble,
         "seen": beat.sequence / 1000,
     }

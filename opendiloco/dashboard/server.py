@@ -12,16 +12,21 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from opendiloco.dashboard.doorman import Doorman
-from opendiloco.dashboard.sources import Source
+from opendiloco.dashboard.sources import NodeSources, Source
 from opendiloco.dashboard.watching import Board, Watching
 from peers.errors import LocalNetworkError
 from peers.links import contacts
+
+if TYPE_CHECKING:
+    from opendiloco.checkpoints.archive import Archive
+    from peers.net.transport import HivemindTransport
+    from peers.values.manifest import SignedManifest
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +117,20 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         await runner.cleanup()
 
 
+class NodeDashboard:
+    """A bootstrap node's dashboard: all runs that are announced to it, with the logs that its archive keeps."""
+
+    def __init__(self, listening: socket.socket, archive: Archive | None) -> None:
+        self._listening = listening
+        self._archive = archive
+
+    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
+        """Serve until cancelled."""
+        sources = NodeSources(transport, self._archive.kept if self._archive else None)
+        async with dashboard(self._listening, lambda: sources.current(manifests)):
+            await asyncio.Event().wait()
+
+
 class _Site(web.SockSite):
     """The server at a socket, with a doorman before it."""
 
@@ -153,7 +172,7 @@ class Pages:
             raise _unknown_run()
         watch = self._watching.runs[run]
         await watch.refresh()
-        return web.json_response(watch.view.sections())
+        return web.json_response(watch.history.sections())
 
     async def list_events(self, request: web.Request) -> web.StreamResponse:
         return await self._stream(request, self._watching.board)

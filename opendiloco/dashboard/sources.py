@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.run import Run
@@ -14,6 +14,11 @@ from peers.net.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
+
+if TYPE_CHECKING:
+    from opendiloco.checkpoints.archive import ArchivedRun
+    from opendiloco.volunteer import Volunteer
+    from peers.net.transport import HivemindTransport
 
 UPDATE_SECONDS = 10.0  # between two looks at which runs a node remembers
 NO_ARCHIVE = (
@@ -40,40 +45,14 @@ class Source:
     no_log: str = NOT_YET
 
 
-class Network(Protocol):
-    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
-    def signed_heads_of(self, run_id: str) -> SignedHeads: ...
-
-
-class Archived(Protocol):
-    """A run that an archive keeps."""
-
-    @property
-    def log(self) -> RunLog: ...
-    @property
-    def held_out(self) -> HeldOutCurve: ...
-
-
-class Volunteering(Protocol):
-    """A peer of this process."""
-
-    run: Run
-
-    @property
-    def log(self) -> RunLog: ...
-    @property
-    def held_out(self) -> HeldOutCurve: ...
-    def heartbeats(self) -> list[Heartbeat]: ...
-
-
-def follower_source(run: Run, network: Network, log: Callable[[], RunLog | None]) -> Source:
+def follower_source(run: Run, network: HivemindTransport, log: Callable[[], RunLog | None]) -> Source:
     """The run that this machine follows."""
     return Source(
         as_signed(run), lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id)
     )
 
 
-def volunteer_source(volunteer: Volunteering, network: Network) -> Source:
+def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source:
     """The run that this machine trains in. It knows who is there without asking."""
     run = volunteer.run
 
@@ -98,7 +77,7 @@ def as_signed(run: Run) -> Run:
 class NodeSources:
     """The runs that a bootstrap node remembers, and their logs where it keeps them."""
 
-    def __init__(self, network: Network, kept: Callable[[str], Archived | None] | None) -> None:
+    def __init__(self, network: HivemindTransport, kept: Callable[[str], ArchivedRun | None] | None) -> None:
         self._network = network
         self._kept = kept
         self._sources: dict[str, Source] = {}

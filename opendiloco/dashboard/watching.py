@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from opendiloco.dashboard.sources import Source
-from opendiloco.dashboard.state import RunView
+from opendiloco.view.history import RunHistory
 from peers.errors import DilocoPeerError
 from peers.log.state import LogError
 from peers.net.run_failures import RunFailures
@@ -65,13 +65,13 @@ class Board:
 
 
 class RunWatch:
-    """One run, its view, and who looks at it."""
+    """One run, what was seen of it, and who looks at it."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.board = Board()
-        self.view = RunView(source.run, source.me, source.held_out, source.no_log)
-        self.summary = self.view.summary()
+        self.history = RunHistory(source.run, source.me, source.held_out, source.no_log)
+        self.summary = self.history.summary()
         """What the list of runs says of it."""
         self.looked_at = float("-inf")  # on this machine's monotonic clock
         self._looking = asyncio.Lock()
@@ -102,10 +102,10 @@ class RunWatch:
     async def _learn(self) -> None:
         try:
             async with asyncio.timeout(LOOK_LIMIT):
-                self.view.observe(await self.source.heartbeats(), time.time())
-            self.view.recall(self.source.found())
+                self.history.observe(await self.source.heartbeats(), time.time())
+            self.history.recall(self.source.found())
             told_at = time.monotonic()
-            while self.view.read(self.source.log(), self.source.signed()):
+            while self.history.read(self.source.log(), self.source.signed()):
                 await asyncio.sleep(PAUSE_SECONDS)
                 if time.monotonic() - told_at >= WATCHED_SECONDS:
                     self._tell()
@@ -114,14 +114,14 @@ class RunWatch:
             logger.debug("the dashboard could not look at %s: %r", self.source.run.run_id, error)
 
     def _tell(self) -> None:
-        summary = self.view.summary()
+        summary = self.history.summary()
         json.dumps(summary, allow_nan=False)  # what JSON cannot say would keep the list of all runs from being told
         self.summary = summary
         if self.board.watchers or not self.board.sections:
             self.show()
 
     def show(self) -> None:
-        self.board.show(self.view.sections())
+        self.board.show(self.history.sections())
 
 
 class Watching:

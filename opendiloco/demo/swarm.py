@@ -19,9 +19,9 @@ from opendiloco.errors import DemoError, MachineError
 from opendiloco.follower import export_state, fetch_state, make_folder, past_of
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
-from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
-from opendiloco.screen import Row, is_finished, row_of
+from opendiloco.view.run_view import Agreement, is_finished
+from opendiloco.view.screen import Row, row_of
 from opendiloco.volunteer import connected, working
 from peers.net.bootstrap import announce_manifest
 from peers.net.daemon import sweep_sockets
@@ -218,7 +218,7 @@ async def look(swarm: _Swarm, transport: HivemindTransport) -> None:
 
 async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
     """Fetch the state while somebody has it, let everybody leave, and see what has become of the model."""
-    past = past_of(await fetch_state(swarm.run, transport, workload))
+    past = past_of(swarm.run, await fetch_state(swarm.run, transport, workload))
     reason = "the run is over" if swarm.finished() else "time is up"
     swarm.screen.event(f"{reason}: fetched the state after outer step {past.outer_steps}")
     leaving = swarm.live()

@@ -86,6 +86,17 @@ class Needs:
         """Trained by one peer that is there from the first outer step to the last."""
         return self.outer_steps * self.tokens_per_outer_step
 
+    def plain(self) -> dict[str, int]:
+        """Return what a machine with one GPU, or none, has to have, in bytes."""
+        return {
+            "parameters": self.host.values,
+            "gpu_memory": self.device_memory,
+            "main_memory": self.main_memory,
+            "main_memory_on_cpu": self.main_memory_on_cpu,
+            "disk": self.disk,
+            "traffic_each_way": 2 * self.payload,
+        }
+
     def days(self, machine: Machine) -> float | None:
         """Return how long a peer with such GPUs trains; None where that is not known, or they are too small."""
         speed = self._speed(machine)

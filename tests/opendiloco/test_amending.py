@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from opendiloco.amending import Amended
 from opendiloco.cli import main
 from opendiloco.cli.amend import check_key, give_amendment, next_amendment
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
+from opendiloco.view.run_view import Amended
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.net.amendments import Amendments
 from peers.presence.heartbeat import Heartbeat, PeerState

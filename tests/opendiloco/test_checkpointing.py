@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -169,5 +170,6 @@ def test_a_volunteer_hands_over_what_is_frozen(tmp_path: Path) -> None:
         on_snapshot: object = None
 
     driver, checkpointer = Driver(), Checkpointer(plan(tmp_path))
-    Volunteer(None, driver, None, None).checkpoint_with(checkpointer)  # type: ignore[arg-type]
+    workload = SimpleNamespace(trainer=SimpleNamespace(telemetry=None), measuring=SimpleNamespace())
+    Volunteer(None, driver, None, workload).checkpoint_with(checkpointer)  # type: ignore[arg-type]
     assert driver.on_snapshot == checkpointer.take

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 
 from opendiloco.cli.join import owners_watch
-from opendiloco.cli.views import Lines
 from opendiloco.settings.join_settings import JoinSettings
+from opendiloco.view.join_view import Lines
 
 
 def test_a_volunteer_leaves_at_the_next_such_moment() -> None:

@@ -10,15 +10,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from opendiloco.cli.join import view_for
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.views import Lines, Screen, view_for
-from opendiloco.config.run_config import RunConfig
-from opendiloco.run import Run
-from opendiloco.screen import volunteer_picture
-from peers.presence.heartbeat import PeerState
-from peers.values.identity import Identity
-from tests.opendiloco.test_progress import PROGRESS
-from tests.opendiloco.test_screen import beat
+from opendiloco.view.join_view import Lines, Screen, volunteer_picture
+from opendiloco.view.progress import Progress
+from opendiloco.view.run_view import RunView
+from tests.opendiloco.test_progress import own_beat
+from tests.opendiloco.test_progress import progress as progress
 
 
 def test_a_log_has_each_phase_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,13 +65,13 @@ def test_above_a_picture_there_are_only_warnings(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (80, 10)])
-def test_the_picture_fits_the_terminal(small_config: RunConfig, width: int, height: int) -> None:
-    run = Run.sign(small_config, Identity.generate())
-    beats = [beat(PeerState.TRAINING, 3)] * 100
-    paused = replace(PROGRESS, pause_reasons=("[red]game[/red] runs",))
+def test_the_picture_fits_the_terminal(progress: Progress, width: int, height: int) -> None:
+    beats = progress.own, *(own_beat(f"peer{number}") for number in range(100))
+    view = RunView.of(progress.view.run, beats)
+    paused = replace(progress, view=view, pause_reasons=("[red]game[/red] runs",))
     console = Console(width=width, height=height, force_terminal=False)
     with console.capture() as capture:
-        console.print(volunteer_picture(run, beats, paused, height))
+        console.print(volunteer_picture(paused, height))
     shown = capture.get().splitlines()
     assert max(map(len, shown)) <= width
     assert len(shown) <= max(height, 14)

@@ -11,8 +11,8 @@ from opendiloco.demo.processes import Child
 from opendiloco.demo.screen import DemoScreen
 from opendiloco.demo.swarm import _Swarm, _Volunteer, judge
 from opendiloco.model.card import RunFacts
-from opendiloco.outer.agreement import Agreement
 from opendiloco.run import Run
+from opendiloco.view.run_view import Agreement
 from tests.peers.builders import LOG, beat
 
 FACTS = RunFacts(run_id="demo", manifest_digest="00", outer_steps=9, tokens=1, peers=2, held_out_loss=2.0)

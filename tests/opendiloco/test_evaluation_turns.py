@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 
 from opendiloco.config.run_config import EvaluationSection, RunConfig
-from opendiloco.evaluation_turns import is_our_turn, newest_held_out
+from opendiloco.evaluation_turns import is_our_turn
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.screen import held_out_lines
+from opendiloco.run import Run
+from opendiloco.view.run_view import RunView
+from opendiloco.view.screen import held_out_lines
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.telemetry import Telemetry
 from peers.presence.heartbeat import HeldOutLoss
+from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress, Trained
 from tests.opendiloco.trainings import NotingTracker
-from tests.peers.builders import LOG, beat
+from tests.peers.builders import beat
 from tests.peers.transfer.test_freezing import log_at
 
 
@@ -35,19 +38,36 @@ def test_nobody_evaluates_where_the_manifest_does_not_say_so() -> None:
     assert not is_our_turn("stranger", log_at(6), EvaluationSection(every=1))
 
 
-def test_the_newest_finding_is_shown() -> None:
-    found = (HeldOutLoss(index=16, loss=2.0), None, HeldOutLoss(index=24, loss=1.5), HeldOutLoss(index=8, loss=3.0))
-    beats = [beat(peer, LOG, held_out=held_out) for peer, held_out in zip("abcd", found, strict=True)]
-    assert newest_held_out(beats) == found[2]
-    assert held_out_lines(beats) == ["held-out loss 1.500 (perplexity 4.5) after outer step 24"]
-    [line] = held_out_lines(beats, bytes_per_token=2.0)
-    assert line == "held-out loss 1.500 (perplexity 4.5, 1.082 bits per byte) after outer step 24"
-    assert held_out_lines([beats[1]]) == []
+@pytest.fixture
+def run(small_config: RunConfig) -> Run:
+    return Run.sign(small_config.model_copy(update={"outer_steps": 40}), Identity.generate())
+
+
+def found(run: Run, *said: HeldOutLoss | None) -> RunView:
+    """The view of a run whose peers, after outer step 17, have found these losses."""
+    return RunView.of(
+        run, [beat(peer, log_at(17), held_out=held_out) for peer, held_out in zip("abcd", said, strict=False)]
+    )
+
+
+def test_the_newest_finding_is_shown(run: Run) -> None:
+    view = found(
+        run, HeldOutLoss(index=8, loss=2.0), None, HeldOutLoss(index=16, loss=1.5), HeldOutLoss(index=0, loss=3.0)
+    )
+    assert held_out_lines(view) == ["held-out loss 1.500 (perplexity 4.5) after outer step 16"]
+    [line] = held_out_lines(view, bytes_per_token=2.0)
+    assert line == "held-out loss 1.500 (perplexity 4.5, 1.082 bits per byte) after outer step 16"
+    assert held_out_lines(found(run, None)) == []
+
+
+def test_one_peer_cannot_say_what_was_found_where_nothing_was_due(run: Run) -> None:
+    said = (HeldOutLoss(index=8, loss=2.0), HeldOutLoss(index=9, loss=0.1), HeldOutLoss(index=8 * 10**6, loss=0.1))
+    assert held_out_lines(found(run, *said)) == ["held-out loss 2.000 (perplexity 7.4) after outer step 8"]
 
 
 @pytest.mark.parametrize("loss", [1e300, -1e300])
-def test_whatever_others_claim_can_be_shown(loss: float) -> None:
-    assert len(held_out_lines([beat("a", LOG, held_out=HeldOutLoss(index=1, loss=loss))])) == 1
+def test_whatever_others_claim_can_be_shown(run: Run, loss: float) -> None:
+    assert len(held_out_lines(found(run, HeldOutLoss(index=8, loss=loss)))) == 1
 
 
 class Workers(WorkerGroup):

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import opendiloco
+from opendiloco.cli.runs import needs_here
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from opendiloco.errors import DataError, MachineError
 from opendiloco.kept_states import find_origin
-from opendiloco.listed_run import taken_by
 from opendiloco.model import rehearsal
 from opendiloco.model.build import build_model, build_skeleton, sized_skeleton
 from opendiloco.run import Run
@@ -283,7 +283,7 @@ def test_what_lists_or_reads_a_strangers_run_opens_no_folder(
 ) -> None:
     run = Run.sign(of_folder(small_content, folder), Identity.generate())
     with pytest.raises(DataError, match="--model PATH"):
-        taken_by(run)
+        needs_here(run)
     (tmp_path / "manifest").write_bytes(run.manifest.pack())
     with pytest.raises(DataError, match="--model PATH"):
         find_origin(tmp_path, manifest=tmp_path / "manifest")

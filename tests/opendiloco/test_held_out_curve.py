@@ -11,12 +11,13 @@ import pytest
 
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve, read_curve
 from opendiloco.config.run_config import RunConfig
-from opendiloco.curves import Curves, configuration_of
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import BEGIN, END, ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.run import Run
+from opendiloco.view.curves import Curves, configuration_of
+from opendiloco.view.run_view import RunView
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import Telemetry
 from peers.presence.heartbeat import HeldOutLoss
@@ -73,7 +74,8 @@ def test_the_first_word_on_each_outer_step_is_drawn_if_one_was_due(small_config:
     telemetry, tracker = Telemetry(inner_steps=10, bytes_per_token=1.0), NotingTracker()
     telemetry.trackers.append(tracker)
     curve = HeldOutCurve()
-    curves = Curves(telemetry, small_config, curve)
+    curves = Curves(telemetry, curve)
+    run = Run.sign(small_config.model_copy(update={"outer_steps": 40}), Identity.generate())
     own = beat("a", LOG, held_out=HeldOutLoss(index=LOG.position.index, loss=9.0))
     due = LOG.position.index - LOG.position.index % small_config.evaluation.every
     said = [(due, 2.5), (due, 0.1), (due + 1, 2.0), (due + 8 * 1000, 1.0), (0, 5.0)]
@@ -82,9 +84,9 @@ def test_the_first_word_on_each_outer_step_is_drawn_if_one_was_due(small_config:
         for peer, (index, loss) in zip("bcdef", said, strict=True)
     ]
     for _ in range(2):
-        curves.heard(own, [*others, beat("g", LOG)])
+        curves.heard(own, RunView.of(run, [own, *others, beat("g", LOG)]))
     assert curve.losses == {LOG.position.index: 9.0} | {due: 2.5, 0: 5.0}
-    assert [(step, values["held_out/loss"]) for step, values in tracker.records] == [(10 * due, 2.5), (0, 5.0)]
+    assert [(step, values["held_out/loss"]) for step, values in tracker.records] == [(0, 5.0), (10 * due, 2.5)]
 
 
 def test_the_configuration_says_what_the_curves_are_of(small_config: RunConfig) -> None:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 
+from opendiloco.cli.runs import ListedRun, needs_here
 from opendiloco.config.run_config import RunConfig
-from opendiloco.listed_run import ListedRun, Taken, taken_by
+from opendiloco.quantities import in_words
 from opendiloco.run import Run
+from opendiloco.view.run_view import RunView
 from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
 from tests.opendiloco.test_screen import beat
-
-TAKEN = Taken(6000, 10**9, 2 * 10**9, 3 * 10**9, 5 * 10**9, 10**6)
 
 
 def test_a_run_says_who_is_there_and_what_it_takes(small_config: RunConfig) -> None:
     run = Run.sign(small_config, Identity.generate())
     beats = [beat(PeerState.TRAINING, 2), beat(PeerState.ARCHIVING, 3), beat(PeerState.LEAVING, 1)]
-    listed = ListedRun(run.run_id, run=run, heartbeats=beats, taken=TAKEN)
+    needs = needs_here(run)
+    listed = ListedRun(run.run_id, view=RunView.of(run, beats), needs=needs)
     plain = json.loads(json.dumps(listed.plain()))
     assert len(plain["peers"]) == 1
-    assert (plain["outer_step"], plain["finished"], plain["problem"]) == (3, False, None)
-    assert plain["needs"]["gpu_memory"] == 10**9
+    assert (plain["outer_step"], plain["finished"], plain["problem"]) == (2, False, None)
+    assert plain["needs"]["gpu_memory"] == needs.device_memory
     lines = list(listed.lines())
     assert lines[0] == run.run_id
-    assert f"outer step 3/{small_config.total_outer_steps} · 1" in lines[1]
-    assert "takes 1 GB of a GPU" in lines[3]
+    assert f"outer step 2/{small_config.total_outer_steps} · 1" in lines[1]
+    assert f"takes {in_words(needs.device_memory)} of a GPU" in lines[3]
 
 
 def test_a_run_of_another_version_says_so() -> None:
@@ -35,5 +36,5 @@ def test_a_run_of_another_version_says_so() -> None:
 
 
 def test_what_a_run_takes_follows_from_its_model(small_config: RunConfig) -> None:
-    taken = taken_by(Run.sign(small_config, Identity.generate()))
-    assert 0 < taken.parameters < taken.traffic_each_way * 10 < taken.disk * 100
+    needs = needs_here(Run.sign(small_config, Identity.generate())).plain()
+    assert 0 < needs["parameters"] < needs["traffic_each_way"] * 10 < needs["disk"] * 100

@@ -10,10 +10,10 @@ import pytest
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
-from opendiloco.curves import Curves
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.outer.statistics import OuterStatistics, OuterStepTaken, measure
 from opendiloco.shared_memory import Vector
+from opendiloco.view.curves import Curves
 from opendiloco.workers.telemetry import Telemetry
 from peers.driver.rounds import RoundCosts
 from peers.values.leases import SampleRange
@@ -116,10 +116,10 @@ def test_each_outer_step_is_told_of_once_it_is_taken(small_config: RunConfig) ->
     assert [step.learning_rate for step in told] == [schedule.learning_rate(index) for index in (1, 2, 3, 4)]
 
 
-def test_costs_are_those_since_the_outer_step_before(small_config: RunConfig) -> None:
+def test_costs_are_those_since_the_outer_step_before() -> None:
     telemetry, tracker = Telemetry(inner_steps=4), NotingTracker()
     telemetry.trackers.append(tracker)
-    curves = Curves(telemetry, small_config)
+    curves = Curves(telemetry)
     for index, costs in enumerate((RoundCosts(2.0, 100, 50), RoundCosts(5.0, 300, 450, 70.0, 90.0))):
         curves.taken(OuterStepTaken(index, 0.7, 0.9, math.nan, OuterStatistics(1.0, 2.0)), costs)
     names = ("round_seconds", "sent_bytes", "received_bytes", "peak_sent_rate", "peak_received_rate")

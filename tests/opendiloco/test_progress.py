@@ -4,46 +4,74 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from opendiloco.contributions import Contribution
-from opendiloco.progress import (
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
+from opendiloco.view.chronicle import Standing
+from opendiloco.view.progress import (
     COMPILING,
     DOWNLOADING,
     OF_STATES,
     PREPARING,
     TRAINING,
     Fragments,
+    GrowthMeter,
+    OwnFacts,
     Progress,
     Traffic,
     Work,
+    curve,
+    healthy_line,
     phase_of_stage,
+    progress_lines,
+    stage_line,
 )
-from opendiloco.progress_lines import curve, healthy_line, progress_lines, stage_line
-from opendiloco.progress_reader import RateMeter, links_by_way
+from opendiloco.view.run_view import RunView
+from peers.log.folder import MemoryLog
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol.states import State
+from peers.streams.throttle import Caps
+from peers.transfer.download import Download
+from peers.values.identity import Identity
 from peers.values.reach import Reach
+from tests.opendiloco.test_agreement import beat
 
-PROGRESS = Progress(
-    phase=TRAINING,
-    outer_step=12,
-    outer_steps=40,
-    inner_step=50,
-    inner_steps=200,
-    work=Work(0.25, 20.0),
-    peers=3,
-    reachable="NAT",
-    links={"open": 1, "relayed": 1},
-    loss=2.5,
-    losses=(4.0, 3.0, 2.5),
-    held_out="held-out loss 2.310",
-    tokens_per_second=12345.6,
-    contribution=Contribution(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
-    up=Traffic(1e6 / 8, 20e6 / 8, 3_400_000),
-    down=Traffic(2e6 / 8, None, 12_000_000_000),
-    machine="61 °C",
-)
+RELAY = "/dns4/node.example/tcp/1/p2p/X"
+
+
+def own_beat(peer: str = "a", **said: Any) -> Heartbeat:
+    known: dict[str, Any] = {
+        "index": 12,
+        "inner_step": 50,
+        "loss": 2.5,
+        "tokens_per_second": 12345.6,
+        "relays": (RELAY,),
+    }
+    return beat(peer, 12).model_copy(update=known | said)
+
+
+@pytest.fixture
+def progress(small_config: RunConfig) -> Progress:
+    training = small_config.training.model_copy(update={"inner_steps": 200})
+    run = Run.sign(small_config.model_copy(update={"outer_steps": 40, "training": training}), Identity.generate())
+    beats = own_beat(held_out=HeldOutLoss(index=8, loss=2.31)), *map(own_beat, ("b", "c", "unknown"))
+    reach = {"b": Reach.RELAYED, "c": Reach.OPEN, "gone": Reach.NONE}
+    facts = OwnFacts(beats, MemoryLog(run.settings.empty_log), State.TRAINING, False, reach, Caps(), 0, 0)
+    return Progress(
+        view=RunView.of(run, facts.heartbeats),
+        facts=facts,
+        phase=TRAINING,
+        work=Work(0.25, 20.0),
+        losses=(4.0, 3.0, 2.5),
+        contribution=Standing(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
+        up=Traffic(1e6 / 8, 20e6 / 8, 3_400_000),
+        down=Traffic(2e6 / 8, None, 12_000_000_000),
+        machine="61 °C",
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,21 +99,21 @@ def test_every_state_of_a_peer_has_a_phase() -> None:
     assert set(OF_STATES) == set(State)
 
 
-def test_a_healthy_line_has_all_that_matters() -> None:
-    assert healthy_line(PROGRESS) == (
-        "outer step 12/40, training, inner step 50/200, next round in 60 s, loss 2.500, 12,346 tokens/s, 3 peers, "
+def test_a_healthy_line_has_all_that_matters(progress: Progress) -> None:
+    assert healthy_line(progress) == (
+        "outer step 12/40, training, inner step 50/200, next round in 60 s, loss 2.500, 12,346 tokens/s, 4 peers, "
         "reachable: NAT (links: 1 open, 1 relayed), 1.23 M tokens in 11 rounds: 34%, rank 2 of 5, "
         "1.0 of 20 Mbit/s up, 2.0 Mbit/s down, 61 °C"
     )
 
 
-def test_the_screen_fits_80_columns() -> None:
-    lines = progress_lines(PROGRESS)
+def test_the_screen_fits_80_columns(progress: Progress) -> None:
+    lines = progress_lines(progress)
     assert lines == [
         "outer step 12/40 · training, inner step 50/200, next round in 60 s",
         "loss 2.500 █▃▁",
-        "held-out loss 2.310",
-        "12,346 tokens/s · 3 peers · reachable: NAT (links: 1 open, 1 relayed)",
+        "held-out loss 2.310 (perplexity 10.1) after outer step 8",
+        "12,346 tokens/s · 4 peers · reachable: NAT (links: 1 open, 1 relayed)",
         "contributed 1.23 M tokens in 11 rounds: 34%, rank 2 of 5",
         "up 1.0 of 20 Mbit/s (3.4 MB) · down 2.0 Mbit/s (12 GB)",
         "this machine: 61 °C",
@@ -107,22 +135,25 @@ STREAMING = Fragments(count=9, averaging=2, done=3, overlap=5)
         ),
     ],
 )
-def test_a_run_that_streams_says_whether_training_waits_for_averages(fragments: Fragments, said: str) -> None:
-    streaming = replace(PROGRESS, fragments=fragments)
+def test_a_run_that_streams_says_whether_training_waits_for_averages(
+    progress: Progress, fragments: Fragments, said: str
+) -> None:
+    streaming = replace(progress, facts=replace(progress.facts, fragments=fragments))
     lines = progress_lines(streaming)
     assert lines[4:6] == ["2 of 9 fragments averaging, 3 done", said]
     assert max(map(len, lines)) <= 80
-    assert f", 12,346 tokens/s, {said}, 3 peers, " in healthy_line(streaming)
+    assert f", 12,346 tokens/s, {said}, 4 peers, " in healthy_line(streaming)
 
 
-def test_a_download_names_its_donors_and_rate() -> None:
-    downloading = replace(PROGRESS, phase=DOWNLOADING, donors=2, work=Work(0.5, 30), down=Traffic(80e6 / 8))
+def test_a_download_names_its_donors_and_rate(progress: Progress) -> None:
+    facts = replace(progress.facts, download=cast(Download, SimpleNamespace(fetched={"b": 2, "c": 3})))
+    downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=Work(0.5, 30), down=Traffic(80e6 / 8))
     expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
     assert progress_lines(downloading)[0] == expected
 
 
-def test_a_pause_says_why() -> None:
-    paused = replace(PROGRESS, pause_reasons=("on battery", "game runs"))
+def test_a_pause_says_why(progress: Progress) -> None:
+    paused = replace(progress, pause_reasons=("on battery", "game runs"))
     assert progress_lines(paused)[0] == "outer step 12/40 · paused: on battery, game runs"
 
 
@@ -135,7 +166,7 @@ def test_a_curve_has_means_where_it_has_no_room(values: list[float], bars: str) 
 
 
 def test_a_rate_is_that_of_the_last_seconds() -> None:
-    meter = RateMeter()
+    meter = GrowthMeter()
     assert meter.rate(100, 0.0) == 0
     assert meter.rate(300, 2.0) == 100
     for second in range(3, 11):
@@ -143,13 +174,8 @@ def test_a_rate_is_that_of_the_last_seconds() -> None:
     assert meter.rate(300, 11.0) == 0
 
 
-def test_links_are_counted_by_their_way() -> None:
-    reach = {"a": Reach.RELAYED, "b": Reach.OPEN, "c": Reach.OPEN, "gone": Reach.NONE}
-    assert links_by_way(reach, ["a", "b", "c", "unknown"]) == {"open": 2, "relayed": 1}
-
-
-def test_programs_get_plain_values() -> None:
-    plain = json.loads(json.dumps(PROGRESS.plain()))
+def test_programs_get_plain_values(progress: Progress) -> None:
+    plain = json.loads(json.dumps(progress.plain()))
     assert plain["contribution"] == {"tokens": 1_234_000, "rounds": 11, "share": 0.34, "rank": 2, "peers": 5}
     assert plain["links"] == {"open": 1, "relayed": 1}
     assert (plain["phase"], plain["seconds_left"], plain["sent_bytes"]) == ("training", 60.0, 3_400_000)

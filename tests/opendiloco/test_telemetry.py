@@ -11,8 +11,8 @@ import torch
 from prometheus_client import REGISTRY
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.curves import configuration_of
 from opendiloco.run import Run
+from opendiloco.view.curves import configuration_of
 from opendiloco.workers.control import InnerStepDone
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import OUTER_VALUES, VALUES, Telemetry, values_of

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import ClientResponse
@@ -25,10 +25,11 @@ from opendiloco.dashboard import server, watching
 from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
 from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
-from opendiloco.dashboard.state import RunView
 from opendiloco.dashboard.watching import RunWatch, Watching
+from opendiloco.view.history import RunHistory
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.folder import MemoryLog
+from peers.net.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -235,13 +236,13 @@ def test_a_source_that_fails_shows_what_was_known(story: Story) -> None:
 def test_one_run_that_cannot_be_shown_leaves_all_others_as_they_are(
     story: Story, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other, summary = invented_run("other"), RunView.summary
+    other, summary = invented_run("other"), RunHistory.summary
 
-    def summary_with_a_mistake(view: RunView) -> dict[str, Any]:
-        is_wrong = view.run is other and view.outer_step > 3
-        return summary(view) | ({"tokens_per_second": math.inf} if is_wrong else {})
+    def summary_with_a_mistake(history: RunHistory) -> dict[str, Any]:
+        is_wrong = history.view.run is other and history.view.outer_step > 3
+        return summary(history) | ({"tokens_per_second": math.inf} if is_wrong else {})
 
-    monkeypatch.setattr(RunView, "summary", summary_with_a_mistake)
+    monkeypatch.setattr(RunHistory, "summary", summary_with_a_mistake)
     monkeypatch.setattr(watching, "UNWATCHED_SECONDS", 0.01)
 
     async def scenario() -> None:
@@ -294,6 +295,9 @@ class Network:
         return NOTHING_SIGNED
 
 
+NETWORK = cast(HivemindTransport, Network())
+
+
 def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,7 +309,7 @@ def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(
 
     other = invented_run("other")
     kept: dict[str, Archived] = {}
-    bare, sources = NodeSources(Network(), None), NodeSources(Network(), kept.get)
+    bare, sources = NodeSources(NETWORK, None), NodeSources(NETWORK, kept.get)  # type: ignore[arg-type]
     manifests: list[SignedManifest] = [story.run.manifest, other.manifest]
     assert [source.no_log for source in bare.current(manifests)] == [NO_ARCHIVE, NO_ARCHIVE]
     assert [source.log() for source in sources.current(manifests)] == [None, None]
@@ -323,7 +327,7 @@ def test_a_run_that_cannot_be_shown_keeps_no_other_from_it(
     """It is named once."""
     monkeypatch.setattr(dashboard_sources, "UPDATE_SECONDS", 0.0)
     poison, other = SignedManifest.create(Identity.generate(), "poison", {}), invented_run("other").manifest
-    sources = NodeSources(Network(), None)
+    sources = NodeSources(NETWORK, None)
     for _ in range(2):
         assert [source.run.manifest for source in sources.current([poison, other])] == [other]
     assert caplog.text.count(poison.run_id) == 1
@@ -430,7 +434,7 @@ def test_a_volunteers_own_peer_is_marked_and_its_curve_is_left_to_its_trackers(s
     volunteer.held_out.add(0, 5.0)
 
     async def scenario() -> None:
-        source = volunteer_source(volunteer, Network())
+        source = volunteer_source(volunteer, NETWORK)  # type: ignore[arg-type]
         async with serving(source) as client, client.get(f"/api/runs/{story.run.run_id}") as answer:
             shown = await answer.json()
         assert shown["run"]["me"] == PEERS[0]

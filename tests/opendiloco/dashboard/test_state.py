@@ -11,11 +11,10 @@ import pytest
 
 from opendiloco.checkpoints import held_out_curve
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.dashboard import chronicle
-from opendiloco.dashboard.chronicle import Chronicle
-from opendiloco.dashboard.curve import MOST_POINTS, Curve
-from opendiloco.dashboard.state import LARGEST_LOSS, LARGEST_RATE, REMEMBERED_SECONDS, RunView, minorities
-from opendiloco.dashboard.timeline import SHOWN, Timeline
+from opendiloco.view import chronicle
+from opendiloco.view.chronicle import Chronicle
+from opendiloco.view.history import MOST_POINTS, REMEMBERED_SECONDS, SHOWN_SPANS, Curve, RunHistory, Timeline
+from opendiloco.view.run_view import LARGEST_LOSS, LARGEST_RATE, RunView
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
 from peers.values.amendments import Amendment
@@ -85,7 +84,7 @@ def test_what_is_in_force_says_the_log_and_only_without_one_the_peers(story: Sto
     forged = Amendment.sign(run.run_id, 3, 0.1, 0.8, IDENTITIES[1])
     told = []
     for log in (story.invented.log, None):
-        view = RunView(run)
+        view = RunHistory(run)
         view.observe([said(run, end, PEERS[0], amendment=other), said(run, end, PEERS[1], proposed=forged)], NOW)
         view.read(log)
         told.append(sections(view)["run"]["outer_optimizer"])
@@ -160,15 +159,15 @@ def test_a_log_without_its_beginning_says_from_where_it_counts() -> None:
 
 
 # Heartbeats -----------------------------------------------------------------------------------------------------
-def view_of(story: Story, looks: int = 2) -> RunView:
-    view = RunView(story.run, me=PEERS[0])
+def view_of(story: Story, looks: int = 2) -> RunHistory:
+    view = RunHistory(story.run, me=PEERS[0])
     for look in range(looks):
         view.observe(asyncio.run(story.heartbeats()), NOW + 2.0 * look)
         view.read(story.invented.log)
     return view
 
 
-def sections(view: RunView) -> dict[str, Any]:
+def sections(view: RunHistory) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(json.dumps(view.sections(), allow_nan=False))
     return found
 
@@ -208,7 +207,7 @@ def test_teams_have_what_their_peers_have_contributed_also_when_these_are_gone(s
 
 def test_what_is_not_known_is_said() -> None:
     run = invented_run()
-    found = sections(RunView(run, no_log="This node keeps no log."))
+    found = sections(RunHistory(run, no_log="This node keeps no log."))
     assert found["run"]["no_log"] == "This node keeps no log."
     assert found["run"]["looked_at"] is None
     assert found["peers"] == {"rows": [], "more": 0}
@@ -233,7 +232,7 @@ def test_fewer_than_half_of_the_peers_can_neither_draw_the_curve_nor_set_the_ste
         said(run, end, peer, index=10**9, loss=1e300, held_out=HeldOutLoss(index=10**9, loss=-5.0))
         for peer in PEERS[3:5]
     ]
-    view = RunView(run)
+    view = RunHistory(run)
     view.observe([*honest, *liars], NOW)
     found = sections(view)
     assert found["run"]["outer_step"] == 14
@@ -247,15 +246,15 @@ def test_peers_with_other_digests_are_named(story: Story) -> None:
     run, end = story.run, story.invented.end
     other: dict[str, Any] = {"state_digest": digest_of(b"another state")}
     beats = [said(run, end, peer, **(other if place == 2 else {})) for place, peer in enumerate(PEERS[:3])]
-    assert minorities(beats) == {PEERS[2]}
-    assert minorities(beats[1:]) == {PEERS[1], PEERS[2]}, "of two nobody can say who is right"
-    view = RunView(run)
+    assert RunView.of(run, beats).agreement.minorities == {PEERS[2]}
+    assert RunView.of(run, beats[1:]).agreement.minorities == {PEERS[1], PEERS[2]}, "of two nobody can say who is right"
+    view = RunHistory(run)
     view.observe(beats, NOW)
     assert sections(view)["run"]["disagreements"] == [14]
 
 
 def test_a_farewell_is_no_presence(story: Story) -> None:
-    view = RunView(story.run)
+    view = RunHistory(story.run)
     view.observe([said(story.run, story.invented.end, PEERS[0], state=PeerState.LEAVING)], NOW)
     assert sections(view)["run"]["peers"] == 0
 
@@ -279,7 +278,7 @@ def test_a_run_of_years_takes_bounded_room() -> None:
     for step in range(3 * MOST_POINTS):
         timeline.observe(step, False, 3, NOW + step)
         curve.add(step, step)
-    assert len(timeline.spans) == SHOWN
+    assert len(timeline.spans) == SHOWN_SPANS
     points = curve.points
     assert MOST_POINTS / 3 < len(points) <= MOST_POINTS
     assert points == sorted(points)
@@ -288,13 +287,13 @@ def test_a_run_of_years_takes_bounded_room() -> None:
 
 # Numbers that others make up ------------------------------------------------------------------------------------
 def test_rates_that_no_machine_has_can_still_be_added_up(story: Story) -> None:
-    view = RunView(story.run)
+    view = RunHistory(story.run)
     view.observe([said(story.run, story.invented.end, peer, tokens_per_second=1e308) for peer in PEERS[:2]], NOW)
     assert sections(view)["run"]["tokens_per_second"] == 2 * LARGEST_RATE
 
 
 def test_two_huge_losses_do_not_spoil_the_curve_for_good(story: Story) -> None:
-    view = RunView(story.run)
+    view = RunHistory(story.run)
     view.observe([said(story.run, story.invented.end, peer, loss=-1.7e308) for peer in PEERS[:2]], NOW)
     assert [loss for _, loss in sections(view)["losses"]["training"]] == [-LARGEST_LOSS]
     view.observe([said(story.run, story.invented.end, PEERS[0], held_out=HeldOutLoss(index=12, loss=-1e308))], NOW)
@@ -302,7 +301,7 @@ def test_two_huge_losses_do_not_spoil_the_curve_for_good(story: Story) -> None:
 
 
 def test_no_outer_step_is_shown_that_the_run_does_not_have(story: Story) -> None:
-    view = RunView(story.run)
+    view = RunHistory(story.run)
     far = said(story.run, story.invented.end, PEERS[0], index=2**61, held_out=HeldOutLoss(index=2**60, loss=2.0))
     view.observe([far], NOW)
     found = sections(view)

@@ -8,19 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.evaluation_turns import bits_per_byte, newest_held_out
-from opendiloco.progress import Progress
-from opendiloco.progress_lines import progress_lines
-from peers.links.contacts import host_of, is_numeric, is_public
-from peers.links.sockets import parse_endpoint
+from opendiloco.evaluation_turns import bits_per_byte
+from opendiloco.view.run_view import RunView, reachability, shown_state
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
 from peers.values.signed_heads import SignedHeads
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from rich.table import Table
-
-    from opendiloco.run import Run
 
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest", "reach")
 HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest", "reach")
@@ -32,12 +26,7 @@ STYLES = {
     PeerState.AVERAGING: "magenta",
     PeerState.LEAVING: "red",
 }
-THIS_MACHINE = "this machine"
-LEAST_ROWS, LINES_BESIDE = 3, 4
-"""Peers that the picture of a volunteer has at least, and its lines beside those of progress and peers."""
-FINISHED = "finished"
 LARGEST_EXPONENT = 100.0  # others may claim any loss
-OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
 
 
 @dataclass(frozen=True)
@@ -68,16 +57,6 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
     return Row(name or short_name(beat.peer), cells, STYLES.get(beat.state, "dim"))
 
 
-def shown_state(beat: Heartbeat, config: RunConfig) -> str:
-    """What a peer is doing, in one word."""
-    return FINISHED if is_finished(beat, config) else str(beat.state)
-
-
-def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
-    """Whether the peer has been through the whole run, and is there to hand out its result."""
-    return beat.state is PeerState.TRAINING and beat.index >= config.total_outer_steps
-
-
 def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
     from rich.table import Table  # a bootstrap node has no terminal to draw on, and does without
 
@@ -89,30 +68,14 @@ def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:
     return table
 
 
-def volunteer_picture(run: Run, heartbeats: Sequence[Heartbeat], progress: Progress, height: int) -> Group:
-    """Return what `join` shows on a terminal of so many lines: this machine's progress, and the peers that fit.
-
-    The first heartbeat is this machine's own.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    own, *others = heartbeats
-    lines = [*progress_lines(progress), *reach_lines([own])]
-    room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
-    rows = [row_of(own, run.config, THIS_MACHINE), *(row_of(beat, run.config) for beat in others)]
-    more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
-    return Group(peers_table(rows[:room], run.run_id), *map(Text, [*more, *lines]))
-
-
-def held_out_lines(heartbeats: Iterable[Heartbeat], bytes_per_token: float | None = None) -> list[str]:
-    """How good theta is, as the peers last found; nothing while none of them has looked.
+def held_out_lines(view: RunView, bytes_per_token: float | None = None) -> list[str]:
+    """Return how good theta is, as the peers last found; nothing while none of them has looked.
 
     In bits per byte, too, if it is known how much text a token stands for.
     """
-    found = newest_held_out(heartbeats)
-    if found is None:
+    if not view.held_out:
         return []
+    found = view.held_out[-1]
     perplexity = math.exp(min(found.loss, LARGEST_EXPONENT))
     said = f"perplexity {perplexity:,.1f}"
     if bytes_per_token is not None:
@@ -124,16 +87,6 @@ def plain_line(row: Row) -> str:
     """The same as one line for a log."""
     said = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[1:], row.cells, strict=False))
     return f"{row.name}: {said}"
-
-
-def reachability(beat: Heartbeat) -> str:
-    """Return whether others can dial a peer: "open"; "NAT" where only nodes that introduce it can be; "-": unknown."""
-    hosts = [parse_endpoint(endpoint)[0] for endpoint in beat.endpoints]
-    if any(map(_is_on_the_internet, hosts)) or (
-        hosts and not any(_is_on_the_internet(host_of(relay)) for relay in beat.relays)
-    ):
-        return OPEN
-    return BEHIND_NAT if beat.relays else UNKNOWN
 
 
 def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
@@ -151,11 +104,6 @@ def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
 def _count(tails: Sequence[str]) -> str:
     """A heartbeat names only so many."""
     return f"{len(tails)}{' or more' if len(tails) == NAMED_PEERS else ''}"
-
-
-def _is_on_the_internet(host: str | None) -> bool:
-    """Whether it is a public address, or a name: nobody else has one."""
-    return host is not None and (is_public(host) or not is_numeric(host))
 
 
 def signed_lines(signed: SignedHeads) -> list[str]:

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-import click
-
-from opendiloco.cli.logs import LogOptions
+from opendiloco.view.progress import (
+    ROUTINE,
+    Progress,
+    ProgressReader,
+    Work,
+    healthy_line,
+    phase_of_stage,
+    progress_lines,
+    stage_line,
+)
+from opendiloco.view.screen import peers_table, reach_lines, row_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.live import Live
-
-    from opendiloco.owner.watch import OwnersWatch
-    from opendiloco.progress import Progress
-    from opendiloco.progress_reader import ProgressReader
-    from opendiloco.volunteer import Volunteer
 
 logger = logging.getLogger(__name__)
 
 SCREEN_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0
 MACHINE_SECONDS = 10.0
+THIS_MACHINE = "this machine"
+LEAST_ROWS, LINES_BESIDE = 3, 4
+"""Peers that the picture of a volunteer has at least, and its lines beside those of progress and peers."""
 
 
 class JoinView(ABC):
@@ -48,7 +54,7 @@ class JoinView(ABC):
         """Show what comes before training: the same phase as before, or a new one."""
 
     @abstractmethod
-    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
+    async def show(self, reader: ProgressReader) -> None:
         """Show how training goes, until cancelled."""
 
     def close(self) -> None:
@@ -57,8 +63,6 @@ class JoinView(ABC):
 
     def stage(self, stage: str, share: float | None) -> None:
         """Hear what comes before training, and how much of it is done. Workers that start again say so in the log."""
-        from opendiloco.progress import phase_of_stage
-
         if self._is_training:
             return
         if stage != self._stage:
@@ -68,20 +72,15 @@ class JoinView(ABC):
 
     def stage_line(self) -> str:
         """Return what comes before training, and how far it has come."""
-        from opendiloco.progress import Work
-        from opendiloco.progress_lines import stage_line
-
         return stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
 
-    async def accompany(self, volunteer: Volunteer, watch: OwnersWatch) -> None:
-        """Have the volunteer take part, and show how that goes meanwhile."""
-        from opendiloco.progress_reader import ProgressReader
-
+    @asynccontextmanager
+    async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
+        """Show how training goes, for as long as the context lasts."""
         self._is_training = True
-        reader = ProgressReader(volunteer, lambda: watch.wishes.reasons)
-        beside = [asyncio.create_task(self.show(volunteer, reader)), asyncio.create_task(read_machine(reader))]
+        beside = [asyncio.create_task(self.show(reader)), asyncio.create_task(read_machine(reader))]
         try:
-            await volunteer.take_part()
+            yield
         finally:
             for task in beside:
                 task.cancel()
@@ -109,16 +108,13 @@ class Lines(JoinView):
             logger.info("%s", text)
             return
         with suppress(OSError):  # nobody may be there to read it, and what we are about to do is done all the same
-            click.echo(text)
+            print(text, flush=True)
 
     def show_stage(self, is_new: bool) -> None:
         if is_new:
             logger.info("phase: %s", self.phase)
 
-    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
-        from opendiloco.progress import ROUTINE
-        from opendiloco.progress_lines import healthy_line
-
+    async def show(self, reader: ProgressReader) -> None:
         due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
         while True:
             progress = reader.read()
@@ -176,18 +172,15 @@ class Screen(JoinView):
             with suppress(OSError):
                 live.stop()
 
-    async def show(self, volunteer: Volunteer, reader: ProgressReader) -> None:
+    async def show(self, reader: ProgressReader) -> None:
         from rich.live import Live
-
-        from opendiloco.screen import volunteer_picture
 
         self._stop_starting()
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
                 progress = reader.read()
                 self.note(progress)
-                picture = volunteer_picture(volunteer.run, volunteer.heartbeats(), progress, self._console.height)
-                live.update(picture, refresh=True)
+                live.update(volunteer_picture(progress, self._console.height), refresh=True)
                 await asyncio.sleep(SCREEN_SECONDS)
 
 
@@ -200,18 +193,14 @@ async def read_machine(reader: ProgressReader) -> None:
         await asyncio.sleep(MACHINE_SECONDS)
 
 
-def view_for(log: LogOptions, is_plain: bool) -> JoinView:
-    """Begin to log, and return how to show what goes on."""
-    if is_plain or (log.is_json and log.file is None) or not sys.stdout.isatty():
-        log.start("info")
-        return Lines(log.is_json)
-    from rich.console import Console
-    from rich.logging import RichHandler
+def volunteer_picture(progress: Progress, height: int) -> Group:
+    """Return what `join` shows on a terminal of so many lines: this machine's progress, and the peers that fit."""
+    from rich.console import Group
+    from rich.text import Text
 
-    console = Console()
-    if log.file is None:
-        # Beside a picture that shows what goes on, lines of every outer step are in the way.
-        log.send_to(RichHandler(console=console, show_path=False, show_level=False, show_time=False), "warning")
-    else:
-        log.start("info")
-    return Screen(console)
+    own, run = progress.own, progress.view.run
+    lines = [*progress_lines(progress), *reach_lines([own])]
+    room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
+    rows = [row_of(own, run.config, THIS_MACHINE), *(row_of(beat, run.config) for beat in progress.others)]
+    more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
+    return Group(peers_table(rows[:room], run.run_id), *map(Text, [*more, *lines]))

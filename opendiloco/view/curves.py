@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.config.run_config import RunConfig
 from opendiloco.outer.statistics import OuterStepTaken
 from opendiloco.run import Run
+from opendiloco.view.run_view import RunView
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import Telemetry
 from peers.driver.rounds import RoundCosts
@@ -24,16 +23,10 @@ VERSIONED = ("diloco-peer", "torch", "transformers", "hivemind")
 class Curves:
     """Tells `telemetry` of outer steps and of held-out losses. `held_out` has those that were told before."""
 
-    def __init__(self, telemetry: Telemetry, config: RunConfig, held_out: HeldOutCurve | None = None) -> None:
+    def __init__(self, telemetry: Telemetry, held_out: HeldOutCurve | None = None) -> None:
         self._telemetry = telemetry
-        self._every = config.evaluation.every
         self.held_out = held_out or HeldOutCurve()
         self._before = RoundCosts()
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """How much of the held-out text a token stands for; None where that is not known."""
-        return self._telemetry.bytes_per_token
 
     def taken(self, step: OuterStepTaken, costs: RoundCosts) -> None:
         """An outer step has been taken; `costs` are those of all rounds until now."""
@@ -55,17 +48,11 @@ class Curves:
         self._before = costs
         self._telemetry.outer_step(step.index, values)
 
-    def heard(self, own: Heartbeat, others: Iterable[Heartbeat]) -> None:
-        """Take up what heartbeats say of theta: each outer step's first loss, and only where one was due.
-
-        So what others say is bounded by the run's length. Whether it is true, nobody vouches for.
-        """
+    def heard(self, own: Heartbeat, view: RunView) -> None:
+        """Take up what heartbeats say of theta: each outer step's first loss, whether it is true or not."""
         if own.held_out is not None:  # telemetry has it
             self.held_out.add(own.held_out.index, own.held_out.loss)
-        for beat in others:
-            said = beat.held_out
-            if said is None or not self._every or said.index % self._every or said.index > own.index:
-                continue
+        for said in view.held_out:
             if self.held_out.add(said.index, said.loss):
                 self._telemetry.heard(said)
 

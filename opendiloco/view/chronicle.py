@@ -1,10 +1,11 @@
-"""What a log says of a run, entry by entry: who was in each, who was not and why, who signed it, and who contributed
-what."""
+"""What a log says of a run, entry by entry: who was in each, who was not and why, who signed it, and what peers and
+their teams have contributed."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from peers.log.chain import Entry
 from peers.log.folder import RunLog
 from peers.log.header import Header
 from peers.log.state import LogState
+from peers.presence.heartbeat import Heartbeat
 from peers.values.amendments import Amendment
 
 SLICE_SECONDS = 0.02
@@ -74,6 +76,18 @@ class Contribution:
     last: int = 0
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What one peer has contributed beside the others: tokens in so many rounds, a `share` of all tokens, and its
+    `rank` among `peers`, 1 the largest. A log that begins in the middle of the run counts from there."""
+
+    tokens: int
+    rounds: int
+    share: float
+    rank: int
+    peers: int
+
+
 class Chronicle:
     """One lineage, read up to entry `next_index`. A log that has gone over to another lineage is read anew."""
 
@@ -111,6 +125,14 @@ class Chronicle:
                 break
         self._complete(log)
         return self.next_index < log.next_index
+
+    def standing(self, peer: str) -> Standing | None:
+        """Return what a peer has contributed beside the others; None where nobody has."""
+        if not self.tokens:
+            return None
+        own = self.contributions.get(peer, Contribution())
+        rank = 1 + sum(other.tokens > own.tokens for other in self.contributions.values())
+        return Standing(own.tokens, own.entries, own.tokens / self.tokens, rank, len({*self.contributions, peer}))
 
     def _is_of(self, log: RunLog) -> bool:
         """Whether what was read last is still in the log, and nothing has come before what was read first."""
@@ -191,3 +213,29 @@ def absences(before: LogState, header: Header, certificate: Certificate | None) 
         else:
             found.append(Absence(peer, "absent", "was not ready; its lease went back into the pool"))
     return tuple(found)
+
+
+class Teams:
+    """Which team each peer names. Of those that have contributed it is known also when they are gone."""
+
+    def __init__(self) -> None:
+        self._teams: dict[str, str] = {}
+
+    def observe(self, heartbeats: Iterable[Heartbeat], contributors: Collection[str]) -> None:
+        """Take in what peers say."""
+        said = {beat.peer: beat.team for beat in heartbeats}
+        kept = {peer: team for peer, team in self._teams.items() if peer in contributors}
+        self._teams = {peer: team for peer, team in (kept | said).items() if team}
+
+    def of(self, peer: str) -> str:
+        """Return a peer's team; empty: none."""
+        return self._teams.get(peer, "")
+
+    def board(self, contributions: Mapping[str, Contribution]) -> list[tuple[str, int, int]]:
+        """Return each team with its tokens and its peers that have contributed, the largest first."""
+        found: dict[str, list[int]] = {}
+        for peer, team in self._teams.items():
+            if peer in contributions:
+                found.setdefault(team, []).append(contributions[peer].tokens)
+        board = [(team, sum(tokens), len(tokens)) for team, tokens in found.items()]
+        return sorted(board, key=lambda one: (-one[1], one[0]))

@@ -1,0 +1,376 @@
+"""The progress of a volunteer: its phase, and all that its owner may want to know, as values and in words, for a log or
+a terminal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from opendiloco.quantities import duration, in_words
+from opendiloco.run import Run
+from opendiloco.stages import WITH_A_COMPILER
+from opendiloco.view.chronicle import Chronicle, Standing
+from opendiloco.view.run_view import RunView, is_finished, reachability
+from opendiloco.view.screen import held_out_lines
+from peers.errors import DilocoPeerError
+from peers.log.folder import RunLog
+from peers.presence.heartbeat import Heartbeat
+from peers.protocol.states import State
+from peers.values.reach import Reach
+
+if TYPE_CHECKING:
+    from peers.streams.throttle import Caps
+    from peers.transfer.download import Download
+
+logger = logging.getLogger(__name__)
+
+FINDING, CHECKING, DOWNLOADING = "finding the run", "checking this machine", "downloading the state"
+STARTING, PREPARING, COMPILING = "starting the workers", "preparing data", "compiling"
+TRAINING, SYNCHRONISING = "training", "synchronising"
+FINISHED, LEAVING = "finished: handing out the model", "leaving the run"
+OF_STATES: Mapping[State, str] = {
+    State.JOINING: "waiting for a place in the run",
+    State.FETCHING: DOWNLOADING,
+    State.REPLAYING: "catching up with the others",
+    State.TRAINING: TRAINING,
+    State.READY: "waiting for the others",
+    State.AVERAGING: SYNCHRONISING,
+    State.APPLYING: SYNCHRONISING,
+    State.LEFT: LEAVING,
+}
+"""The phase that each state of the protocol belongs to."""
+ROUTINE = frozenset({TRAINING, SYNCHRONISING, OF_STATES[State.READY]})
+"""Phases of every outer step."""
+ABOUT_DATA = ("tokenizing ", "downloading ", "checking ", "waiting for tokens")
+"""How the names of those stages begin that prepare data."""
+LOSSES = 2000
+"""Inner steps whose loss the curve has."""
+RATE_SECONDS = 5.0
+"""Over which a rate is taken."""
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 40
+MEGABIT = 1e6 / 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """How far something has come: `share` of it is done, after so many seconds. None: nobody knows."""
+
+    share: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def left(self) -> float | None:
+        """Return the seconds that remain if it goes on at this speed; None where nobody knows."""
+        return self.seconds * (1 - self.share) / self.share if self.share else None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bulk data in one direction: bytes a second now, the cap on them, and all bytes until now."""
+
+    rate: float = 0.0
+    cap: float | None = None
+    total: int = 0
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Of a run that streams: how many fragments there are, how many of this cycle's are being averaged and how many are
+    done, and after how many inner steps an average is merged here. Of the last training: how many averages it waited
+    for, for which share of its time, and how many seconds the slowest took; None: none was awaited yet."""
+
+    count: int
+    averaging: int
+    done: int
+    overlap: int
+    late: int = 0
+    wait_share: float = 0.0
+    longest: float | None = None
+
+
+@dataclass(frozen=True)
+class OwnFacts:
+    """What a volunteer's own process knows of its run. Of the heartbeats the first is its own. `trains_on`: workers
+    still take the last inner steps of what is being averaged. `reach` has the ways to other peers, `download` the last
+    download of the state, and `bytes_per_token` how much of the held-out text a token stands for."""
+
+    heartbeats: Sequence[Heartbeat]
+    log: RunLog
+    state: State
+    trains_on: bool
+    reach: Mapping[str, Reach]
+    caps: Caps
+    sent: int
+    received: int
+    download: Download | None = None
+    fragments: Fragments | None = None
+    bytes_per_token: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One moment of a volunteer, in its view of the run. It is paused while there are `pause_reasons`. `machine` says
+    which temperature and power can be read, in words; it may be empty."""
+
+    view: RunView
+    facts: OwnFacts
+    phase: str
+    work: Work
+    losses: Sequence[float] = ()
+    contribution: Standing | None = None
+    up: Traffic = Traffic()
+    down: Traffic = Traffic()
+    pause_reasons: tuple[str, ...] = ()
+    machine: str = ""
+
+    @property
+    def own(self) -> Heartbeat:
+        """This machine's own heartbeat."""
+        return self.facts.heartbeats[0]
+
+    @property
+    def others(self) -> list[Heartbeat]:
+        """The heartbeats of the other peers."""
+        return [beat for beat in self.view.peers if beat.peer != self.own.peer]
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps of an outer step."""
+        return self.view.run.config.training.inner_steps
+
+    @property
+    def links(self) -> dict[str, int]:
+        """How many of the other peers are reached by which way, the best way first. Unknown ways are left out."""
+        reach = self.facts.reach
+        counts = Counter(reach[beat.peer] for beat in self.others if beat.peer in reach)
+        return {str(way): counts[way] for way in Reach if counts[way]}
+
+    def plain(self) -> dict[str, Any]:
+        """Return the progress as JSON can say it, for log lines that programs read."""
+        return {
+            "phase": self.phase,
+            "outer_steps": self.view.outer_steps,
+            "inner_step": self.own.inner_step,
+            "inner_steps": self.inner_steps,
+            "seconds_left": None if self.work.left is None else round(self.work.left, 1),
+            "peers": 1 + len(self.others),
+            "reachable": reachability(self.own),
+            "links": self.links,
+            "loss": self.own.loss,
+            "tokens_per_second": round(self.own.tokens_per_second, 1),
+            "contribution": None if self.contribution is None else asdict(self.contribution),
+            "sent_bytes": self.up.total,
+            "received_bytes": self.down.total,
+            "pause_reasons": list(self.pause_reasons),
+        }
+
+
+class ProgressReader:
+    """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused."""
+
+    def __init__(
+        self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]] = tuple
+    ) -> None:
+        self.machine = ""
+        """What is known of this machine's temperature and power, in words."""
+        self._run = run
+        self._facts = facts
+        self._pause_reasons = pause_reasons
+        self._chronicle = Chronicle()
+        self._losses = deque[float](maxlen=LOSSES)
+        self._last_step = (0, 0)  # the outer and the inner step of the newest loss
+        self._phase, self._since = "", time.monotonic()
+        self._up, self._down = GrowthMeter(), GrowthMeter()
+
+    def read(self) -> Progress:
+        """Return the progress at this moment."""
+        now, facts, config = time.monotonic(), self._facts(), self._run.config
+        own, download, share = facts.heartbeats[0], facts.download, None
+        phase = FINISHED if is_finished(own, config) else OF_STATES[facts.state]
+        if phase in ROUTINE and facts.trains_on:
+            phase = TRAINING
+        if phase != self._phase:
+            self._phase, self._since = phase, now
+        if own.loss is not None and (own.index, own.inner_step) > self._last_step:
+            self._last_step = own.index, own.inner_step
+            self._losses.append(own.loss)
+        if phase == TRAINING:
+            share = own.inner_step / config.training.inner_steps
+        elif phase == DOWNLOADING and download is not None:
+            share = min(sum(download.fetched.values()) / download.size, 1.0)
+        return Progress(
+            view=RunView.of(self._run, facts.heartbeats),
+            facts=facts,
+            phase=phase,
+            work=Work(share, now - self._since),
+            losses=tuple(self._losses),
+            contribution=self._contribution(own.peer, facts.log),
+            up=Traffic(self._up.rate(facts.sent, now), facts.caps.upload, facts.sent),
+            down=Traffic(self._down.rate(facts.received, now), facts.caps.download, facts.received),
+            pause_reasons=self._pause_reasons(),
+            machine=self.machine,
+        )
+
+    def _contribution(self, peer: str, log: RunLog) -> Standing | None:
+        """Return what this peer has contributed; None until the log has been read to its end."""
+        try:
+            is_behind = self._chronicle.read(log)
+        except DilocoPeerError as error:
+            logger.debug("the log cannot be read for contributions: %s", error)
+            return None
+        return None if is_behind else self._chronicle.standing(peer)
+
+
+class GrowthMeter:
+    """Measures how fast a count grows."""
+
+    def __init__(self) -> None:
+        self._seen = deque[tuple[float, int]]()
+
+    def rate(self, count: int, now: float) -> float:
+        """Take in a count; return by how much a second it has grown lately."""
+        self._seen.append((now, count))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - RATE_SECONDS:
+            self._seen.popleft()
+        then, before = self._seen[0]
+        return (count - before) / (now - then) if now > then else 0.0
+
+
+def phase_of_stage(stage: str) -> str:
+    """Return which phase a stage of the start belongs to."""
+    if stage in (FINDING, CHECKING):
+        return stage
+    if stage in WITH_A_COMPILER:
+        return COMPILING
+    return PREPARING if stage.startswith(ABOUT_DATA) else STARTING
+
+
+# In words --------------------------------------------------------------------------------------------------------
+def stage_line(stage: str, work: Work) -> str:
+    """Return a stage of the start on one line, with its phase."""
+    phase = phase_of_stage(stage)
+    said = phase if stage == phase else f"{phase}: {stage}"
+    return f"{said} {how_far(work)}".rstrip()
+
+
+def how_far(work: Work) -> str:
+    """Return how far something has come, in words; nothing where there is nothing to say."""
+    if work.share is None:
+        return f"({duration(work.seconds)})" if work.seconds >= 1 else ""
+    left = f", about {duration(work.left)} left" if work.left is not None and work.share < 1 else ""
+    return f"{work.share:.0%}{left}"
+
+
+def healthy_line(progress: Progress) -> str:
+    """Return all that matters on one line of a log."""
+    own, fragments = progress.own, progress.facts.fragments
+    said = [f"outer step {own.index}/{progress.view.outer_steps}", activity(progress)]
+    if own.loss is not None:
+        said.append(f"loss {own.loss:.3f}")
+    if own.tokens_per_second:
+        said.append(f"{own.tokens_per_second:,.0f} tokens/s")
+    if fragments is not None:
+        said.append(averages(fragments))
+    said += [f"{1 + len(progress.others)} peers", reach(progress)]
+    if progress.contribution is not None:
+        said.append(contributed(progress.contribution))
+    said.append(f"{rate(progress.up)} up, {rate(progress.down)} down")
+    if progress.machine:
+        said.append(progress.machine)
+    return ", ".join(said)
+
+
+def progress_lines(progress: Progress) -> list[str]:
+    """Return the same on a few lines of a terminal, with the curve of the loss."""
+    own, fragments = progress.own, progress.facts.fragments
+    lines = [f"outer step {own.index}/{progress.view.outer_steps} · {activity(progress)}"]
+    if progress.losses:
+        lines.append(f"loss {progress.losses[-1]:.3f} {curve(progress.losses)}")
+    lines += held_out_lines(progress.view, progress.facts.bytes_per_token)
+    speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
+    lines.append(f"{speed}{1 + len(progress.others)} peers · {reach(progress)}")
+    if fragments is not None:
+        lines += [under_way(fragments), averages(fragments)]
+    if progress.contribution is not None:
+        lines.append(f"contributed {contributed(progress.contribution)}")
+    lines.append(f"up {traffic(progress.up)} · down {traffic(progress.down)}")
+    if progress.machine:
+        lines.append(f"this machine: {progress.machine}")
+    return lines
+
+
+def activity(progress: Progress) -> str:
+    """Return what the volunteer is doing, how far it has come, and when the next round is."""
+    if progress.pause_reasons:
+        return f"paused: {', '.join(progress.pause_reasons)}"
+    if progress.phase == TRAINING:
+        left = progress.work.left
+        soon = "" if left is None else f", next round in {duration(left)}"
+        return f"training, inner step {progress.own.inner_step}/{progress.inner_steps}{soon}"
+    donors, download = "", progress.facts.download
+    if progress.phase == DOWNLOADING and download is not None and download.fetched:
+        donors = f" from {counted(len(download.fetched), 'donor')} at {rate(progress.down)}"
+    return f"{progress.phase}{donors} {how_far(progress.work)}".rstrip()
+
+
+def under_way(fragments: Fragments) -> str:
+    """Return what becomes of this cycle's fragments."""
+    return f"{fragments.averaging} of {counted(fragments.count, 'fragment')} averaging, {fragments.done} done"
+
+
+def averages(fragments: Fragments) -> str:
+    """Return when averages come, and whether training waits for them."""
+    merged = f"merged after {counted(fragments.overlap, 'step')}"
+    if fragments.longest is None:
+        return f"averages {merged}"
+    late = f", {fragments.late} late ({fragments.wait_share:.0%})" if fragments.late else ""
+    return f"averages in {fragments.longest:.1f} s, {merged}{late}"
+
+
+def reach(progress: Progress) -> str:
+    """Return whether others can dial this machine, and the ways to the others."""
+    links = ", ".join(f"{count} {way}" for way, count in progress.links.items())
+    return f"reachable: {reachability(progress.own)}" + (f" (links: {links})" if links else "")
+
+
+def contributed(own: Standing) -> str:
+    """Return what a peer has contributed."""
+    rounds = counted(own.rounds, "round")
+    return f"{tokens(own.tokens)} in {rounds}: {own.share:.0%}, rank {own.rank} of {own.peers}"
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a count of things: "1 round", "2 rounds"."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def tokens(count: int) -> str:
+    """Return a number of tokens, to three digits."""
+    return f"{in_words(count).removesuffix('B').rstrip()} tokens" if count >= 1000 else f"{count} tokens"
+
+
+def rate(traffic: Traffic) -> str:
+    """Return a rate in megabits a second, beside its cap."""
+    cap = "" if traffic.cap is None else f" of {traffic.cap / MEGABIT:g}"
+    return f"{traffic.rate / MEGABIT:.1f}{cap} Mbit/s"
+
+
+def traffic(traffic: Traffic) -> str:
+    """Return a rate, and all bytes until now."""
+    return f"{rate(traffic)} ({in_words(traffic.total)})"
+
+
+def curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
+    """Return a curve of values as bars. Where they do not fit, each bar is the mean of several."""
+    count = min(width, len(values))
+    means = [fmean(values[len(values) * at // count : len(values) * (at + 1) // count]) for at in range(count)]
+    low, high = min(means), max(means)
+    if high == low:
+        return BARS[0] * count
+    return "".join(BARS[min(int((mean - low) / (high - low) * len(BARS)), len(BARS) - 1)] for mean in means)

@@ -1,0 +1,291 @@
+"""The view of a run at one moment: what its peers' heartbeats and its log say together, the same for all that show it.
+
+Nobody vouches for what heartbeats say but their signatures: numbers are brought into bounds, and less than half of the
+peers can't say how far the run has come.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
+from opendiloco.view.chronicle import Chronicle
+from peers.links.contacts import host_of, is_numeric, is_public
+from peers.links.sockets import parse_endpoint
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
+from peers.presence.membership import PARTICIPATING
+from peers.values.amendments import Amendment, newest
+
+FINISHED = "finished"
+OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"
+LARGEST_LOSS = 100.0  # others may claim any
+LARGEST_RATE = 1e12  # tokens a second, far more than any machine has; the sum of all rates has to stay finite
+LARGEST_STEP = 2**50  # that a page can count to: an organiser may say that a run has any number of outer steps
+
+
+# One peer ---------------------------------------------------------------------------------------------------------
+def shown_state(beat: Heartbeat, config: RunConfig) -> str:
+    """Return what a peer is doing, in one word."""
+    return FINISHED if is_finished(beat, config) else str(beat.state)
+
+
+def is_finished(beat: Heartbeat, config: RunConfig) -> bool:
+    """Return whether the peer has been through the whole run, and is there to hand out its result."""
+    return beat.state is PeerState.TRAINING and beat.index >= config.total_outer_steps
+
+
+def reachability(beat: Heartbeat) -> str:
+    """Return whether others can dial a peer: "open"; "NAT" where only nodes that introduce it can be; "-": unknown."""
+    hosts = [parse_endpoint(endpoint)[0] for endpoint in beat.endpoints]
+    if any(map(_is_on_the_internet, hosts)) or (
+        hosts and not any(_is_on_the_internet(host_of(relay)) for relay in beat.relays)
+    ):
+        return OPEN
+    return BEHIND_NAT if beat.relays else UNKNOWN
+
+
+def _is_on_the_internet(host: str | None) -> bool:
+    """Return whether it is a public address, or a name: nobody else has one."""
+    return host is not None and (is_public(host) or not is_numeric(host))
+
+
+def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
+    """Return what a peer says of itself as JSON can say it, in the words that all surfaces share."""
+    return {
+        "peer": beat.peer,
+        "state": shown_state(beat, config),
+        "outer_step": beat.index,
+        "inner_step": beat.inner_step,
+        "tokens_per_second": beat.tokens_per_second,
+        "loss": beat.loss,
+        "reach": reachability(beat),
+        "trouble": beat.trouble,
+    }
+
+
+def bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
+    """Return the same heartbeat with numbers that can be added up and drawn, in a run of so many outer steps."""
+    said = {"index": beat.index, "tokens_per_second": beat.tokens_per_second, "loss": beat.loss}
+    held: dict[str, object] = {
+        "index": min(beat.index, last_step),
+        "tokens_per_second": min(beat.tokens_per_second, LARGEST_RATE),
+        "loss": None if beat.loss is None else bounded_loss(beat.loss),
+    }
+    return beat if held == said else beat.model_copy(update=held)
+
+
+def bounded_loss(loss: float) -> float:
+    """Return the loss, or the largest that is believed, of either sign."""
+    return max(-LARGEST_LOSS, min(loss, LARGEST_LOSS))
+
+
+# Whether peers agree ----------------------------------------------------------------------------------------------
+class Agreement:
+    """What every peer has said about every place in the log: two at one place must name the same digests, whenever they
+    were there."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, dict[tuple[bytes, bytes], set[str]]] = defaultdict(lambda: defaultdict(set))
+
+    def observe(self, heartbeats: Iterable[Heartbeat]) -> None:
+        """Take in heartbeats."""
+        for beat in heartbeats:
+            if beat.state is not PeerState.ARCHIVING:  # it has no state to compare
+                self._said[beat.index][beat.head, beat.state_digest].add(beat.peer)
+
+    @property
+    def compared(self) -> int:
+        """Places in the log that more than one peer has been seen at."""
+        return sum(len(set().union(*groups.values())) > 1 for groups in self._said.values())
+
+    @property
+    def disagreements(self) -> tuple[int, ...]:
+        """The places at which different digests were named."""
+        return tuple(sorted(index for index, groups in self._said.items() if len(groups) > 1))
+
+    @property
+    def minorities(self) -> set[str]:
+        """The peers that name other digests than most others at their place; of two nobody knows who is right."""
+        found = set[str]()
+        for index in self.disagreements:
+            most, second, *others = sorted(self._said[index].values(), key=len, reverse=True)
+            found |= second.union(*others, most if len(most) == len(second) else ())
+        return found
+
+    @property
+    def verdict(self) -> bool | None:
+        """Whether the peers agree; None: no two of them have been seen at one place."""
+        if self.disagreements:
+            return False
+        return True if self.compared else None
+
+    def __str__(self) -> str:
+        if self.disagreements:
+            places = ", ".join(str(index) for index in self.disagreements)
+            return f"the peers DISAGREE at outer step {places}: their log or state digests differ"
+        if not self.compared:
+            return "no two peers have been seen at the same outer step yet: nothing to compare"
+        plural = "s" if self.compared > 1 else ""
+        return f"all log and state digests agree ({self.compared} outer step{plural} compared)"
+
+
+# The organiser's amendments ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Amended:
+    """The amendment that is `in_force` at the peer that has trained most, and a newer one that is `proposed`: peers
+    know it, and no entry of that log has it yet."""
+
+    in_force: Amendment | None
+    proposed: Amendment | None
+
+    @classmethod
+    def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat]) -> Amended:
+        """Read heartbeats. What the run's organiser has not signed is passed over."""
+        beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
+        organiser = run.manifest.organiser
+        known = {
+            one: None
+            for beat in beats
+            for one in (beat.amendment, beat.proposed)
+            if one is not None and one.is_signed(run.run_id, organiser)
+        }
+        said = beats[0].amendment if beats else None
+        return cls._beside(said if said in known else None, *known)
+
+    def as_logged(self, in_force: Amendment | None) -> Amended:
+        """Return the same by a log, at whose end this amendment is in force: what peers say of that does not count."""
+        return self._beside(in_force, self.in_force, self.proposed)
+
+    @classmethod
+    def _beside(cls, in_force: Amendment | None, *known: Amendment | None) -> Amended:
+        """Proposed is the newest that is known, if it is newer than what is in force."""
+        latest = newest(in_force, *known)
+        return cls(in_force, latest if latest is not in_force else None)
+
+    @property
+    def newest(self) -> Amendment | None:
+        """Return the amendment that the next one comes after."""
+        return self.proposed or self.in_force
+
+    def lines(self) -> list[str]:
+        """Return what is to be told to people: nothing, where the manifest's values are in force."""
+        lines = [f"in force: {self.in_force}"] if self.in_force else []
+        return [*lines, f"waits for an entry: {self.proposed}"] if self.proposed else lines
+
+    def plain(self, run: Run) -> dict[str, object]:
+        """Return the same as JSON can say it, with the outer learning rate (its schedule's peak) and momentum."""
+        source = self.in_force or run.config.outer_optimizer
+        return {
+            "learning_rate": source.learning_rate,
+            "momentum": source.momentum,
+            "amendment": plain_amendment(self.in_force),
+            "proposed": plain_amendment(self.proposed),
+        }
+
+
+def plain_amendment(amendment: Amendment | None) -> dict[str, object] | None:
+    """Return an amendment as JSON can say it."""
+    if amendment is None:
+        return None
+    return {"number": amendment.number, "learning_rate": amendment.learning_rate, "momentum": amendment.momentum}
+
+
+# The run ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RunView:
+    """A run at one moment.
+
+    `peers` are those that have not said goodbye, in the order in which they came, with numbers in bounds. `chronicle`
+    is the log as far as it was read here, None without one; `step_before` the outer step that was seen before.
+    """
+
+    run: Run
+    peers: tuple[Heartbeat, ...] = ()
+    agreement: Agreement = field(default_factory=Agreement)
+    chronicle: Chronicle | None = None
+    step_before: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        run: Run,
+        heartbeats: Iterable[Heartbeat],
+        agreement: Agreement | None = None,
+        chronicle: Chronicle | None = None,
+        step_before: int = 0,
+    ) -> RunView:
+        """Return the view of a run by these heartbeats. `agreement` remembers what peers have said before."""
+        agreement, last = agreement or Agreement(), min(run.config.total_outer_steps, LARGEST_STEP)
+        beats = [beat for beat in heartbeats if beat.state is not PeerState.LEAVING]
+        agreement.observe(beats)
+        return cls(run, tuple(bounded(beat, last) for beat in beats), agreement, chronicle, step_before)
+
+    @cached_property
+    def trainers(self) -> tuple[Heartbeat, ...]:
+        """All peers but archives."""
+        return tuple(beat for beat in self.peers if beat.state is not PeerState.ARCHIVING)
+
+    @cached_property
+    def working(self) -> tuple[Heartbeat, ...]:
+        """The peers that hold the run's state and work on the next entry."""
+        return tuple(beat for beat in self.peers if beat.state in PARTICIPATING)
+
+    @cached_property
+    def outer_step(self) -> int:
+        """Outer steps that more than half of the peers have taken; if none is at work, those that are known."""
+        if self.working:
+            return statistics.median_low(beat.index for beat in self.working)
+        archived = [beat.index for beat in self.peers if beat.state is PeerState.ARCHIVING]
+        return max([self.step_before, self.chronicle.next_index if self.chronicle else 0, *archived])
+
+    @property
+    def outer_steps(self) -> int:
+        """Outer steps of the whole run."""
+        return self.run.config.total_outer_steps
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has taken its last outer step."""
+        return 0 < self.outer_steps <= self.outer_step
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the speed of all peers together."""
+        return sum(beat.tokens_per_second for beat in self.trainers)
+
+    @property
+    def lineage_tokens(self) -> int:
+        """Tokens that were trained in the run until now."""
+        logged = self.chronicle.records[-1].lineage_tokens if self.chronicle and self.chronicle.records else 0
+        return max(logged, statistics.median_low(beat.lineage_tokens for beat in self.working) if self.working else 0)
+
+    @property
+    def amended(self) -> Amended:
+        """Return the amendments in force: by the log where there is one, by what peers say elsewhere."""
+        said = Amended.seen_in(self.run, self.peers)
+        return said.as_logged(self.chronicle.amendment) if self.chronicle is not None else said
+
+    @property
+    def held_out(self) -> list[HeldOutLoss]:
+        """What peers last found of theta on held-out text, the newest last, only where one was due until now: so what
+        others say is bounded by the run's length."""
+        every = self.run.config.evaluation.every
+        said = [beat.held_out for beat in self.peers if beat.held_out is not None]
+        due = [one for one in said if every and one.index % every == 0 and one.index <= self.outer_step]
+        return sorted(due, key=lambda held_out: held_out.index)
+
+    @property
+    def model(self) -> str:
+        """Return what kind of model the run trains, or where the organiser says that it comes from."""
+        model = self.run.manifest.values["model"]
+        return model["path"] or str((model["config"] or {}).get("model_type", "unknown model"))
+
+    @property
+    def sources(self) -> list[str]:
+        """Where the run's text comes from."""
+        return [source.source for source in self.run.config.data.all_sources]
