@@ -21,9 +21,9 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.inner.replica import ModelReplica
 from opendiloco.kernels import FloatArray, Format, Payload, Rounding
 from opendiloco.model.build import build_model
+from opendiloco.training.replica import ModelReplica
 from peers.values.leases import SamplePool
 
 WORKERS = 4

@@ -28,14 +28,14 @@ import click
 import numpy as np
 
 from benchmarks.reporting import Bar, report, speed_ratio
-from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
-from opendiloco.checkpoints.loading import Checkpoints
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.kernels import INT8
-from opendiloco.outer.codec import BlockCodec
-from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import available_memory
+from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.loading import Checkpoints
+from opendiloco.storage.run_folder import RunFolder
+from opendiloco.training.codec import BlockCodec
+from opendiloco.training.state import OuterState
 from peers.transfer.memory_file import MemoryFile
 from peers.transfer.storage import FolderStorage
 

@@ -18,10 +18,10 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import WorkerMemory
-from opendiloco.inner.micro_batch import peak_while
-from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.team import Team
 from opendiloco.model.build import build_skeleton, initial_theta
+from opendiloco.training.micro_batch import peak_while
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.team import Team
 from opendiloco.workers.assembly import assemble_model, in_fitting_precision, memory_of
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange

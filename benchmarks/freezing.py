@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
-from opendiloco.reference import Reference, Work
+from opendiloco.training.reference import Reference, Work
+from opendiloco.training.replica import ModelReplica
 
 
 class FrozenReplica(ModelReplica):

@@ -21,10 +21,10 @@ from typing import Any
 import click
 
 from benchmarks.processes import memory_of, read_lines, say
-from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
+from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.run_folder import RunFolder
 from opendiloco.volunteer import volunteer_with, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions

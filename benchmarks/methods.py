@@ -13,8 +13,8 @@ from benchmarks.freezing import FreezingReference
 from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import FORMATS
 from opendiloco.model.layout import Layout
-from opendiloco.reference import Member, Reference, Work
 from opendiloco.shared_memory import Vector
+from opendiloco.training.reference import Member, Reference, Work
 from peers.values.leases import SamplePool
 
 Point = tuple[float, float]

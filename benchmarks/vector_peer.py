@@ -26,9 +26,9 @@ from opendiloco.cli.setting_options import join_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import INT8
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.outer.codec import BlockCodec
-from opendiloco.outer.state import LocalState
 from opendiloco.shared_memory import SharedVectors, Vector, available_memory
+from opendiloco.training.codec import BlockCodec
+from opendiloco.training.state import LocalState
 from opendiloco.workers.group import WorkerGroup
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping

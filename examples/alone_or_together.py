@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.reference import Reference, Work
+from opendiloco.training.reference import Reference, Work
 from peers.values.leases import SamplePool
 
 REPORTS = 4

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
+from opendiloco.storage.run_folder import RunFolder
 from peers.errors import AdmissionError, RemoteProtocolError, quoted
 from peers.net.daemon import peer_id_of
 from peers.presence.admission import RunAdmission, refused

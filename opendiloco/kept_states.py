@@ -7,10 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendiloco.checkpoints.held_out_curve import read_curve
-from opendiloco.checkpoints.loading import Checkpoint, Checkpoints, load_checkpoint
-from opendiloco.checkpoints.resume import resume
-from opendiloco.checkpoints.run_folder import MANIFEST, RunFolder, read_manifest
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import CheckpointError
 from opendiloco.follower import export_state, new_folder
@@ -20,6 +16,10 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.origins import Past
 from opendiloco.run import Run
+from opendiloco.storage.held_out_curve import read_curve
+from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint
+from opendiloco.storage.resume import resume
+from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_manifest
 from opendiloco.volunteer import working
 from peers.errors import ManifestError
 from peers.log.chain import Chain

@@ -18,11 +18,11 @@ from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import HeldOut, is_our_turn
 from opendiloco.kernels import Payload
 from opendiloco.model.initial_weights import check_initial_weights
-from opendiloco.outer.fragment import FragmentWork
-from opendiloco.outer.rounding import RunRounding
-from opendiloco.outer.state import LocalState
-from opendiloco.outer.statistics import Measuring
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.training.fragment import FragmentWork
+from opendiloco.training.rounding import RunRounding
+from opendiloco.training.state import LocalState
+from opendiloco.training.statistics import Measuring
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import WorkersRestartedError

@@ -15,8 +15,8 @@ import torch
 from opendiloco.config.run_config import EvaluationSection
 from opendiloco.errors import WorkerError
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.inner.device_facts import peak_memory
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.training.device_facts import peak_memory
 from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing

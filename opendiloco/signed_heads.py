@@ -7,8 +7,8 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.run import Run
+from opendiloco.storage.run_folder import RunFolder
 from peers.net.daemon import peer_id_of
 from peers.net.transport import HivemindTransport
 from peers.values.signed_heads import SignedHeadsError, unpack_heads

@@ -15,18 +15,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from opendiloco.admission import shown_out
-from opendiloco.checkpoints.checkpointer import Checkpointer
-from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.checkpoints.journal import Journal
-from opendiloco.checkpoints.loading import Checkpoints
-from opendiloco.checkpoints.moments import check_moments_file, newest_moments
-from opendiloco.checkpoints.resume import resume
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.kernels import FORMATS
 from opendiloco.local_workload import LocalWorkload, Trainer, Workload, start_workload
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from opendiloco.sole import doubled
+from opendiloco.storage.checkpointer import Checkpointer
+from opendiloco.storage.held_out_curve import HeldOutCurve
+from opendiloco.storage.journal import Journal
+from opendiloco.storage.loading import Checkpoints
+from opendiloco.storage.moments import check_moments_file, newest_moments
+from opendiloco.storage.resume import resume
+from opendiloco.storage.run_folder import RunFolder
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import Fragments, OwnFacts
 from opendiloco.view.run_view import RunView

@@ -41,7 +41,7 @@ BOOTSTRAP_IMPORTS = f"""
 import sys
 from importlib.metadata import distribution, packages_distributions
 before = set(sys.modules)
-import ast, importlib, opendiloco.checkpoints.writer, opendiloco.cli.bootstrap
+import ast, importlib, opendiloco.storage.writer, opendiloco.cli.bootstrap
 with open(opendiloco.cli.bootstrap.__file__) as source:  # what the command imports only when it runs, too
     for node in ast.walk(ast.parse(source.read())):
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("opendiloco", "peers"):

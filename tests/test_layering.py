@@ -126,7 +126,7 @@ def test_the_protocol_has_no_input_or_output(name: str) -> None:
 
 
 def test_remote_storage_is_behind_one_module() -> None:
-    assert importers("fsspec") == {"opendiloco.checkpoints.remote"}
+    assert importers("fsspec") == {"opendiloco.storage.remote"}
 
 
 def test_the_web_server_is_behind_one_room() -> None:
@@ -142,10 +142,9 @@ ROOMS = (
     "config",
     "data",
     "model",
-    "inner",
+    "training",
     "workers",
-    "outer",
-    "checkpoints",
+    "storage",
     "plan",
     "owner",
     "settings",
@@ -224,7 +223,7 @@ def test_folders_are_made_private() -> None:
         "opendiloco.data.token_folder",
         "opendiloco.model.export",
     }
-    remote = {"opendiloco.checkpoints.remote"}  # whose `makedirs` are those of a store that is not on this machine
+    remote = {"opendiloco.storage.remote"}  # whose `makedirs` are those of a store that is not on this machine
     assert makers - given_away - remote == {"peers.values.private_folders"}
 
 

@@ -104,7 +104,7 @@ def command(
         beside: list[Beside] = []
         kept = None
         if archive is not None:
-            from opendiloco.checkpoints.archive import Archive
+            from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive)
             beside.append(kept)

@@ -38,9 +38,9 @@ def volunteer_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> list[Path]:
     """Raises: MachineError when there is none, or it is not clear which is meant."""
-    from opendiloco.checkpoints.run_folder import default_state_folder
     from opendiloco.errors import MachineError
     from opendiloco.owner.controls import Request, ask, sockets
+    from opendiloco.storage.run_folder import default_state_folder
     from peers.values.manifest import Invite
 
     folder = state or default_state_folder()

@@ -34,7 +34,7 @@ def command(
     """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
     import tempfile
 
-    from opendiloco.checkpoints.remote import Remote, push_folder, without_secrets
+    from opendiloco.storage.remote import Remote, push_folder, without_secrets
 
     place.check()
     if out is None and push_to is None:

@@ -112,8 +112,8 @@ def command(
     All states are computed again, from a snapshot on, and compared with what peers say of theirs; who has another state
     is named, and the exit code is 12 in the end. Ctrl-C ends it.
     """
-    from opendiloco.checkpoints.remote import Remote
     from opendiloco.interrupts import run_interruptible
+    from opendiloco.storage.remote import Remote
     from opendiloco.tracking import Audit
 
     log.start("info")
@@ -244,8 +244,8 @@ def deliver(made: Path, plan: FollowPlan) -> str | None:
     """Bring a model to where it is wanted; returns where that is. What is in the way, or out of reach, is logged."""
     import shutil
 
-    from opendiloco.checkpoints.remote import push_folder, without_secrets
     from opendiloco.errors import RemoteError
+    from opendiloco.storage.remote import push_folder, without_secrets
 
     places = []
     if plan.push_to is not None:

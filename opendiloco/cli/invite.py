@@ -77,8 +77,8 @@ def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) 
     import time
 
     from opendiloco.admission import GivenTickets
-    from opendiloco.checkpoints.run_folder import read_manifest
     from opendiloco.identity_file import load_identity
+    from opendiloco.storage.run_folder import read_manifest
     from peers.values.manifest import Invite
 
     log.start()
@@ -123,8 +123,8 @@ def revoke(
 
 def organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
     """The run of a manifest, and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
-    from opendiloco.checkpoints.run_folder import read_manifest
     from opendiloco.identity_file import load_identity
+    from opendiloco.storage.run_folder import read_manifest
     from peers.errors import AdmissionError
 
     run, key = read_manifest(path).manifest, load_identity(identity)

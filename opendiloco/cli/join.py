@@ -105,8 +105,8 @@ class Joining:
 
     async def live(self, interrupts: Interrupts) -> None:
         """Train until asked to leave, whenever the owner wants this machine to: again after each long pause."""
-        from opendiloco.checkpoints.run_folder import RunFolder
         from opendiloco.owner.controls import serve_controls
+        from opendiloco.storage.run_folder import RunFolder
 
         interrupts.heard = self.watch.stop
         folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self.settings.state).path
@@ -141,9 +141,9 @@ class Joining:
     def _stay(self) -> Stay:
         """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
         from opendiloco.admission import read_ticket
-        from opendiloco.checkpoints.journal import Journal
-        from opendiloco.checkpoints.remote import check_url
         from opendiloco.stay import Stay
+        from opendiloco.storage.journal import Journal
+        from opendiloco.storage.remote import check_url
 
         settings = self.settings
         ticket = None if settings.ticket is None else read_ticket(settings.ticket)

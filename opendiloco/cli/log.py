@@ -107,9 +107,9 @@ def verify(
     """
     import json
 
-    from opendiloco.checkpoints.audit import audit
-    from opendiloco.checkpoints.loading import load_checkpoint
     from opendiloco.errors import DamagedLogError
+    from opendiloco.storage.audit import audit
+    from opendiloco.storage.loading import load_checkpoint
 
     log.start()
     path = find_log(run, folder)
@@ -131,7 +131,7 @@ def verify(
 
 def find_log(run: str | None, folder: Path | None) -> Path:
     """The log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
-    from opendiloco.checkpoints.run_folder import RunFolder, default_state_folder
+    from opendiloco.storage.run_folder import RunFolder, default_state_folder
     from peers.log.files import ENTRIES
     from peers.values.manifest import Invite
 
@@ -154,7 +154,7 @@ def find_log(run: str | None, folder: Path | None) -> Path:
 
 def find_manifest(log: Path, manifest: Path | None) -> Run:
     """The run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
-    from opendiloco.checkpoints.run_folder import RunFolder, read_manifest
+    from opendiloco.storage.run_folder import RunFolder, read_manifest
     from peers.errors import ManifestError
 
     if manifest is not None:

@@ -22,8 +22,8 @@ def check(config: RunConfig) -> None:
     from opendiloco.data.local_sources import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.errors import DataError
-    from opendiloco.inner.optimizers import check_inner_optimizer
     from opendiloco.model.build import build_skeleton
+    from opendiloco.training.optimizers import check_inner_optimizer
 
     check_inner_optimizer(config.inner_optimizer)
     momentum = config.outer_optimizer.momentum

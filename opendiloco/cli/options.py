@@ -268,7 +268,7 @@ def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = Non
         return invite  # the environment and the file may be about another swarm
     addresses = tuple(dict.fromkeys((*invite.addresses, *initial_peers)))
     if not addresses:
-        from opendiloco.checkpoints.run_folder import remembered_addresses
+        from opendiloco.storage.run_folder import remembered_addresses
 
         addresses = remembered_addresses(invite.run_id, state) or _nearby(invite.run_id)
     return Invite(invite.run_id, known_addresses(addresses, "a run id does not say where the swarm is"))

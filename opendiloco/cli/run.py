@@ -132,7 +132,7 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
     """Check the file of a signed MANIFEST, and print what it says."""
     import json
 
-    from opendiloco.checkpoints.run_folder import read_manifest
+    from opendiloco.storage.run_folder import read_manifest
 
     log.start()
     run = read_manifest(manifest)

@@ -136,8 +136,8 @@ def picture(view: RunView, signed: SignedHeads) -> Group:
 
 def volunteers_here(run_id: str) -> list[dict[str, object]]:
     """Return what the volunteers of a run on this machine say of themselves, as JSON can say it."""
-    from opendiloco.checkpoints.run_folder import default_state_folder
     from opendiloco.owner.controls import Request, ask, sockets
+    from opendiloco.storage.run_folder import default_state_folder
 
     found: list[dict[str, object]] = []
     for path in sockets(default_state_folder(), run_id):

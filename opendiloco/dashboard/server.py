@@ -24,7 +24,7 @@ from peers.errors import LocalNetworkError
 from peers.links import contacts
 
 if TYPE_CHECKING:
-    from opendiloco.checkpoints.archive import Archive
+    from opendiloco.storage.archive import Archive
     from peers.net.transport import HivemindTransport
     from peers.values.manifest import SignedManifest
 

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.run import Run
+from opendiloco.storage.held_out_curve import HeldOutCurve
 from peers.log.folder import RunLog
 from peers.net.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat
@@ -16,7 +16,7 @@ from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
 
 if TYPE_CHECKING:
-    from opendiloco.checkpoints.archive import ArchivedRun
+    from opendiloco.storage.archive import ArchivedRun
     from opendiloco.volunteer import Volunteer
     from peers.net.transport import HivemindTransport
 

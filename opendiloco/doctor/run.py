@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from opendiloco.admission import enter
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
 from opendiloco.doctor.findings import Finding, failed, failed_with, passed, skipped, warned
 from opendiloco.doctor.machine import Taken
@@ -21,6 +20,7 @@ from opendiloco.plan.links import PEERS_LIMIT, Links, PeerSection
 from opendiloco.plan.report import duration
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
+from opendiloco.storage.run_folder import RunFolder
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
 from peers.net.transport import HivemindTransport

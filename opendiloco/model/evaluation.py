@@ -17,7 +17,7 @@ EVALUATED_AT_ONCE = 4
 
 
 class Sharers(Protocol):
-    """Those that share an evaluation; see `opendiloco.inner.team.Team`."""
+    """Those that share an evaluation; see `opendiloco.training.team.Team`."""
 
     def piece(self, count: int) -> slice: ...
     def largest_piece(self, count: int) -> int: ...

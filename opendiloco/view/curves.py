@@ -8,9 +8,9 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.outer.statistics import OuterStepTaken
 from opendiloco.run import Run
+from opendiloco.storage.held_out_curve import HeldOutCurve
+from opendiloco.training.statistics import OuterStepTaken
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import Telemetry

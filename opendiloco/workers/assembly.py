@@ -11,13 +11,13 @@ from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory
-from opendiloco.inner.device_facts import compiling_lacks, has_bf16
-from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model
-from opendiloco.inner.team import Team
-from opendiloco.inner.trials import compile_blocks
 from opendiloco.model.build import build_model, build_skeleton, is_all_trained, layout_of, store_weights
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
 from opendiloco.stages import at_stage
+from opendiloco.training.device_facts import compiling_lacks, has_bf16
+from opendiloco.training.sharding import fill_untrained, has_other_tensors, shard_model
+from opendiloco.training.team import Team
+from opendiloco.training.trials import compile_blocks
 from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.inner.cycles import Cycles
-from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
-from opendiloco.inner.inner_steps import InnerStep, InnerSteps, StepTaken
-from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.team import Team
 from opendiloco.shared_memory import SharedVectors, Vector
+from opendiloco.training.cycles import Cycles
+from opendiloco.training.device_facts import forget_peak_memory, peak_memory
+from opendiloco.training.inner_steps import InnerStep, InnerSteps, StepTaken
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.team import Team
 from opendiloco.workers.control import (
     Average,
     ControlMessage,

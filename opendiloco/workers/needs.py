@@ -12,11 +12,11 @@ from typing import Any
 
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.host_memory import MOMENTS_BYTES, STATE_BYTES, HostMemory, WorkerMemory
-from opendiloco.inner.optimizers import FUSED_ON
 from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.build import layout_of
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
 from opendiloco.quantities import days_in_words, in_words
+from opendiloco.training.optimizers import FUSED_ON
 
 UTILISATION = 0.4
 """Share of its peak at which a GPU is taken to train."""

@@ -13,8 +13,8 @@ from benchmarks.convergence import METHODS, PANELS, QUICK, plot, row
 from benchmarks.freezing import FreezingReference
 from benchmarks.methods import Course, ExactReference, Method, train, warm_start
 from opendiloco.data.sample_order import SampleOrder
-from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
+from opendiloco.training.reference import Reference, Work
 from peers.values.leases import SampleRange
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-import opendiloco.checkpoints.checkpointer as checkpointer
+import opendiloco.storage.checkpointer as checkpointer
 from opendiloco.workers import telemetry
 from peers import metrics
 from tests.peers.test_metrics import exposed

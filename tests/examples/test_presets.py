@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.inner.team import Team
 from opendiloco.model.build import build_skeleton
 from opendiloco.quantities import days_in_words, in_words
-from opendiloco.reference import Reference, Work
+from opendiloco.training.reference import Reference, Work
+from opendiloco.training.team import Team
 from opendiloco.workers import assembly
 from opendiloco.workers.needs import MACHINES, needs_of
 from peers.values.leases import SampleRange

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
-from opendiloco.inner.team import Team
+from opendiloco.training.team import Team
 
 
 def only_one() -> Team:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from opendiloco.checkpoints.checkpointer import KeepingPlan
-from opendiloco.checkpoints.run_folder import RunFolder
-from opendiloco.checkpoints.writer import Job
+from opendiloco.storage.checkpointer import KeepingPlan
+from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.writer import Job
 from peers.log.header import Header, Member
 from peers.log.state import LogState
 from peers.transfer.memory_file import MemoryFile

@@ -10,10 +10,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
-from opendiloco.outer.codec import BlockCodec
-from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
+from opendiloco.training.codec import BlockCodec
+from opendiloco.training.state import OuterState
 from peers.log.certificate import Certificate, ballot, certify
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member

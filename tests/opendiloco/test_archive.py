@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from opendiloco import kernels
-from opendiloco.checkpoints import archive as archives
-from opendiloco.checkpoints.archive import Archive, ArchivedRun
 from opendiloco.config.run_config import RunConfig
-from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
+from opendiloco.storage import archive as archives
+from opendiloco.storage.archive import Archive, ArchivedRun
+from opendiloco.training.codec import BlockCodec
 from peers.errors import LocalProtocolError
 from peers.log.exclusions import Fault
 from peers.log.folder import LogFolder
@@ -373,7 +373,7 @@ def test_an_archive_of_the_run_signs_what_it_has_checked(
 ) -> None:
     """At most once a minute; and it says so in its heartbeats."""
     clock = 1000.0
-    monkeypatch.setattr("opendiloco.checkpoints.archive.now", lambda: clock)
+    monkeypatch.setattr("opendiloco.storage.archive.now", lambda: clock)
     monkeypatch.setattr("peers.log.head_signer.prove", lambda *asked: CERTIFIED)
     monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, *place: "a certificate")
     content = small_config.to_manifest_content() | {"archives": [NODE.peer_id]}
@@ -405,7 +405,7 @@ def test_an_archive_hears_what_it_has_signed_before_it_signs(
     """Regression: with a disk that was set back it signed another log than before, and nobody believed it any more."""
     clock = 1000.0
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("opendiloco.checkpoints.archive.now", lambda: clock)
+    monkeypatch.setattr("opendiloco.storage.archive.now", lambda: clock)
     monkeypatch.setattr("peers.log.head_signer.prove", lambda *asked: CERTIFIED)
     monkeypatch.setattr("peers.log.folder.RunLog.certificate_at", lambda log, *place: "a certificate")
     run = Run.sign(small_config, NODE)

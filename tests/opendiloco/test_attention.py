@@ -14,13 +14,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.inner import attention
-from opendiloco.inner.attention import FLEX, document_attention
-from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.team import Team
-from opendiloco.inner.trials import attending_by
 from opendiloco.model.build import build_model
 from opendiloco.stages import watched_by
+from opendiloco.training import attention
+from opendiloco.training.attention import FLEX, document_attention
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.team import Team
+from opendiloco.training.trials import attending_by
 from peers.values.leases import SampleRange
 
 TEAM = Team(torch.device("cpu"))

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from safetensors import safe_open
 
-from opendiloco.checkpoints.files import (
+from opendiloco.storage.files import (
     DamagedFileError,
     file_header,
     file_name,

@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
-from opendiloco.checkpoints.files import file_name
-from opendiloco.checkpoints.loading import Checkpoints
-from opendiloco.checkpoints.writer import NOT_SAVED, NOT_SENT, SAVED, folder_bytes, main, write_checkpoint
+from opendiloco.storage.files import file_name
+from opendiloco.storage.loading import Checkpoints
+from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, folder_bytes, main, write_checkpoint
 from tests.opendiloco.frozen_states import RUN, FrozenState, frozen, job
 
-PLAIN = "import sys; import opendiloco.checkpoints.writer as writer; sys.exit(writer.main())"
+PLAIN = "import sys; import opendiloco.storage.writer as writer; sys.exit(writer.main())"
 # Kills itself instead of calling a function for the n-th time, in small pieces so that there are many times.
 KILLED = """
 import os, signal, sys
-import fsspec.implementations.local, opendiloco.checkpoints.writer as writer, opendiloco.checkpoints.remote as remote
+import fsspec.implementations.local, opendiloco.storage.writer as writer, opendiloco.storage.remote as remote
 holder, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 writer.PIECE = remote.PIECE = 1 << 16
 holder = eval(holder)
@@ -85,7 +85,7 @@ def test_it_says_in_one_line_what_it_wrote(tmp_path: Path) -> None:
 
 
 def test_it_starts_without_what_is_slow_to_import() -> None:
-    code = "import sys, opendiloco.checkpoints.writer; print(*sys.modules)"
+    code = "import sys, opendiloco.storage.writer; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "pydantic", "asyncio", "fsspec", "hivemind"} & set(done.stdout.split())
 
@@ -141,7 +141,7 @@ def write(folder: Path, state: FrozenState, rate: float | None = None) -> None:
 
 
 def test_a_disk_that_fills_up_while_it_is_written_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opendiloco.checkpoints.writer.PIECE", 1 << 16)
+    monkeypatch.setattr("opendiloco.storage.writer.PIECE", 1 << 16)
     monkeypatch.setattr(os, "sendfile", failing(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         write(folder, frozen(6))
@@ -191,8 +191,8 @@ def test_a_file_that_another_writer_has_is_left_alone(folder: Path, monkeypatch:
 
 def test_it_waits_as_its_rate_demands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("opendiloco.checkpoints.remote.RateLimit.__init__.__defaults__", (waits.append,))
-    monkeypatch.setattr("opendiloco.checkpoints.remote.time.monotonic", lambda: 0.0)  # the disk itself takes no time
+    monkeypatch.setattr("opendiloco.storage.remote.RateLimit.__init__.__defaults__", (waits.append,))
+    monkeypatch.setattr("opendiloco.storage.remote.time.monotonic", lambda: 0.0)  # the disk itself takes no time
     write(folder, frozen(6), rate=1e6)
     assert waits[-1] == pytest.approx(2.4)
     assert len(waits) == 24

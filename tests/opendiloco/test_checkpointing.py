@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from opendiloco.checkpoints.checkpointer import CHECKPOINTS, Checkpointer, KeepingPlan
-from opendiloco.checkpoints.loading import Checkpoints
+from opendiloco.storage.checkpointer import CHECKPOINTS, Checkpointer, KeepingPlan
+from opendiloco.storage.loading import Checkpoints
 from opendiloco.volunteer import Volunteer
 from tests.child_processes import child_processes
 from tests.opendiloco.frozen_states import RUN, frozen, plan
@@ -51,7 +51,7 @@ def test_one_at_a_time_and_of_those_that_wait_the_newest(tmp_path: Path, caplog:
         checkpointer.take(frozen(4))
         await checkpointer.idle()
 
-    with caplog.at_level(logging.INFO, "opendiloco.checkpoints.checkpointer"):
+    with caplog.at_level(logging.INFO, "opendiloco.storage.checkpointer"):
         play(chosen, story)
     assert written(chosen) == [4, 3]
     assert count("skipped") == skipped + 2
@@ -100,7 +100,7 @@ def test_what_would_not_be_kept_is_not_written(tmp_path: Path) -> None:
 def test_leaving_ends_a_process_that_takes_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("opendiloco.checkpoints.checkpointer.CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr("opendiloco.storage.checkpointer.CLOSE_SECONDS", 0.0)
     chosen = plan(tmp_path, rate=1.0)  # a byte a second
 
     async def story(checkpointer: Checkpointer) -> None:
@@ -114,7 +114,7 @@ def test_leaving_ends_a_process_that_takes_too_long(
 
 
 def test_leaving_waits_for_what_is_almost_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opendiloco.checkpoints.checkpointer.CLOSE_SECONDS", 60.0)
+    monkeypatch.setattr("opendiloco.storage.checkpointer.CLOSE_SECONDS", 60.0)
     chosen = plan(tmp_path)
 
     async def story(checkpointer: Checkpointer) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.checkpoints.files import file_header, file_name, read_file_header
-from opendiloco.checkpoints.loading import Checkpoints, metadata_of
-from opendiloco.checkpoints.writer import write_checkpoint
 from opendiloco.errors import CheckpointError
+from opendiloco.storage.files import file_header, file_name, read_file_header
+from opendiloco.storage.loading import Checkpoints, metadata_of
+from opendiloco.storage.writer import write_checkpoint
 from peers.transfer.state_chunks import chunk_digests
 from tests.opendiloco.frozen_states import RUN, FrozenState, frozen
 

@@ -22,9 +22,9 @@ from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.local_sources import local_sources
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.card import RunFacts
-from opendiloco.outer.state import LocalState
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
+from opendiloco.training.state import LocalState
 from peers.errors import DilocoPeerError
 from peers.log.folder import MemoryLog
 from peers.net.head_store import HeadStore
@@ -305,8 +305,8 @@ def test_every_nth_state_is_exported_and_pushed(recorded: RecordedRun, tmp_path:
 def test_a_remote_that_fails_is_tried_again(
     recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opendiloco.checkpoints import remote
     from opendiloco.errors import RemoteError
+    from opendiloco.storage import remote
 
     pushed: list[str] = []
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from opendiloco.checkpoints.audit import Findings, Proofs, entries
-from opendiloco.checkpoints.files import file_header
-from opendiloco.checkpoints.loading import metadata_of
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import initial_theta
 from opendiloco.run import Run
+from opendiloco.storage.audit import Findings, Proofs, entries
+from opendiloco.storage.files import file_header
+from opendiloco.storage.loading import metadata_of
+from opendiloco.storage.run_folder import RunFolder
 from peers.log.chain import Entry
 from peers.log.exclusions import FAULT_AGE, Fault
 from peers.log.files import ENTRIES, NO_RUN, PAYLOADS, entry_line, first_line, payload_path, read_chain
@@ -395,7 +395,7 @@ def test_a_disk_that_cannot_be_read(folder: RunFolder, monkeypatch: pytest.Monke
     def unreadable(path: Path, block_bytes: int) -> Payload:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("opendiloco.checkpoints.audit.read_payload", unreadable)
+    monkeypatch.setattr("opendiloco.storage.audit.read_payload", unreadable)
     result = log("verify", "--folder", folder.path)
     assert result.exit_code == 6
     assert f"the log in {folder.log} cannot be read: Input/output error." in result.stderr

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from opendiloco.kernels import FORMATS, INT8, Format
-from opendiloco.outer.codec import BlockCodec
+from opendiloco.training.codec import BlockCodec
 from peers.values.chunks import parts_of, split_evenly
 from peers.values.workload import BadBlocksError
 

@@ -9,9 +9,9 @@ import torch
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import MachineError
-from opendiloco.inner.device_facts import choose_device, compiling_lacks
-from opendiloco.inner.team import Team
 from opendiloco.stages import watched_by
+from opendiloco.training.device_facts import choose_device, compiling_lacks
+from opendiloco.training.team import Team
 from opendiloco.workers.assembly import _is_compiled, in_fitting_precision
 from opendiloco.workers.options import WorkerOptions
 

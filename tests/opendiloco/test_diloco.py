@@ -33,9 +33,9 @@ from opendiloco.loop_worker import LoopWorker
 from opendiloco.model.build import build_model, initial_theta, layout_of
 from opendiloco.model.layout import Layout
 from opendiloco.own_model import check_own_model, initial_vectors
-from opendiloco.reference import Reference
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.training.reference import Reference
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange

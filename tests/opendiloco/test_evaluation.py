@@ -17,11 +17,11 @@ from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.errors import DataError
-from opendiloco.inner.team import Team
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import generate_sample, held_out_loss
-from opendiloco.reference import Reference
 from opendiloco.shared_memory import create_memory_file
+from opendiloco.training.reference import Reference
+from opendiloco.training.team import Team
 from opendiloco.workers.control import Configure, ControlChannel, Evaluate, Evaluated
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions

@@ -14,15 +14,15 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import HostMemory
-from opendiloco.inner import micro_batch
-from opendiloco.inner.micro_batch import fitting_micro_batch, peak_while, trying
-from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.team import Team
 from opendiloco.kernels import INT8
 from opendiloco.model import head
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.packing import window_loss
 from opendiloco.stages import watched_by
+from opendiloco.training import micro_batch
+from opendiloco.training.micro_batch import fitting_micro_batch, peak_while, trying
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.team import Team
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange

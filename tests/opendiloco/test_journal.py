@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.checkpoints.journal import Journal
 from opendiloco.errors import MachineError
+from opendiloco.storage.journal import Journal
 from peers.log.header import Member
 from peers.log.state import LogState
 from peers.values.leases import SampleRange

@@ -14,10 +14,6 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM
 
-from opendiloco.checkpoints.files import file_header, file_name
-from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.checkpoints.loading import metadata_of
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.cli.group import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
@@ -25,6 +21,10 @@ from opendiloco.kept_states import find_origin
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model
 from opendiloco.run import Run
+from opendiloco.storage.files import file_header, file_name
+from opendiloco.storage.held_out_curve import HeldOutCurve
+from opendiloco.storage.loading import metadata_of
+from opendiloco.storage.run_folder import RunFolder
 from peers.log.folder import LogFolder
 from peers.values.identity import Identity
 from tests.opendiloco.recorded_run import BLOCK_BYTES, RecordedRun, record

@@ -13,7 +13,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.reference import Reference, Work
+from opendiloco.training.reference import Reference, Work
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange, sample_count
 from peers.values.workload import InnerLoop, Progress, Reduction, Trained

@@ -11,7 +11,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload, start_workload
-from opendiloco.reference import Reference, Work
+from opendiloco.training.reference import Reference, Work
 from opendiloco.workers.options import WorkerOptions
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange

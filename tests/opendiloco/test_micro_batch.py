@@ -14,13 +14,13 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import HostMemory
-from opendiloco.inner import micro_batch, optimizers
-from opendiloco.inner.micro_batch import WindowMemory, fitting_micro_batch, peak_while, trying
-from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.team import Team
 from opendiloco.kernels import INT8
 from opendiloco.model import head
 from opendiloco.model.build import build_model
+from opendiloco.training import micro_batch, optimizers
+from opendiloco.training.micro_batch import WindowMemory, fitting_micro_batch, peak_while, trying
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.team import Team
 from opendiloco.workers import needs
 from opendiloco.workers.assembly import memory_of
 from peers.values.leases import SampleRange

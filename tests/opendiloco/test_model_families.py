@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model, build_skeleton, layout_of
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import export_model
+from opendiloco.training.replica import ModelReplica
 from peers.errors import ManifestError
 from peers.values.leases import SampleRange
 

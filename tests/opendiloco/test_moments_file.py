@@ -21,20 +21,20 @@ from safetensors.numpy import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
-from opendiloco.checkpoints.moments import check_moments_file, moments_name, newest_moments
-from opendiloco.checkpoints.moments_writer import finish
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.optimizers import InnerOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.inner.moments_file import digest_place
-from opendiloco.inner.replica import LONG_AGO, ModelReplica
-from opendiloco.inner.sharding import shard_model
-from opendiloco.inner.team import Team
 from opendiloco.model.build import build_skeleton, trainable
 from opendiloco.model.shards import local_part
+from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.moments import check_moments_file, moments_name, newest_moments
+from opendiloco.storage.moments_writer import finish
+from opendiloco.storage.run_folder import RunFolder
+from opendiloco.training.moments_file import digest_place
+from opendiloco.training.replica import LONG_AGO, ModelReplica
+from opendiloco.training.sharding import shard_model
+from opendiloco.training.team import Team
 from opendiloco.volunteer import recall_moments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
@@ -305,7 +305,7 @@ def test_moments_that_cannot_be_had_leave_the_checkpoint_and_no_partial_file(
 
 
 def test_who_finishes_the_file_starts_without_what_is_slow_to_import() -> None:
-    code = "import sys, opendiloco.checkpoints.moments_writer; print(*sys.modules)"
+    code = "import sys, opendiloco.storage.moments_writer; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "pydantic", "asyncio", "fsspec", "hivemind"} & set(done.stdout.split())
 

@@ -13,7 +13,6 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import HeldOutWindows, load_data
-from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.packing import (
@@ -24,6 +23,7 @@ from opendiloco.model.packing import (
     router_loss_weight,
     window_loss,
 )
+from opendiloco.training.replica import ModelReplica
 from peers.errors import ManifestError
 
 END = ByteTokenizer.end

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.inner.optimizers import check_inner_optimizer
+from opendiloco.training.optimizers import check_inner_optimizer
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from opendiloco.checkpoints.files import file_name
-from opendiloco.checkpoints.remote import RateLimit, Remote, check_url, push_folder, without_secrets
 from opendiloco.errors import RemoteError
+from opendiloco.storage.files import file_name
+from opendiloco.storage.remote import RateLimit, Remote, check_url, push_folder, without_secrets
 
 URL = "memory://bucket/run"
 
@@ -121,7 +121,7 @@ def test_passwords_are_not_shown() -> None:
 
 def test_a_pace_is_kept_by_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     now, waits = 100.0, list[float]()
-    monkeypatch.setattr("opendiloco.checkpoints.remote.time.monotonic", lambda: now)
+    monkeypatch.setattr("opendiloco.storage.remote.time.monotonic", lambda: now)
     limit = RateLimit(1000.0, waits.append)
     assert (limit.piece(1 << 20), limit.piece(10), RateLimit(None).piece(10), RateLimit(0.5).piece(10)) == (
         100,

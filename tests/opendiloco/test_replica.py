@@ -13,13 +13,13 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import WorkerError
-from opendiloco.inner.inner_steps import InnerStep
-from opendiloco.inner.replica import ModelReplica, on_device
-from opendiloco.inner.team import Team
 from opendiloco.model import head
 from opendiloco.model.build import build_model
 from opendiloco.model.packing import window_loss
 from opendiloco.shared_memory import Vector
+from opendiloco.training.inner_steps import InnerStep
+from opendiloco.training.replica import ModelReplica, on_device
+from opendiloco.training.team import Team
 from peers.values.leases import SampleRange
 
 

@@ -12,7 +12,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import HostMemory
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.outer.fragment import Residual
+from opendiloco.training.fragment import Residual
 from peers.errors import ManifestError
 from tests.opendiloco.threaded_workers import ThreadedWorkers
 

@@ -10,7 +10,6 @@ from typing import cast
 import pytest
 from click.testing import CliRunner
 
-from opendiloco.checkpoints.loading import Checkpoint
 from opendiloco.cli import main
 from opendiloco.cli.new_run import with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
@@ -19,6 +18,7 @@ from opendiloco.kept_states import Origin
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.run import Run, find_run
+from opendiloco.storage.loading import Checkpoint
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.checkpoints.run_folder import RunFolder, read_manifest
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
+from opendiloco.storage.run_folder import RunFolder, read_manifest
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 

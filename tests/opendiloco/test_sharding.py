@@ -24,17 +24,17 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import MachineError
-from opendiloco.inner.micro_batch import trying
-from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.sharding import fill_untrained, has_other_tensors, shard_model
-from opendiloco.inner.team import MeetingPlace, Team
-from opendiloco.inner.trials import compile_blocks, keep_compiled_if_it_works
 from opendiloco.model import portable_normal
 from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
 from opendiloco.model.shards import Shards, local_part, shard_rows
 from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.stages import watched_by
+from opendiloco.training.micro_batch import trying
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.sharding import fill_untrained, has_other_tensors, shard_model
+from opendiloco.training.team import MeetingPlace, Team
+from opendiloco.training.trials import compile_blocks, keep_compiled_if_it_works
 from opendiloco.workers import assembly
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.options import WorkerOptions

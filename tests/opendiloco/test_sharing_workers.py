@@ -21,9 +21,9 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import MOMENTS_BYTES
-from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.team import Team
-from opendiloco.inner.trials import keep_compiled_if_it_works
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.team import Team
+from opendiloco.training.trials import keep_compiled_if_it_works
 from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.build import build_skeleton, initial_theta
 from opendiloco.workers.assembly import assemble_model, memory_of
@@ -154,7 +154,7 @@ def test_activation_checkpointing_saves_memory_where_blocks_are_sharded_and_comp
 
 TRIALS = """
 from transformers.models.llama import modeling_llama
-from opendiloco.inner import attention
+from opendiloco.training import attention
 from opendiloco.stages import watched_by
 from tests.opendiloco.test_sharding import Broken
 
@@ -221,7 +221,7 @@ def test_what_fails_on_one_worker_alone_is_left_out_on_all(
 OPTIMIZERS = """
 from torch.distributed.fsdp import fully_shard
 from opendiloco.errors import MachineError
-from opendiloco.inner.optimizers import build_inner_optimizer
+from opendiloco.training.optimizers import build_inner_optimizer
 from opendiloco.config.optimizers import AdafactorSection, AdamWSettings, MuonSection, TorchSection
 
 torch.Tensor.bfloat16 = lambda tensor: tensor * 1  # so that the order of sums does not matter

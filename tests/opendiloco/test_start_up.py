@@ -18,9 +18,9 @@ from opendiloco.data.corpus import open_corpus
 from opendiloco.data.token_cache import TokenCache
 from opendiloco.data.tokenized import TokenizedSource
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.inner.team import Team
 from opendiloco.shared_memory import create_memory_file
 from opendiloco.stages import at_stage, passing, watched_by
+from opendiloco.training.team import Team
 from opendiloco.workers.control import AtStage, Configure, Configured, DevicesCounted
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.process import WorkerProcess

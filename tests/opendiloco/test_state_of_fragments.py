@@ -12,9 +12,9 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import layout_of, sized_skeleton, with_sizes_named
-from opendiloco.outer.state import LocalState, OuterState
-from opendiloco.outer.statistics import OuterStatistics, OuterStepTaken, together
 from opendiloco.shared_memory import Vector
+from opendiloco.training.state import LocalState, OuterState
+from opendiloco.training.statistics import OuterStatistics, OuterStepTaken, together
 from peers.errors import ManifestError
 from peers.values.workload import BadBlocksError, Reduction, Workload
 from tests.opendiloco.test_local_workload import StateOnly

@@ -15,14 +15,14 @@ import torch
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
-from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import with_sizes_named
 from opendiloco.model.layout import Layout
 from opendiloco.model.merging import merge
-from opendiloco.outer.state import OuterState
-from opendiloco.reference import Reference, StreamingDiLoCo, Work
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
+from opendiloco.training.reference import Reference, StreamingDiLoCo, Work
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.state import OuterState
 from peers.errors import ManifestError
 from peers.values.amendments import Amendment
 from peers.values.identity import Identity
@@ -32,7 +32,7 @@ from tests.opendiloco.streaming_by_hand import Case
 
 
 class ToySteps:
-    """Implements `opendiloco.reference.Steps`."""
+    """Implements `opendiloco.training.reference.Steps`."""
 
     def __init__(self, replica: Toy, steps: int, tokens: int) -> None:
         self.planned, self.planned_tokens = steps, tokens
@@ -46,7 +46,7 @@ class ToySteps:
 
 
 class Toy:
-    """A replica whose samples say which target it has. Implements `opendiloco.reference.Replica`."""
+    """A replica whose samples say which target it has. Implements `opendiloco.training.reference.Replica`."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

@@ -17,8 +17,8 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import WorkerError
 from opendiloco.local_workload import LocalWorkload
-from opendiloco.reference import Reference, Work
 from opendiloco.shared_memory import Vector
+from opendiloco.training.reference import Reference, Work
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
 from opendiloco.workers.supervisor import WorkersRestartedError
 from peers.values.leases import SampleRange

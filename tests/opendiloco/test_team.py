@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from opendiloco.inner.team import PATIENCE, MeetingPlace, Team
+from opendiloco.training.team import PATIENCE, MeetingPlace, Team
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,11 @@ from benchmarks.threaded_worker import Channel, ThreadedWorker
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
-from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.team import Team
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.team import Team
 from opendiloco.workers.control import Evaluated, InnerLoopDone, RunInnerLoop
 from opendiloco.workers.inner_loops import InnerLoops
 from opendiloco.workers.supervisor import WorkersRestartedError

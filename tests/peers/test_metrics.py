@@ -20,7 +20,7 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
-import opendiloco.checkpoints.checkpointer
+import opendiloco.storage.checkpointer
 import opendiloco.workers.telemetry  # noqa: F401  (both count)
 from peers import metrics
 from peers.errors import LocalNetworkError

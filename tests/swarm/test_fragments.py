@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.checkpoints.resume import resume
+from opendiloco.storage.resume import resume
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.log.files import ENTRIES, read_chain

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.checkpoints.journal import Journal
 from opendiloco.config.run_config import RunConfig
 from opendiloco.demo.processes import Child
-from opendiloco.reference import Reference, Work
+from opendiloco.storage.journal import Journal
+from opendiloco.training.reference import Reference, Work
 
 pytestmark = pytest.mark.swarm
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -19,13 +19,13 @@ from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 from click import BadParameter, Command, Context, Option
 
-from opendiloco.checkpoints.held_out_curve import HeldOutCurve
 from opendiloco.cli.options import parse_address
 from opendiloco.dashboard import server, watching
 from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
 from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
 from opendiloco.dashboard.watching import RunWatch, Watching
+from opendiloco.storage.held_out_curve import HeldOutCurve
 from opendiloco.view.history import RunHistory
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.folder import MemoryLog

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from opendiloco.checkpoints import held_out_curve
-from opendiloco.checkpoints.held_out_curve import HeldOutCurve
+from opendiloco.storage import held_out_curve
+from opendiloco.storage.held_out_curve import HeldOutCurve
 from opendiloco.view import chronicle
 from opendiloco.view.chronicle import Chronicle
 from opendiloco.view.history import MOST_POINTS, REMEMBERED_SECONDS, SHOWN_SPANS, Curve, RunHistory, Timeline

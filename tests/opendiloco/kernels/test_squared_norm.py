@@ -7,7 +7,7 @@ import pytest
 
 from opendiloco import kernels
 from opendiloco.kernels import FORMATS, CorruptPayloadError, FloatArray, Format, Payload
-from opendiloco.outer.codec import BlockCodec
+from opendiloco.training.codec import BlockCodec
 
 COUNT = 5 * 1024 + 77
 

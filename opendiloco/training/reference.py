@@ -33,15 +33,15 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.config.streaming import StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
-from opendiloco.inner.cycles import Cycles, Fragmented, Steps
-from opendiloco.inner.replica import ModelReplica
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.layout import Layout
-from opendiloco.outer.fragment import Residual
-from opendiloco.outer.rounding import RunRounding
-from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
+from opendiloco.training.cycles import Cycles, Fragmented, Steps
+from opendiloco.training.fragment import Residual
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.rounding import RunRounding
+from opendiloco.training.state import OuterState
 from peers.protocol.weights import aged
 from peers.values.amendments import Amendment
 from peers.values.leases import SampleRange

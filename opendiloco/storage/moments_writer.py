@@ -1,6 +1,6 @@
 """The process that finishes a file of moments, which workers have written: digest, disk, name, and a remote folder.
 
-Started as `python -m opendiloco.checkpoints.moments_writer`, with a job, as JSON, on its standard input. It says in one
+Started as `python -m opendiloco.storage.moments_writer`, with a job, as JSON, on its standard input. It says in one
 line on stderr what came of it, and in its exit status, as writer.py does. Killed at any moment, it leaves the file that
 was there before, and perhaps a partial one that the next writer removes.
 """
@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendiloco.checkpoints.remote import RateLimit, Remote
-from opendiloco.checkpoints.writer import FLUSH, NICENESS, NOT_SAVED, PIECE, end, end_sent
-from opendiloco.inner.moments_file import digest_place, read_header
+from opendiloco.storage.remote import RateLimit, Remote
+from opendiloco.storage.writer import FLUSH, NICENESS, NOT_SAVED, PIECE, end, end_sent
+from opendiloco.training.moments_file import digest_place, read_header
 from peers.values.whole_files import PARTIAL, sync_folder
 
 

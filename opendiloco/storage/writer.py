@@ -1,6 +1,6 @@
 """The process that brings a checkpoint from memory to the disk, and from there to a remote folder.
 
-Started as `python -m opendiloco.checkpoints.writer`, with the state's descriptor inherited and a job, as JSON, on its
+Started as `python -m opendiloco.storage.writer`, with the state's descriptor inherited and a job, as JSON, on its
 standard input. It says in one line on stderr what came of it, and in its exit status (SAVED and so on). Killed at any
 moment, it leaves the checkpoints that were there before, and perhaps a partial file that the next writer removes.
 """
@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendiloco.checkpoints.files import file_header, file_name, prune, sweep
-from opendiloco.checkpoints.remote import RateLimit, Remote
 from opendiloco.errors import RemoteError
+from opendiloco.storage.files import file_header, file_name, prune, sweep
+from opendiloco.storage.remote import RateLimit, Remote
 from peers.values.private_folders import make_private_folder
 from peers.values.whole_files import PARTIAL, sync_folder
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from opendiloco.inner.moments_file import VALUE_BYTES, read_header
+from opendiloco.training.moments_file import VALUE_BYTES, read_header
 from peers.values.workload import SnapshotError
 
 NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")

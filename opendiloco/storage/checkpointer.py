@@ -21,12 +21,12 @@ from typing import Any, Literal, Protocol, Self
 
 from prometheus_client import Counter
 
-from opendiloco.checkpoints.files import kept
-from opendiloco.checkpoints.loading import index_after, metadata_of
-from opendiloco.checkpoints.moments import moments_name
-from opendiloco.checkpoints.moments_writer import MomentsJob
-from opendiloco.checkpoints.run_folder import RunFolder
-from opendiloco.checkpoints.writer import NOT_SAVED, NOT_SENT, SAVED, Job
+from opendiloco.storage.files import kept
+from opendiloco.storage.loading import index_after, metadata_of
+from opendiloco.storage.moments import moments_name
+from opendiloco.storage.moments_writer import MomentsJob
+from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, Job
 from peers.errors import DilocoPeerError
 from peers.log.header import Header
 from peers.net.signals import signals_held_back
@@ -169,7 +169,7 @@ class Checkpointer:
             assert state.memory is not None
             try:
                 job = self._plan.job(state, state.memory)
-                status, said = await _run_writer("opendiloco.checkpoints.writer", asdict(job), job.descriptor)
+                status, said = await _run_writer("opendiloco.storage.writer", asdict(job), job.descriptor)
             except OSError as error:  # not even a process can be had
                 status, said = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")
@@ -190,7 +190,7 @@ class Checkpointer:
         partial = path.with_name(path.name + PARTIAL)
         try:
             await workers.keep_moments(partial, job.run, index)
-            status, said = await _run_writer("opendiloco.checkpoints.moments_writer", asdict(job))
+            status, said = await _run_writer("opendiloco.storage.moments_writer", asdict(job))
         except (SnapshotError, DilocoPeerError, OSError) as error:  # whoever trains with workers hears of their death
             status, said = NOT_SAVED, str(error)
         finally:

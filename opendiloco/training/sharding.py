@@ -15,9 +15,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opendiloco.config.run_config import TrainingSection
-from opendiloco.inner.team import Team
 from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.shards import local_part, shard_rows
+from opendiloco.training.team import Team
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

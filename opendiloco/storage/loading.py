@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendiloco.checkpoints.files import (
+from opendiloco.errors import CheckpointError
+from opendiloco.storage.files import (
     FORMAT,
     DamagedFileError,
     file_name,
@@ -18,7 +19,6 @@ from opendiloco.checkpoints.files import (
     read_file_header,
     sweep,
 )
-from opendiloco.errors import CheckpointError
 from peers.errors import quoted
 from peers.log.header import Header, cycle_head
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from opendiloco.errors import first_line
-from opendiloco.inner.device_facts import compiling_lacks
-from opendiloco.inner.team import Team
-from opendiloco.inner.trials import Trial, trial_windows
 from opendiloco.stages import TRYING_ATTENTION, at_stage
+from opendiloco.training.device_facts import compiling_lacks
+from opendiloco.training.team import Team
+from opendiloco.training.trials import Trial, trial_windows
 
 if TYPE_CHECKING:
-    from opendiloco.inner.replica import ModelReplica
+    from opendiloco.training.replica import ModelReplica
 
 FLEX = "flex_attention"
 """Its name in transformers."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from opendiloco.kernels import Payload, dequantize
-from opendiloco.outer.state import OuterState
 from opendiloco.shared_memory import Vector
+from opendiloco.training.state import OuterState
 from peers.values.amendments import Amendment
 from peers.values.workload import Blocks
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from opendiloco.checkpoints.files import file_name, indices_in, kept
 from opendiloco.errors import RemoteError, first_line
+from opendiloco.storage.files import file_name, indices_in, kept
 from peers.values.private_folders import make_private_folder
 from peers.values.whole_files import PARTIAL
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.checkpoints.loading import Checkpoint, Checkpoints
-from opendiloco.checkpoints.run_folder import RunFolder
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.model.initial_weights import check_initial_weights
-from opendiloco.outer.codec import BlockCodec
-from opendiloco.outer.state import OuterState
 from opendiloco.run import Run
+from opendiloco.storage.loading import Checkpoint, Checkpoints
+from opendiloco.storage.run_folder import RunFolder
+from opendiloco.training.codec import BlockCodec
+from opendiloco.training.state import OuterState
 from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.chain import Chain, Entry
 from peers.log.exclusions import Fault, may_be_named

@@ -28,9 +28,9 @@ from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import STATE_BYTES
-from opendiloco.inner.learning_rate import learning_rate_factor
-from opendiloco.outer.codec import BlockCodec
 from opendiloco.shared_memory import Vector
+from opendiloco.training.codec import BlockCodec
+from opendiloco.training.learning_rate import learning_rate_factor
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.amendments import Amendment
 from peers.values.workload import Blocks, SnapshotError

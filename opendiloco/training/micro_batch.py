@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opendiloco.host_memory import MOMENTS_BYTES, HostMemory
-from opendiloco.inner.device_facts import forget_peak_memory, peak_memory
-from opendiloco.inner.replica import ModelReplica
-from opendiloco.inner.team import Team
 from opendiloco.model.head import in_pieces_of, positions_at_once
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
+from opendiloco.training.device_facts import forget_peak_memory, peak_memory
+from opendiloco.training.replica import ModelReplica
+from opendiloco.training.team import Team
 
 SHARE = {"cpu": 0.25, "cuda": 0.5}
 """Of the memory that is left, what windows may take by the size of their tensors. Operations take memory for

@@ -19,16 +19,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import SampleOrder
-from opendiloco.inner.inner_steps import InnerSteps, ReplicaTrained, StepTaken
-from opendiloco.inner.learning_rate import learning_rate_factor
-from opendiloco.inner.optimizer_state import read_state, write_state
-from opendiloco.inner.optimizers import build_inner_optimizer
-from opendiloco.inner.team import Team
-from opendiloco.inner.trials import attending_by
 from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.packing import packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.shards import Shards, local_part, staging_for
 from opendiloco.shared_memory import Vector
+from opendiloco.training.inner_steps import InnerSteps, ReplicaTrained, StepTaken
+from opendiloco.training.learning_rate import learning_rate_factor
+from opendiloco.training.optimizer_state import read_state, write_state
+from opendiloco.training.optimizers import build_inner_optimizer
+from opendiloco.training.team import Team
+from opendiloco.training.trials import attending_by
 from peers.values.leases import SampleRange
 
 LONG_AGO = 64

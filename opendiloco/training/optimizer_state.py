@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from opendiloco.inner.moments_file import FORMAT, UNSEALED, VALUE_BYTES, header_of, read_header
 from opendiloco.model.layout import Layout, Parameter
 from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import Vector
+from opendiloco.training.moments_file import FORMAT, UNSEALED, VALUE_BYTES, header_of, read_header
 from peers.values.workload import SnapshotError
 
 

@@ -28,8 +28,8 @@ import numpy as np
 
 from opendiloco.errors import WorkerError
 from opendiloco.kernels import SPARSE, NonFiniteError, Payload, Rounding, dequantize
-from opendiloco.outer.codec import BlockCodec
 from opendiloco.shared_memory import Vector
+from opendiloco.training.codec import BlockCodec
 
 PIECE_BLOCKS = 16
 """Of a payload, that are decoded at once, so that it takes no memory to speak of."""

@@ -16,13 +16,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opendiloco.errors import first_line
-from opendiloco.inner.team import Team
 from opendiloco.model.blocks import transformer_blocks
 from opendiloco.model.head import with_forward
 from opendiloco.stages import COMPILING, at_stage
+from opendiloco.training.team import Team
 
 if TYPE_CHECKING:
-    from opendiloco.inner.replica import ModelReplica
+    from opendiloco.training.replica import ModelReplica
 
 
 class Trial:

@@ -15,13 +15,13 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from opendiloco import kernels
-from opendiloco.checkpoints.checkpointer import Checkpointer, KeepingPlan
-from opendiloco.checkpoints.held_out_curve import HeldOutCurve
-from opendiloco.checkpoints.loading import Checkpoints
-from opendiloco.checkpoints.run_folder import RunFolder
-from opendiloco.outer.codec import BlockCodec
 from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
+from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.held_out_curve import HeldOutCurve
+from opendiloco.storage.loading import Checkpoints
+from opendiloco.storage.run_folder import RunFolder
+from opendiloco.training.codec import BlockCodec
 from peers import metrics
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError

@@ -1,1 +1,0 @@
-"""The outer step, and the run's state that the log drives: theta, momentum, and what goes with them. Needs no torch."""
