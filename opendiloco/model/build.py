@@ -167,7 +167,7 @@ def build_model(
     cannot keep documents apart where it should.
     """
     skeleton, source = build_skeleton(config, tokenizer), _Source.of(config, tokenizer)
-    check_available("Building this model", VALUE_BYTES * sum(each.numel() for each in skeleton.parameters()))
+    check_available("Building this model", _bytes_to_build(skeleton))
     if config.model.path:
         model = source.load(config.model.path)
     else:
@@ -178,6 +178,14 @@ def build_model(
     if config.training.document_mask:
         check_document_mask(model)
     return model
+
+
+def _bytes_to_build(skeleton: Any) -> int:
+    """Return the memory in which a model is built: that of its parameters and of its buffers, such as the masks of some
+    architectures with the square of the positions, and of two copies of the largest, as constructors make them."""
+    buffers = [each.nbytes for each in skeleton.buffers()]
+    parameters = VALUE_BYTES * sum(each.numel() for each in skeleton.parameters())
+    return int(parameters + sum(buffers) + 2 * max(buffers, default=0))
 
 
 def initial_theta(config: RunConfig) -> Vector:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import opendiloco
+from opendiloco import shared_memory
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import OwnFiles
@@ -207,6 +208,17 @@ def test_no_more_memory_is_taken_than_the_owner_gives(small_content: dict[str, A
 def test_weights_are_counted_before_they_are_drawn(small_content: dict[str, Any]) -> None:
     config = RunConfig.from_manifest_content(changed(small_content, hidden_size=1 << 20, intermediate_size=1 << 22))
     with pytest.raises(MachineError, match=r"Building this model: .* MiB are needed"):
+        build_model(config, ByteTokenizer())
+
+
+def test_buffers_are_counted_before_they_are_filled(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a mask with the square of the positions takes nothing as a skeleton, and took all memory later."""
+    masked = {"model_type": "gpt_bigcode", "vocab_size": 259, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_inner": 8}
+    config = RunConfig.from_manifest_content(small_content | {"model": {"config": masked | {"n_positions": 16_384}}})
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: 1 << 29)
+    with pytest.raises(MachineError, match=r"Building this model: 76\d MiB are needed, 512 MiB are free"):
         build_model(config, ByteTokenizer())
 
 
