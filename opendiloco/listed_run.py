@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import NONE
+from opendiloco.errors import fit_for_terminal
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
 from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.values.wire import printable
 
 if TYPE_CHECKING:
     from opendiloco.workers.needs import Needs
@@ -89,6 +91,10 @@ class ListedRun:
 
     def lines(self) -> Iterator[str]:
         """Yield the run's lines for people."""
+        yield from map(fit_for_terminal, self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """Yield them with a stranger's words as they are."""
         yield self.run_id
         if self.run is None:
             yield f"  {self.problem}"
@@ -99,9 +105,9 @@ class ListedRun:
         least = f" of at least {config.rounds.minimum_peers}" if here < config.rounds.minimum_peers else ""
         speed = sum(beat.tokens_per_second for beat in self.trainers)
         yield f"  {state} · {here}{least} peers · {speed:,.0f} tokens/s"
-        sources = ", ".join(source.source for source in config.data.all_sources)
+        sources = printable(", ".join(source.source for source in config.data.all_sources))
         parameters = "" if taken is None else f", {taken.parameters:,} parameters"
-        yield f"  {model_of(config)}{parameters} · data: {sources}"
+        yield f"  {printable(model_of(config))}{parameters} · data: {sources}"
         if self.problem:
             yield f"  {self.problem}"
         if taken is not None:

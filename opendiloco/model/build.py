@@ -31,6 +31,7 @@ from opendiloco.model.rehearsal import rehearse
 from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import VALUE_BYTES, Vector, check_available
 from peers.errors import DilocoPeerError, ManifestError
+from peers.values.wire import printable
 
 transformers = load_transformers()
 AutoConfig, AutoModelForCausalLM = transformers.AutoConfig, transformers.AutoModelForCausalLM
@@ -226,9 +227,8 @@ def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
         if not hasattr(known, key):
             close = difflib.get_close_matches(key, list(vars(known)), n=1)
             remedy = f"Did you mean {close[0]}?" if close else "Remove it."
-            raise ManifestError(
-                f"model.config.{key} = {values[key]!r}: {known.model_type} has no such setting.", remedy
-            )
+            said = printable(f"model.config.{key} = {values[key]!r}")
+            raise ManifestError(f"{said}: {known.model_type} has no such setting.", remedy)
 
 
 def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:
