@@ -309,6 +309,32 @@ def test_a_tokenizers_folder_names_no_files_elsewhere(key: str, words: Path) -> 
     assert "\n" not in str(caught.value)
 
 
+def replacing(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("normalizers", "is_refused"),
+    [
+        ([replacing({"String": "e"}, "ee")] * 9, False),
+        ([replacing({"Regex": " {2,}"}, " "), replacing({"String": "``"}, '"'), {"type": "NFKC"}], False),
+        ([replacing({"String": "e"}, "ee")] * 10, True),
+        ([{"type": "Sequence", "normalizers": [replacing({"Regex": "x*"}, "a" * 40)] * 2}], True),
+    ],
+)
+def test_a_tokenizer_makes_no_text_endlessly_longer(
+    normalizers: list[dict[str, Any]], is_refused: bool, words: Path
+) -> None:
+    """Regression: forty replacements of a letter by two took all memory for the first word."""
+    rewrite(words / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": normalizers})
+    section = TokenizerSection(kind="pretrained", path=str(words))
+    if not is_refused:
+        assert build_tokenizer(section).size == 259
+        return
+    with pytest.raises(DataError, match=r"tokenizer.json: its normalizer makes a text more than 1000 times as long"):
+        build_tokenizer(section)
+
+
 def test_a_models_folder_has_its_own_weights(small_content: dict[str, Any], folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../secret.safetensors"}}), encoding="utf-8")
