@@ -13,6 +13,14 @@ def first_line(error: Exception) -> str:
     return said if said.endswith((".", "!", "?")) else f"{said}."
 
 
+def fit_for_terminal(text: str) -> str:
+    """Return a text without control characters, with which a stranger could rewrite what a terminal shows.
+
+    Its lines stay.
+    """
+    return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
 class MachineError(DilocoPeerError):
     """This machine does not fit the run: memory, disk, torch, or a device that is not there."""
 

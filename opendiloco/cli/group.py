@@ -13,7 +13,7 @@ import click
 from opendiloco.cli.exit_codes import INTERRUPTED, UNEXPECTED, exit_code_lines
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.setting_options import FILE_KEY, PATH_KEY, log_options
-from opendiloco.errors import SettingsError
+from opendiloco.errors import SettingsError, fit_for_terminal
 from peers.errors import DilocoPeerError
 
 COMMANDS: Mapping[str, str] = {
@@ -99,14 +99,14 @@ def report(error: Exception, debug: bool) -> int:
     if debug:
         click.echo("".join(traceback.format_exception(error)), err=True)
     if isinstance(error, DilocoPeerError):
-        click.echo(f"error: {error}", err=True)
+        click.echo(fit_for_terminal(f"error: {error}"), err=True)
         return error.exit_code
     innermost: BaseException = error
     while isinstance(innermost, BaseExceptionGroup):
         innermost = innermost.exceptions[0]
     what = " ".join(f"{type(innermost).__name__}: {innermost}".split())
     remedy = "This is a bug: run again with `diloco-peer --debug …`, and report what it shows."
-    click.echo(f"error: unexpected {what}. {remedy}", err=True)
+    click.echo(fit_for_terminal(f"error: unexpected {what}. {remedy}"), err=True)
     return UNEXPECTED
 
 

@@ -11,6 +11,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from opendiloco.errors import fit_for_terminal
+
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 FORMAT_WITH_PLACE = "%(asctime)s %(levelname)-7s %(place)s%(message)s"
 OURS = ("opendiloco", "peers")
@@ -71,6 +73,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(said, ensure_ascii=False)
 
 
+class PlainFormatter(logging.Formatter):
+    """Lines for people, without control characters: peers and manifests have a say in some of them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return fit_for_terminal(super().format(record).replace("\t", "    "))
+
+
 @dataclass(frozen=True)
 class LogOptions:
     """What the person asked for; None leaves it to the command."""
@@ -92,7 +101,7 @@ class LogOptions:
         if level != "DEBUG":
             handler.addFilter(is_no_disconnect)
         handler.addFilter(PLACE.fill)
-        handler.setFormatter(JsonFormatter() if self.is_json else logging.Formatter(format, datefmt="%H:%M:%S"))
+        handler.setFormatter(JsonFormatter() if self.is_json else PlainFormatter(format, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)
         for name in OURS:
             logging.getLogger(name).setLevel(level)

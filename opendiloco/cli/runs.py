@@ -53,7 +53,14 @@ class ListedRun:
 
     def lines(self) -> Iterator[str]:
         """Yield the run's lines for people."""
+        from opendiloco.errors import fit_for_terminal
+
+        yield from map(fit_for_terminal, self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """Yield them with a stranger's words as they are."""
         from opendiloco.quantities import in_words
+        from peers.values.wire import printable
 
         yield self.run_id
         view, needs = self.view, self.needs
@@ -65,7 +72,7 @@ class ListedRun:
         least = f" of at least {minimum}" if here < minimum else ""
         yield f"  {state} · {here}{least} peers · {view.tokens_per_second:,.0f} tokens/s"
         parameters = "" if needs is None else f", {needs.host.values:,} parameters"
-        yield f"  {view.model}{parameters} · data: {', '.join(view.sources)}"
+        yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}"
         if self.problem:
             yield f"  {self.problem}"
         if needs is not None:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from peers.errors import ManifestError
+from peers.values.wire import printable
 
 LONGEST_VALUE = 60
 PROBLEMS_LIMIT = 20
@@ -42,7 +43,7 @@ def describe_validation_error(origin: str, error: ValidationError, model: type[B
 
 def _line(problem: Any, model: type[BaseModel]) -> str:
     keys, _ = _resolve(model, problem["loc"])
-    path = ".".join(keys)
+    path = printable(".".join(keys))  # a stranger's key may have line breaks
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         return f"{path}: {context['error']}." if path else f"{context['error']}."

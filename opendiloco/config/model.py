@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from opendiloco.config.section import Digest, Section, Seed
+from peers.values.wire import printable
 
 LARGEST = 1 << 24
 """Of all whole numbers in a model's config: more than any vocabulary, context or layer has."""
@@ -18,29 +19,46 @@ another config; so do those whose name contains IMPLEMENTATION."""
 IMPLEMENTATION = "implementation"
 
 
+Place: TypeAlias = "tuple[Place, str | int] | None"
+"""Where a value is: where its table or list is, and its key or number there; None: at the top."""
+
+
 def check_model_values(values: JsonValue) -> None:
     """Raises: ValueError for a config that names code to run, or numbers beyond those of any model."""
-    for path, key, value in _walk(values):
+    for place, key, value in _walk(values):
         if isinstance(value, bool) or value is None:
             continue
         if key in FOREIGN_CODE or IMPLEMENTATION in key:
-            raise ValueError(f"{path} names code or kernels of its own, which are not run; remove it")
+            raise ValueError(f"{_path(place)} names code or kernels of its own, which are not run; remove it")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise ValueError(
-                f"{path} = {value} is too large; use {LARGEST} or less, and decimals where nothing is counted (1e8)"
+                f"{_path(place)} = {value} is too large; use {LARGEST} or less, and decimals where nothing is counted "
+                "(1e8)"
             )
 
 
-def _walk(values: JsonValue) -> Iterator[tuple[str, str, JsonValue]]:
-    """Yield each value with the path to it and the nearest key above it."""
-    waiting: list[tuple[str, str, JsonValue]] = [("", "", values)]
+def _walk(values: JsonValue) -> Iterator[tuple[Place, str, JsonValue]]:
+    """Yield each value with its place and the nearest key above it.
+
+    A place is not written out: a long key with many values below it would take gigabytes.
+    """
+    waiting: list[tuple[Place, str, JsonValue]] = [(None, "", values)]
     while waiting:  # no recursion: how deep values are nested is not ours to say
-        path, key, value = waiting.pop()
-        yield path, key, value
+        place, key, value = waiting.pop()
+        yield place, key, value
         if isinstance(value, dict):
-            waiting += [(f"{path}.{name}".removeprefix("."), name, inner) for name, inner in value.items()]
+            waiting += [((place, name), name, inner) for name, inner in value.items()]
         elif isinstance(value, list):
-            waiting += [(f"{path}.{place}".removeprefix("."), key, inner) for place, inner in enumerate(value)]
+            waiting += [((place, number), key, inner) for number, inner in enumerate(value)]
+
+
+def _path(place: Place) -> str:
+    """Return a place's keys, from the top, as a message can have them."""
+    keys: list[str] = []
+    while place is not None:
+        place, key = place
+        keys.append(str(key))
+    return printable(".".join(reversed(keys)))
 
 
 class ModelSection(Section):
@@ -59,9 +77,11 @@ class ModelSection(Section):
     @field_validator("config")
     @classmethod
     def check_config(cls, config: dict[str, JsonValue] | None) -> dict[str, JsonValue] | None:
-        for path, key, _ in _walk(config):
+        for place, key, value in _walk(config):
+            if not key.isprintable() or (isinstance(value, str) and not value.isprintable()):
+                raise ValueError(f"{_path(place)} has control characters, which libraries would print; remove them")
             if key.startswith("_") or key == "name_or_path":
-                raise ValueError(f"{path} is transformers' own affair; remove it")
+                raise ValueError(f"{_path(place)} is transformers' own affair; remove it")
         check_model_values(config)
         return config
 

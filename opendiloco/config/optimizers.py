@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_va
 
 from opendiloco.config.section import LARGEST, Fraction, NotNegativeFloat, PositiveFloat, Section, StepCount, TokenCount
 from peers.values.amendments import check_momentum
+from peers.values.wire import printable
 
 
 class AdamWSettings(Section):
@@ -83,7 +84,7 @@ class TorchSection(InnerOptimizer):
         for key, value in self.options.items():
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, int | float) and not abs(number) <= LARGEST:
-                    raise ValueError(f"options.{key} = {number!r:.60}: too large. Use {LARGEST:g} or less")
+                    raise ValueError(f"options.{printable(key)} = {number!r:.60}: too large. Use {LARGEST:g} or less")
         return self
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ HUB_SECONDS = 100.0
 ROWS_AT_ONCE = 16
 TABLE_BYTES = 1 << 24
 LARGEST, LARGEST_RATIO = 1 << 30, 1000
-"""A Parquet file's rows take at most so many bytes, and so many times those of the file."""
+"""A Parquet file's rows take at most so many bytes, and so many times those of the file. A file of another format that
+is read as a whole has at most so many bytes; it may come compressed."""
+LONGEST_LINE = 1 << 28
+"""Of a file that is read by the line, in bytes or characters."""
 
 
 def open_builder(section: SourceSection) -> Any:
@@ -52,6 +56,8 @@ def open_builder(section: SourceSection) -> Any:
         )
     if builder.name == "parquet":
         builder._generate_tables = partial(_parquet_tables, builder, source)
+    elif builder.name in ("json", "text"):
+        builder._generate_tables = partial(_tables_of_lines, builder._generate_tables, source)
     return builder
 
 
@@ -88,6 +94,54 @@ def _parquet_tables(
                     yielded, begun = read, []
             if begun:
                 yield Key(number, place + 1), builder._cast_table(pa.Table.from_batches(begun))
+
+
+def _tables_of_lines(generate: Callable[..., Iterator[Any]], source: str, **files: Any) -> Iterator[Any]:
+    """Yield tables of files with text or JSON, of which no line or list is too long.
+
+    The library's own way reads a line as a whole, and a compressed file of a megabyte can hold one of many gigabytes.
+    Its modules call `open` by name: a function that is patched in there when rows are streamed.
+    """
+    module: Any = sys.modules[generate.__module__]
+    opening = getattr(module, "open", open)
+    if not isinstance(opening, _BoundedOpen):
+        module.open = _BoundedOpen(opening)
+    try:
+        yield from generate(**files)
+    except _TooLongError as error:
+        raise DataError(
+            f"data.source = {source!r}: a file has {error}.",
+            "Do not trust this data set, or write its files anew, with a row of moderate length in each line.",
+        ) from error
+
+
+class _TooLongError(Exception):
+    """A file from which more would be read at once than memory should hold."""
+
+
+class _BoundedOpen:
+    """The function `open`, of whose files only so much is read at once."""
+
+    def __init__(self, opening: Callable[..., Any]) -> None:
+        self._opening = opening
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Return the opened file."""
+        file = self._opening(*arguments, **options)
+        file.read = partial(_read_some, file.read, LARGEST)
+        if not hasattr(file, "readuntil"):  # fsspec's, of a file on the hub that is not compressed: it takes no size
+            file.readline = partial(_read_some, file.readline, LONGEST_LINE)
+        return file
+
+
+def _read_some(read: Callable[[int], Any], most: int, size: int = -1) -> Any:
+    """Return what a method reads, but `most` at the most. Raises: _TooLongError when there is more."""
+    if 0 <= size <= most:
+        return read(size)
+    some = read(most + 1)
+    if len(some) > most:
+        raise _TooLongError(f"more than {most:,} bytes in one piece")
+    return some
 
 
 def data_files(builder: Any) -> list[str]:

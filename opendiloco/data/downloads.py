@@ -25,7 +25,7 @@ def downloading_model(name: str, *wanted: str) -> Iterator[None]:
     from huggingface_hub.file_download import repo_folder_name
 
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
-    total = _bytes_of(lambda hub: hub.model_info(name, files_metadata=True), wanted) if wanted else None
+    total = _bytes_of(lambda hub: hub.model_info(name, files_metadata=True, token=False), wanted) if wanted else None
     with downloading(name, folder, total):
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from opendiloco.data.downloads import downloading_model
 from opendiloco.data.local_sources import HUB_NAME
 
 CONFIG, TOKENIZER_CONFIG, INDEX = "config.json", "tokenizer_config.json", "model.safetensors.index.json"
+TOKENIZER, LARGEST_TOKENIZER = "tokenizer.json", 1 << 28
+MOST_GROWTH = 1000.0
+"""Times the length of a text, that a tokenizer's replacements may make of it."""
 MODEL_FILES = (CONFIG, "generation_config.json", INDEX, "*.safetensors")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model")
 
@@ -35,7 +39,7 @@ def pretrained_folder(path: str, *wanted: str) -> Path:
 
         weights = [pattern for pattern in wanted if pattern.endswith(".safetensors")]
         with downloading_model(path, *weights):
-            folder = Path(snapshot_download(path, allow_patterns=list(wanted), ignore_patterns=["*/*"]))
+            folder = Path(snapshot_download(path, allow_patterns=list(wanted), ignore_patterns=["*/*"], token=False))
     return folder
 
 
@@ -59,9 +63,13 @@ def check_weights(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises: OSError; ValueError for a tokenizer that would run code, or read files elsewhere."""
+    """Raises: OSError; ValueError for a tokenizer that would run code, read other files, or make texts very long."""
     if (folder / CONFIG).exists():
         model_values(folder)
+    if (folder / TOKENIZER).exists():
+        growth = _growth(json.loads(_text_of(folder / TOKENIZER, LARGEST_TOKENIZER)).get("normalizer"))
+        if growth > MOST_GROWTH:
+            raise ValueError(f"{TOKENIZER}: its normalizer makes a text more than {MOST_GROWTH:g} times as long")
     if not (folder / TOKENIZER_CONFIG).exists():
         return
     for key, value in json.loads(_text_of(folder / TOKENIZER_CONFIG)).items():
@@ -69,7 +77,20 @@ def check_tokenizer(folder: Path) -> None:
             raise ValueError(f"{TOKENIZER_CONFIG}: {key} names files elsewhere, which are not read; remove it")
 
 
-def _text_of(file: Path) -> str:
-    if file.stat().st_size > LARGEST:
-        raise ValueError(f"{file.name} has more than {LARGEST} bytes")
+def _growth(normalizer: Any) -> float:
+    """Return how many times as long a normalizer's replacements, one after another, can make a text."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    if normalizer.get("type") == "Sequence":
+        return math.prod(map(_growth, normalizer["normalizers"]))
+    if normalizer.get("type") != "Replace":
+        return 1.0
+    content, pattern = len(normalizer["content"]), normalizer["pattern"]
+    # An expression may match nothing at each place.
+    return 1.0 + content if "Regex" in pattern else max(1.0, content / max(1, len(pattern["String"])))
+
+
+def _text_of(file: Path, most: int = LARGEST) -> str:
+    if file.stat().st_size > most:
+        raise ValueError(f"{file.name} has more than {most} bytes")
     return file.read_text(encoding="utf-8")

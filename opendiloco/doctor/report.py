@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
 from opendiloco.doctor.findings import CHECKS, Finding, Verdict, worst
+from opendiloco.errors import fit_for_terminal
 
 STYLES = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red", Verdict.SKIPPED: "dim"}
 VERDICT_WIDTH, NAME_WIDTH = max(map(len, Verdict)), max(map(len, CHECKS))
@@ -17,6 +19,7 @@ VERDICT_WIDTH, NAME_WIDTH = max(map(len, Verdict)), max(map(len, CHECKS))
 
 def show(console: Console, finding: Finding) -> None:
     """Print a finding: in columns on a terminal, else as one line, and its remedy as another one."""
+    finding = replace(finding, found=fit_for_terminal(finding.found), remedy=fit_for_terminal(finding.remedy))
     if not console.is_terminal:
         console.out(plain_line(finding), highlight=False)
         return

@@ -31,6 +31,7 @@ from opendiloco.model.rehearsal import rehearse
 from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import VALUE_BYTES, Vector, check_available
 from peers.errors import DilocoPeerError, ManifestError
+from peers.values.wire import printable
 
 transformers = load_transformers()
 AutoConfig, AutoModelForCausalLM = transformers.AutoConfig, transformers.AutoModelForCausalLM
@@ -167,7 +168,7 @@ def build_model(
     cannot keep documents apart where it should.
     """
     skeleton, source = build_skeleton(config, tokenizer), _Source.of(config, tokenizer)
-    check_available("Building this model", VALUE_BYTES * sum(each.numel() for each in skeleton.parameters()))
+    check_available("Building this model", _bytes_to_build(skeleton))
     if config.model.path:
         model = source.load(config.model.path)
     else:
@@ -178,6 +179,14 @@ def build_model(
     if config.training.document_mask:
         check_document_mask(model)
     return model
+
+
+def _bytes_to_build(skeleton: Any) -> int:
+    """Return the memory in which a model is built: that of its parameters and of its buffers, such as the masks of some
+    architectures with the square of the positions, and of two copies of the largest, as constructors make them."""
+    buffers = [each.nbytes for each in skeleton.buffers()]
+    parameters = VALUE_BYTES * sum(each.numel() for each in skeleton.parameters())
+    return int(parameters + sum(buffers) + 2 * max(buffers, default=0))
 
 
 def initial_theta(config: RunConfig) -> Vector:
@@ -218,9 +227,8 @@ def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
         if not hasattr(known, key):
             close = difflib.get_close_matches(key, list(vars(known)), n=1)
             remedy = f"Did you mean {close[0]}?" if close else "Remove it."
-            raise ManifestError(
-                f"model.config.{key} = {values[key]!r}: {known.model_type} has no such setting.", remedy
-            )
+            said = printable(f"model.config.{key} = {values[key]!r}")
+            raise ManifestError(f"{said}: {known.model_type} has no such setting.", remedy)
 
 
 def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:

@@ -24,6 +24,7 @@ from opendiloco.config.optimizers import (
 )
 from opendiloco.errors import MachineError, first_line
 from peers.errors import ManifestError
+from peers.values.wire import printable
 
 # LBFGS wants the loss again and again, SparseAdam sparse gradients, Muon matrices only.
 UNUSABLE = frozenset({torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon})
@@ -116,7 +117,7 @@ def _from_torch(parameters: Sequence[torch.nn.Parameter], section: TorchSection)
     kind = _optimizer_class(section.name)
     known = {name: option for name, option in inspect.signature(kind).parameters.items() if name not in RESERVED}
     for key, value in section.options.items():
-        said = f"inner_optimizer.options.{key} = {value!r}"
+        said = printable(f"inner_optimizer.options.{key} = {value!r}")
         if key not in known:
             allowed = f"It has: {', '.join(known)}."
             raise ManifestError(f"{said}: torch.optim.{section.name} has no such option for a run.", allowed)

@@ -159,6 +159,12 @@ def test_an_expected_error_is_its_message_and_remedy(monkeypatch: pytest.MonkeyP
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("kind", [DataError, ValueError])
+def test_an_error_does_not_rewrite_a_terminal(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words may be a stranger's."""
+    assert fail_with(kind("a\x1b[2J\x07b"), monkeypatch).stderr.removesuffix("\n").isprintable()
+
+
 def test_an_unexpected_error_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ExceptionGroup("tasks", [ZeroDivisionError("division\nby zero")])
     result = fail_with(error, monkeypatch)

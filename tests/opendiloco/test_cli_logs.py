@@ -47,6 +47,13 @@ def test_a_line_says_where_it_comes_from() -> None:
     assert logged(LogOptions(None, None)).endswith(" INFO    [demo-abc …umberOne #7] trained 3\n")
 
 
+def test_a_peers_words_do_not_rewrite_a_terminal() -> None:
+    stream = io.StringIO()
+    LogOptions(None, None).send_to(logging.StreamHandler(stream), "info")
+    logger.info("a peer says: %s", "\x1b[2J\x9b1A\rall is well")
+    assert stream.getvalue().removesuffix("\n").isprintable()
+
+
 def test_a_line_of_no_run_says_nothing_of_one() -> None:
     assert logged(LogOptions(None, None)).endswith(" INFO    trained 3\n")
 

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import tomllib
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,35 @@ def test_a_file_with_thousands_of_problems_is_answered_with_a_few(small_content:
         RunConfig.from_manifest_content(small_content | {f"key{number}": number for number in range(5000)})
     heading, *lines = str(caught.value).splitlines()
     assert (heading, len(lines)) == ("manifest: 5000 problems:", 20)
+
+
+def test_a_long_key_above_many_values_takes_no_memory(small_content: dict[str, Any]) -> None:
+    """Regression: the path to each value was written out, and a manifest of 60 kB took gigabytes of any node."""
+    content = copy.deepcopy(small_content)
+    content["model"]["config"]["a" * 20_000] = [0] * 2000
+    tracemalloc.start()
+    RunConfig.from_manifest_content(content)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 10_000_000
+
+
+HOSTILE = "\x1b[2J\nerror: all is well"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {HOSTILE: 1},
+        {"model": {"config": {"model_type": "llama", HOSTILE: 1 << 40}}},
+        {"model": {"config": {"model_type": "llama", "sub_configs": HOSTILE}}},
+        {"inner_optimizer": {"kind": "torch", "name": "SGD", "learning_rate": 0.1, "options": {HOSTILE: 1e300}}},
+    ],
+)
+def test_a_strangers_key_writes_no_lines_of_its_own(small_content: dict[str, Any], change: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError) as caught:
+        RunConfig.from_manifest_content(small_content | change)
+    assert caught.value.message.isprintable()
 
 
 def test_several_problems_get_a_line_each(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import opendiloco
+from opendiloco import shared_memory
 from opendiloco.cli.runs import needs_here
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
@@ -210,6 +211,17 @@ def test_weights_are_counted_before_they_are_drawn(small_content: dict[str, Any]
         build_model(config, ByteTokenizer())
 
 
+def test_buffers_are_counted_before_they_are_filled(
+    small_content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a mask with the square of the positions takes nothing as a skeleton, and took all memory later."""
+    masked = {"model_type": "gpt_bigcode", "vocab_size": 259, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_inner": 8}
+    config = RunConfig.from_manifest_content(small_content | {"model": {"config": masked | {"n_positions": 16_384}}})
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: 1 << 29)
+    with pytest.raises(MachineError, match=r"Building this model: 76\d MiB are needed, 512 MiB are free"):
+        build_model(config, ByteTokenizer())
+
+
 def test_an_architecture_fetches_no_kernels_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mamba would, where the package `kernels` is installed."""
     hub: Any = importlib.import_module("transformers.integrations.hub_kernels")
@@ -233,7 +245,8 @@ def test_a_name_on_the_hub_is_no_folder_here(
         (here / name / "config.json").write_text(json.dumps(rewritten), encoding="utf-8")
         (here / name / "tokenizer_config.json").write_text(json.dumps(rewritten), encoding="utf-8")
 
-    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str], token: bool) -> str:
+        assert not token, "a stranger's run would read what only this machine's owner may"
         asked.append(name)
         return str(words if "*.txt" in allow_patterns else folder)
 
@@ -295,6 +308,32 @@ def test_a_tokenizers_folder_names_no_files_elsewhere(key: str, words: Path) -> 
     with pytest.raises(DataError, match=rf"tokenizer_config.json: {key} names files elsewhere") as caught:
         build_tokenizer(TokenizerSection(kind="pretrained", path=str(words)))
     assert "\n" not in str(caught.value)
+
+
+def replacing(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("normalizers", "is_refused"),
+    [
+        ([replacing({"String": "e"}, "ee")] * 9, False),
+        ([replacing({"Regex": " {2,}"}, " "), replacing({"String": "``"}, '"'), {"type": "NFKC"}], False),
+        ([replacing({"String": "e"}, "ee")] * 10, True),
+        ([{"type": "Sequence", "normalizers": [replacing({"Regex": "x*"}, "a" * 40)] * 2}], True),
+    ],
+)
+def test_a_tokenizer_makes_no_text_endlessly_longer(
+    normalizers: list[dict[str, Any]], is_refused: bool, words: Path
+) -> None:
+    """Regression: forty replacements of a letter by two took all memory for the first word."""
+    rewrite(words / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": normalizers})
+    section = TokenizerSection(kind="pretrained", path=str(words))
+    if not is_refused:
+        assert build_tokenizer(section).size == 259
+        return
+    with pytest.raises(DataError, match=r"tokenizer.json: its normalizer makes a text more than 1000 times as long"):
+        build_tokenizer(section)
 
 
 def test_a_models_folder_has_its_own_weights(small_content: dict[str, Any], folder: Path) -> None:

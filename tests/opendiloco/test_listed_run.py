@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from opendiloco.cli.runs import ListedRun, needs_here
 from opendiloco.config.run_config import RunConfig
@@ -33,6 +34,17 @@ def test_a_run_of_another_version_says_so() -> None:
     listed = ListedRun("tiny-abc", problem="the run is of protocol version 9")
     assert listed.plain() == {"run": "tiny-abc", "problem": "the run is of protocol version 9"}
     assert list(listed.lines()) == ["tiny-abc", "  the run is of protocol version 9"]
+
+
+def test_a_strangers_words_do_not_rewrite_the_list(small_content: dict[str, Any]) -> None:
+    words = "a\x1b[2J\x07\nofficial-run"
+    content = small_content | {"data": {"source": words}, "model": {"path": f"./{words}", "digest": "0" * 64}}
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+    lines = list(ListedRun(run.run_id, f"one\n  two {words}", run).lines())
+    assert len(lines) == 4
+    assert all(line.replace("\n", "").isprintable() for line in lines)
+    assert "official-run" in lines[2]
+    assert "\n" not in lines[2]
 
 
 def test_what_a_run_takes_follows_from_its_model(small_config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import threading
@@ -247,6 +248,28 @@ def test_a_small_file_of_gigabytes_of_rows(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(DataError, match=r"the rows of .*train.parquet take more than 1?\d\d,"):
         texts(tmp_path / "rows", streaming=streaming)
     assert pa.default_memory_pool().max_memory() - before[1] < 1 << 28
+
+
+PIECES = {"train.json.gz": b'{"text": "%s"}', "train.txt.gz": b"%s", "train.jsonl.gz": b'["%s"]'}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", PIECES)
+def test_a_small_file_of_one_long_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, streaming: bool
+) -> None:
+    """Regression: a compressed megabyte took many gigabytes, before anything looked at the rows."""
+    monkeypatch.setattr(builders, "LARGEST", 1 << 24)
+    monkeypatch.setattr(builders, "LONGEST_LINE", 1 << 20)
+    (tmp_path / "rows").mkdir()
+    for count, is_read in ((1 << 18, True), (1 << 26, False)):
+        (tmp_path / "rows" / name).write_bytes(gzip.compress(PIECES[name] % (b"a" * count), 1))
+        if is_read:
+            assert texts(tmp_path / "rows", streaming=streaming) == ["a" * count]
+            continue
+        with pytest.raises(DataError, match=r"a file has more than 1\d?,\d{3},\d{3} bytes in one piece") as caught:
+            texts(tmp_path / "rows", streaming=streaming)
+        assert caught.value.exit_code == 7
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -53,6 +53,16 @@ def test_the_conclusion(findings: list[object], run: str | None, says: str) -> N
     assert conclusion(findings, run) == says  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_finding_does_not_rewrite_a_terminal(is_terminal: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, no_color=True, width=200)
+    show(console, failed("disk", "a stranger's \x1b]0;title\x07", "words \x1b[2J"))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b]" not in shown
+    assert "\x1b[2J" not in shown
+    assert "\x07" not in shown
+
+
 def test_json_is_json() -> None:
     odd = passed("speed", "x", tokens_per_second=math.inf)
     content = json.loads(as_json([FINE, BETTER, odd], "tiny-x"))
