@@ -1,7 +1,6 @@
 """A run over time, as this process has seen it: the dashboard's JSON, made of one view after the other.
 
-Everything here that others say is text or a number of bounded size; nobody vouches for it but their signatures. What is
-not known is said, not left out.
+What peers claim is shown as text, or as a number of bounded size; it may be false. What is not known is shown as such.
 """
 
 from __future__ import annotations

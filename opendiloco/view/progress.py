@@ -131,22 +131,22 @@ class Progress:
 
     @property
     def own(self) -> Heartbeat:
-        """This machine's own heartbeat."""
+        """Return this machine's own heartbeat."""
         return self.facts.heartbeats[0]
 
     @property
     def others(self) -> list[Heartbeat]:
-        """The heartbeats of the other peers."""
+        """Return the heartbeats of the other peers."""
         return [beat for beat in self.view.peers if beat.peer != self.own.peer]
 
     @property
     def inner_steps(self) -> int:
-        """Inner steps of an outer step."""
+        """Return the inner steps of an outer step."""
         return self.view.run.config.training.inner_steps
 
     @property
     def links(self) -> dict[str, int]:
-        """How many of the other peers are reached by which way, the best way first. Unknown ways are left out."""
+        """Return the number of other peers by the way to them, the best way first. Unknown ways are left out."""
         reach = self.facts.reach
         counts = Counter(reach[beat.peer] for beat in self.others if beat.peer in reach)
         return {str(way): counts[way] for way in Reach if counts[way]}

@@ -1,7 +1,7 @@
 """The view of a run at one moment: what its peers' heartbeats and its log say together, the same for all that show it.
 
-Nobody vouches for what heartbeats say but their signatures: numbers are brought into bounds, and less than half of the
-peers can't say how far the run has come.
+Heartbeats are signed, but what they claim may be false. So numbers are brought into bounds, and less than half of the
+peers cannot decide how far the run has come.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def bounded_loss(loss: float) -> float:
 
 # Whether peers agree ----------------------------------------------------------------------------------------------
 class Agreement:
-    """What every peer has said about every place in the log: two at one place must name the same digests, whenever they
+    """The digests that peers have named, by place in the log. Two peers at one place must name the same, whenever they
     were there."""
 
     def __init__(self) -> None:
@@ -100,17 +100,17 @@ class Agreement:
 
     @property
     def compared(self) -> int:
-        """Places in the log that more than one peer has been seen at."""
+        """Return the number of places in the log at which more than one peer has been seen."""
         return sum(len(set().union(*groups.values())) > 1 for groups in self._said.values())
 
     @property
     def disagreements(self) -> tuple[int, ...]:
-        """The places at which different digests were named."""
+        """Return the places at which different digests were named."""
         return tuple(sorted(index for index, groups in self._said.items() if len(groups) > 1))
 
     @property
     def minorities(self) -> set[str]:
-        """The peers that name other digests than most others at their place; of two nobody knows who is right."""
+        """Return the peers that name other digests than most others at their place: of two peers, both."""
         found = set[str]()
         for index in self.disagreements:
             most, second, *others = sorted(self._said[index].values(), key=len, reverse=True)
@@ -119,7 +119,7 @@ class Agreement:
 
     @property
     def verdict(self) -> bool | None:
-        """Whether the peers agree; None: no two of them have been seen at one place."""
+        """Return whether the peers agree; None: no two of them have been seen at one place."""
         if self.disagreements:
             return False
         return True if self.compared else None
@@ -227,17 +227,17 @@ class RunView:
 
     @cached_property
     def trainers(self) -> tuple[Heartbeat, ...]:
-        """All peers but archives."""
+        """Return all peers but archives."""
         return tuple(beat for beat in self.peers if beat.state is not PeerState.ARCHIVING)
 
     @cached_property
     def working(self) -> tuple[Heartbeat, ...]:
-        """The peers that hold the run's state and work on the next entry."""
+        """Return the peers that hold the run's state and work on the next entry."""
         return tuple(beat for beat in self.peers if beat.state in PARTICIPATING)
 
     @cached_property
     def outer_step(self) -> int:
-        """Outer steps that more than half of the peers have taken; if none is at work, those that are known."""
+        """Return the outer steps that half of the peers have taken; if none is at work, the most that are known."""
         if self.working:
             return statistics.median_low(beat.index for beat in self.working)
         archived = [beat.index for beat in self.peers if beat.state is PeerState.ARCHIVING]
@@ -245,12 +245,12 @@ class RunView:
 
     @property
     def outer_steps(self) -> int:
-        """Outer steps of the whole run."""
+        """Return the outer steps of the whole run."""
         return self.run.config.total_outer_steps
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has taken its last outer step."""
+        """Return whether the run has taken its last outer step."""
         return 0 < self.outer_steps <= self.outer_step
 
     @property
@@ -260,7 +260,7 @@ class RunView:
 
     @property
     def lineage_tokens(self) -> int:
-        """Tokens that were trained in the run until now."""
+        """Return the tokens that were trained in the run until now."""
         logged = self.chronicle.records[-1].lineage_tokens if self.chronicle and self.chronicle.records else 0
         return max(logged, statistics.median_low(beat.lineage_tokens for beat in self.working) if self.working else 0)
 
@@ -272,8 +272,8 @@ class RunView:
 
     @property
     def held_out(self) -> list[HeldOutLoss]:
-        """What peers last found of theta on held-out text, the newest last, only where one was due until now: so what
-        others say is bounded by the run's length."""
+        """Return what peers last found of theta on held-out text, the newest last. Only losses count that were due by
+        now, so that peers cannot claim more of them than the run is long."""
         every = self.run.config.evaluation.every
         said = [beat.held_out for beat in self.peers if beat.held_out is not None]
         due = [one for one in said if every and one.index % every == 0 and one.index <= self.outer_step]
@@ -287,5 +287,5 @@ class RunView:
 
     @property
     def sources(self) -> list[str]:
-        """Where the run's text comes from."""
+        """Return where the run's text comes from."""
         return [source.source for source in self.run.config.data.all_sources]

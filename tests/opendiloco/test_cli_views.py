@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -13,7 +16,7 @@ from rich.console import Console
 from opendiloco.cli.join import view_for
 from opendiloco.cli.logs import LogOptions
 from opendiloco.view.join_view import Lines, Screen, volunteer_picture
-from opendiloco.view.progress import Progress
+from opendiloco.view.progress import Progress, ProgressReader
 from opendiloco.view.run_view import RunView
 from tests.opendiloco.test_progress import own_beat
 from tests.opendiloco.test_progress import progress as progress
@@ -41,6 +44,26 @@ def test_each_stage_of_the_start_is_seen_however_short_it_is() -> None:
     screen.close()
     for stage in ("importing torch", "tokenizing c4", "building the model", "compiling"):
         assert stage in shown.getvalue()
+
+
+def test_the_screen_shows_progress_for_as_long_as_training_lasts(
+    progress: Progress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opendiloco.owner.facts.machine_line", lambda: "61 °C")
+    screen = Screen(Console(file=(shown := io.StringIO()), force_terminal=True, width=80, height=24))
+    reader = cast(ProgressReader, SimpleNamespace(read=lambda: progress, machine=""))
+
+    async def story() -> None:
+        screen.stage("compiling", None)
+        async with asyncio.timeout(20), screen.showing(reader):
+            while "outer step 12/40" not in shown.getvalue() or not reader.machine:
+                await asyncio.sleep(0.01)
+            assert screen.phase == "training"
+        assert screen.phase == "starting"
+
+    asyncio.run(story())
+    assert "this machine" in shown.getvalue()
+    assert reader.machine == "61 °C"
 
 
 def test_programs_read_one_stream(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
