@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -55,24 +55,25 @@ class Volunteer:
 
 
 class Swarm:
-    def __init__(self, bootstrap: HivemindTransport) -> None:
+    def __init__(self, bootstrap: HivemindTransport, settings: RunSettings) -> None:
         self.bootstrap = bootstrap
+        self.settings = settings
         self.volunteers: list[Volunteer] = []
 
     async def join(self) -> Volunteer:
         identity = Identity.generate()
         transport = await HivemindTransport.create(identity, self.bootstrap.addresses, LOCAL)
         workload = VectorWorkload()
-        driver = Driver(identity, transport, workload, SETTINGS, Keeping(workload.state.digest()))
+        driver = Driver(identity, transport, workload, self.settings, Keeping(workload.state.digest()))
         volunteer = Volunteer(driver, transport, workload, asyncio.create_task(driver.run()))
         self.volunteers.append(volunteer)
         return volunteer
 
 
 @asynccontextmanager
-async def swarm() -> AsyncIterator[Swarm]:
+async def swarm(minimum_peers: int = SETTINGS.minimum_peers) -> AsyncIterator[Swarm]:
     bootstrap = await HivemindTransport.create(Identity.generate(), (), LOCAL)
-    swarm = Swarm(bootstrap)
+    swarm = Swarm(bootstrap, replace(SETTINGS, minimum_peers=minimum_peers))
     try:
         yield swarm
     finally:
