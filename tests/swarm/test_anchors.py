@@ -44,6 +44,7 @@ def test_who_comes_back_with_another_founding_leaves_it_for_the_anchored_one(tmp
     site.assert_nothing_is_left()
 
 
+@pytest.mark.thorough
 def test_an_organiser_anchors_a_run_by_hand(tmp_path: Path) -> None:
     site = Site(tmp_path)
     run = site.write_run(str(write_corpus(tmp_path / "corpus")))

@@ -95,6 +95,7 @@ def failing(findings: dict[str, Finding]) -> set[str]:
     return {name for name, finding in findings.items() if finding.verdict is Verdict.FAIL}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("faultless")
 def test_without_libp2ps_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missing = str(tmp_path / "p2pd")
@@ -105,6 +106,7 @@ def test_without_libp2ps_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert {findings[name].verdict for name in SWARM} == {Verdict.SKIPPED}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("faultless")
 def test_without_the_bootstrap_node() -> None:
     findings = examine(GONE, run=UNKNOWN_RUN)
@@ -113,12 +115,14 @@ def test_without_the_bootstrap_node() -> None:
     assert {findings[name].verdict for name in (*SWARM[1:], "speed", "round")} == {Verdict.SKIPPED}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("faultless")
 def test_an_address_that_is_none_is_wrong_usage() -> None:
     with pytest.raises(ManifestError, match="'nonsense' is not a multiaddress"):
         examine("nonsense")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("faultless")
 def test_a_run_that_nobody_knows_and_one_that_does_not_admit_us(tmp_path: Path) -> None:
     site = Site(tmp_path)
@@ -138,6 +142,7 @@ def test_a_run_that_nobody_knows_and_one_that_does_not_admit_us(tmp_path: Path) 
 
 
 # Behind routers ------------------------------------------------------------------------------------------------------
+@pytest.mark.thorough
 def test_how_others_reach_machines_behind_routers(net: Internet, tmp_path: Path) -> None:
     site, public = Site(tmp_path), net.machine(Kind.OPEN)
     with site.start("bootstrap", "--identity", "bootstrap.pem", prefix=public.prefix) as node:

@@ -121,6 +121,7 @@ def test_peers_agree_through_a_death_and_a_join() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.thorough
 def test_one_leaves_and_the_others_go_on() -> None:
     async def scenario() -> None:
         async with swarm() as run:
@@ -207,6 +208,7 @@ def entries_of(volunteer: Volunteer) -> dict[int, tuple[Header, bytes]]:
     return entries
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [0, 2], ids=["the leader", "another"])
 def test_a_death_in_the_middle_of_a_round_costs_no_restart(place: int) -> None:
     """The entry commits as one round, with what had arrived of the dead member's blocks."""

@@ -38,6 +38,7 @@ def test_it_has_a_session_of_its_own() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mode", "cause"), [(None, "No such file"), (0o644, "Permission"), (0o755, "Exec format")])
 def test_a_daemon_that_cannot_be_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, cause: str
@@ -52,6 +53,7 @@ def test_a_daemon_that_cannot_be_run(
     assert "Reinstall hivemind" in caught.value.remedy
 
 
+@pytest.mark.thorough
 def test_a_socket_whose_owner_is_about_to_listen_is_not_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Regression: between bind and listen a socket refuses like a dead one."""
     monkeypatch.setattr(daemon, "SOCKET_PREFIX", str(tmp_path / "x-"))

@@ -14,6 +14,7 @@ from tests.swarm.cli_processes import LOOPBACK, Finished, Site, announce_run, ev
 
 pytestmark = [
     pytest.mark.swarm,
+    pytest.mark.thorough,
     pytest.mark.skipif(not local_interfaces(), reason="this machine is in no local network"),
 ]
 
