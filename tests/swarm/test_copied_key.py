@@ -31,7 +31,7 @@ def join(site: Site, invite: str, identity: str, state: str) -> Command:
 
 
 @pytest.mark.parametrize(
-    "others", [pytest.param(0, marks=pytest.mark.thorough, id="alone"), pytest.param(1, id="with another")]
+    "others", [pytest.param(0, id="alone"), pytest.param(1, marks=pytest.mark.thorough, id="with another")]
 )
 def test_the_later_start_says_so_and_ends(site: Site, others: int) -> None:
     with bootstrap(site) as address, ExitStack() as stack:

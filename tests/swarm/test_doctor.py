@@ -36,6 +36,7 @@ def checks_of(command: Command) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in json.loads(done.out)["checks"]}
 
 
+@pytest.mark.thorough
 def test_with_a_run_and_without(tmp_path: Path) -> None:
     site = Site(tmp_path)
     corpus = write_corpus(tmp_path / "corpus")
@@ -106,7 +107,6 @@ def test_without_libp2ps_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert {findings[name].verdict for name in SWARM} == {Verdict.SKIPPED}
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("faultless")
 def test_without_the_bootstrap_node() -> None:
     findings = examine(GONE, run=UNKNOWN_RUN)
@@ -122,7 +122,6 @@ def test_an_address_that_is_none_is_wrong_usage() -> None:
         examine("nonsense")
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("faultless")
 def test_a_run_that_nobody_knows_and_one_that_does_not_admit_us(tmp_path: Path) -> None:
     site = Site(tmp_path)

@@ -165,7 +165,6 @@ def test_a_run_goes_on_from_its_volunteers_disks(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.thorough
 def test_an_amendment_is_in_force_for_all_fragments_and_after_a_restart(tmp_path: Path) -> None:
     """Whoever replays a log holds each state against the one that was recorded when it was first reached."""
 

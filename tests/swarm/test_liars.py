@@ -91,6 +91,7 @@ def test_a_bit_that_flipped_is_put_right(tell: Tell) -> None:
     tell(story)
 
 
+@pytest.mark.thorough
 def test_whoever_averages_wrongly_is_found_out_and_averages_no_more(tmp_path: Path) -> None:
     """Whoever finds it out exchanges nothing with the liar any more. So not all reach it, and it reduces nothing in
     later rounds, though the others have not found it out themselves.
