@@ -190,7 +190,6 @@ def test_nowhere_to_write(place: Place) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["join", "--run", UNKNOWN],
         ["run", "create", TINY],
         ["join"],
         ["bootstrap"],
