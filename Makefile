@@ -9,7 +9,10 @@ DOCKERFILES = $(wildcard docker/*Dockerfile*)
 # make demo PEERS=4 MINUTES=5 RUN=run.toml, and whatever else in DEMO_ARGS
 DEMO_FLAGS = $(if $(PEERS),--peers $(PEERS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RUN),--run $(RUN)) $(DEMO_ARGS)
 
-.PHONY: help venv demo test kernels unit swarm lives neon lint docs wheels images clean
+# Random lives of plain simulated swarms; of those of fragments and of those with liars there are a tenth as many.
+LIVES ?= 2000
+
+.PHONY: help venv demo test kernels unit swarm thorough marked lives neon lint docs wheels images clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -24,23 +27,34 @@ ifdef TEST_ARGS
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-test: kernels unit swarm ## all tests: these three (or, with TEST_ARGS, what pytest makes of them)
+test: kernels unit swarm ## the tests for every change: these three (or, with TEST_ARGS, what pytest makes of them)
 endif
 
 kernels: ## the C tests
 	$(MAKE) --no-print-directory -C native check
 
-unit: $(READY) ## the Python tests without swarms of real processes; they use all cores
-	$(BIN)/python -m pytest -m "not swarm" --numprocesses auto --maxprocesses 4 --dist worksteal
+unit: $(READY) ## the Python tests without real processes; they use all cores
+	$(BIN)/python -m pytest -m "not swarm and not thorough" --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # They mostly wait, so that twice as many as a small machine's cores fit on it.
-swarm: $(READY) ## the tests of real processes
-	$(BIN)/python -m pytest -m swarm --numprocesses 4 --dist loadfile --no-loadscope-reorder
+SWARM = --numprocesses 4 --dist loadfile --no-loadscope-reorder
+
+swarm: $(READY) ## the tests of real processes: one for each promise
+	$(BIN)/python -m pytest -m "swarm and not thorough" $(SWARM)
 
 # Lives, the emulated tests and wheels wait for no clock: they may have what time the tests of real processes leave.
-lives: $(READY) ## 2,200 random lives of simulated swarms; a few others are among the tests, too
-	nice -n 19 $(BIN)/python -m tests.simulator.schedules --first 10000 --seeds 2000
-	nice -n 19 $(BIN)/python -m tests.simulator.schedules --first 20000 --seeds 200 --fragments 3
+thorough: $(READY) ## all that `make test` leaves out: the tests so marked, lives, neon and wheels; prints its time
+	@began=$$(date +%s); \
+	$(MAKE) --jobs 2 --keep-going --output-sync=target --no-print-directory marked lives neon wheels; ended=$$?; \
+	echo "make thorough took $$(( ($$(date +%s) - began) / 60 )) minutes."; exit $$ended
+
+marked: $(READY) ## the tests marked thorough
+	$(BIN)/python -m pytest -m thorough $(SWARM)
+
+lives: $(READY) ## random lives of simulated swarms (LIVES=2000); a few others are among the tests, too
+	nice -n 19 $(BIN)/python -m tests.simulator.schedules --first 10000 --seeds $(LIVES)
+	nice -n 19 $(BIN)/python -m tests.simulator.schedules --first 20000 --seeds $$(($(LIVES) / 10)) --fragments 3
+	nice -n 19 $(BIN)/python -m tests.simulator.schedules --seeds $$(($(LIVES) / 10)) --liars
 
 neon: ## the C tests for 64-bit ARM, emulated (needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user)
 	nice -n 19 $(MAKE) --no-print-directory -C native check-neon

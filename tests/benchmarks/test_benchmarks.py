@@ -37,7 +37,12 @@ SMALL: dict[str, Any] = {
         (codecs.main, ["--sizes", "0.25", "--rounds", "1", "--no-compile"], {"ours: quantize int8", codecs.LIMIT}),
         (accuracy.main, ["--run", str(ROOT / "examples/tiny.toml"), "--outer-steps", "1"], {"e3m0", "torch bf16"}),
         (checkpoint.main, ["--sizes", "0.25", "--rounds", "1"], {checkpoint.OURS, checkpoint.SAFETENSORS}),
-        (convergence.main, ["--quick", "--seeds", "1"], {method.name for method in convergence.METHODS}),
+        pytest.param(
+            convergence.main,
+            ["--quick", "--seeds", "1"],
+            {method.name for method in convergence.METHODS},
+            marks=pytest.mark.thorough,
+        ),
         (paper_bandwidth.main, ["--size", "1B"], {"1B"}),
     ],
     ids=["codecs", "accuracy", "checkpoint", "convergence", "paper_bandwidth"],

@@ -42,6 +42,7 @@ def two_namespaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         pytest.skip(f"no network namespaces: {error}")
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_averaging_reports_on_links(two_namespaces: str, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
@@ -60,6 +61,7 @@ def test_averaging_reports_on_links(two_namespaces: str, tmp_path: Path) -> None
     assert not child_processes()
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_the_wire_is_drawn(two_namespaces: str, tmp_path: Path) -> None:
     figures, plot = tmp_path / "figures.json", tmp_path / "plot.svg"
@@ -76,6 +78,7 @@ def test_the_wire_is_drawn(two_namespaces: str, tmp_path: Path) -> None:
     assert not child_processes()
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_utilisation_reports_beside_the_plan(
     two_namespaces: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

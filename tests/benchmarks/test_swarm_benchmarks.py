@@ -26,6 +26,7 @@ from tests.child_processes import child_processes
 TINY = Path(__file__).parent.parent.parent / "examples/tiny.toml"
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_averaging_reports(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
@@ -40,6 +41,7 @@ def test_averaging_reports(tmp_path: Path) -> None:
     assert not child_processes()
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_churn_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(churn, "BETWEEN_FAULTS", 1.0)
@@ -57,6 +59,7 @@ def test_churn_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not child_processes()
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_joining_reports(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
@@ -72,6 +75,7 @@ def test_joining_reports(tmp_path: Path) -> None:
     assert not child_processes()
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_training_reports(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
@@ -93,6 +97,7 @@ def test_training_reports(tmp_path: Path) -> None:
     assert not child_processes()
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_numbers_of_threads_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "usable_cores", lambda: 1)
@@ -260,6 +265,7 @@ def test_what_a_round_takes() -> None:
     assert sent_bytes(1000, 4) == 1500
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_memory_reports(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

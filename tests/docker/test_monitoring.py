@@ -182,6 +182,7 @@ def answer(address: str, query: str) -> list[Any]:
     return result
 
 
+@pytest.mark.thorough
 @needs_prometheus
 def test_prometheus_answers_every_query_of_the_dashboard(prometheus: str) -> None:
     assert answer(prometheus, 'up{job="diloco-peer"} == 1')
@@ -190,6 +191,7 @@ def test_prometheus_answers_every_query_of_the_dashboard(prometheus: str) -> Non
             assert series["value"][1] != "NaN", query
 
 
+@pytest.mark.thorough
 @needs_prometheus
 def test_prometheus_has_what_the_dashboards_variables_ask_for(prometheus: str) -> None:
     for variable in BOARD["templating"]["list"]:

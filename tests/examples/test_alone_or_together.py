@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_it_runs_and_reports_both() -> None:
     script, run = str(EXAMPLES / "alone_or_together.py"), str(EXAMPLES / "tiny.toml")

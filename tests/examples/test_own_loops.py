@@ -41,6 +41,7 @@ def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> 
     site.assert_nothing_is_left()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
 def test_loops_that_are_interrupted_leave_and_say_so(tmp_path: Path) -> None:
     """With the status of an interrupt, whatever torch runs at exit. Each is alone in a run of its own."""

@@ -7,13 +7,11 @@ import logging
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from opendiloco.storage.checkpointer import CHECKPOINTS, Checkpointer, KeepingPlan
 from opendiloco.storage.loading import Checkpoints
-from opendiloco.volunteer import Volunteer
 from tests.child_processes import child_processes
 from tests.opendiloco.frozen_states import RUN, frozen, plan
 
@@ -163,13 +161,3 @@ def test_a_remote_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCapt
     assert written(chosen) == [1]
     assert "is not at the remote: nonsense://me@there" in caplog.text
     assert "secret" not in caplog.text
-
-
-def test_a_volunteer_hands_over_what_is_frozen(tmp_path: Path) -> None:
-    class Driver:
-        on_snapshot: object = None
-
-    driver, checkpointer = Driver(), Checkpointer(plan(tmp_path))
-    workload = SimpleNamespace(trainer=SimpleNamespace(telemetry=None), measuring=SimpleNamespace())
-    Volunteer(None, driver, None, workload).checkpoint_with(checkpointer)  # type: ignore[arg-type]
-    assert driver.on_snapshot == checkpointer.take

@@ -119,7 +119,7 @@ def hub_of(files: dict[str, dict[str, bytes]]) -> Iterator[Hub]:
         server.daemon_threads = True
         server.block_on_close = False
         hub = Hub(server.server_port, files)
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield hub
         server.shutdown()

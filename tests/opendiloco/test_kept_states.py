@@ -116,6 +116,7 @@ def values_of(folder: Path) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp_path: Path) -> None:
     out, there = tmp_path / "model", f"file://{tmp_path}/there"

@@ -69,7 +69,9 @@ class PairOfPeers:
         return self.done.pop(work.replica) if work.replica in self.done else await peer.contribution()
 
 
-@pytest.mark.parametrize(("kind", "is_done_before"), [("int8", False), ("sparse", True)])
+@pytest.mark.parametrize(
+    ("kind", "is_done_before"), [("int8", False), pytest.param("sparse", True, marks=pytest.mark.thorough)]
+)
 def test_late_work_counts_from_where_it_began_and_less_the_older_it_is(
     small_content: dict[str, Any], kind: str, is_done_before: bool
 ) -> None:

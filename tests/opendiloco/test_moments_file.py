@@ -332,6 +332,7 @@ def test_a_machine_that_comes_back_goes_on_with_them_and_says_so(
     assert workers.recalled == [folder.checkpoints / kept.name]
 
 
+@pytest.mark.thorough
 @pytest.mark.swarm
 def test_workers_in_the_place_of_lost_ones_go_on_with_what_was_kept(
     small_config: RunConfig,

@@ -104,6 +104,7 @@ end([taken(WorkerOptions(**options)) for options in kept])
 """
 
 
+@pytest.mark.thorough
 def test_what_sharing_workers_take_is_what_the_formula_says(
     small_content: dict[str, Any], tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -144,6 +145,7 @@ end([peak_of(WorkerOptions(compile=True, activation_checkpointing=wanted)) for w
 """
 
 
+@pytest.mark.thorough
 def test_activation_checkpointing_saves_memory_where_blocks_are_sharded_and_compiled(
     small_content: dict[str, Any], tmp_path: Path, ranks: Ranks
 ) -> None:

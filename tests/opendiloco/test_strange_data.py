@@ -41,7 +41,7 @@ def web() -> Iterator[Web]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         noted = Web(server.server_port)
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield noted
         server.shutdown()

@@ -1,4 +1,4 @@
-"""Real workers that share a model: three groups, started once, since each worker takes seconds to import torch."""
+"""Real workers that share a model: up to three groups, each started once, as a worker takes seconds to import."""
 
 from __future__ import annotations
 
@@ -50,11 +50,21 @@ OPTIONS = {
 
 @dataclass
 class Groups:
-    """All groups in one event loop, with their processes."""
+    """The groups that tests have asked for, in one event loop, with their processes."""
 
+    config: RunConfig
     runner: asyncio.Runner
+    stack: ExitStack
     members: dict[int, WorkerGroup] = field(default_factory=dict)
     processes: dict[int, list[int]] = field(default_factory=dict)
+
+    def start(self, workers: int) -> None:
+        if workers not in self.members:
+            before = child_processes().keys()
+            starting = WorkerGroup.start(self.config, OPTIONS[workers])
+            group = self.members[workers] = self.runner.run(asyncio.wait_for(starting, START_SECONDS))
+            self.stack.callback(close, self.runner, group)
+            self.processes[workers] = sorted(child_processes().keys() - before)
 
 
 @pytest.fixture(scope="module")
@@ -74,20 +84,20 @@ def close(runner: asyncio.Runner, group: WorkerGroup) -> None:
 @pytest.fixture(scope="module")
 def groups(config: RunConfig) -> Iterator[Groups]:
     with asyncio.Runner() as runner, ExitStack() as stack:
-        started = Groups(runner)
-        for workers, options in OPTIONS.items():
-            before = child_processes().keys()
-            group = runner.run(asyncio.wait_for(WorkerGroup.start(config, options), START_SECONDS))
-            stack.callback(close, runner, group)
-            started.members[workers] = group
-            started.processes[workers] = sorted(child_processes().keys() - before)
-        yield started
+        yield Groups(config, runner, stack)
 
 
-@pytest.fixture(params=OPTIONS)
-def workers(request: pytest.FixtureRequest) -> int:
+@pytest.fixture(params=[2, *(pytest.param(number, marks=pytest.mark.thorough) for number in (3, 4))])
+def workers(request: pytest.FixtureRequest, groups: Groups) -> int:
     number: int = request.param
+    groups.start(number)
     return number
+
+
+@pytest.fixture
+def all_sizes(groups: Groups) -> None:
+    for number in OPTIONS:
+        groups.start(number)
 
 
 @dataclass
@@ -136,6 +146,7 @@ def test_theta_is_the_same_however_it_is_shared_and_survives_it_to_the_last_bit(
         assert np.array_equal(vector.view(np.uint32), alone.theta.view(np.uint32))
 
 
+@pytest.mark.thorough
 def test_workers_together_evaluate_and_the_first_has_the_whole_model_when_it_must(
     groups: Groups, alone: Alone, workers: int, tmp_path: Path
 ) -> None:
@@ -155,6 +166,8 @@ def test_workers_together_evaluate_and_the_first_has_the_whole_model_when_it_mus
     assert all(np.array_equal(exported[place.name].ravel(), alone.theta[place.slice]) for place in layout)
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("all_sizes")
 def test_moments_are_the_same_however_the_model_is_shared(groups: Groups, tmp_path: Path) -> None:
     """Each value is kept once, though two replicas have it; and what one group has kept, another goes on with."""
 
@@ -178,6 +191,8 @@ def test_moments_are_the_same_however_the_model_is_shared(groups: Groups, tmp_pa
         assert tensor.shape == kept["sharded"][name].shape
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("all_sizes")
 def test_when_one_worker_cannot_read_its_moments_all_begin_anew(
     groups: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +259,8 @@ def listening(process: int) -> list[str]:
     ]
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("all_sizes")
 def test_peers_with_different_numbers_of_workers_have_the_same_bits(groups: Groups, config: RunConfig) -> None:
     """They apply the same payload, whichever of them trained for it."""
 

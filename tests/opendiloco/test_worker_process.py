@@ -196,6 +196,7 @@ def test_a_worker_does_not_outlive_the_process_that_started_it(small_content: di
             os.close(pidfd)
 
 
+@pytest.mark.thorough
 def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str, Any]) -> None:
     config = RunConfig.from_manifest_content(small_content | {"inner_optimizer": {"learning_rate": 1e30}})
 
@@ -212,6 +213,7 @@ def test_a_failed_command_is_the_same_error_on_our_side(small_content: dict[str,
     asyncio.run(asyncio.wait_for(story(), 300))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "source", "error"),
     [
@@ -234,6 +236,7 @@ def test_workers_that_cannot_be_configured_leave_no_process(
     assert child_processes() == before
 
 
+@pytest.mark.thorough
 def test_garbage_is_looked_for_again_after_imports_and_not_among_them() -> None:
     gc.collect()
     before = gc.get_freeze_count()

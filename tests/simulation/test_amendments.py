@@ -128,11 +128,13 @@ def test_of_two_with_one_number_the_log_has_the_one_that_came_first() -> None:
     assert swarm.run(100.0, until=lambda: in_force(swarm.living) == {amendment(2, 0.3)})
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_random_lives_with_amendments(fragments: int) -> None:
+@pytest.mark.parametrize(
+    ("fragments", "seeds"), [(1, 4), (2, 4), *(pytest.param(count, 12, marks=pytest.mark.thorough) for count in (1, 2))]
+)
+def test_random_lives_with_amendments(fragments: int, seeds: int) -> None:
     """Peers are killed, stopped, cut off and start again while amendments come in; and at the end all agree."""
     amended = 0
-    for seed in range(12):
+    for seed in range(seeds):
         swarms = list[Swarm]()
 
         def watch(swarm: Swarm, swarms: list[Swarm] = swarms, seed: int = seed) -> None:
@@ -149,4 +151,4 @@ def test_random_lives_with_amendments(fragments: int) -> None:
         live(draw_life(seed, fragments), watch)
         (last,) = in_force(swarms[0].living)
         amended += last is not None
-    assert amended == 12
+    assert amended == seeds

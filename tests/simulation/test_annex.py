@@ -67,10 +67,9 @@ def excluded_from(kind: str, seed: int) -> int:
     return start
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("kind", sorted(SIGNED))
-def test_who_is_proven_to_lie_is_excluded_within_two_entries(kind: str, seed: int) -> None:
-    assert excluded_from(kind, seed) <= 5, "it may be in the round of the fourth"
+def test_who_is_proven_to_lie_is_excluded_within_two_entries(kind: str) -> None:
+    assert excluded_from(kind, 1) <= 5, "it may be in the round of the fourth"
 
 
 def agreed_among_honest(swarm: Swarm) -> bool:
@@ -138,9 +137,8 @@ def test_a_run_may_exclude_nobody() -> None:
     assert not swarm.history.named
 
 
-@pytest.mark.parametrize("first", range(500, 520, 5))
-def test_random_lives_with_lies_that_signatures_prove(first: int) -> None:
-    for seed in range(first, first + 5):
+def test_random_lives_with_lies_that_signatures_prove() -> None:
+    for seed in range(500, 505):
         life = draw_life(seed, kinds=(*FAULT_LIES, "names the honest", "many averages"))
         try:
             live(life)

@@ -15,8 +15,6 @@ from tests.simulator.schedules import EVENLY, INNER_STEPS
 from tests.simulator.simulation import Swarm
 
 PEERS = 5
-SEEDS = 20
-BATCH = 5
 AWAY = 20.0
 """Seconds for which it is away, at most."""
 SCHEDULE = Schedule(Timing())
@@ -56,8 +54,8 @@ def longest_pause(seed: int, way: str, blinks: int) -> float:
 
 @pytest.mark.parametrize("way", ["cut off", "deaf", "stopped"])
 @pytest.mark.parametrize("blinks", [1, 4])
-@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
-def test_a_member_that_blinks_costs_no_more_than_an_attempt(first: int, blinks: int, way: str) -> None:
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 20), marks=pytest.mark.thorough)], ids=str)
+def test_a_member_that_blinks_costs_no_more_than_an_attempt(seeds: range, blinks: int, way: str) -> None:
     """Regression: its leader barred it for two minutes, and longer each time, though no entry could be made without."""
-    for seed in range(first, first + BATCH):
+    for seed in seeds:
         assert longest_pause(seed, way, blinks) <= BOUND, f"seed {seed}"

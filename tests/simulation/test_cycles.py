@@ -89,10 +89,9 @@ def test_training_goes_on_while_fragments_are_averaged_and_applied() -> None:
     assert applied[True] >= 2 * applied[False] / 3, "all fragments but the closing one"
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("victim", ["peer0", "peer2"], ids=["the leader", "another"])
-def test_a_death_with_several_rounds_under_way_costs_only_its_owners_work(victim: str, seed: int) -> None:
-    swarm = swarm_of(5, seed)
+def test_a_death_with_several_rounds_under_way_costs_only_its_owners_work(victim: str) -> None:
+    swarm = swarm_of(5, 0)
     entries = Entries(swarm)
     assert past(swarm, 2)
     slots = swarm.peers[victim].peer
@@ -190,7 +189,7 @@ def test_one_fragment_is_plain_diloco() -> None:
     assert [header.previous for header in heads[1:]] == [header.digest for header in heads[:-1]]
 
 
-@pytest.mark.parametrize("seed", range(48000, 48006))
+@pytest.mark.parametrize("seed", range(48000, 48002))
 def test_random_lives_of_several_fragments(seed: int) -> None:
     live(draw_life(seed, fragments=3))
 

@@ -98,8 +98,7 @@ def test_a_round_that_is_named_a_minoritys_certifies_nothing(
     goes_on(swarm_of(5, liars), 10, 1500.0)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_most_who_call_themselves_a_minority_take_nobody_along(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_most_who_call_themselves_a_minority_take_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that stalls for the partition grace goes on alone with its ally and one of the honest."""
 
     def lies(self: Gathering) -> bool:
@@ -118,7 +117,7 @@ def test_most_who_call_themselves_a_minority_take_nobody_along(monkeypatch: pyte
         "_may_go_on_alone",
         lambda self, peers: self._log.is_majority([(p, self._ready[p].incarnation) for p in peers]),
     )
-    swarm = swarm_of(5, FIVE, seed=seed, entries=3)
+    swarm = swarm_of(5, FIVE, seed=1, entries=3)
     swarm.run(1000.0)
     assert not swarm.captures
 

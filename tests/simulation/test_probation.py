@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from peers.protocol.effects import Trouble
 from tests.simulation.test_schedules import SETTINGS, swarm_of
 from tests.simulator.simulation import Swarm
@@ -24,9 +22,8 @@ def joined(swarm: Swarm) -> None:
     assert swarm.run(600.0, until=lambda: set(SYBILS) <= set(log.log.roster)), "they take part"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_newcomers_count_and_vote_when_they_have_served(seed: int) -> None:
-    swarm = swarm_of(3, seed, PROBATION)
+def test_newcomers_count_and_vote_when_they_have_served() -> None:
+    swarm = swarm_of(3, 0, PROBATION)
     first, by_index = swarm.peers["peer0"].peer, dict[int, int]()
     tokens: dict[int, int] = {}
     swarm.start("late")
@@ -46,10 +43,9 @@ def test_newcomers_count_and_vote_when_they_have_served(seed: int) -> None:
     assert told[-1] == "", "and it is told when they do"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_many_newcomers_at_once_are_no_majority(seed: int) -> None:
+def test_many_newcomers_at_once_are_no_majority() -> None:
     """They disappear together: had they a say, the others would be a minority, and wait for the partition grace."""
-    swarm = swarm_of(3, seed, PROBATION)
+    swarm = swarm_of(3, 0, PROBATION)
     joined(swarm)
     log = swarm.peers["peer0"].peer.log
     assert set(log.voters) == set(FOUNDERS)
@@ -60,9 +56,8 @@ def test_many_newcomers_at_once_are_no_majority(seed: int) -> None:
     assert swarm.history.one_child, "two entries at a position would have been an error"
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_newcomers_that_are_left_alone_go_on(seed: int) -> None:
-    swarm = swarm_of(3, seed, PROBATION, one_child=False)
+def test_newcomers_that_are_left_alone_go_on() -> None:
+    swarm = swarm_of(3, 0, PROBATION, one_child=False)
     joined(swarm)
     before = swarm.longest
     for name in FOUNDERS:

@@ -36,8 +36,7 @@ from tests.simulator.simulation import Faults, Swarm
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING)
-SEEDS = 60
-BATCH = 10
+SEEDS = 10
 BLOCKS, MANY_BLOCKS = 7, 28
 """In a round; of many each member averages some, however slow its link is measured to be."""
 
@@ -63,9 +62,9 @@ def watched(swarm: Swarm) -> None:
 
 
 # Random lives --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
-def test_random_lives(first: int) -> None:
-    for seed in range(first, first + BATCH):
+def test_random_lives() -> None:
+    """`make lives` has thousands."""
+    for seed in range(SEEDS):
         try:
             live(draw_life(seed), watched)
         except Exception:
@@ -83,7 +82,7 @@ def test_the_same_seed_gives_the_same_life() -> None:
 
 
 def test_lives_are_drawn_from_all_there_is() -> None:
-    lives = [draw_life(seed) for seed in range(SEEDS)]
+    lives = [draw_life(seed) for seed in range(60)]
     assert draw_life(3) == lives[3]
     assert {blow.kind for life in lives for blow in life.blows} == {"kill", "leave", "cut off", "deafen", "stop"}
     assert {life.peers for life in lives} >= {2, 3, 12}
@@ -143,9 +142,9 @@ def entries_of(swarm: Swarm) -> list[Header]:
     return list(max(swarm.living, key=lambda one: one.index).peer.lineage.entries)
 
 
-def leader_dies_at_commit(seed: int, heirs: int) -> Swarm:
+def leader_dies_at_commit(heirs: int) -> Swarm:
     """The leader commits, tells `heirs` of the other members, and dies."""
-    swarm = swarm_of(5, seed)
+    swarm = swarm_of(5, 0)
     told: set[str] = set()
 
     def hook(sender: str, to: str, message: Message) -> Message | None:
@@ -164,9 +163,8 @@ def leader_dies_at_commit(seed: int, heirs: int) -> Swarm:
 
 
 @pytest.mark.parametrize("heirs", [0, 1])
-@pytest.mark.parametrize("seed", range(3))
-def test_leader_dies_having_told_one_member_or_none(seed: int, heirs: int) -> None:
-    swarm = leader_dies_at_commit(seed, heirs)
+def test_leader_dies_having_told_one_member_or_none(heirs: int) -> None:
+    swarm = leader_dies_at_commit(heirs)
     assert all(one.index == swarm.longest for one in swarm.living)
 
 
@@ -242,10 +240,9 @@ MOMENTS: dict[str, Callable[[str, SendChunk], bool]] = {
 
 @pytest.mark.parametrize("kill", [hangs_up, Swarm.kill], ids=["connections break", "nobody is told"])
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_reducers_death_costs_no_round(moment: str, seed: int, kill: Callable[[Swarm, str], None]) -> None:
+def test_a_reducers_death_costs_no_round(moment: str, kill: Callable[[Swarm, str], None]) -> None:
     """The others go on with what has arrived, in the round that was begun, as soon as the death is noticed."""
-    swarm = reducer_dies_when(seed, MOMENTS[moment], kill=kill)
+    swarm = reducer_dies_when(0, MOMENTS[moment], kill=kill)
     entry, failed = swarm.longest, failures(swarm)
     assert swarm.run(TIMING.heartbeat_expiry + 2 * TIMING.heartbeat + 5, until=lambda: swarm.longest > entry)
     assert failures(swarm) == failed

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.swarm
 LOWERED = {"number": 1, "learning_rate": 0.35, "momentum": 0.0}
 
 
+@pytest.mark.thorough
 def test_the_outer_learning_rate_is_lowered_for_all_and_for_whoever_joins(tmp_path: Path) -> None:
     site = Site(tmp_path)
     run = site.write_run(str(write_corpus(tmp_path / "corpus")))

@@ -82,6 +82,7 @@ def test_announced_run_is_found_after_everybody_has_left_and_the_node_restarted(
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_manifests_are_published_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "REPUBLISH_INTERVAL", 0.05)
 
@@ -95,6 +96,7 @@ def test_manifests_are_published_again_and_again(tmp_path: Path, monkeypatch: py
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_nonsense_is_not_remembered(tmp_path: Path) -> None:
     async def main() -> None:
         forged = MANIFEST.model_copy(update={"content": b"{}"}).pack()
@@ -108,6 +110,7 @@ def test_nonsense_is_not_remembered(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_full_node_refuses_further_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 1)
     store = ManifestStore(tmp_path)
@@ -165,6 +168,7 @@ def test_a_flood_from_one_network_does_not_close_the_node_to_others(
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_disk_trouble_is_said_on_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Regression: the node showed a traceback, and the organiser was told of an internal error."""
     directory = tmp_path / "manifests"
@@ -182,6 +186,7 @@ def test_disk_trouble_is_said_on_both_sides(tmp_path: Path, caplog: pytest.LogCa
     assert record.exc_info is None
 
 
+@pytest.mark.thorough
 def test_a_slash_at_the_end_of_an_address_is_no_matter(tmp_path: Path) -> None:
     """Regression: the peer id of such an address was taken to be empty."""
 
@@ -194,6 +199,7 @@ def test_a_slash_at_the_end_of_an_address_is_no_matter(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_spoiled_files_are_skipped(tmp_path: Path) -> None:
     (tmp_path / f"{MANIFEST.run_id}.manifest").write_bytes(MANIFEST.pack()[:-1])
     (tmp_path / "unrelated.txt").write_text("hello")
@@ -207,6 +213,7 @@ def test_spoiled_files_are_skipped(tmp_path: Path) -> None:
     assert (tmp_path / f"{MANIFEST.run_id}.manifest").read_bytes() == MANIFEST.pack()
 
 
+@pytest.mark.thorough
 def test_unusable_directory_is_named(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("")

@@ -132,6 +132,7 @@ def nobody_is_left(site: Site, invite: str, address: str) -> None:
     assert "nobody trains" in refused.error_line()
 
 
+@pytest.mark.thorough
 def test_a_bootstrap_node_remembers_runs(tmp_path: Path) -> None:
     """Over a restart, at its old address, and with a stranger's manifest among its files."""
     site = Site(tmp_path)

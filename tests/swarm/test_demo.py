@@ -39,6 +39,7 @@ def test_from_start_to_end(site: Site) -> None:
     assert logs == {"bootstrap-node.log", "volunteer-1.log", "volunteer-2.log", "volunteer-3.log"}
 
 
+@pytest.mark.thorough
 def test_ctrl_c(site: Site) -> None:
     with site.start("demo", "--plain", "--peers", "2", "--run", "run.toml", "--out", "demo") as demo:
         demo.line("starting 2 volunteers", "the demo does not start")
@@ -48,6 +49,7 @@ def test_ctrl_c(site: Site) -> None:
     assert finished.err == ""
 
 
+@pytest.mark.thorough
 def test_a_death_that_is_not_part_of_it(site: Site) -> None:
     with site.start("demo", "--plain", "--peers", "1", "--run", "run.toml", "--out", "demo") as demo:
         demo.line("volunteer 1 is there", "the volunteer does not join")
@@ -59,6 +61,7 @@ def test_a_death_that_is_not_part_of_it(site: Site) -> None:
     assert "error: no volunteer is alive any more." in finished.err
 
 
+@pytest.mark.thorough
 def test_a_folder_with_something_in_it(site: Site) -> None:
     finished = site.run("demo", "--out", ".")
     assert finished.code == 6

@@ -36,6 +36,7 @@ def checks_of(command: Command) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in json.loads(done.out)["checks"]}
 
 
+@pytest.mark.thorough
 def test_with_a_run_and_without(tmp_path: Path) -> None:
     site = Site(tmp_path)
     corpus = write_corpus(tmp_path / "corpus")
@@ -95,6 +96,7 @@ def failing(findings: dict[str, Finding]) -> set[str]:
     return {name for name, finding in findings.items() if finding.verdict is Verdict.FAIL}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("faultless")
 def test_without_libp2ps_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     missing = str(tmp_path / "p2pd")
@@ -113,6 +115,7 @@ def test_without_the_bootstrap_node() -> None:
     assert {findings[name].verdict for name in (*SWARM[1:], "speed", "round")} == {Verdict.SKIPPED}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("faultless")
 def test_an_address_that_is_none_is_wrong_usage() -> None:
     with pytest.raises(ManifestError, match="'nonsense' is not a multiaddress"):
@@ -138,6 +141,7 @@ def test_a_run_that_nobody_knows_and_one_that_does_not_admit_us(tmp_path: Path) 
 
 
 # Behind routers ------------------------------------------------------------------------------------------------------
+@pytest.mark.thorough
 def test_how_others_reach_machines_behind_routers(net: Internet, tmp_path: Path) -> None:
     site, public = Site(tmp_path), net.machine(Kind.OPEN)
     with site.start("bootstrap", "--identity", "bootstrap.pem", prefix=public.prefix) as node:

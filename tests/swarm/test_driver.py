@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -55,24 +55,25 @@ class Volunteer:
 
 
 class Swarm:
-    def __init__(self, bootstrap: HivemindTransport) -> None:
+    def __init__(self, bootstrap: HivemindTransport, settings: RunSettings) -> None:
         self.bootstrap = bootstrap
+        self.settings = settings
         self.volunteers: list[Volunteer] = []
 
     async def join(self) -> Volunteer:
         identity = Identity.generate()
         transport = await HivemindTransport.create(identity, self.bootstrap.addresses, LOCAL)
         workload = VectorWorkload()
-        driver = Driver(identity, transport, workload, SETTINGS, Keeping(workload.state.digest()))
+        driver = Driver(identity, transport, workload, self.settings, Keeping(workload.state.digest()))
         volunteer = Volunteer(driver, transport, workload, asyncio.create_task(driver.run()))
         self.volunteers.append(volunteer)
         return volunteer
 
 
 @asynccontextmanager
-async def swarm() -> AsyncIterator[Swarm]:
+async def swarm(minimum_peers: int = SETTINGS.minimum_peers) -> AsyncIterator[Swarm]:
     bootstrap = await HivemindTransport.create(Identity.generate(), (), LOCAL)
-    swarm = Swarm(bootstrap)
+    swarm = Swarm(bootstrap, replace(SETTINGS, minimum_peers=minimum_peers))
     try:
         yield swarm
     finally:
@@ -120,6 +121,7 @@ def test_peers_agree_through_a_death_and_a_join() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.thorough
 def test_one_leaves_and_the_others_go_on() -> None:
     async def scenario() -> None:
         async with swarm() as run:
@@ -206,6 +208,7 @@ def entries_of(volunteer: Volunteer) -> dict[int, tuple[Header, bytes]]:
     return entries
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", [0, 2], ids=["the leader", "another"])
 def test_a_death_in_the_middle_of_a_round_costs_no_restart(place: int) -> None:
     """The entry commits as one round, with what had arrived of the dead member's blocks."""

@@ -96,15 +96,15 @@ async def become_whole(swarm: Swarm) -> None:
 @pytest.mark.parametrize(
     ("fault", "moment"),
     [
-        (Volunteer.killed, Moment.SENDING),
-        (Volunteer.killed, Moment.REDUCING),
-        (Volunteer.killed, Moment.CONCLUDING),
+        pytest.param(Volunteer.killed, Moment.SENDING, marks=pytest.mark.thorough),
+        pytest.param(Volunteer.killed, Moment.REDUCING, marks=pytest.mark.thorough),
+        pytest.param(Volunteer.killed, Moment.CONCLUDING, marks=pytest.mark.thorough),
         (Volunteer.killed, Moment.COMMITTING),
-        (Volunteer.frozen, Moment.SENDING),
+        pytest.param(Volunteer.frozen, Moment.SENDING, marks=pytest.mark.thorough),
         (Volunteer.stopped, Moment.REDUCING),
-        (Volunteer.stopped, Moment.COMMITTING),
+        pytest.param(Volunteer.stopped, Moment.COMMITTING, marks=pytest.mark.thorough),
         (Volunteer.cut_off, Moment.SENDING),
-        (Volunteer.cut_off, Moment.COMMITTING),
+        pytest.param(Volunteer.cut_off, Moment.COMMITTING, marks=pytest.mark.thorough),
     ],
 )
 def test_the_others_go_on_and_it_comes_back(

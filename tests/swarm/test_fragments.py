@@ -51,7 +51,7 @@ class StreamingSwarm(Swarm):
     """Each volunteer averages its state in fragments, and keeps its log in a folder: `first`, `second` …"""
 
     def __init__(self, bootstrap: HivemindTransport, folder: Path) -> None:
-        super().__init__(bootstrap)
+        super().__init__(bootstrap, STREAMING)
         self._folder = folder
         self._identities: dict[str, Identity] = {}
 
@@ -65,7 +65,7 @@ class StreamingSwarm(Swarm):
         workload, log = UnhurriedWorkload(), self.log(name)
         end = await resume(workload, log)
         keeping = Keeping(workload.state.digest(), log.lineage(end), log)
-        driver = Driver(identity, transport, workload, STREAMING, keeping)
+        driver = Driver(identity, transport, workload, self.settings, keeping)
         volunteer = Volunteer(driver, transport, workload, asyncio.create_task(driver.run()))
         self.volunteers.append(volunteer)
         return volunteer
@@ -142,6 +142,7 @@ def test_peers_agree_through_a_death_and_a_join(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_its_volunteers_disks(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:
@@ -190,6 +191,7 @@ def test_an_amendment_is_in_force_for_all_fragments_and_after_a_restart(tmp_path
     asyncio.run(scenario())
 
 
+@pytest.mark.thorough
 def test_a_run_of_fragments_is_followed_from_outside(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:

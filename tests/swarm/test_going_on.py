@@ -43,6 +43,7 @@ def test_a_lone_peer_goes_on_with_its_moments(tmp_path: Path) -> None:
     site.assert_nothing_is_left()
 
 
+@pytest.mark.thorough
 def test_a_preset_trains_as_it_stands_with_two_volunteers(tmp_path: Path) -> None:
     """llama-2m: nothing is changed but how many outer steps there are, and inner steps in one."""
     site = Site(tmp_path)

@@ -39,6 +39,7 @@ def test_it_has_a_session_of_its_own() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mode", "cause"), [(None, "No such file"), (0o644, "Permission"), (0o755, "Exec format")])
 def test_a_daemon_that_cannot_be_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | None, cause: str
@@ -53,6 +54,7 @@ def test_a_daemon_that_cannot_be_run(
     assert "Reinstall hivemind" in caught.value.remedy
 
 
+@pytest.mark.thorough
 def test_its_sockets_are_out_of_reach_of_other_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They are there while it lives, whoever sweeps; its key only while it starts."""
     monkeypatch.setattr(daemon, "TEMPORARY", folder := Path(tempfile.mkdtemp(dir="/tmp")))

@@ -119,6 +119,7 @@ def milliseconds() -> int:
     return int(time.time() * 1000)
 
 
+@pytest.mark.thorough
 def test_daemon_is_the_identity_and_leaves_no_key_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     identity = Identity.generate()
@@ -138,6 +139,7 @@ def test_daemon_is_the_identity_and_leaves_no_key_behind(tmp_path: Path, monkeyp
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_manifest_is_found_by_its_run_id_alone() -> None:
     async def main() -> None:
         async with swarm(3) as (_, organiser, volunteer):
@@ -151,6 +153,7 @@ def test_manifest_is_found_by_its_run_id_alone() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_heartbeats_are_seen_by_everybody_and_only_move_forward() -> None:
     async def main() -> None:
         first, second = Identity.generate(), Identity.generate()
@@ -173,6 +176,7 @@ def test_heartbeats_are_seen_by_everybody_and_only_move_forward() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_a_stranger_is_told_of_all_peers_though_the_dht_has_only_some() -> None:
     """Whoever looks at a run asks one of its peers who else is in it."""
     identities = [Identity.generate() for _ in range(3)]
@@ -199,6 +203,7 @@ def test_a_stranger_is_told_of_all_peers_though_the_dht_has_only_some() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_a_frozen_node_makes_nobody_deaf() -> None:
     """Regression: a beat that is cut off while it waits for a silent node never learns that the node is silent."""
     expiry = 3.0  # at which beats are cut off; less than node.DHT_WAIT
@@ -352,6 +357,7 @@ async def are_open(node: HivemindTransport, count: int) -> bool:
     return list(node.reach().values()) == [Reach.OPEN] * count
 
 
+@pytest.mark.thorough
 def test_in_a_large_run_a_peer_is_dialled_when_there_is_something_to_say_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peers.net.transport.EAGER", 1)
     identities = [Identity.generate() for _ in range(2)]
@@ -427,6 +433,7 @@ def test_where_there_is_a_link_everything_goes_over_it(monkeypatch: pytest.Monke
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_when_a_link_breaks_libp2p_is_used_until_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arranging, "LOOK_INTERVAL", 1000.0)  # seconds: until then nobody looks for who introduces it
 
@@ -454,6 +461,7 @@ def test_when_a_link_breaks_libp2p_is_used_until_it_is_there_again(monkeypatch: 
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_clients_accept_no_bulk_connections() -> None:
     async def main() -> None:
         async with swarm(1) as (node,):
@@ -470,6 +478,7 @@ def test_clients_accept_no_bulk_connections() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_a_data_port_in_use_is_named_and_nothing_is_left() -> None:
     async def main() -> None:
         async with swarm(1) as (node,):
@@ -510,6 +519,7 @@ def test_caps_hold_for_all_streams_together() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_pulls() -> None:
     snapshot = os.urandom(3_000_000)
 
@@ -559,6 +569,7 @@ def test_garbage_on_a_stream_is_dropped(caplog: pytest.LogCaptureFixture) -> Non
     assert REGISTRY.get_sample_value("diloco_peer_dropped_total", {"what": "stream"}) == before + 2
 
 
+@pytest.mark.thorough
 def test_chunks_to_a_peer_that_dies_are_known_to_be_lost() -> None:
     """What it confirmed before counts."""
 
@@ -584,6 +595,7 @@ def test_chunks_to_a_peer_that_dies_are_known_to_be_lost() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", [0.0, 0.01, 0.1, 0.2, 0.4])
 def test_start_can_be_cancelled_at_any_moment(moment: float) -> None:
     before = child_processes()
@@ -601,6 +613,7 @@ def test_start_can_be_cancelled_at_any_moment(moment: float) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("step", ["node", "daemon"])
 def test_close_can_be_cancelled_at_any_moment(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the DHT node that never says goodbye nor the daemon that is just ending leaves anything behind."""
@@ -625,6 +638,7 @@ def test_close_can_be_cancelled_at_any_moment(step: str, monkeypatch: pytest.Mon
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_connect_is_best_effort() -> None:
     async def main() -> None:
         async with swarm(1) as (node,):
@@ -647,6 +661,7 @@ async def error_of(**options: object) -> DilocoPeerError:
     return caught.value
 
 
+@pytest.mark.thorough
 def test_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -658,6 +673,7 @@ def test_port_in_use_is_named() -> None:
             assert error.exit_code == 5
 
 
+@pytest.mark.thorough
 def test_port_of_another_peer_is_in_use() -> None:
     async def main() -> None:
         async with swarm(1) as (node,):
@@ -667,12 +683,14 @@ def test_port_of_another_peer_is_in_use() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_foreign_address_is_named() -> None:
     error = asyncio.run(error_of(listen=("/ip4/198.51.100.1/tcp/0",), local=True))
     assert isinstance(error, LocalNetworkError)
     assert "198.51.100.1" in str(error)
 
 
+@pytest.mark.thorough
 def test_unreachable_bootstrap_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections and knows nothing of libp2p
         silent = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
@@ -684,6 +702,7 @@ def test_unreachable_bootstrap_is_named() -> None:
             assert error.exit_code == 4
 
 
+@pytest.mark.thorough
 def test_malformed_addresses_are_named() -> None:
     no_peer_id = "/ip4/127.0.0.1/tcp/4001"
     for options in (
@@ -698,6 +717,7 @@ def test_malformed_addresses_are_named() -> None:
         assert "nonsense" in str(error) or no_peer_id in str(error)
 
 
+@pytest.mark.thorough
 def test_lost_bootstrap_node_is_greeted_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foothold, "LOOK_INTERVAL", 0.1)
 
@@ -723,6 +743,7 @@ def test_lost_bootstrap_node_is_greeted_when_it_is_back(monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
+@pytest.mark.thorough
 def test_death_of_the_daemon_is_noticed() -> None:
     async def main() -> None:
         node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
@@ -768,6 +789,7 @@ def test_nothing_outlives_a_killed_process() -> None:
     assert not Path(socket_path).exists()
 
 
+@pytest.mark.thorough
 def test_a_stream_that_is_taken_back_at_once_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     """Regression: a peer that was carried to another network left one for each stream that it had begun."""
 

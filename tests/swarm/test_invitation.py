@@ -94,6 +94,7 @@ def test_guests_and_others(party: Party) -> None:
         leave(again_there)
 
 
+@pytest.mark.thorough
 def test_an_archive_and_a_ticket_that_expires(party: Party) -> None:
     site = party.site
     archive = Identity.generate()

@@ -195,6 +195,7 @@ async def one_avoids_a_donor_that_lies(run: Swarm, digest: bytes, donors: list[V
     assert sum(transport.given[donor.id] for donor in donors) >= CHUNKS
 
 
+@pytest.mark.thorough
 def test_a_donor_that_is_killed_while_it_gives_is_replaced_by_the_others(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:

@@ -60,6 +60,7 @@ def test_the_others_go_on(site: Site, run: Run) -> None:
         assert second.finish().code == 0
 
 
+@pytest.mark.thorough
 def test_a_second_ctrl_c_does_not_wait(site: Site, run: Run) -> None:
     with join(site, run, "one.pem") as volunteer:
         volunteer.line("outer step", "it does not train")
@@ -79,6 +80,7 @@ def test_before_it_has_begun(site: Site, run: Run) -> None:
         assert "ERROR" not in left.err
 
 
+@pytest.mark.thorough
 def test_all_its_processes_are_asked_at_once(site: Site, run: Run) -> None:
     """As systemd stops a service. libp2p's daemon does as it is told; that is no error when we are leaving anyway."""
     with join(site, run, "one.pem") as volunteer:
@@ -91,6 +93,7 @@ def test_all_its_processes_are_asked_at_once(site: Site, run: Run) -> None:
         assert "Traceback" not in left.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [[], ["--plain"]], ids=["screen", "plain"])
 def test_its_terminal_is_closed(site: Site, run: Run, options: list[str]) -> None:
     with Terminal(site, *run.join_arguments("one.pem"), *options) as terminal:

@@ -13,7 +13,7 @@ from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOCAL_NETWORK, LOOPBACK, Finished, Site, create_run, eventually
 from tests.swarm.networks import NetworkError, network
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 
 
 def test_a_runs_id_alone_leads_to_the_run(tmp_path: Path) -> None:

@@ -140,9 +140,9 @@ async def swarm(
     ("kinds", "way"),
     [
         ((Kind.CONE, Kind.CONE), Reach.PUNCHED),
-        ((Kind.SYMMETRIC, Kind.SYMMETRIC), Reach.RELAYED),
-        ((Kind.CGNAT, Kind.CONE), Reach.RELAYED),
-        ((Kind.IPV6, Kind.CONE), Reach.RELAYED),
+        pytest.param((Kind.SYMMETRIC, Kind.SYMMETRIC), Reach.RELAYED, marks=pytest.mark.thorough),
+        pytest.param((Kind.CGNAT, Kind.CONE), Reach.RELAYED, marks=pytest.mark.thorough),
+        pytest.param((Kind.IPV6, Kind.CONE), Reach.RELAYED, marks=pytest.mark.thorough),
     ],
 )
 def test_two_volunteers_behind_routers_train_as_one(
@@ -156,6 +156,7 @@ def test_two_volunteers_behind_routers_train_as_one(
     asyncio.run(story())
 
 
+@pytest.mark.thorough
 def test_volunteers_behind_a_firewall_that_knows_only_the_web(net: Internet, tmp_path: Path) -> None:
     async def story() -> None:
         async with swarm(net, (Kind.WEB, Kind.WEB), tmp_path, data_port=WEB_DATA_PORT) as together:
@@ -165,6 +166,7 @@ def test_volunteers_behind_a_firewall_that_knows_only_the_web(net: Internet, tmp
     asyncio.run(story())
 
 
+@pytest.mark.thorough
 def test_an_open_volunteer_reduces_for_those_behind_routers(net: Internet, tmp_path: Path) -> None:
     async def story() -> None:
         async with swarm(net, (Kind.SYMMETRIC, Kind.SYMMETRIC, Kind.OPEN), tmp_path) as together:
@@ -182,6 +184,7 @@ def test_an_open_volunteer_reduces_for_those_behind_routers(net: Internet, tmp_p
     asyncio.run(story())
 
 
+@pytest.mark.thorough
 def test_a_volunteer_that_moves_to_another_network_comes_back(net: Internet, tmp_path: Path) -> None:
     """A laptop is carried from one home to another. Its process is not told."""
 
@@ -196,6 +199,7 @@ def test_a_volunteer_that_moves_to_another_network_comes_back(net: Internet, tmp
     asyncio.run(story())
 
 
+@pytest.mark.thorough
 def test_a_volunteer_that_slept_comes_back(net: Internet, tmp_path: Path) -> None:
     async def story() -> None:
         async with swarm(net, (Kind.CONE, Kind.CONE, Kind.OPEN), tmp_path, *LAPTOP) as together:

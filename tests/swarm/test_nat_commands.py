@@ -16,7 +16,7 @@ from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import SECONDS, Command, Site, create_run, eventually
 from tests.swarm.routers import Internet, Kind, Machine
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 OUTER_STEPS = 6
 NAMES = ("one", "two")
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.swarm.routers import Internet, Kind, Machine
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 
 WATCH = """
 import asyncio, dataclasses, json

@@ -81,6 +81,7 @@ def test_pause_resume_and_finish(site: Site, invite: str) -> None:
         assert "Traceback" not in finished.err
 
 
+@pytest.mark.thorough
 def test_a_condition_keeps_it_from_starting(site: Site) -> None:
     """The run is one that nobody knows: it would fail as soon as it looked for it."""
     here = ("--run", UNKNOWN, "--initial-peer", NOBODY, "--identity", "one.pem", "--pause-when", "process:sh")
@@ -95,6 +96,7 @@ def test_a_condition_keeps_it_from_starting(site: Site) -> None:
         assert volunteer.finish().code == 0
 
 
+@pytest.mark.thorough
 def test_nobody_is_there_to_be_told(site: Site) -> None:
     told = site.run("pause")
     assert told.code == 6

@@ -96,7 +96,14 @@ async def train_as_a_swarm(folder: Path, streaming: str) -> list[Journal]:
     return journals
 
 
-@pytest.mark.parametrize("streaming", ["", STREAMING, SPARSE], ids=["plain", "streaming", "sparse"])
+@pytest.mark.parametrize(
+    "streaming",
+    [
+        pytest.param("", id="plain"),
+        pytest.param(STREAMING, marks=pytest.mark.thorough, id="streaming"),
+        pytest.param(SPARSE, marks=pytest.mark.thorough, id="sparse"),
+    ],
+)
 def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(streaming: str, tmp_path: Path) -> None:
     entries, *others = [list(journal) for journal in asyncio.run(train_as_a_swarm(tmp_path, streaming))]
     assert len(entries) == OUTER_STEPS

@@ -14,7 +14,7 @@ from peers.net.node import HivemindNode
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 MANIFEST = SignedManifest.create(Identity.generate(), "tiny", {"name": "tiny"})

@@ -12,7 +12,7 @@ import pytest
 
 from tests.swarm.routers import Internet, Kind, Machine
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 DEADLINE = 120.0  # seconds for a process to say something
 WAIT = 1.0  # seconds after which a connection is taken to be dropped
 FAMILY = "socket.AF_INET6 if ':' in sys.argv[1] else socket.AF_INET"

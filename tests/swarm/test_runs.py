@@ -11,7 +11,7 @@ import pytest
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import Site, announce_run, bootstrap, volunteers
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 
 
 @pytest.fixture

@@ -13,7 +13,10 @@ from opendiloco.dashboard.sources import Source
 from tests.opendiloco.dashboard.browser import CHROMIUM, Page, browser, new_page
 from tests.opendiloco.dashboard.invented import HOSTILE, Story, invented_run
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, of Debian's package chromium")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, of Debian's package chromium"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""Every format, in every set this machine has, against the numpy reference: bit for bit."""
+"""Every format against the numpy reference, bit for bit: golden vectors in every set that this machine has, all else in
+the fastest. `make kernels` compares the sets with each other."""
 
 from __future__ import annotations
 
@@ -29,13 +30,6 @@ from tests.opendiloco.kernels.vectors import (
 GOLDEN = Path(reference.__file__).with_name("golden.txt")
 
 
-@pytest.fixture(autouse=True, params=SETS)
-def kernel_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    kernels.choose_kernels(request.param)
-    yield request.param
-    kernels.choose_kernels("")
-
-
 @pytest.mark.parametrize(
     ("name", "values", "size"),
     [
@@ -59,8 +53,17 @@ def test_payloads_of_more_than_2_to_the_31_values_have_a_size() -> None:
     assert kernels.INT8.block_count(2**33 + 1) == 2**23 + 1
 
 
+@pytest.fixture
+def fastest_afterwards() -> Iterator[None]:
+    yield
+    kernels.choose_kernels("")
+
+
+@pytest.mark.parametrize("kernel_set", SETS)
 @pytest.mark.parametrize("line", GOLDEN.read_text(encoding="ascii").splitlines(), ids=lambda line: line[:24])
-def test_golden_vectors(line: str) -> None:
+@pytest.mark.usefixtures("fastest_afterwards")
+def test_golden_vectors(line: str, kernel_set: str) -> None:
+    kernels.choose_kernels(kernel_set)
     name, rounding, seed, first_block, values, payload, decoded = line.split()
     floats = np.frombuffer(bytes.fromhex(values), np.float32)
     how = stochastic(int(seed), int(first_block)) if rounding == "stochastic" else kernels.NEAREST
