@@ -55,6 +55,13 @@ RELAY_MEGABITS = 100.0
 @click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
 @click.option("--archive", type=FOLDER, help="Keep the log and the newest snapshots of these runs in this folder.")
 @click.option(
+    "--max-disk",
+    type=click.FloatRange(min=0, max=1e9, min_open=True),
+    metavar="GB",
+    help="With --archive: keep to so many gigabytes for all runs, and a quarter of them for one.  "
+    "[default: nine tenths of what is free or kept already]",
+)
+@click.option(
     "--ticket",
     "tickets",
     multiple=True,
@@ -77,6 +84,7 @@ def command(
     dashboard: tuple[str, int] | None,
     directory: Path | None,
     archive: Path | None,
+    max_disk: float | None,
     tickets: tuple[str, ...],
 ) -> None:
     """Be a node through which the peers of any run find each other. Needs no GPU and little memory."""
@@ -106,7 +114,7 @@ def command(
         if archive is not None:
             from opendiloco.storage.archive import Archive
 
-            kept = Archive(key, archive)
+            kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
             beside.append(kept)
         if local_network:
             from opendiloco.nearby import Nearby

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -18,15 +19,17 @@ from opendiloco import kernels
 from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.disk_room import DiskRoom, NoRoomError
 from opendiloco.storage.held_out_curve import HeldOutCurve
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.writer import folder_bytes
 from opendiloco.training.codec import BlockCodec
 from peers import metrics
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder, RunLog
-from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
+from peers.log.head_signer import SIGNED, CannotSignError, HeadSigner, SignedFileError
 from peers.log.header import NO_PAYLOAD, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
@@ -71,11 +74,14 @@ FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, S
 class ArchivedRun:
     """What is kept of one run. Implements `SnapshotSource`."""
 
-    def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path) -> None:
+    def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path, room: DiskRoom) -> None:
         """May take long, since all that is here is digested. Raises: DilocoPeerError when the folder cannot be used."""
         self.run = run
         self._identity = identity
         self._transport = transport
+        self._room = room
+        self.lacks_room = False
+        """Whether the disk has had none for what was to be fetched last."""
         self.folder = RunFolder.open(run, identity.peer_id, base)
         self._format = kernels.FORMATS[run.config.codec.kind]
         self.log = LogFolder.open(self.folder.log, run.settings.empty_log, self._format.block_bytes)
@@ -278,6 +284,7 @@ class ArchivedRun:
         due = self._snapshot.index + every if self._snapshot else 0  # without any, nobody could begin from here
         if self.end.position.index > due:
             await self._keep_snapshot(beats, donors, due)
+        self.lacks_room = False
 
     async def _keep_up_with(self, beat: Heartbeat, others: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
         """Keep what a peer has that is ahead of us. Returns whether it had anything that we keep. Raises: FAILURES."""
@@ -297,23 +304,29 @@ class ArchivedRun:
     async def _keep_next(self, donors: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
         """Keep the next cycle, unless too few have signed it, and others may still come. Returns whether it is kept.
 
-        Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError."""
+        There has to be room for a snapshot, too: with the next one, the payloads before the last go.
+
+        Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError, NoRoomError."""
         found = await next_in_log(self._transport, donors[0], self.end, self._signed, self._heads)
         if not self._doubts.may_follow(self.end, found.proof, beats):
             return False
         payloads = Payloads(self._transport, self.run.run_id, self.buffers)
-        for header, _ in found.entries:
-            if header.payload != NO_PAYLOAD:
+        having = [header for header, _ in found.entries if header.payload != NO_PAYLOAD]
+        needed = sum(self.buffers[header.fragment].size.bytes for header in having)
+        async with self._room.held(self.run.run_id, needed + self._snapshot_room):
+            for header in having:
                 await payloads.fetch(header, donors)
-        for header, certificate in found.entries:
-            kept = self.buffers[header.fragment].kept
-            await asyncio.to_thread(self.log.append, header, None, kept.get(header.payload), certificate)
-            kept.lies_on_disk(header.payload)
+            for header, certificate in found.entries:
+                kept = self.buffers[header.fragment].kept
+                await asyncio.to_thread(self.log.append, header, None, kept.get(header.payload), certificate)
+                kept.lies_on_disk(header.payload)
         self.end = found.log
         return True
 
     async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
-        """Keep a state that our log vouches for, or a better one. Raises: LogError, SnapshotError, OSError."""
+        """Keep a state that our log vouches for, or a better one.
+
+        Raises: LogError, SnapshotError, OSError, NoRoomError."""
         fetch = LineageFetch(self._transport, self.log)
         index = next(beat.index for beat in beats if beat.peer == donors[0])
 
@@ -336,28 +349,46 @@ class ArchivedRun:
             return Vouched(found.theirs, partial(state_told, found.theirs, beats), least, is_wary=True)
 
         storage = FolderStorage(self.folder.download, available_memory)
-        snapshot = await fetch_snapshot(
-            self._transport, donors, self.log.empty_log, least, vouch, storage, self._state_bytes
-        )
-        self.checkpointer.take(snapshot)
-        await self.checkpointer.idle()
+        async with self._room.held(self.run.run_id, self._snapshot_room):
+            snapshot = await fetch_snapshot(
+                self._transport, donors, self.log.empty_log, least, vouch, storage, self._state_bytes
+            )
+            self.checkpointer.take(snapshot)
+            await self.checkpointer.idle()
         await asyncio.to_thread(self.log.follow, found.chain, max(snapshot.index, found.theirs.start.position.index))
         await asyncio.to_thread(self._load)
         if snapshot.index > self.end.position.index or not is_ours:
             self.end = self.log.empty_log.at(snapshot.last, snapshot.ends)
 
     async def _complete_log(self, donors: Sequence[str]) -> None:
-        """The headers before those that are here, back to the manifest."""
-        while self.log.first and await add_headers_before(self._transport, donors[0], self.log):
-            pass
+        """The headers before those that are here, back to the manifest. Raises: NoRoomError."""
+        is_more = True
+        while self.log.first and is_more:
+            async with self._room.held(self.run.run_id, 0):
+                is_more = await add_headers_before(self._transport, donors[0], self.log)
+
+    @property
+    def _snapshot_room(self) -> int:
+        """The bytes that a snapshot takes until an older one goes: the download, and the checkpoint."""
+        return 2 * self._state_bytes - folder_bytes(self.folder.download)
+
+    def remove(self) -> None:
+        """Remove what is kept here, but for what this archive has signed, which it may never contradict."""
+        if not (self.folder.path / SIGNED).exists():
+            self.folder.remove()
+            return
+        for path in (self.folder.checkpoints, self.folder.download, self.folder.log):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class Archive:
     """All runs that a node keeps, in a folder."""
 
-    def __init__(self, identity: Identity, folder: Path) -> None:
+    def __init__(self, identity: Identity, folder: Path, limit: int | None = None) -> None:
+        """`limit` is what the folder may take, in bytes; None: most of the disk. One run may take a quarter."""
         self._identity = identity
         self._folder = folder
+        self._room = DiskRoom(folder, limit)
         self._runs: dict[str, ArchivedRun] = {}
 
     def kept(self, run: str) -> ArchivedRun | None:
@@ -379,6 +410,7 @@ class Archive:
         await serve_proofs(transport, logs)
         await transport.on_call(CALL, self._answerer(transport))
         opening = RunFailures("opening its archive")
+        await asyncio.to_thread(self._room.measure)
         async with asyncio.TaskGroup() as tasks:
             keeping: dict[str, asyncio.Task[None]] = {}
             while True:
@@ -390,12 +422,13 @@ class Archive:
                     for served in (self._runs, sources, pasts, kept, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
-                    if archived.end.last is None:
-                        await asyncio.to_thread(archived.folder.remove)
+                    await asyncio.to_thread(archived.remove)
+                    self._room.forget(run_id)
                 for run_id in [one for one in known if one not in keeping and opening.is_due(one)]:
                     with opening.caught(run_id):
                         run = Run.from_manifest(known[run_id])
-                        archived = await asyncio.to_thread(ArchivedRun, run, self._identity, transport, self._folder)
+                        place = (self._folder, self._room)
+                        archived = await asyncio.to_thread(ArchivedRun, run, self._identity, transport, *place)
                         self._runs[run_id], sources[run_id] = archived, archived
                         pasts[run_id], logs[run_id] = archived.log.stretch, archived.log
                         keeping[run_id] = tasks.create_task(self._keep_one(archived, kept))
@@ -416,6 +449,10 @@ class Archive:
         for work in (archived.follow, archived.sign):  # what a peer does not give keeps no archive from signing
             try:
                 await work()
+            except NoRoomError as error:
+                if not archived.lacks_room:
+                    logger.error("run %s: %s", archived.run.run_id, error)
+                archived.lacks_room = True
             except (*FAILURES, DilocoPeerError) as error:
                 logger.warning("run %s: %s", archived.run.run_id, error)
         if archived.buffers:

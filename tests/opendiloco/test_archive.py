@@ -20,6 +20,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.storage import archive as archives
 from opendiloco.storage.archive import Archive, ArchivedRun
+from opendiloco.storage.disk_room import DiskRoom, NoRoomError
 from opendiloco.training.codec import BlockCodec
 from peers.errors import LocalProtocolError
 from peers.log.exclusions import Fault
@@ -35,6 +36,8 @@ from peers.presence.voice import Pace
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
 from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.transfer.lineage_fetch import LineageFetch
+from peers.transfer.payloads import Payloads
 from peers.transfer.proofs import serve_proofs
 from peers.transfer.snapshots import Snapshot
 from peers.values.identity import Identity
@@ -91,8 +94,8 @@ def run(small_config: RunConfig) -> Run:
     return Run.sign(small_config, Identity.generate())
 
 
-def archive(run: Run, folder: Path) -> ArchivedRun:
-    return ArchivedRun(run, NODE, cast(HivemindTransport, Network(run.manifest)), folder)
+def archive(run: Run, folder: Path, limit: int | None = None) -> ArchivedRun:
+    return ArchivedRun(run, NODE, cast(HivemindTransport, Network(run.manifest)), folder, DiskRoom(folder, limit))
 
 
 def payload(seed: int) -> Payload:
@@ -256,6 +259,7 @@ def test_a_run_that_the_node_has_forgotten_is_kept_no_more(
     """Else what it does for runs that nobody uses would become more and more."""
     monkeypatch.setattr(archives, "POLL", 0.01)
     manifests = [invited(small_config), invited(small_config)]
+    positions(archive(Run.from_manifest(manifests[0]), tmp_path), 2)
     first, second = (manifest.run_id for manifest in manifests)
 
     async def scenario() -> None:
@@ -267,7 +271,114 @@ def test_a_run_that_the_node_has_forgotten_is_kept_no_more(
             beats = dict(network.beats)
             await network.until(lambda: network.beats[second] >= beats[second] + 3, "the second is kept no more")
             assert network.beats[first] == beats[first]
-        assert [path.name for path in tmp_path.iterdir()] == [second], "nothing had been kept of the first"
+        assert [path.name for path in tmp_path.iterdir()] == [second], "what was kept of the first is still there"
+
+    asyncio.run(scenario())
+
+
+def test_what_was_kept_of_a_forgotten_run_goes_but_not_what_was_signed(run: Run, tmp_path: Path) -> None:
+    """Nobody finds the run here any more; a key that signs two branches is not believed."""
+    kept = archive(run, tmp_path)
+    positions(kept, 2)
+    (kept.folder.path / SIGNED).write_bytes(b"signed")
+    kept.remove()
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {SIGNED, "run.manifest"}
+    (kept.folder.path / SIGNED).unlink()
+    kept.remove()
+    assert not list(tmp_path.iterdir())
+
+
+# Room on the disk -------------------------------------------------------------------------------------------------
+def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a stranger's run, however large, was fetched whole, and filled the disk of all."""
+    kept, fetched = archive(run, tmp_path, limit=40_000_000), list[str]()
+    states = positions(archive(run, tmp_path / "theirs"), 1)
+    beat = Heartbeat.model_construct(
+        peer="a", state=PeerState.TRAINING, index=1, lineage_tokens=16, sequence=1, head=bytes(32), addresses=()
+    )
+    found = SimpleNamespace(log=states[1], entries=[(states[1].last, None)], proof=None)
+
+    async def fetch_payload(payloads: object, header: Header, donors: object) -> None:
+        fetched.append("payload")
+        kept.buffers[0].kept.keep(payload(0))
+
+    monkeypatch.setattr(archives, "next_in_log", answering(found))
+    monkeypatch.setattr(Payloads, "fetch", fetch_payload)
+    theirs = SimpleNamespace(has=lambda place: True, contradiction=lambda signed: None)
+    monkeypatch.setattr(LineageFetch, "compare", answering(SimpleNamespace(theirs=theirs)))
+    monkeypatch.setattr(kept._doubts, "may_follow", lambda *asked: True)
+    kept._snapshot = cast(Any, SimpleNamespace(index=1))
+    network = cast(Any, kept._transport)
+    network.connect = answering(True)
+
+    def look(state_bytes: int, index: int = 1) -> list[str]:
+        network.heartbeats = answering([beat.model_copy(update={"index": index})])
+        caplog.clear()
+        kept._state_bytes, kept.buffers = 0, ()
+        monkeypatch.setattr(archives, "ask_size", answering(state_bytes))
+        asyncio.run(Archive(NODE, tmp_path)._keep_up(kept, {}))
+        return [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
+
+    [said] = look(20_000_000)
+    assert run.run_id in said
+    assert "--max-disk gives more" in said
+    assert look(20_000_000) == [], "it was said before"
+    assert not fetched
+    with pytest.raises(NoRoomError):
+        asyncio.run(kept._keep_snapshot([beat], ["a"], 0))
+    assert look(8 * VALUES) == []
+    assert (fetched, kept.end) == (["payload"], states[1])
+    assert len(look(20_000_000, index=2)) == 1, "it fitted meanwhile"
+    assert fetched == ["payload"]
+
+
+def test_what_is_fetched_of_one_run_is_counted_for_all(tmp_path: Path) -> None:
+    """Else many that begin at once fill the disk together."""
+    for name in ("old", "a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "old" / "file").write_bytes(bytes(20_480))
+    room = DiskRoom(tmp_path, 40_960 + 8192)
+    room.measure()
+
+    async def scenario() -> None:
+        with pytest.raises(NoRoomError, match=r"takes 12.3 kB of disk"):
+            async with room.held("a", 12_289):  # a quarter is 12,288
+                raise AssertionError
+        async with room.held("a", 12_288), room.held("b", 12_288):
+            with pytest.raises(NoRoomError):
+                async with room.held("c", 8192):
+                    raise AssertionError
+        async with room.held("c", 8192):
+            pass
+        (tmp_path / "a" / "file").write_bytes(bytes(4096))
+        with pytest.raises(NoRoomError, match=r"has 4.1 kB"):
+            async with room.held("a", 12_288):
+                raise AssertionError
+        room.forget("old")
+        async with room.held("b", 12_288), room.held("c", 12_288), room.held("d", 12_288):
+            pass
+
+    asyncio.run(scenario())
+
+
+def test_most_of_the_disk_is_for_runs_unless_the_owner_says_how_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=40_000))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "file").write_bytes(bytes(8192))
+    room = DiskRoom(tmp_path)
+    room.measure()
+
+    async def scenario() -> None:
+        async with room.held("a", 10_000):
+            pass
+        with pytest.raises(NoRoomError, match=r"may have 10.8 kB; all runs have 8.19 kB of 43.4 kB"):
+            async with room.held("a", 11_000):
+                raise AssertionError
 
     asyncio.run(scenario())
 
