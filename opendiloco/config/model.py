@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Self, TypeAlias
 
@@ -13,23 +14,32 @@ from peers.values.wire import printable
 
 LARGEST = 1 << 24
 """Of all whole numbers in a model's config: more than any vocabulary, context or layer has."""
-FOREIGN_CODE = ("auto_map", "quantization_config", "compression_config", "configuration_files")
-"""Keys with which a config has transformers run code that comes with the model, load another library's kernels, or read
-another config; so do those whose name contains IMPLEMENTATION."""
-IMPLEMENTATION = "implementation"
-
+REFUSED = (
+    (True, r"_.*|name_or_path", "is transformers' own affair"),
+    (True, r"(torch_)?dtype", "has no say: weights are in fp32, and training.precision is what they are computed in"),
+    (
+        False,
+        r"auto_map|quantization_config|compression_config|configuration_files|.*implementation.*",
+        "names code or kernels of its own, which are not run",
+    ),
+)
+"""Keys that no config may have, or only none in a manifest, as patterns, and why. With the last, transformers would run
+code that comes with the model, load another library's kernels, or read another config."""
 
 Place: TypeAlias = "tuple[Place, str | int] | None"
 """Where a value is: where its table or list is, and its key or number there; None: at the top."""
 
 
-def check_model_values(values: JsonValue) -> None:
-    """Raises: ValueError for a config that names code to run, or numbers beyond those of any model."""
+def check_model_values(values: JsonValue, in_manifest: bool = False) -> None:
+    """Raises: ValueError for a config that has refused keys, or numbers beyond those of any model."""
     for place, key, value in _walk(values):
-        if isinstance(value, bool) or value is None:
+        is_idle = isinstance(value, bool) or value is None
+        for manifest_only, keys, why in REFUSED:
+            is_meant = in_manifest if manifest_only else not is_idle
+            if is_meant and re.fullmatch(keys, key, re.DOTALL):
+                raise ValueError(f"{_path(place)} {why}; remove it")
+        if is_idle:
             continue
-        if key in FOREIGN_CODE or IMPLEMENTATION in key:
-            raise ValueError(f"{_path(place)} names code or kernels of its own, which are not run; remove it")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise ValueError(
                 f"{_path(place)} = {value} is too large; use {LARGEST} or less, and decimals where nothing is counted "
@@ -80,9 +90,7 @@ class ModelSection(Section):
         for place, key, value in _walk(config):
             if not key.isprintable() or (isinstance(value, str) and not value.isprintable()):
                 raise ValueError(f"{_path(place)} has control characters, which libraries would print; remove them")
-            if key.startswith("_") or key == "name_or_path":
-                raise ValueError(f"{_path(place)} is transformers' own affair; remove it")
-        check_model_values(config)
+        check_model_values(config, in_manifest=True)
         return config
 
     @model_validator(mode="after")

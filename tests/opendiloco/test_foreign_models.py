@@ -144,6 +144,17 @@ def test_a_config_in_a_manifest_says_nothing_of_transformers_insides(key: str, s
             RunConfig.from_manifest_content(changed(small_content, **values))
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_only_a_published_config_says_how_its_weights_are_kept(
+    key: str, small_content: dict[str, Any], folder: Path
+) -> None:
+    for values in ({key: "bfloat16"}, {"text_config": {key: "bfloat16"}}):
+        with pytest.raises(ManifestError, match=rf"model.config: \S*{key} has no say: weights are in fp32, and tr"):
+            RunConfig.from_manifest_content(changed(small_content, **values))
+    rewrite(folder / "config.json", **{key: "bfloat16"})
+    assert next(build_model(of_folder(small_content, folder), ByteTokenizer()).parameters()).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("values", "where"),
     [
