@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.pretrained_folder import is_local_path
+from peers.values.wire import printable
 
 CURVE, CARD = "held_out_loss.svg", "README.md"
 ROWS = 20
@@ -18,6 +19,8 @@ STANDS_FOR = {
     "FOLDER": "what a volunteer or an archive has kept of the run",
 }
 """Words in the card's commands, which name no place of anybody's."""
+MARKS = "`|<>"
+"""With which words between backticks, in a table, would end these or their cell, or begin a tag."""
 WIDTH, HEIGHT, MARGIN = 640, 280, 48
 
 
@@ -146,8 +149,13 @@ never trained on.
 def _name(source: SourceSection) -> str:
     if source.source == STANDARD_LIBRARY:
         return "Python's standard library"
-    details = [f"{key} {value}" for key in ("subset", "split", "revision") if (value := getattr(source, key))]
-    return f"`{source.source}` ({', '.join(details)})"
+    details = [f"{key} `{_plain(value)}`" for key in ("subset", "split", "revision") if (value := getattr(source, key))]
+    return f"`{_plain(source.source)}` ({', '.join(details)})"
+
+
+def _plain(words: str) -> str:
+    """Return a stranger's words without what Markdown and HTML would read in them."""
+    return printable(words).translate(dict.fromkeys(map(ord, MARKS)))
 
 
 def _origin(facts: RunFacts) -> str:

@@ -82,7 +82,7 @@ def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunC
         "| outer step | tokens | held-out loss |",
         "| 0 | 0 | 5.0000 |",
         "| 392 | 4,900 | 0.1000 |",
-        f"| `{small_config.data.source}` (split train) | 100.0% |",
+        f"| `{small_config.data.source}` (split `train`) | 100.0% |",
         "Windows of 16 tokens. Tokenizer: bytes. 20.0% of the documents",
         "```sh\ndiloco-peer export --initial-peer ADDRESS --out model\n```",
         "torch 2.13. Here `ADDRESS` is the address of one of the run's bootstrap nodes. ",
@@ -96,6 +96,13 @@ def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunC
     assert len(line.attrib["points"].split()) == 50
     whole = model_card(small_config, facts.model_copy(update={"knows_all": True}))
     assert "| peers that contributed | 17 |" in whole
+
+
+def test_a_strangers_words_write_no_markdown_into_the_card(small_content: dict[str, Any]) -> None:
+    words = "a`|\n# b</td>[c](d)"
+    data = {"sources": [{"source": words, "subset": words}]}
+    card = model_card(RunConfig.model_validate(small_content | {"data": data}), FACTS)
+    assert "| `a # b/td[c](d)` (subset `a # b/td[c](d)`, split `train`) | 100.0% |" in card
 
 
 def test_without_a_curve_the_card_has_none(small_config: RunConfig, tmp_path: Path) -> None:
