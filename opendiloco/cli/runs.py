@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from peers.net.transport import HivemindTransport
 
 NOTHING = "No runs that are open to everybody. Ask an organiser for an invite, or begin one: diloco-peer run create"
+
+NOT_MEASURED = "not measured: other runs took too long"
+MOST_SECONDS = 30.0
+"""For what all runs take of a machine: a stranger's model may take long to lay out, and there may be many."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def command(log: LogOptions, initial_peers: tuple[str, ...], limit: int, needs: 
 
     log.start()
     found = asyncio.run(look(known_addresses(initial_peers), limit))
-    whole = (with_needs(each) if needs else each for each in found)
+    whole = all_with_needs(found) if needs else found
     if as_json:
         click.echo(json.dumps([each.plain() for each in whole], indent=2))
         return
@@ -132,6 +137,16 @@ async def look_at(transport: HivemindTransport, run_id: str) -> ListedRun:
         return ListedRun(run_id, view=RunView.of(run, await transport.heartbeats(run_id)))
     except DilocoPeerError as error:
         return ListedRun(run_id, problem=error.message)
+
+
+def all_with_needs(found: Iterable[ListedRun], clock: Callable[[], float] = time.monotonic) -> Iterator[ListedRun]:
+    """Yield the runs with what they take of a machine, as far as that is known within `MOST_SECONDS`."""
+    ends = clock() + MOST_SECONDS
+    for each in found:
+        if each.view is None or clock() < ends:
+            yield with_needs(each)
+        else:
+            yield replace(each, problem=NOT_MEASURED)
 
 
 def with_needs(listed: ListedRun) -> ListedRun:

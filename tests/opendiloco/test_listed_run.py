@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from opendiloco.cli.runs import ListedRun, needs_here
+import pytest
+
+from opendiloco.cli import runs
+from opendiloco.cli.runs import NOT_MEASURED, ListedRun, all_with_needs, needs_here
 from opendiloco.config.run_config import RunConfig
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
 from opendiloco.view.run_view import RunView
+from opendiloco.workers.needs import Needs
 from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
 from tests.opendiloco.test_screen import beat
@@ -45,6 +49,26 @@ def test_a_strangers_words_do_not_rewrite_the_list(small_content: dict[str, Any]
     assert all(line.replace("\n", "").isprintable() for line in lines)
     assert "official-run" in lines[2]
     assert "\n" not in lines[2]
+
+
+def test_slow_runs_keep_the_others_waiting_for_a_bounded_time(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a list of many was silent for minutes."""
+    time, run = 1000.0, Run.sign(small_config, Identity.generate())
+    needs = needs_here(run)
+
+    def measure(run: Run) -> Needs:
+        nonlocal time
+        time += 12.0
+        return needs
+
+    monkeypatch.setattr(runs, "needs_here", measure)
+    listed = [ListedRun(f"run-{number}", view=RunView.of(run, ())) for number in range(6)]
+    plain = [each.plain() for each in all_with_needs([*listed, ListedRun("gone", "it is gone")], lambda: time)]
+    assert [each.get("needs") is not None for each in plain] == [True] * 3 + [False] * 4
+    assert [each["problem"] for each in plain] == [None] * 3 + [NOT_MEASURED] * 3 + ["it is gone"]
+    assert time == 1036.0
 
 
 def test_what_a_run_takes_follows_from_its_model(small_config: RunConfig) -> None:
