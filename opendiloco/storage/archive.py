@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -29,7 +28,7 @@ from peers import metrics
 from peers.driver.messenger import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder, RunLog
-from peers.log.head_signer import SIGNED, CannotSignError, HeadSigner, SignedFileError
+from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
 from peers.log.header import NO_PAYLOAD, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
@@ -372,14 +371,6 @@ class ArchivedRun:
         """The bytes that a snapshot takes until an older one goes: the download, and the checkpoint."""
         return 2 * self._state_bytes - folder_bytes(self.folder.download)
 
-    def remove(self) -> None:
-        """Remove what is kept here, but for what this archive has signed, which it may never contradict."""
-        if not (self.folder.path / SIGNED).exists():
-            self.folder.remove()
-            return
-        for path in (self.folder.checkpoints, self.folder.download, self.folder.log):
-            shutil.rmtree(path, ignore_errors=True)
-
 
 class Archive:
     """All runs that a node keeps, in a folder."""
@@ -422,8 +413,9 @@ class Archive:
                     for served in (self._runs, sources, pasts, kept, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
-                    await asyncio.to_thread(archived.remove)
-                    self._room.forget(run_id)
+                    if archived.end.last is None:  # else a flood of made-up runs would have the work of others removed
+                        await asyncio.to_thread(archived.folder.remove)
+                        self._room.forget(run_id)
                 for run_id in [one for one in known if one not in keeping and opening.is_due(one)]:
                     with opening.caught(run_id):
                         run = Run.from_manifest(known[run_id])
