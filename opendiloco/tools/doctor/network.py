@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from opendiloco.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
 from opendiloco.quantities import bandwidth_in_words
-from opendiloco.volunteer import connected
+from opendiloco.tools.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
+from opendiloco.volunteer.volunteer import connected
 from peers.errors import DilocoPeerError, LocalNetworkError, RemoteProtocolError
 from peers.links.contacts import host_of, is_public
 from peers.links.opening import PROBED_PORTS
