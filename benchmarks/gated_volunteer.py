@@ -25,7 +25,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.volunteer import volunteer_with, working
+from opendiloco.volunteer.volunteer import volunteer_with, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.net.transport import HivemindTransport

@@ -23,11 +23,11 @@ from benchmarks.threaded_worker import ThreadedWorker
 from benchmarks.vector_peer import GATED_TIMING, OUTER_STEPS, add_noise, create_vectors, run_config
 from opendiloco.alignment import ALIGNMENT
 from opendiloco.config.run_config import RunConfig
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.shared_memory import SharedVectors, Vector
 from opendiloco.training.inner_steps import InnerSteps, StepTaken
 from opendiloco.training.replica import ModelReplica
 from opendiloco.training.team import Team
+from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
 from opendiloco.workers.inner_loops import InnerLoops
 from peers.driver.driver import Driver

@@ -25,10 +25,10 @@ from benchmarks.processes import cpu_seconds, memory_taken, read_lines, say
 from opendiloco.cli.setting_options import join_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import INT8
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.shared_memory import SharedVectors, Vector, available_memory
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.state import LocalState
+from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.group import WorkerGroup
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping

@@ -30,7 +30,6 @@ from typing import Any, Self
 
 import torch
 
-from opendiloco.admission import enter, read_ticket
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
@@ -38,18 +37,19 @@ from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
 from opendiloco.errors import first_line
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.interrupts import RememberedInterrupt
-from opendiloco.local_workload import Workload
 from opendiloco.loop_worker import LoopWorker, OuterStep
 from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.shards import Shards
 from opendiloco.own_model import check_own_model, check_run, initial_vectors
 from opendiloco.run import Run, find_run
-from opendiloco.signed_heads import ask_for_signed_heads
-from opendiloco.sole import listen
 from opendiloco.view.curves import configuration_of
-from opendiloco.volunteer import Volunteer, connected
+from opendiloco.volunteer.admission import enter, read_ticket
+from opendiloco.volunteer.interrupts import RememberedInterrupt
+from opendiloco.volunteer.local_workload import Workload
+from opendiloco.volunteer.signed_heads import ask_for_signed_heads
+from opendiloco.volunteer.sole import listen
+from opendiloco.volunteer.volunteer import Volunteer, connected
 from opendiloco.workers.trackers import Choice, tracking
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping

@@ -26,8 +26,8 @@ VALUE_BASES = {"BaseModel", "NamedTuple", "Enum", "IntEnum", "StrEnum", "TypedDi
 
 JOIN_TO_BACKWARD = (
     "opendiloco/cli/join.py",
-    "opendiloco/stay.py",
-    "opendiloco/volunteer.py",
+    "opendiloco/volunteer/stay.py",
+    "opendiloco/volunteer/volunteer.py",
     "peers/driver/driver.py",
     "peers/protocol/peer.py",
     "peers/protocol/course.py",
@@ -35,7 +35,7 @@ JOIN_TO_BACKWARD = (
     "peers/protocol/effects.py",
     "peers/protocol/effect_table.py",
     "peers/driver/training.py",
-    "opendiloco/local_workload.py",
+    "opendiloco/volunteer/local_workload.py",
     "opendiloco/workers/group.py",
     "opendiloco/workers/supervisor.py",
     "opendiloco/workers/process.py",

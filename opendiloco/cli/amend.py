@@ -43,7 +43,7 @@ def amend(
     """
     import asyncio
 
-    from opendiloco.identity_file import load_identity
+    from opendiloco.volunteer.identity_file import load_identity
 
     log.start()
     if outer_lr is None and outer_momentum is None:
@@ -60,7 +60,7 @@ async def give_amendment(
     """Sign the next amendment. Returns it, and how many peers were given it. Raises: DilocoPeerError."""
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
-    from opendiloco.volunteer import connected
+    from opendiloco.volunteer.volunteer import connected
     from peers.errors import SwarmUnreachableError
     from peers.net.amendments import give
 

@@ -90,9 +90,9 @@ def command(
     """Be a node through which the peers of any run find each other. Needs no GPU and little memory."""
     import asyncio
 
-    from opendiloco.identity_file import hold_identity
-    from opendiloco.interrupts import Interrupts, run_interruptible
     from opendiloco.run import Run
+    from opendiloco.volunteer.identity_file import hold_identity
+    from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
     from peers.links.settings import LinkSettings
     from peers.metrics import serve_metrics
     from peers.net.bootstrap import run_bootstrap
@@ -117,7 +117,7 @@ def command(
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
             beside.append(kept)
         if local_network:
-            from opendiloco.nearby import Nearby
+            from opendiloco.volunteer.nearby import Nearby
 
             beside.append(Nearby())
         if listening is not None:
@@ -135,7 +135,7 @@ def read_tickets(tickets: tuple[str, ...]) -> list[Ticket]:
     """Raises: AdmissionError."""
     if not tickets:
         return []
-    from opendiloco.admission import read_ticket
+    from opendiloco.volunteer.admission import read_ticket
 
     return [read_ticket(ticket) for ticket in tickets]
 

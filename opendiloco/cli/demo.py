@@ -12,8 +12,8 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, NEW_FOLDER
 
 if TYPE_CHECKING:
-    from opendiloco.demo.screen import DemoScreen
-    from opendiloco.demo.swarm import DemoResult
+    from opendiloco.tools.demo.screen import DemoScreen
+    from opendiloco.tools.demo.swarm import DemoResult
 
 
 @click.command(short_help="Watch a swarm train a small model on this machine.")
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 @click.pass_obj
 def command(log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
     """Watch a swarm of volunteers train a small model on this machine."""
-    from opendiloco.demo.screen import DemoScreen
-    from opendiloco.demo.swarm import DemoOptions, run_demo
-    from opendiloco.interrupts import run_interruptible
+    from opendiloco.tools.demo.screen import DemoScreen
+    from opendiloco.tools.demo.swarm import DemoOptions, run_demo
+    from opendiloco.volunteer.interrupts import run_interruptible
 
     log.start()
     options = DemoOptions(peers, minutes, run, out, plain)

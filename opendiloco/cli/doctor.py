@@ -15,9 +15,9 @@ from opendiloco.cli.setting_options import SettingsCommand, is_typed, join_setti
 from peers.links.own_network import everywhere
 
 if TYPE_CHECKING:
-    from opendiloco.doctor.examination import Examination, Wishes
-    from opendiloco.doctor.findings import Finding
     from opendiloco.settings.join_settings import JoinSettings
+    from opendiloco.tools.doctor.examination import Examination, Wishes
+    from opendiloco.tools.doctor.findings import Finding
 
 
 @click.command(cls=SettingsCommand, short_help="Say whether this machine can train, and what keeps it from it.")
@@ -36,8 +36,8 @@ def command(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool)
     With --run, look whether it can take part in that run, how fast, and at what price in traffic. Takes the options
     that `join` takes. Changes nothing, and trains nothing that counts.
     """
-    from opendiloco.admission import read_ticket
-    from opendiloco.doctor.examination import Wishes
+    from opendiloco.tools.doctor.examination import Wishes
+    from opendiloco.volunteer.admission import read_ticket
 
     refuse_torchrun(os.environ)
     log.start("error")
@@ -65,10 +65,10 @@ def examine(wishes: Wishes, as_json: bool) -> int:
     """Make the checks, and show what they find. Returns the exit code."""
     from rich.console import Console
 
-    from opendiloco.doctor import report
-    from opendiloco.doctor.examination import Examination
-    from opendiloco.doctor.findings import Verdict, worst
-    from opendiloco.interrupts import run_interruptible
+    from opendiloco.tools.doctor import report
+    from opendiloco.tools.doctor.examination import Examination
+    from opendiloco.tools.doctor.findings import Verdict, worst
+    from opendiloco.volunteer.interrupts import run_interruptible
 
     console = Console()
     is_live = console.is_terminal and not as_json

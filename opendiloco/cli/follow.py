@@ -30,9 +30,9 @@ from opendiloco.data.own_files import NONE, OwnFiles
 if TYPE_CHECKING:
     import socket
 
-    from opendiloco.local_workload import LocalWorkload
     from opendiloco.run import Run
-    from opendiloco.tracking import Audit, Disagreement, Reached, Retrying
+    from opendiloco.volunteer.local_workload import LocalWorkload
+    from opendiloco.volunteer.tracking import Audit, Disagreement, Reached, Retrying
     from peers.net.transport import HivemindTransport
     from peers.transfer.following import Following
     from peers.values.amendments import Amendment
@@ -112,9 +112,9 @@ def command(
     All states are computed again, from a snapshot on, and compared with what peers say of theirs; who has another state
     is named, and the exit code is 12 in the end. Ctrl-C ends it.
     """
-    from opendiloco.interrupts import run_interruptible
     from opendiloco.storage.remote import Remote
-    from opendiloco.tracking import Audit
+    from opendiloco.volunteer.interrupts import run_interruptible
+    from opendiloco.volunteer.tracking import Audit
 
     log.start("info")
     invite = parse_run(run, initial_peers)
@@ -158,9 +158,9 @@ def staging(plan: FollowPlan) -> Iterator[Path | None]:
 
 async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.run import find_run
-    from opendiloco.signed_heads import ask_for_signed_heads
-    from opendiloco.tracking import unless_failed
-    from opendiloco.volunteer import connected
+    from opendiloco.volunteer.signed_heads import ask_for_signed_heads
+    from opendiloco.volunteer.tracking import unless_failed
+    from opendiloco.volunteer.volunteer import connected
 
     async with connected(key, invite.addresses) as transport:
         run = await find_run(transport, invite.run_id)
@@ -173,7 +173,7 @@ async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path |
 async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.sources import follower_source
-    from opendiloco.tracking import Disagreement, Retrying, StateTracker
+    from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker
     from peers.transfer.following import Following
     from peers.transfer.storage import MemoryStorage
 
@@ -206,8 +206,8 @@ async def following_state(
     run: Run, transport: HivemindTransport, plan: FollowPlan, retry: Retrying
 ) -> AsyncIterator[tuple[ReplicatedState, LocalWorkload | None]]:
     """The state, and what can evaluate and export it: a worker, which is started only for that."""
-    from opendiloco.tracking import state_for
-    from opendiloco.volunteer import working
+    from opendiloco.volunteer.tracking import state_for
+    from opendiloco.volunteer.volunteer import working
 
     if plan.needs_model:
         async with working(run) as workload:
@@ -223,8 +223,8 @@ async def use_model(
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte
-    from opendiloco.follower import export_state, past_of, warn_of_other_text
-    from opendiloco.origins import command_line
+    from opendiloco.volunteer.follower import export_state, past_of, warn_of_other_text
+    from opendiloco.volunteer.origins import command_line
 
     if folder is None:
         found = await model.trainer.held_out(run.config.evaluation)

@@ -11,7 +11,7 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, identity_option, initial_peers_option, spelled_out, state_option
 
 if TYPE_CHECKING:
-    from opendiloco.admission import GivenTickets
+    from opendiloco.volunteer.admission import GivenTickets
     from peers.values.identity import Identity
     from peers.values.manifest import SignedManifest
 
@@ -52,7 +52,7 @@ def create(
     """
     import time
 
-    from opendiloco.admission import GivenTickets
+    from opendiloco.volunteer.admission import GivenTickets
     from peers.errors import quoted
     from peers.values.identity import is_peer_id
     from peers.values.tickets import Ticket
@@ -76,9 +76,9 @@ def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) 
     """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
     import time
 
-    from opendiloco.admission import GivenTickets
-    from opendiloco.identity_file import load_identity
     from opendiloco.storage.run_folder import read_manifest
+    from opendiloco.volunteer.admission import GivenTickets
+    from opendiloco.volunteer.identity_file import load_identity
     from peers.values.manifest import Invite
 
     log.start()
@@ -110,7 +110,7 @@ def revoke(
     """Take tickets back: tell the run's peers, and the nodes that remember it. All that used them are shown out."""
     import asyncio
 
-    from opendiloco.admission import GivenTickets
+    from opendiloco.volunteer.admission import GivenTickets
 
     log.start()
     if not initial_peers:
@@ -123,8 +123,8 @@ def revoke(
 
 def organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
     """The run of a manifest, and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
-    from opendiloco.identity_file import load_identity
     from opendiloco.storage.run_folder import read_manifest
+    from opendiloco.volunteer.identity_file import load_identity
     from peers.errors import AdmissionError
 
     run, key = read_manifest(path).manifest, load_identity(identity)
@@ -149,7 +149,7 @@ async def tell(
     """
     from contextlib import suppress
 
-    from opendiloco.volunteer import connected
+    from opendiloco.volunteer.volunteer import connected
     from peers.errors import RemoteProtocolError, SwarmUnreachableError
     from peers.net.daemon import peer_id_of
     from peers.streams.channel import PeerUnreachableError

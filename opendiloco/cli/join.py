@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import socket
 
     from opendiloco.dashboard.sources import Source
-    from opendiloco.interrupts import Interrupts
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
-    from opendiloco.stay import Stay
     from opendiloco.view.join_view import JoinView
-    from opendiloco.volunteer import Volunteer
+    from opendiloco.volunteer.interrupts import Interrupts
+    from opendiloco.volunteer.stay import Stay
+    from opendiloco.volunteer.volunteer import Volunteer
     from peers.net.transport import HivemindTransport
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
@@ -49,10 +49,10 @@ def command(log: LogOptions, settings: JoinSettings) -> None:
 
 def join(log: LogOptions, settings: JoinSettings) -> None:
     """Train in a run until asked to leave. Raises: DilocoPeerError."""
-    from opendiloco.doctor.machine import check_quickly
-    from opendiloco.identity_file import hold_identity
-    from opendiloco.interrupts import run_interruptible
     from opendiloco.settings.file import unknown_variables
+    from opendiloco.tools.doctor.machine import check_quickly
+    from opendiloco.volunteer.identity_file import hold_identity
+    from opendiloco.volunteer.interrupts import run_interruptible
     from peers.metrics import serve_metrics
 
     refuse_torchrun(os.environ)
@@ -140,10 +140,10 @@ class Joining:
 
     def _stay(self) -> Stay:
         """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
-        from opendiloco.admission import read_ticket
-        from opendiloco.stay import Stay
         from opendiloco.storage.journal import Journal
         from opendiloco.storage.remote import check_url
+        from opendiloco.volunteer.admission import read_ticket
+        from opendiloco.volunteer.stay import Stay
 
         settings = self.settings
         ticket = None if settings.ticket is None else read_ticket(settings.ticket)

@@ -24,7 +24,7 @@ def command(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path |
     import json
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.plan.links import Links
+    from opendiloco.tools.plan.links import Links
 
     log.start()
     config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)
@@ -32,9 +32,9 @@ def command(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path |
     from rich.console import Console
 
     from opendiloco.model.build import sized_skeleton
-    from opendiloco.plan import report
-    from opendiloco.plan.forecast import forecast, least_bandwidth
-    from opendiloco.plan.setup import memory_of, plan_of
+    from opendiloco.tools.plan import report
+    from opendiloco.tools.plan.forecast import forecast, least_bandwidth
+    from opendiloco.tools.plan.setup import memory_of, plan_of
 
     skeleton = sized_skeleton(config)
     plan = plan_of(config, skeleton, links)

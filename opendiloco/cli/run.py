@@ -63,8 +63,8 @@ def create(
     import asyncio
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.identity_file import load_identity
     from opendiloco.run import Run
+    from opendiloco.volunteer.identity_file import load_identity
     from peers.values.manifest import Invite
 
     log.start()
@@ -172,7 +172,7 @@ def needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, to
 
 async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
     """The addresses of the bootstrap nodes that remember the run now. Raises: SwarmUnreachableError if none does."""
-    from opendiloco.volunteer import connected
+    from opendiloco.volunteer.volunteer import connected
     from peers.errors import SwarmUnreachableError
     from peers.net.bootstrap import announce_manifest
     from peers.values.identity import Identity

@@ -117,7 +117,7 @@ async def look(addresses: tuple[str, ...], limit: int) -> list[ListedRun]:
     """Return the runs that the nodes at these addresses list. Raises: SwarmUnreachableError, LocalNetworkError."""
     import asyncio
 
-    from opendiloco.volunteer import connected
+    from opendiloco.volunteer.volunteer import connected
     from peers.net.catalogue import listed_runs
     from peers.values.identity import Identity
 

@@ -40,7 +40,7 @@ def command(
     """Show the live peers of a run."""
     import asyncio
 
-    from opendiloco.interrupts import run_interruptible
+    from opendiloco.volunteer.interrupts import run_interruptible
 
     log.start()
     if as_json and watch:
@@ -60,9 +60,9 @@ async def show_status(invite: Invite, key: Identity, as_json: bool, watch: bool 
     from rich.console import Console
 
     from opendiloco.run import find_run
-    from opendiloco.signed_heads import ask_for_signed_heads
     from opendiloco.view.screen import plain_signed
-    from opendiloco.volunteer import connected
+    from opendiloco.volunteer.signed_heads import ask_for_signed_heads
+    from opendiloco.volunteer.volunteer import connected
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)

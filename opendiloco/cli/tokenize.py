@@ -55,8 +55,8 @@ def command(
     from opendiloco.config.run_config import RunConfig
     from opendiloco.data.token_folder import write_token_folder
     from opendiloco.data.tokenizer import build_tokenizer
-    from opendiloco.follower import new_folder
     from opendiloco.stages import watched_by
+    from opendiloco.volunteer.follower import new_folder
     from opendiloco.workers.start_up import StartUp
 
     if (tokens is None) != (held_out is None):

@@ -17,7 +17,7 @@ from peers.values.signed_heads import SignedHeads
 
 if TYPE_CHECKING:
     from opendiloco.storage.archive import ArchivedRun
-    from opendiloco.volunteer import Volunteer
+    from opendiloco.volunteer.volunteer import Volunteer
     from peers.net.transport import HivemindTransport
 
 UPDATE_SECONDS = 10.0  # between two looks at which runs a node remembers

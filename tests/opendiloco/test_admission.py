@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco import admission as module
-from opendiloco.admission import TICKET_FILE, GivenTickets, read_ticket, show_ticket, shown_out
+from opendiloco.volunteer.admission import TICKET_FILE, GivenTickets, read_ticket, show_ticket, shown_out
 from peers.errors import AdmissionError
 from peers.presence.admission import RunAdmission
 from peers.values.identity import Identity
@@ -115,7 +115,7 @@ class TestStaying:
 
     def test_until_it_is_expired_by_our_own_clock(self, monkeypatch: pytest.MonkeyPatch) -> None:
         admission = enter(Ticket.give(RUN, ORGANISER, LATER))
-        monkeypatch.setattr("opendiloco.admission.time.time", lambda: LATER + 1.0)
+        monkeypatch.setattr("opendiloco.volunteer.admission.time.time", lambda: LATER + 1.0)
         assert "its ticket is expired" in self.stay(admission, monkeypatch)
 
 

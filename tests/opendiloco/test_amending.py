@@ -156,7 +156,7 @@ def amended(network: Network, run: Run, monkeypatch: pytest.MonkeyPatch) -> tupl
     async def found(*_: Any) -> Run:
         return run
 
-    monkeypatch.setattr("opendiloco.volunteer.connected", connected)
+    monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
     return asyncio.run(give_amendment(Invite(run.run_id, ()), ORGANISER, 0.4, None))
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from opendiloco import volunteer
 from opendiloco.cli import main
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.local_sources import local_sources
@@ -25,6 +24,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.state import LocalState
+from opendiloco.volunteer import volunteer
 from peers.errors import DilocoPeerError
 from peers.log.folder import MemoryLog
 from peers.net.head_store import HeadStore

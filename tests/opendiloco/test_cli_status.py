@@ -93,9 +93,9 @@ def test_programs_hear_that_nothing_could_be_compared(
     async def found(*_: Any) -> Run:
         return run
 
-    monkeypatch.setattr("opendiloco.volunteer.connected", connected)
+    monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
-    monkeypatch.setattr("opendiloco.signed_heads.ask_for_signed_heads", found)
+    monkeypatch.setattr("opendiloco.volunteer.signed_heads.ask_for_signed_heads", found)
     monkeypatch.setattr(module, "volunteers_here", lambda run_id: [])
     simulate(show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True))
     shown = json.loads(capsys.readouterr().out)

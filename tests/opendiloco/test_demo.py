@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
-from opendiloco.demo.processes import Child
-from opendiloco.demo.screen import DemoScreen
-from opendiloco.demo.swarm import _Swarm, _Volunteer, judge
 from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
+from opendiloco.tools.demo.processes import Child
+from opendiloco.tools.demo.screen import DemoScreen
+from opendiloco.tools.demo.swarm import _Swarm, _Volunteer, judge
 from opendiloco.view.run_view import Agreement
 from tests.peers.builders import LOG, beat
 

@@ -23,11 +23,11 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from opendiloco.errors import DataError, MachineError
-from opendiloco.kept_states import find_origin
 from opendiloco.model import rehearsal
 from opendiloco.model.build import build_model, build_skeleton, sized_skeleton
 from opendiloco.run import Run
 from opendiloco.shared_memory import MemoryCap, cap_memory
+from opendiloco.volunteer.kept_states import find_origin
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 

@@ -12,9 +12,9 @@ from opendiloco.config.model import ModelSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.errors import MachineError
-from opendiloco.local_workload import start_workload
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.initial_weights import check_initial_weights, digest_of_weights
+from opendiloco.volunteer.local_workload import start_workload
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import ManifestError
 

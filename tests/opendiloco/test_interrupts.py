@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from opendiloco.interrupts import Interrupts, RememberedInterrupt, run_interruptible
+from opendiloco.volunteer.interrupts import Interrupts, RememberedInterrupt, run_interruptible
 from tests.opendiloco.conftest import InterruptedWhenItDies
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.training.reference import Reference, Work
+from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange, sample_count
 from peers.values.workload import InnerLoop, Progress, Reduction, Trained

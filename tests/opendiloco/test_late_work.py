@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.local_workload import LocalWorkload, start_workload
 from opendiloco.training.reference import Reference, Work
+from opendiloco.volunteer.local_workload import LocalWorkload, start_workload
 from opendiloco.workers.options import WorkerOptions
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange

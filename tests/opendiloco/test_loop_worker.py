@@ -11,10 +11,10 @@ import torch
 
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.local_workload import Workload
 from opendiloco.loop_worker import LoopWorker, OuterStep
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.volunteer.local_workload import Workload
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange

@@ -35,7 +35,7 @@ from opendiloco.training.moments_file import digest_place
 from opendiloco.training.replica import LONG_AGO, ModelReplica
 from opendiloco.training.sharding import shard_model
 from opendiloco.training.team import Team
-from opendiloco.volunteer import recall_moments
+from opendiloco.volunteer.volunteer import recall_moments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange

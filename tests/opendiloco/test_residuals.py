@@ -11,8 +11,8 @@ import pytest
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import HostMemory
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.training.fragment import Residual
+from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.errors import ManifestError
 from tests.opendiloco.threaded_workers import ThreadedWorkers
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.run import Run
 from opendiloco.storage.resume import resume
+from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.log.files import PAYLOADS, payload_path
 from peers.log.folder import LogFolder, MemoryLog
 from peers.log.payload import Payload

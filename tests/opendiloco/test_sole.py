@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from opendiloco import sole as module
-from opendiloco.sole import doubled, listen, listening
+from opendiloco.volunteer.sole import doubled, listen, listening
 from peers.errors import CopiedKeyError
 from peers.log.state import LogState
 from peers.presence.copies import Copies

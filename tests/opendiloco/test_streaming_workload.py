@@ -16,9 +16,9 @@ import pytest
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import WorkerError
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.shared_memory import Vector
 from opendiloco.training.reference import Reference, Work
+from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
 from opendiloco.workers.supervisor import WorkersRestartedError
 from peers.values.leases import SampleRange

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opendiloco.errors import DisagreementError, MachineError
-from opendiloco.tracking import Audit, Disagreement, Reached, StateTracker, state_for, unless_failed
+from opendiloco.volunteer.tracking import Audit, Disagreement, Reached, StateTracker, state_for, unless_failed
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.header import Position
 from peers.presence.heartbeat import PeerState
@@ -81,7 +81,7 @@ def test_nobody_is_there_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
         assert [index for index, *_ in steps(await track(swarm, 4))] == [2, 3, 4]
 
     asyncio.run(scenario())
-    messages = [record.message for record in caplog.records if record.name == "opendiloco.tracking"]
+    messages = [record.message for record in caplog.records if record.name == "opendiloco.volunteer.tracking"]
     assert [message.rpartition(" ")[2] for message in messages] == ["somebody.", "on"] * 2
     assert messages[0].startswith("nobody trains in the run tiny now")
 
@@ -169,7 +169,7 @@ def test_other_lineages_and_archives_have_nothing_to_agree_with() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opendiloco.tracking.POSITIONS", 2)
+    monkeypatch.setattr("opendiloco.volunteer.tracking.POSITIONS", 2)
     run, audit = Run(3), Audit()
     for index in (1, 2, 3):
         audit.heard([beat("a", run.logs[index], state_digest=state_of(run, index))])

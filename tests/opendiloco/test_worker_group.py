@@ -21,13 +21,13 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.errors import WorkerError
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.card import RunFacts
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
 from opendiloco.training.replica import ModelReplica
+from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import EndInnerLoop, MoveMoments, RecallMoments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions

@@ -23,7 +23,7 @@ from typing import Self
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.volunteer import connected
+from opendiloco.volunteer.volunteer import connected
 from peers.net.bootstrap import announce_manifest
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from opendiloco.doctor import examination
-from opendiloco.doctor.examination import Examination, Wishes
-from opendiloco.doctor.findings import CHECKS, Finding, Verdict, passed
+from opendiloco.tools.doctor import examination
+from opendiloco.tools.doctor.examination import Examination, Wishes
+from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import ManifestError
 from peers.net.daemon import P2P

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.volunteer import connected
+from opendiloco.volunteer.volunteer import connected
 from peers.net.bootstrap import announce_manifest
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.volunteer import connected
+from opendiloco.volunteer.volunteer import connected
 from peers.net.bootstrap import ANNOUNCE_MANIFEST
 from peers.streams.channel import PeerRefusedError
 from peers.values.identity import Identity

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.demo.processes import Child
 from opendiloco.storage.journal import Journal
+from opendiloco.tools.demo.processes import Child
 from opendiloco.training.reference import Reference, Work
 
 pytestmark = pytest.mark.swarm

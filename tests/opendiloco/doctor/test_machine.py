@@ -16,9 +16,13 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.doctor import machine
-from opendiloco.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
-from opendiloco.doctor.machine import (
+from opendiloco.errors import MachineError
+from opendiloco.kernels import self_test
+from opendiloco.owner.controls import Answer, serve_controls
+from opendiloco.owner.sensors import GpuState, Sensor
+from opendiloco.tools.doctor import machine
+from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
+from opendiloco.tools.doctor.machine import (
     Cards,
     Taken,
     check_compiler,
@@ -39,11 +43,7 @@ from opendiloco.doctor.machine import (
     machine_findings,
     read_cards,
 )
-from opendiloco.doctor.torch_probe import Gpu, Torch, answered, first_sentence, installed_torch, probed_torch
-from opendiloco.errors import MachineError
-from opendiloco.kernels import self_test
-from opendiloco.owner.controls import Answer, serve_controls
-from opendiloco.owner.sensors import GpuState, Sensor
+from opendiloco.tools.doctor.torch_probe import Gpu, Torch, answered, first_sentence, installed_torch, probed_torch
 from opendiloco.workers.options import WorkerOptions
 
 PASS, WARN, FAIL, SKIPPED = Verdict
@@ -358,7 +358,7 @@ def test_there_may_be_no_shm(tmp_path: Path) -> None:
 
 
 def test_the_quick_checks_import_nothing_slow() -> None:
-    code = "import sys; from opendiloco.doctor.machine import check_quickly; "
+    code = "import sys; from opendiloco.tools.doctor.machine import check_quickly; "
     code += "from opendiloco.workers.options import WorkerOptions; check_quickly(None, WorkerOptions()); "
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'hivemind', 'rich')))"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from opendiloco.doctor import network
-from opendiloco.doctor.findings import Finding, Verdict
-from opendiloco.doctor.network import (
+from opendiloco.tools.doctor import network
+from opendiloco.tools.doctor.findings import Finding, Verdict
+from opendiloco.tools.doctor.network import (
     Bandwidth,
     DialledBack,
     Node,

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.doctor.findings import Finding, Verdict
-from opendiloco.doctor.network import Bandwidth
-from opendiloco.doctor.run import (
+from opendiloco.model.build import sized_skeleton
+from opendiloco.run import Run
+from opendiloco.tools.doctor.findings import Finding, Verdict
+from opendiloco.tools.doctor.network import Bandwidth
+from opendiloco.tools.doctor.run import (
     Speed,
     check_round,
     check_run,
@@ -20,11 +22,9 @@ from opendiloco.doctor.run import (
     size,
     speed_of,
 )
-from opendiloco.doctor.torch_probe import Gpu
-from opendiloco.model.build import sized_skeleton
-from opendiloco.plan.forecast import Plan, forecast
-from opendiloco.plan.rounds import Peer, Swarm
-from opendiloco.run import Run
+from opendiloco.tools.doctor.torch_probe import Gpu
+from opendiloco.tools.plan.forecast import Plan, forecast
+from opendiloco.tools.plan.rounds import Peer, Swarm
 from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.values.identity import Identity
 from peers.values.workload import Progress

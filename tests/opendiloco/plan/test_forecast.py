@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from opendiloco.plan.forecast import Plan, forecast, least_bandwidth
-from opendiloco.plan.report import Memory, how_often, warnings
-from opendiloco.plan.rounds import (
+from opendiloco.tools.plan.forecast import Plan, forecast, least_bandwidth
+from opendiloco.tools.plan.report import Memory, how_often, warnings
+from opendiloco.tools.plan.rounds import (
     DELAYS,
     LINK_SHARE,
     QUANTIZED,
@@ -18,7 +18,7 @@ from opendiloco.plan.rounds import (
     Swarm,
     round_of,
 )
-from opendiloco.plan.setup import bits_of
+from opendiloco.tools.plan.setup import bits_of
 
 MBIT = 1e6
 VALUES = 100_000_000

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.plan.links import Links
+from opendiloco.tools.plan.links import Links
 from peers.errors import ManifestError
 
 ROOT = Path(__file__).parents[3]

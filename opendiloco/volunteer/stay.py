@@ -6,20 +6,20 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
-from opendiloco.admission import enter
 from opendiloco.owner.watch import OwnersWatch
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import MemoryCap, cap_memory
-from opendiloco.signed_heads import ask_for_signed_heads
-from opendiloco.sole import listening
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.journal import Journal
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.view.join_view import JoinView
 from opendiloco.view.progress import CHECKING, FINDING, ProgressReader
-from opendiloco.volunteer import Volunteer, connected, volunteering
+from opendiloco.volunteer.admission import enter
+from opendiloco.volunteer.signed_heads import ask_for_signed_heads
+from opendiloco.volunteer.sole import listening
+from opendiloco.volunteer.volunteer import Volunteer, connected, volunteering
 from opendiloco.workers.trackers import tracking
 from peers.links.neighbours import announced
 from peers.links.own_network import everywhere

@@ -13,16 +13,16 @@ from opendiloco.config.data import STANDARD_LIBRARY
 from opendiloco.config.run_config import RunConfig
 from opendiloco.cores import usable_cores
 from opendiloco.data.local_sources import local_sources
-from opendiloco.demo.processes import Child
-from opendiloco.demo.screen import DemoScreen
 from opendiloco.errors import DemoError, MachineError
-from opendiloco.follower import export_state, fetch_state, make_folder, past_of
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
+from opendiloco.tools.demo.processes import Child
+from opendiloco.tools.demo.screen import DemoScreen
 from opendiloco.view.run_view import Agreement, is_finished
 from opendiloco.view.screen import Row, row_of
-from opendiloco.volunteer import connected, working
+from opendiloco.volunteer.follower import export_state, fetch_state, make_folder, past_of
+from opendiloco.volunteer.local_workload import LocalWorkload
+from opendiloco.volunteer.volunteer import connected, working
 from peers.net.bootstrap import announce_manifest
 from peers.net.daemon import sweep_sockets
 from peers.net.transport import HivemindTransport
@@ -31,7 +31,7 @@ from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
 from peers.values.private_folders import make_private_folder
 
-DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
+DEFAULT_RUN = Path(__file__).parents[2] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 60.0
 WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from opendiloco.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
 from opendiloco.quantities import bandwidth_in_words
-from opendiloco.volunteer import connected
+from opendiloco.tools.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
+from opendiloco.volunteer.volunteer import connected
 from peers.errors import DilocoPeerError, LocalNetworkError, RemoteProtocolError
 from peers.links.contacts import host_of, is_public
 from peers.links.opening import PROBED_PORTS
@@ -27,7 +27,7 @@ from peers.links.sockets import endpoint_of, listen, parse_endpoint
 from peers.net.daemon import is_loopback, peer_id_of, require_free_port
 from peers.net.first_contact import endpoint, which_answer
 from peers.net.transport import HivemindTransport
-from peers.streams.channel import PeerUnreachableError
+from peers.streams.channel import PeerRefusedError, PeerUnreachableError
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 from peers.values.wire import unpack_from
@@ -42,6 +42,8 @@ MAPPING_SECONDS = 6.0  # that a router may take to open a port
 LINK_SECONDS = 20.0  # that it may take to find out how peers are reached
 RATING_SECONDS = 30.0
 RATED = 3  # others that are asked to measure with us: they may be busy
+BUSY_SECONDS, BUSY_PAUSE = 10.0, 0.5
+"""For how long, and how often, a peer is asked again that is busy: with a round, as a rule."""
 LOOK = 0.5  # seconds between two looks at what goes on
 CLOCK_WARNS = 1.0
 """Seconds. From 3 on, the DHT lets nobody in."""
@@ -289,6 +291,19 @@ async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[
     return {peer: way for peer, way in transport.reach().items() if peer in peers}, len(sought)
 
 
+async def _rating(transport: HivemindTransport, peer: str) -> tuple[float, float]:
+    """Return the rates up and down, in bytes a second. Raises: PeerUnreachableError."""
+    ends = asyncio.get_running_loop().time() + BUSY_SECONDS
+    while True:
+        try:
+            async with transport.stream(peer, RATING) as channel:
+                return await ask_rating(channel)
+        except PeerRefusedError:
+            if asyncio.get_running_loop().time() >= ends:
+                raise
+            await asyncio.sleep(BUSY_PAUSE)
+
+
 async def measured_bandwidth(
     transport: HivemindTransport, ways: dict[str, Reach], nodes: Sequence[Node]
 ) -> Bandwidth | None:
@@ -297,8 +312,8 @@ async def measured_bandwidth(
     direct = random.sample(direct, min(RATED, len(direct)))
     for peer, name in [*direct, *((peer_id_of(node.address), "a bootstrap node") for node in nodes if node.answers)]:
         try:
-            async with asyncio.timeout(RATING_SECONDS), transport.stream(peer, RATING) as channel:
-                up, down = await ask_rating(channel)
+            async with asyncio.timeout(RATING_SECONDS):
+                up, down = await _rating(transport, peer)
         except (PeerUnreachableError, TimeoutError) as error:
             logger.debug("no measurement with %s: %s", peer, error)
             continue

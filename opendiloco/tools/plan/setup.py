@@ -8,10 +8,10 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import FORMATS
 from opendiloco.model.build import layout_of
 from opendiloco.model.utilisation import peak_tokens_per_second
-from opendiloco.plan.forecast import Plan
-from opendiloco.plan.links import Links, PeerSection
-from opendiloco.plan.report import Memory
-from opendiloco.plan.rounds import QUANTIZED, QUANTIZED_SPARSE, Peer, Swarm
+from opendiloco.tools.plan.forecast import Plan
+from opendiloco.tools.plan.links import Links, PeerSection
+from opendiloco.tools.plan.report import Memory
+from opendiloco.tools.plan.rounds import QUANTIZED, QUANTIZED_SPARSE, Peer, Swarm
 from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.errors import ManifestError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from opendiloco.host_memory import STATE_BYTES
-from opendiloco.plan.rounds import LINK_SHARE, QUANTIZED, Peer, Round, Swarm, round_of
+from opendiloco.tools.plan.rounds import LINK_SHARE, QUANTIZED, Peer, Round, Swarm, round_of
 from peers.log.settings import Timing
 from peers.protocol.pace import Pace
 

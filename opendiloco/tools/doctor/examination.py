@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from opendiloco.data.own_files import NONE, OwnFiles
-from opendiloco.doctor.findings import CHECKS, Finding, Verdict, failed_with, skipped
-from opendiloco.doctor.machine import check_disk, check_kernels, check_memory, has_volunteer, machine_findings
-from opendiloco.doctor.network import (
+from opendiloco.run import Run, find_run
+from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, failed_with, skipped
+from opendiloco.tools.doctor.machine import check_disk, check_kernels, check_memory, has_volunteer, machine_findings
+from opendiloco.tools.doctor.network import (
     Bandwidth,
     Node,
     answering_nodes,
@@ -28,7 +29,7 @@ from opendiloco.doctor.network import (
     ways_to_peers,
     with_clocks,
 )
-from opendiloco.doctor.run import (
+from opendiloco.tools.doctor.run import (
     FIRST_SECONDS,
     Speed,
     check_admission,
@@ -41,9 +42,8 @@ from opendiloco.doctor.run import (
     plan_among,
     size,
 )
-from opendiloco.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
-from opendiloco.run import Run, find_run
-from opendiloco.volunteer import connected
+from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
+from opendiloco.volunteer.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
 from peers.errors import DilocoPeerError, ManifestError
 from peers.links.own_network import everywhere

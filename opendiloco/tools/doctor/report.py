@@ -10,8 +10,8 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from opendiloco.doctor.findings import CHECKS, Finding, Verdict, worst
 from opendiloco.errors import fit_for_terminal
+from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, worst
 
 STYLES = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red", Verdict.SKIPPED: "dim"}
 VERDICT_WIDTH, NAME_WIDTH = max(map(len, Verdict)), max(map(len, CHECKS))

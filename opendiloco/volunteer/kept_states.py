@@ -9,18 +9,18 @@ from pathlib import Path
 
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import CheckpointError
-from opendiloco.follower import export_state, new_folder
 from opendiloco.kernels import FORMATS
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
-from opendiloco.origins import Past
 from opendiloco.run import Run
 from opendiloco.storage.held_out_curve import read_curve
 from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint
 from opendiloco.storage.resume import resume
 from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_manifest
-from opendiloco.volunteer import working
+from opendiloco.volunteer.follower import export_state, new_folder
+from opendiloco.volunteer.local_workload import LocalWorkload
+from opendiloco.volunteer.origins import Past
+from opendiloco.volunteer.volunteer import working
 from peers.errors import ManifestError
 from peers.log.chain import Chain
 from peers.log.files import ENTRIES, read_chain

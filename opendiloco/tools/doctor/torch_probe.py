@@ -1,6 +1,6 @@
 """What torch says of itself, asked in a process of its own: a driver that hangs or crashes takes nobody with it.
 
-`python -m opendiloco.doctor.torch_probe` prints it as JSON; `installed_torch` reads of it what lies in files.
+`python -m opendiloco.tools.doctor.torch_probe` prints it as JSON; `installed_torch` reads of it what lies in files.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def probed_torch(torch: Torch | None) -> Torch | None:
     """Return the same with what torch says when it is asked."""
     if torch is None:
         return None
-    command = [sys.executable, "-m", "opendiloco.doctor.torch_probe"]
+    command = [sys.executable, "-m", "opendiloco.tools.doctor.torch_probe"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:

@@ -14,14 +14,14 @@ from pathlib import Path
 from platform import python_version
 
 from opendiloco.cores import usable_cores
-from opendiloco.doctor.findings import Finding, Value, Verdict, failed, passed, skipped, warned
-from opendiloco.doctor.torch_probe import Gpu, Torch, installed_torch
 from opendiloco.errors import MachineError
 from opendiloco.owner.controls import Request, ask, sockets
 from opendiloco.owner.sensors import GpuState, is_on_battery, read_gpus, read_sensors
 from opendiloco.quantities import in_words
 from opendiloco.shared_memory import available_memory
 from opendiloco.storage.run_folder import default_state_folder
+from opendiloco.tools.doctor.findings import Finding, Value, Verdict, failed, passed, skipped, warned
+from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch
 from opendiloco.workers.options import WorkerOptions, needs_gpu_count
 
 logger = logging.getLogger(__name__)

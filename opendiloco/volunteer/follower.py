@@ -11,15 +11,15 @@ from pathlib import Path
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import MachineError
 from opendiloco.evaluation_turns import HeldOut, bits_per_byte
-from opendiloco.local_workload import LocalWorkload
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
-from opendiloco.origins import Past
 from opendiloco.run import Run, find_run
-from opendiloco.signed_heads import ask_for_signed_heads
 from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView
-from opendiloco.volunteer import connected, working
+from opendiloco.volunteer.local_workload import LocalWorkload
+from opendiloco.volunteer.origins import Past
+from opendiloco.volunteer.signed_heads import ask_for_signed_heads
+from opendiloco.volunteer.volunteer import connected, working
 from peers.net.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, nobody_trains
 from peers.transfer.storage import MemoryStorage

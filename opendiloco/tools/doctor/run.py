@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opendiloco.admission import enter
 from opendiloco.config.run_config import RunConfig
-from opendiloco.doctor.findings import Finding, failed, failed_with, passed, skipped, warned
-from opendiloco.doctor.machine import Taken
-from opendiloco.doctor.network import Bandwidth
-from opendiloco.doctor.torch_probe import Gpu
-from opendiloco.plan.forecast import SECONDS_A_DAY, Plan, forecast
-from opendiloco.plan.links import PEERS_LIMIT, Links, PeerSection
-from opendiloco.plan.report import duration
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import RunFolder
+from opendiloco.tools.doctor.findings import Finding, failed, failed_with, passed, skipped, warned
+from opendiloco.tools.doctor.machine import Taken
+from opendiloco.tools.doctor.network import Bandwidth
+from opendiloco.tools.doctor.torch_probe import Gpu
+from opendiloco.tools.plan.forecast import SECONDS_A_DAY, Plan, forecast
+from opendiloco.tools.plan.links import PEERS_LIMIT, Links, PeerSection
+from opendiloco.tools.plan.report import duration
+from opendiloco.volunteer.admission import enter
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
 from peers.net.transport import HivemindTransport
@@ -209,7 +209,7 @@ def plan_among(
     0 stands for one that has not said how fast it is, and trains as fast as we do. Their links are taken to be like
     ours. Where nobody is there, one peer like ourselves is supposed.
     """
-    from opendiloco.plan.setup import plan_of
+    from opendiloco.tools.plan.setup import plan_of
 
     speeds = [speed.tokens_per_second, *(other or speed.tokens_per_second for other in others)]
     if not others:

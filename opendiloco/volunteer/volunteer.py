@@ -14,12 +14,9 @@ import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from opendiloco.admission import shown_out
 from opendiloco.kernels import FORMATS
-from opendiloco.local_workload import LocalWorkload, Trainer, Workload, start_workload
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
-from opendiloco.sole import doubled
 from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.held_out_curve import HeldOutCurve
 from opendiloco.storage.journal import Journal
@@ -30,6 +27,9 @@ from opendiloco.storage.run_folder import RunFolder
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import Fragments, OwnFacts
 from opendiloco.view.run_view import RunView
+from opendiloco.volunteer.admission import shown_out
+from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, start_workload
+from opendiloco.volunteer.sole import doubled
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
