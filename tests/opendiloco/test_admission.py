@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco import admission as module
+from opendiloco.volunteer import admission as module
 from opendiloco.volunteer.admission import TICKET_FILE, GivenTickets, read_ticket, show_ticket, shown_out
 from peers.errors import AdmissionError
 from peers.presence.admission import RunAdmission

@@ -9,11 +9,11 @@ from typing import cast
 
 import pytest
 
-from opendiloco import signed_heads as module
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.view.screen import plain_signed, signed_lines
+from opendiloco.volunteer import signed_heads as module
 from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from peers.net.head_store import HeadStore
 from peers.net.transport import HivemindTransport

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from opendiloco import sole as module
+from opendiloco.volunteer import sole as module
 from opendiloco.volunteer.sole import doubled, listen, listening
 from peers.errors import CopiedKeyError
 from peers.log.state import LogState
