@@ -27,8 +27,6 @@ MOST_SECONDS = 10
 PATIENCE = 300.0
 """Seconds until a process that does nothing any more is given up."""
 PARENT_DEATH_SIGNAL = 1
-NO_MEMORY = 1
-"""The exit code that says so."""
 NEARLY = 1 << 24
 """Bytes below the limit at which whatever goes wrong does so for want of memory: libraries say it in many ways."""
 
@@ -51,26 +49,16 @@ def rehearse(build: Callable[[], object], origin: str) -> None:
     finally:
         os.close(reading)
         os.kill(child, signal.SIGKILL)  # in case that it is not about to end, or that we are interrupted
-        _, status, used = os.wait4(child, 0)
+        os.waitpid(child, 0)
     if not said:
-        raise _too_much(origin, limit, status, used.ru_utime + used.ru_stime)
+        raise ManifestError(
+            f"{origin}: to lay out this model, without any values, takes more than {limit >> 20} MiB of memory or "
+            f"{MOST_SECONDS} s.",
+            "Lower its counts: of layers, experts or heads; where --max-memory leaves no more, raise that.",
+        )
     error = json.loads(said)
     if error is not None:
         raise ManifestError(*error)
-
-
-def _too_much(origin: str, limit: int, status: int, seconds: float) -> ManifestError:
-    """Return the error for a process that has ended without a word, by how it ended and its processor time."""
-    memory, time = f"{limit >> 20} MiB of memory", f"{MOST_SECONDS} s of the processor"
-    remedy, more = "Lower its counts: of layers, experts or heads", "; where --max-memory leaves no more, raise that"
-    lacking = f"{memory} or {time}"
-    if os.waitstatus_to_exitcode(status) == NO_MEMORY:
-        lacking = memory
-    elif os.WIFSIGNALED(status) and seconds > MOST_SECONDS / 2:  # the kernel counts in ticks
-        lacking, more = time, ""
-    return ManifestError(
-        f"{origin}: to lay out this model, without any values, takes more than {lacking}.", f"{remedy}{more}."
-    )
 
 
 def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing: int) -> NoReturn:
@@ -85,7 +73,7 @@ def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing
             build()
         except Exception as error:
             if isinstance(error, MemoryError) or _bytes_of("VmPeak") > most - NEARLY:
-                os._exit(NO_MEMORY)
+                os._exit(1)
             if isinstance(error, DilocoPeerError):
                 said = [error.message, error.remedy]
             else:
