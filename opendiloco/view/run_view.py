@@ -282,8 +282,8 @@ class RunView:
     @property
     def model(self) -> str:
         """Return what kind of model the run trains, or where the organiser says that it comes from."""
-        model = self.run.manifest.values["model"]
-        return model["path"] or str((model["config"] or {}).get("model_type", "unknown model"))
+        model = self.run.manifest.values["model"]  # in a stranger's words, which may leave defaults out
+        return model.get("path") or str((model.get("config") or {}).get("model_type", "unknown model"))
 
     @property
     def sources(self) -> list[str]:

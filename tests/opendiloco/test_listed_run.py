@@ -16,6 +16,7 @@ from opendiloco.view.run_view import RunView
 from opendiloco.workers.needs import Needs
 from peers.presence.heartbeat import PeerState
 from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
 from tests.opendiloco.test_screen import beat
 
 
@@ -38,6 +39,14 @@ def test_a_run_of_another_version_says_so() -> None:
     listed = ListedRun("tiny-abc", problem="the run is of protocol version 9")
     assert listed.plain() == {"run": "tiny-abc", "problem": "the run is of protocol version 9"}
     assert list(listed.lines()) == ["tiny-abc", "  the run is of protocol version 9"]
+
+
+def test_a_manifest_may_leave_defaults_out(small_content: dict[str, Any]) -> None:
+    """Regression: one such run left all others unlisted."""
+    content = small_content | {"model": {"config": small_content["model"]["config"]}}
+    manifest = SignedManifest.create(Identity.generate(), "small", content)
+    listed = ListedRun(manifest.run_id, view=RunView.of(Run.from_manifest(manifest), ()))
+    assert listed.plain()["model"] == "llama"
 
 
 def test_a_strangers_words_do_not_rewrite_the_list(small_content: dict[str, Any]) -> None:
