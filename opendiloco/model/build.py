@@ -126,12 +126,16 @@ class _Source:
 def build_skeleton(config: RunConfig, tokenizer: Tokenizer) -> Any:
     """Return the model without values, on the meta device, which takes neither the memory nor the time of its weights.
 
-    All that builds a run's model comes through here. A process with limits builds it first: a config may have any
-    number of layers.
-
     Raises: ManifestError as `build_model` would, or when even this takes too much.
     """
-    source = _Source.of(config, tokenizer)
+    return _skeleton_of(_Source.of(config, tokenizer), config, tokenizer)
+
+
+def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> Any:
+    """Return the skeleton of a source, which a process with limits builds first: it may have any number of layers.
+
+    All that builds a run's model comes through here.
+    """
 
     def lay_out() -> Any:
         with torch.device("meta"):
@@ -167,8 +171,8 @@ def build_model(
     Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
     cannot keep documents apart where it should.
     """
-    skeleton, source = build_skeleton(config, tokenizer), _Source.of(config, tokenizer)
-    check_available("Building this model", _bytes_to_build(skeleton))
+    source = _Source.of(config, tokenizer)
+    check_available("Building this model", _bytes_to_build(_skeleton_of(source, config, tokenizer)))
     if config.model.path:
         model = source.load(config.model.path)
     else:
