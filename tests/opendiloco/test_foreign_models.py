@@ -6,6 +6,7 @@ import ast
 import copy
 import importlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,24 @@ def test_a_model_that_takes_too_much_to_lay_out_is_refused_before_it_is(
             refuse(run)
         assert "Lower its counts" in caught.value.remedy
     assert not built, "it was laid out in this process"
+
+
+def test_a_child_that_hangs_at_a_lock_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: where another thread had held a lock of torch's at the fork, the model was refused as too large."""
+    monkeypatch.setattr(rehearsal, "STILLNESS", 0.05)
+    lock, tried = threading.Lock(), tmp_path / "tried"
+
+    def build(hangs: int) -> None:
+        with tried.open("a", encoding="ascii") as file:
+            file.write("x")
+        if len(tried.read_text(encoding="ascii")) <= hangs:
+            lock.acquire()
+
+    lock.acquire()
+    rehearsal.rehearse(lambda: build(hangs=2), "model.config")
+    assert tried.read_text(encoding="ascii") == "xxx"
+    with pytest.raises(MachineError, match=r"^model.config: the process that lays out this model hangs"):
+        rehearsal.rehearse(lambda: build(hangs=6), "model.config")
 
 
 def test_no_more_memory_is_taken_than_the_owner_gives(small_content: dict[str, Any]) -> None:
