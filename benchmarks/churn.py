@@ -25,8 +25,8 @@ import click
 
 from benchmarks.processes import Event, PeerProcess, gone
 from benchmarks.reporting import Bar, report
-from peers.net.daemon import sweep_sockets
-from peers.net.transport import HivemindTransport
+from peers.network.daemon import sweep_sockets
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 
 VALUES = 5_000

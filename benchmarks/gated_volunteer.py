@@ -28,7 +28,7 @@ from opendiloco.storage.run_folder import RunFolder
 from opendiloco.volunteer.volunteer import volunteer_with, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from peers.net.transport import HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.workload import InnerLoop, Progress, Trained
 

@@ -35,7 +35,7 @@ from benchmarks.groups import CONTENDERS, OUR_PEER, START_SECONDS, Group, Place,
 from benchmarks.namespaces import IPERF_STREAMS, converging, has_iperf3, place_in
 from benchmarks.processes import PeerProcess, PeerProcessError, gone
 from benchmarks.reporting import Bar, report
-from peers.net.daemon import sweep_sockets
+from peers.network.daemon import sweep_sockets
 
 DONORS = 3
 STATE_BYTES = 8  # a value: theta and momentum

@@ -34,7 +34,7 @@ from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings
-from peers.net.transport import HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of

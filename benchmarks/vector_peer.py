@@ -35,8 +35,8 @@ from peers.driver.keeping import Keeping
 from peers.log.folder import LogFolder
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.net.transport import HivemindTransport
-from peers.streams.throttle import Caps
+from peers.network.throttle import Caps
+from peers.network.transport import HivemindTransport
 from peers.transfer.following import Following
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot
 from peers.transfer.storage import FolderStorage, MemoryStorage

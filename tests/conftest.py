@@ -112,8 +112,8 @@ def the_neighbourhood_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *arguments: object) -> None:
             raise AssertionError("the test would ask the router of this machine for a port: listen on 127.0.0.1")
 
-    monkeypatch.setattr("peers.links.neighbours.local_interfaces", local_interfaces)
-    monkeypatch.setattr("peers.links.links.PortMapper", PortMapper)
+    monkeypatch.setattr("peers.network.neighbours.local_interfaces", local_interfaces)
+    monkeypatch.setattr("peers.network.links.PortMapper", PortMapper)
 
 
 @pytest.fixture(autouse=True)

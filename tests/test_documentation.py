@@ -46,7 +46,7 @@ with open(opendiloco.cli.bootstrap.__file__) as source:  # what the command impo
     for node in ast.walk(ast.parse(source.read())):
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("opendiloco", "peers"):
             importlib.import_module(node.module)
-from peers.net.daemon import parse_addresses
+from peers.network.daemon import parse_addresses
 parse_addresses([{ADDRESS!r}], needs_peer_id=True)
 parse_addresses(["/dns4/bootstrap/tcp/31337", "/ip6/::1/udp/31337/quic"], needs_peer_id=False)
 owners = packages_distributions()
@@ -128,7 +128,7 @@ def test_prose_fits_the_line(document: Path) -> None:
 
 def test_tree_names_what_is_there() -> None:
     paths = list(tree())
-    assert {"peers/links/links.py", "opendiloco/cli", "native/check", "Makefile"} <= set(paths)
+    assert {"peers/network/links.py", "opendiloco/cli", "native/check", "Makefile"} <= set(paths)
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from peers.links import neighbours
-from peers.links.links import Links
-from peers.links.settings import LinkSettings
-from peers.streams.throttle import UNLIMITED
+from peers.network import neighbours
+from peers.network.links import Links
+from peers.network.settings import LinkSettings
+from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
 from tests.swarm.cli_processes import LOCAL_NETWORK, Site
 

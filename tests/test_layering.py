@@ -73,7 +73,7 @@ def test_peers_knows_nothing_of_training(imported: str) -> None:
 
 
 def test_hivemind_is_behind_the_transport() -> None:
-    assert importers("hivemind") <= {"peers.net.transport", "peers.net.light"}
+    assert importers("hivemind") <= {"peers.network.transport", "peers.network.light"}
 
 
 IMPORTS: dict[str, set[str]] = {
@@ -81,15 +81,12 @@ IMPORTS: dict[str, set[str]] = {
     "log": {"values"},
     "presence": {"values", "log"},
     "protocol": {"values", "log", "presence"},
-    "streams": {"values"},
-    "routers": set(),
-    "links": {"values", "presence", "streams", "routers"},
-    "transfer": {"values", "log", "presence", "protocol", "streams"},
-    "net": {"values", "presence", "streams", "links"},
-    "driver": {"values", "log", "presence", "protocol", "streams", "links", "transfer"},
+    "network": {"values", "presence"},
+    "transfer": {"values", "log", "presence", "protocol", "network"},
+    "driver": {"values", "log", "presence", "protocol", "network", "transfer"},
 }
 """The rooms of peers, as docs/architecture.md draws them. All of them may import errors."""
-COUNTING = {"links", "net", "driver"}
+COUNTING = {"network", "driver"}
 """Rooms that count for Prometheus, and say how they are."""
 PURE = ("presence", "protocol", "log.header", "log.lineage", "log.settings", "log.state", "values.wire")
 """What is the same in the simulator and on a real network."""
@@ -193,8 +190,8 @@ def test_rooms_import_nothing_that_stands_on_them(room: str) -> None:
     assert not found
 
 
-@pytest.mark.parametrize("imported", ["torch", "hivemind", "peers.net"])
-def test_the_view_needs_no_network_and_no_torch(imported: str) -> None:
+@pytest.mark.parametrize("imported", ["torch", "hivemind"])
+def test_the_view_needs_no_hivemind_and_no_torch(imported: str) -> None:
     assert not {module for module in importers(imported) if is_in(module, "opendiloco.view")}
 
 

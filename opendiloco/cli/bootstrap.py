@@ -25,7 +25,7 @@ from opendiloco.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from peers.net.bootstrap import Beside
+    from peers.network.bootstrap import Beside
     from peers.values.tickets import Ticket
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338
@@ -93,9 +93,9 @@ def command(
     from opendiloco.run import Run
     from opendiloco.volunteer.identity_file import hold_identity
     from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
-    from peers.links.settings import LinkSettings
     from peers.metrics import serve_metrics
-    from peers.net.bootstrap import run_bootstrap
+    from peers.network.bootstrap import run_bootstrap
+    from peers.network.settings import LinkSettings
 
     log.start("info")
     links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)

@@ -12,7 +12,7 @@ from opendiloco.cli.exit_codes import INTERRUPTED, UNFIT
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import parse_run, reader, refuse_torchrun
 from opendiloco.cli.setting_options import SettingsCommand, is_typed, join_settings
-from peers.links.own_network import everywhere
+from peers.network.own_network import everywhere
 
 if TYPE_CHECKING:
     from opendiloco.settings.join_settings import JoinSettings

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
     from opendiloco.volunteer.tracking import Audit, Disagreement, Reached, Retrying
-    from peers.net.transport import HivemindTransport
+    from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
     from peers.values.amendments import Amendment
     from peers.values.identity import Identity

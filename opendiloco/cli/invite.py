@@ -151,8 +151,8 @@ async def tell(
 
     from opendiloco.volunteer.volunteer import connected
     from peers.errors import RemoteProtocolError, SwarmUnreachableError
-    from peers.net.daemon import peer_id_of
-    from peers.streams.channel import PeerUnreachableError
+    from peers.network.channel import PeerUnreachableError
+    from peers.network.daemon import peer_id_of
     from peers.values.identity import Identity as AnyIdentity
     from peers.values.wire import pack
 

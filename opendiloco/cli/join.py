@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opendiloco.volunteer.interrupts import Interrupts
     from opendiloco.volunteer.stay import Stay
     from opendiloco.volunteer.volunteer import Volunteer
-    from peers.net.transport import HivemindTransport
+    from peers.network.transport import HivemindTransport
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 

@@ -16,7 +16,7 @@ from opendiloco.cli.setting_options import is_typed, join_option
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import SettingsError
 from opendiloco.settings.join_settings import split_address
-from peers.links.own_network import everywhere
+from peers.network.own_network import everywhere
 
 if TYPE_CHECKING:
     import socket
@@ -278,7 +278,7 @@ def _nearby(run_id: str) -> tuple[str, ...]:
     """Return what the local network says of a run, if the setting lets us ask: few commands have an option for it."""
     import asyncio
 
-    from peers.links.neighbours import neighbours
+    from peers.network.neighbours import neighbours
 
     context = click.get_current_context()
     [option] = local_network_option(lambda: None).__click_params__  # type: ignore[attr-defined]

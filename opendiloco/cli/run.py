@@ -93,7 +93,7 @@ def next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) 
     """Yield what to type next: on volunteers' machines, and on the organiser's."""
     from opendiloco.data.local_sources import local_sources
     from opendiloco.run import local_tables
-    from peers.links.contacts import host_of, is_loopback
+    from peers.network.contacts import host_of, is_loopback
 
     folders, is_by_invitation = local_sources(run.config.data), run.manifest.is_by_invitation
     is_here = all(map(is_loopback, map(host_of, invite.addresses)))
@@ -174,7 +174,7 @@ async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
     """The addresses of the bootstrap nodes that remember the run now. Raises: SwarmUnreachableError if none does."""
     from opendiloco.volunteer.volunteer import connected
     from peers.errors import SwarmUnreachableError
-    from peers.net.bootstrap import announce_manifest
+    from peers.network.bootstrap import announce_manifest
     from peers.values.identity import Identity
 
     async with connected(Identity.generate(), initial_peers, client_mode=True) as transport:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from opendiloco.view.run_view import RunView
     from opendiloco.workers.needs import Needs
-    from peers.net.transport import HivemindTransport
+    from peers.network.transport import HivemindTransport
 
 NOTHING = "No runs that are open to everybody. Ask an organiser for an invite, or begin one: diloco-peer run create"
 
@@ -118,7 +118,7 @@ async def look(addresses: tuple[str, ...], limit: int) -> list[ListedRun]:
     import asyncio
 
     from opendiloco.volunteer.volunteer import connected
-    from peers.net.catalogue import listed_runs
+    from peers.network.catalogue import listed_runs
     from peers.values.identity import Identity
 
     async with connected(Identity.generate(), addresses, client_mode=True) as transport:

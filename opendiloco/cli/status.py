@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import Run
     from opendiloco.view.run_view import Agreement, RunView
-    from peers.net.transport import HivemindTransport
+    from peers.network.transport import HivemindTransport
     from peers.presence.heartbeat import Heartbeat
     from peers.values.identity import Identity
     from peers.values.manifest import Invite

@@ -21,11 +21,11 @@ from opendiloco.dashboard.doorman import Doorman
 from opendiloco.dashboard.sources import NodeSources, Source
 from opendiloco.dashboard.watching import Board, Watching
 from peers.errors import LocalNetworkError
-from peers.links import contacts
+from peers.network import contacts
 
 if TYPE_CHECKING:
     from opendiloco.storage.archive import Archive
-    from peers.net.transport import HivemindTransport
+    from peers.network.transport import HivemindTransport
     from peers.values.manifest import SignedManifest
 
 logger = logging.getLogger(__name__)

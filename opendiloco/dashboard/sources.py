@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from opendiloco.run import Run
 from opendiloco.storage.held_out_curve import HeldOutCurve
 from peers.log.folder import RunLog
-from peers.net.run_failures import RunFailures
+from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
@@ -18,7 +18,7 @@ from peers.values.signed_heads import SignedHeads
 if TYPE_CHECKING:
     from opendiloco.storage.archive import ArchivedRun
     from opendiloco.volunteer.volunteer import Volunteer
-    from peers.net.transport import HivemindTransport
+    from peers.network.transport import HivemindTransport
 
 UPDATE_SECONDS = 10.0  # between two looks at which runs a node remembers
 NO_ARCHIVE = (

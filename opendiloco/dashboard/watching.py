@@ -14,7 +14,7 @@ from opendiloco.dashboard.sources import Source
 from opendiloco.view.history import RunHistory
 from peers.errors import DilocoPeerError
 from peers.log.state import LogError
-from peers.net.run_failures import RunFailures
+from peers.network.run_failures import RunFailures
 
 logger = logging.getLogger(__name__)
 

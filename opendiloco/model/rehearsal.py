@@ -20,7 +20,7 @@ import psutil
 from opendiloco.errors import MachineError, first_line
 from opendiloco.shared_memory import available_memory
 from peers.errors import DilocoPeerError, ManifestError
-from peers.net.signals import signals_held_back
+from peers.network.signals import signals_held_back
 
 MOST_BYTES = 1 << 30
 """For modules without values: of the largest models that are known they take a tenth of it."""

@@ -32,14 +32,14 @@ from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
 from peers.log.header import NO_PAYLOAD, Position
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
-from peers.net.run_failures import RunFailures
-from peers.net.transport import CallHandler, HivemindTransport
+from peers.network.channel import PeerUnreachableError, RefusalError
+from peers.network.run_failures import RunFailures
+from peers.network.transport import CallHandler, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import state_told
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import pack_message, unpack_message
-from peers.streams.channel import PeerUnreachableError, RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.doubts import Doubts
 from peers.transfer.following import next_in_log

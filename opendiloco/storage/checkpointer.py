@@ -29,7 +29,7 @@ from opendiloco.storage.run_folder import RunFolder
 from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, Job
 from peers.errors import DilocoPeerError
 from peers.log.header import Header
-from peers.net.signals import signals_held_back
+from peers.network.signals import signals_held_back
 from peers.transfer.memory_file import MemoryFile
 from peers.values.whole_files import PARTIAL
 from peers.values.workload import SnapshotError

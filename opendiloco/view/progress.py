@@ -24,7 +24,7 @@ from peers.protocol.states import State
 from peers.values.reach import Reach
 
 if TYPE_CHECKING:
-    from peers.streams.throttle import Caps
+    from peers.network.throttle import Caps
     from peers.transfer.download import Download
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from functools import cached_property
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.view.chronicle import Chronicle
-from peers.links.contacts import host_of, is_numeric, is_public
-from peers.links.sockets import parse_endpoint
+from peers.network.contacts import host_of, is_numeric, is_public
+from peers.network.sockets import parse_endpoint
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.amendments import Amendment, newest

@@ -15,9 +15,9 @@ from opendiloco.errors import MachineError
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import RunFolder
 from peers.errors import AdmissionError, RemoteProtocolError, quoted
-from peers.net.daemon import peer_id_of
+from peers.network.channel import PeerUnreachableError
+from peers.network.daemon import peer_id_of
 from peers.presence.admission import RunAdmission, refused
-from peers.streams.channel import PeerUnreachableError
 from peers.values.identity import Identity
 from peers.values.private_folders import make_private_folder, open_private
 from peers.values.tickets import (
@@ -34,7 +34,7 @@ from peers.values.whole_files import write_whole
 from peers.values.wire import pack
 
 if TYPE_CHECKING:
-    from peers.net.transport import HivemindTransport
+    from peers.network.transport import HivemindTransport
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.origins import Past
 from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from opendiloco.volunteer.volunteer import connected, working
-from peers.net.transport import HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, nobody_trains
 from peers.transfer.storage import MemoryStorage
 from peers.values.identity import Identity

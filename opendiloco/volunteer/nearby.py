@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from peers.links.neighbours import announced
-from peers.net.transport import HivemindTransport
+from peers.network.neighbours import announced
+from peers.network.transport import HivemindTransport
 from peers.values.manifest import SignedManifest
 
 

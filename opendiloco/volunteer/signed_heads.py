@@ -9,8 +9,8 @@ from contextlib import suppress
 
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import RunFolder
-from peers.net.daemon import peer_id_of
-from peers.net.transport import HivemindTransport
+from peers.network.daemon import peer_id_of
+from peers.network.transport import HivemindTransport
 from peers.values.signed_heads import SignedHeadsError, unpack_heads
 from peers.values.whole_files import write_whole
 

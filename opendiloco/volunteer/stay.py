@@ -21,11 +21,11 @@ from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from opendiloco.volunteer.sole import listening
 from opendiloco.volunteer.volunteer import Volunteer, connected, volunteering
 from opendiloco.workers.trackers import tracking
-from peers.links.neighbours import announced
-from peers.links.own_network import everywhere
-from peers.links.settings import LinkSettings
-from peers.net.transport import HivemindTransport
-from peers.streams.throttle import Caps
+from peers.network.neighbours import announced
+from peers.network.own_network import everywhere
+from peers.network.settings import LinkSettings
+from peers.network.throttle import Caps
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
 from peers.values.tickets import Ticket

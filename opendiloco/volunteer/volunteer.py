@@ -37,12 +37,12 @@ from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError
 from peers.health import HEALTH
-from peers.links.settings import LinkSettings
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
-from peers.net.findable import keep_findable
-from peers.net.remembered import RememberedPeers
-from peers.net.transport import HivemindTransport
+from peers.network.findable import keep_findable
+from peers.network.remembered import RememberedPeers
+from peers.network.settings import LinkSettings
+from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.slot import SlotState

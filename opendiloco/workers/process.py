@@ -33,7 +33,7 @@ from opendiloco.workers.control import (
     rebuild,
 )
 from peers.errors import DilocoPeerError
-from peers.net.signals import signals_held_back
+from peers.network.signals import signals_held_back
 from peers.values.workload import SnapshotError
 
 Answer = TypeVar("Answer", bound=ControlMessage)

@@ -9,11 +9,11 @@ from typing import Protocol
 from peers import metrics
 from peers.driver.host import Host
 from peers.errors import RemoteProtocolError
+from peers.network.channel import Channel, RefusalError
+from peers.network.chunk_streams import receive_chunks
+from peers.network.lanes import MOST
+from peers.network.throttle import RateMeter
 from peers.protocol.rounds import Attempt
-from peers.streams.channel import Channel, RefusalError
-from peers.streams.chunk_streams import receive_chunks
-from peers.streams.lanes import MOST
-from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.clock import now

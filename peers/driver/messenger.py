@@ -10,11 +10,11 @@ from typing import Protocol
 from peers.driver.host import Host
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.log.state import LogError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.protocol.effects import Send
 from peers.protocol.events import Received, Undelivered
 from peers.protocol.messages import Message
 from peers.protocol.packing import Packer
-from peers.streams.channel import PeerRefusedError, PeerUnreachableError
 from peers.values.wire import WireError
 
 logger = logging.getLogger(__name__)

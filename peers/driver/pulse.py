@@ -8,9 +8,9 @@ from typing import Protocol
 
 from peers import metrics
 from peers.health import HEALTH
-from peers.links.links import EAGER
 from peers.log.folder import RunLog
 from peers.log.lineage import RECENT_ENTRIES
+from peers.network.links import EAGER
 from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace, Voice

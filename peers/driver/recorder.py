@@ -14,9 +14,9 @@ from peers.log.folder import LogFolderError, RunLog
 from peers.log.header import Header
 from peers.log.payload import Payload
 from peers.log.state import LogError
+from peers.network.channel import PeerUnreachableError
 from peers.protocol.effects import Apply
 from peers.protocol.peer import Peer
-from peers.streams.channel import PeerUnreachableError
 from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import PullTransport
 from peers.transfer.headers import add_headers_before

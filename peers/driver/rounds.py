@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 from peers import metrics
 from peers.driver.host import Host
 from peers.driver.traffic import StreamTransport, Traffic
+from peers.network.throttle import LinkTime
 from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk, SendChunk
 from peers.protocol.events import PayloadAssembled
 from peers.protocol.exchange import Exchange
 from peers.protocol.rounds import Attempt, Round
-from peers.streams.throttle import LinkTime
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk
 from peers.transfer.download import PullTransport

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from peers.driver.host import Host
 from peers.driver.traffic import Traffic
-from peers.links.rating import RATING, Rater
+from peers.network.channel import Channel, PeerUnreachableError
+from peers.network.rating import RATING, Rater
+from peers.network.throttle import LinkTime
 from peers.protocol.events import RateMeasured, ReachSeen
-from peers.streams.channel import Channel, PeerUnreachableError
-from peers.streams.throttle import LinkTime
 from peers.values.reach import Reach
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from peers.driver.host import Host
 from peers.driver.incoming import Incoming, IncomingTransport
 from peers.driver.outgoing import Outgoing, OutgoingTransport
 from peers.driver.uplink import Uplink
+from peers.network.throttle import Caps
 from peers.protocol.effects import SendChunk
 from peers.protocol.rounds import Attempt
-from peers.streams.throttle import Caps
 from peers.transfer.admission import Admission
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import Workload

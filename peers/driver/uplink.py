@@ -8,10 +8,10 @@ from itertools import takewhile
 from typing import Protocol
 
 from peers import metrics
-from peers.links.sockets import has_bbr
-from peers.streams.channel import BYTES_UNDER_WAY
-from peers.streams.lanes import FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes
-from peers.streams.throttle import RateMeter
+from peers.network.channel import BYTES_UNDER_WAY
+from peers.network.lanes import FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes
+from peers.network.sockets import has_bbr
+from peers.network.throttle import RateMeter
 
 LATE = 1.5  # times as long as a chunk should take: then it is sent on another stream, too
 LEAST_PATIENCE = 1.0  # seconds before that

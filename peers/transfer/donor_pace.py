@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from peers.streams.places import LONGEST
+from peers.network.places import LONGEST
 
 LEAST = 60.0  # seconds that a donor has for what it was asked, however fast others are: it may be in a round
 MOST = LONGEST  # seconds after which it is given up, however slow all are

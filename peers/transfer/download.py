@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from peers.errors import RemoteProtocolError
-from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
+from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer.donor_pace import MOST, UNKNOWN, DonorPace, Request
 from peers.transfer.donors import PLACES, ReachingTransport, best_first
 from peers.values.wire import digest_of

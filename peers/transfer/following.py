@@ -18,10 +18,10 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.outcome import header_of
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
+from peers.network.channel import PeerUnreachableError
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import DONATING
 from peers.presence.presence import state_told
-from peers.streams.channel import PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.cycles import step
 from peers.transfer.doubts import Doubts

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from peers.log.header import Position
 from peers.log.state import LogState
+from peers.network.channel import RefusalError
 from peers.protocol.peer import Peer
-from peers.streams.channel import RefusalError
 from peers.transfer.shelf import Shelf
 from peers.transfer.snapshots import FrozenSnapshot, Snapshot
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks

@@ -15,8 +15,8 @@ from peers.log.folder import MemoryLog, RunLog
 from peers.log.header import Header, Position
 from peers.log.outcome import follow, header_of
 from peers.log.state import LogError, LogState
+from peers.network.channel import PeerUnreachableError
 from peers.presence.heartbeat import Heartbeat
-from peers.streams.channel import PeerUnreachableError
 from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import PullTransport
 from peers.transfer.headers import fetch_stretch

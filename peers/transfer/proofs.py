@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 
 from peers.errors import RemoteProtocolError
 from peers.log.folder import LogFolderError, RunLog
+from peers.network.channel import Buffer, PeerUnreachableError, RefusalError
+from peers.network.places import Places
 from peers.protocol.faults import PROOF_LIMIT
-from peers.streams.channel import Buffer, PeerUnreachableError, RefusalError
-from peers.streams.places import Places
 from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import PullTransport, kept_for
 from peers.values.wire import Digest, RunId, Value, digest_of, pack, unpack_from

@@ -13,7 +13,7 @@ from peers.errors import RemoteProtocolError
 from peers.log.branch import Branch
 from peers.log.header import UNKNOWN_STATE, Position
 from peers.log.state import LogState
-from peers.streams.channel import PeerUnreachableError
+from peers.network.channel import PeerUnreachableError
 from peers.transfer.donors import CHANCE, to_ask
 from peers.transfer.download import Download, DownloadError, PullTransport, Wanted
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot, SnapshotOffer, SnapshotRequest

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager
 
 from peers.errors import DilocoPeerError, RemoteProtocolError
+from peers.network.channel import Buffer, PeerUnreachableError, RefusalError
+from peers.network.places import Places
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.events import AverageRefuted
 from peers.protocol.exchange import Exchange
-from peers.streams.channel import Buffer, PeerUnreachableError, RefusalError
-from peers.streams.places import Places
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import Reducing
 from peers.transfer.donors import CHANCE

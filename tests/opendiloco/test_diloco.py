@@ -41,8 +41,8 @@ from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Invite
 from peers.values.workload import InnerLoop
+from tests.opendiloco.config.test_data import sharded
 from tests.opendiloco.conftest import InterruptedWhenItDies
-from tests.opendiloco.test_data import sharded
 from tests.opendiloco.test_loop_worker import new_run, new_worker
 
 

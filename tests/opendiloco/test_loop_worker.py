@@ -19,7 +19,7 @@ from peers.presence.heartbeat import HeldOutLoss
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress, Trained
-from tests.opendiloco.trainings import NotingTracker
+from tests.opendiloco.workers.trainings import NotingTracker
 
 LEASE = (SampleRange(0, 8),)
 TRAINED = Trained(LEASE, 80, 1.0)

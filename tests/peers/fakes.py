@@ -7,11 +7,11 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
+from peers.network.throttle import Caps, LinkTime
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.contributions import Contributions
 from peers.protocol.peer import Peer
-from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
-from peers.streams.throttle import Caps, LinkTime
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.amendments import Amendment
 from peers.values.reach import Reach

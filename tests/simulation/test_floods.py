@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from peers.net import dht_storage
-from peers.net.dht_storage import RECORDS, BoundedStorage
-from peers.net.light import load_hivemind
-from peers.net.records import heartbeats_key
+from peers.network import dht_storage
+from peers.network.dht_storage import RECORDS, BoundedStorage
+from peers.network.light import load_hivemind
+from peers.network.records import heartbeats_key
 from peers.presence.meeting_place import ELDERS, STORE_SHARE
 
 RUN = "tiny-" + "a" * 32

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings
+from peers.network.throttle import RateMeter
 from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.presence import state_told
 from peers.protocol import effects
@@ -48,7 +49,6 @@ from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.protocol.states import SHOWN_AS, State
-from peers.streams.throttle import RateMeter
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.chunk_average import average_chunk

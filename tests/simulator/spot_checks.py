@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Coroutine, Sequence
 
+from peers.network.channel import PeerUnreachableError
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.events import Event, PayloadAssembled
-from peers.streams.channel import PeerUnreachableError
 from peers.transfer.spot_check import SpotCheck
 from peers.values.workload import Blocks
 from tests.simulator.liars import Liar

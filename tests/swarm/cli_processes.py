@@ -24,7 +24,7 @@ from typing import Self
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.volunteer.volunteer import connected
-from peers.net.bootstrap import announce_manifest
+from peers.network.bootstrap import announce_manifest
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
 from tests.child_processes import child_processes

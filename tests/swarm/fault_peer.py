@@ -25,9 +25,9 @@ from peers.driver.keeping import Keeping
 from peers.driver.messenger import CALL
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.net import foothold
-from peers.net.daemon import Daemon
-from peers.net.transport import HivemindTransport
+from peers.network import foothold
+from peers.network.daemon import Daemon
+from peers.network.transport import HivemindTransport
 from peers.protocol.events import ChunkSent, Event, ReducedArrived
 from peers.protocol.messages import Commit
 from peers.protocol.packing import open_envelope

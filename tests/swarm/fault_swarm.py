@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import Event, PeerProcess, gone
-from peers.net.daemon import sweep_sockets
+from peers.network.daemon import sweep_sockets
 from tests.swarm.fault_peer import PEERS, Moment
 from tests.swarm.networks import Network, Place
 

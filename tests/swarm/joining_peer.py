@@ -23,12 +23,12 @@ from benchmarks.processes import say
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.log.settings import RunSettings, Timing
-from peers.net.daemon import Daemon
-from peers.net.transport import HivemindTransport
+from peers.network.channel import Buffer, PeerUnreachableError, Serve
+from peers.network.daemon import Daemon
+from peers.network.throttle import Caps
+from peers.network.transport import HivemindTransport
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
-from peers.streams.channel import Buffer, PeerUnreachableError, Serve
-from peers.streams.throttle import Caps
 from peers.transfer.snapshots import SNAPSHOT, SnapshotRequest
 from peers.transfer.state_chunks import StateChunking
 from peers.transfer.storage import FolderStorage, Storage

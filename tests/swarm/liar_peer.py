@@ -25,13 +25,13 @@ from peers.driver.keeping import Keeping
 from peers.log.header import Header
 from peers.log.payload import Payload
 from peers.log.settings import RunSettings, Timing
-from peers.net.transport import HivemindTransport
+from peers.network.channel import Buffer, Serve
+from peers.network.throttle import Caps
+from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import Effect, Send, SendChunk
 from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import Message
-from peers.streams.channel import Buffer, Serve
-from peers.streams.throttle import Caps
 from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.signing import IdentityKeys

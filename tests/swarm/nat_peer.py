@@ -15,10 +15,10 @@ import click
 from benchmarks.processes import say
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
-from peers.links.settings import LinkSettings
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.net.transport import HivemindTransport
+from peers.network.settings import LinkSettings
+from peers.network.transport import HivemindTransport
 from peers.protocol.events import Event, ReducedArrived
 from peers.values.identity import Identity
 from peers.values.wire import digest_of

@@ -11,13 +11,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from peers.net.records import heartbeats_key
-from peers.net.whereabouts import GOSSIP
+from peers.network.channel import Buffer, PeerUnreachableError, Serve
+from peers.network.records import heartbeats_key
+from peers.network.whereabouts import GOSSIP
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.news import News, Request, Whole
 from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.effects import SendChunk
-from peers.streams.channel import Buffer, PeerUnreachableError, Serve
 from peers.transfer.headers import BYTES_LIMIT, HEADERS, HeadersRequest
 from peers.transfer.payloads import PAYLOAD, PayloadRequest
 from peers.transfer.snapshots import SNAPSHOT, SnapshotOffer, SnapshotRequest

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from peers.errors import LocalNetworkError
-from peers.net import bootstrap, manifest_store
-from peers.net.bootstrap import ANNOUNCE_MANIFEST, ANNOUNCEMENTS_BURST, announce_manifest, run_bootstrap
-from peers.net.manifest_store import ManifestStore
-from peers.net.transport import HivemindTransport
-from peers.streams.channel import PeerRefusedError
+from peers.network import bootstrap, manifest_store
+from peers.network.bootstrap import ANNOUNCE_MANIFEST, ANNOUNCEMENTS_BURST, announce_manifest, run_bootstrap
+from peers.network.channel import PeerRefusedError
+from peers.network.manifest_store import ManifestStore
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -229,7 +229,7 @@ def test_unusable_directory_is_named(tmp_path: Path) -> None:
 WITHOUT_TORCH = """
 import asyncio, sys, tempfile
 from pathlib import Path
-from peers.net.bootstrap import run_bootstrap
+from peers.network.bootstrap import run_bootstrap
 from peers.values.identity import Identity
 
 async def main():

@@ -14,7 +14,7 @@ from opendiloco.tools.doctor.examination import Examination, Wishes
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import ManifestError
-from peers.net.daemon import P2P
+from peers.network.daemon import P2P
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
 from tests.opendiloco.conftest import write_corpus

@@ -13,7 +13,7 @@ from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.net.transport import HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.protocol.effects import Effect, OpenRound, SendChunk
 from peers.protocol.events import ChunkSent, Event
 from peers.protocol.rounds import Attempt

@@ -13,7 +13,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.volunteer.volunteer import connected
-from peers.net.bootstrap import announce_manifest
+from peers.network.bootstrap import announce_manifest
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
 from tests.opendiloco.conftest import write_corpus

@@ -16,7 +16,7 @@ from peers.driver.keeping import Keeping
 from peers.log.files import ENTRIES, read_chain
 from peers.log.folder import LogFolder
 from peers.log.header import UNKNOWN_STATE
-from peers.net.transport import HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.protocol.events import AmendmentSeen
 from peers.transfer.following import Following
 from peers.transfer.storage import MemoryStorage

@@ -11,8 +11,8 @@ from stat import S_IMODE
 import pytest
 
 from peers.errors import LocalNetworkError
-from peers.net import daemon
-from peers.net.daemon import P2P, Daemon, Exposure, start_daemon, stop_daemon
+from peers.network import daemon
+from peers.network.daemon import P2P, Daemon, Exposure, start_daemon, stop_daemon
 from peers.values.identity import Identity
 
 pytestmark = pytest.mark.swarm

@@ -27,22 +27,21 @@ from peers.errors import (
     RemoteProtocolError,
     SwarmUnreachableError,
 )
-from peers.links import arranging
-from peers.links.contacts import Contact
-from peers.links.settings import LinkSettings
-from peers.net import foothold
-from peers.net.daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
-from peers.net.records import heartbeats_key
-from peers.net.transport import PROTOCOL_PREFIX, HivemindTransport
+from peers.network import arranging, foothold
+from peers.network.channel import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.network.contacts import Contact
+from peers.network.daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
+from peers.network.records import heartbeats_key
+from peers.network.settings import LinkSettings
+from peers.network.throttle import Caps
+from peers.network.transport import PROTOCOL_PREFIX, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.streams.channel import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.streams.throttle import Caps
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.reach import Reach
 from peers.values.wire import MESSAGE_LIMIT
 from tests.child_processes import child_processes
-from tests.peers.streams.test_chunk_streams import Inbox, Outbox
+from tests.peers.network.test_chunk_streams import Inbox, Outbox
 
 pytestmark = pytest.mark.swarm
 
@@ -359,7 +358,7 @@ async def are_open(node: HivemindTransport, count: int) -> bool:
 
 @pytest.mark.thorough
 def test_in_a_large_run_a_peer_is_dialled_when_there_is_something_to_say_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peers.net.transport.EAGER", 1)
+    monkeypatch.setattr("peers.network.transport.EAGER", 1)
     identities = [Identity.generate() for _ in range(2)]
 
     async def echo(sender: str, payload: bytes) -> bytes:
@@ -563,7 +562,7 @@ def test_garbage_on_a_stream_is_dropped(caplog: pytest.LogCaptureFixture) -> Non
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    assert all(record.name == "peers.net.transport" for record in caplog.records)
+    assert all(record.name == "peers.network.transport" for record in caplog.records)
     assert all("dropped a chunks stream: peer " in record.message for record in caplog.records)
     assert len(caplog.records) == 2
     assert REGISTRY.get_sample_value("diloco_peer_dropped_total", {"what": "stream"}) == before + 2
@@ -761,7 +760,7 @@ def test_death_of_the_daemon_is_noticed() -> None:
 
 KILLED = """
 import asyncio
-from peers.net.transport import HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 
 async def main():

@@ -15,9 +15,9 @@ import pytest
 
 from benchmarks.processes import PeerProcess, gone
 from peers.driver.driver import Driver
-from peers.net.daemon import sweep_sockets
-from peers.net.transport import HivemindTransport
-from peers.streams.channel import Buffer
+from peers.network.channel import Buffer
+from peers.network.daemon import sweep_sockets
+from peers.network.transport import HivemindTransport
 from peers.transfer.download import RANGES
 from peers.transfer.storage import FolderStorage, Storage
 from peers.values.identity import Identity

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.processes import PeerProcess
-from peers.links.own_network import everywhere
+from peers.network.own_network import everywhere
 from peers.values.reach import Reach
 from tests.swarm.routers import Internet, Kind, Machine
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 
 WATCH = """
 import asyncio, dataclasses, json
-from peers.links.network_watch import NetworkWatch, observe
+from peers.network.network_watch import NetworkWatch, observe
 
 def say(what):
     print(json.dumps(what), flush=True)

@@ -13,8 +13,8 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.volunteer.volunteer import connected
-from peers.net.bootstrap import ANNOUNCE_MANIFEST
-from peers.streams.channel import PeerRefusedError
+from peers.network.bootstrap import ANNOUNCE_MANIFEST
+from peers.network.channel import PeerRefusedError
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
 from tests.opendiloco.conftest import write_corpus

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peers.net.node import HivemindNode
+from peers.network.node import HivemindNode
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 

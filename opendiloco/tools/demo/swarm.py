@@ -23,9 +23,9 @@ from opendiloco.view.screen import Row, row_of
 from opendiloco.volunteer.follower import export_state, fetch_state, make_folder, past_of
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.volunteer import connected, working
-from peers.net.bootstrap import announce_manifest
-from peers.net.daemon import sweep_sockets
-from peers.net.transport import HivemindTransport
+from peers.network.bootstrap import announce_manifest
+from peers.network.daemon import sweep_sockets
+from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity

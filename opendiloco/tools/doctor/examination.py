@@ -46,9 +46,9 @@ from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, pro
 from opendiloco.volunteer.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
 from peers.errors import DilocoPeerError, ManifestError
-from peers.links.own_network import everywhere
-from peers.links.settings import LinkSettings
-from peers.net.transport import HivemindTransport
+from peers.network.own_network import everywhere
+from peers.network.settings import LinkSettings
+from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.reach import Reach

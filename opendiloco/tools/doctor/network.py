@@ -17,17 +17,17 @@ from opendiloco.quantities import bandwidth_in_words
 from opendiloco.tools.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
 from opendiloco.volunteer.volunteer import connected
 from peers.errors import DilocoPeerError, LocalNetworkError, RemoteProtocolError
-from peers.links.contacts import host_of, is_public
-from peers.links.opening import PROBED_PORTS
-from peers.links.own_network import SOMEWHERE, address_towards, is_behind_nat
-from peers.links.probing import Seen, probe
-from peers.links.rating import RATING, ask_rating
-from peers.links.relays import LINK_INFO, LinkInfo
-from peers.links.sockets import endpoint_of, listen, parse_endpoint
-from peers.net.daemon import is_loopback, peer_id_of, require_free_port
-from peers.net.first_contact import endpoint, which_answer
-from peers.net.transport import HivemindTransport
-from peers.streams.channel import PeerRefusedError, PeerUnreachableError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError
+from peers.network.contacts import host_of, is_public
+from peers.network.daemon import is_loopback, peer_id_of, require_free_port
+from peers.network.first_contact import endpoint, which_answer
+from peers.network.opening import PROBED_PORTS
+from peers.network.own_network import SOMEWHERE, address_towards, is_behind_nat
+from peers.network.probing import Seen, probe
+from peers.network.rating import RATING, ask_rating
+from peers.network.relays import LINK_INFO, LinkInfo
+from peers.network.sockets import endpoint_of, listen, parse_endpoint
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 from peers.values.wire import unpack_from

@@ -23,7 +23,7 @@ from opendiloco.tools.plan.report import duration
 from opendiloco.volunteer.admission import enter
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
-from peers.net.transport import HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.tickets import Ticket

@@ -29,7 +29,7 @@ from opendiloco.storage.held_out_curve import HeldOutCurve
 from opendiloco.view.history import RunHistory
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.folder import MemoryLog
-from peers.net.transport import HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest

@@ -20,6 +20,7 @@ from peers.driver.incoming import CHUNKS, StreamHeader
 from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
 from peers.log.payload import Payload
+from peers.network.channel import Channel
 from peers.protocol.commitment import Contribution, digest_of_all
 from peers.protocol.effects import Apply, OpenRound, ReduceChunk, SendChunk, TokensLost, Train
 from peers.protocol.events import ContributionArrived, Received, ReducedArrived
@@ -27,7 +28,6 @@ from peers.protocol.messages import Abort, Accuse, Complete, Message, Prepared, 
 from peers.protocol.packing import Packer, open_envelope, unpack_message
 from peers.protocol.rounds import Attempt
 from peers.protocol.states import State
-from peers.streams.channel import Channel
 from peers.transfer.buffers import PayloadBuffers, RoundBuffers
 from peers.transfer.inspection import offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads

@@ -10,12 +10,12 @@ import pytest
 
 from peers.driver.messenger import CALL, CALL_TIMEOUT, Messenger
 from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.protocol.effects import Send
 from peers.protocol.events import Event, Received, Undelivered
 from peers.protocol.messages import Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.protocol.peer import Peer
-from peers.streams.channel import PeerRefusedError, PeerUnreachableError
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION
 from tests.peers.builders import LOG, RUN, Rig
 

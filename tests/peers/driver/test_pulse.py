@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver.pulse import REFRESH_BEATS, Pulse
-from peers.links.links import EAGER
 from peers.log.folder import MemoryLog
 from peers.log.lineage import Lineage
+from peers.network.links import EAGER
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace

@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY
 
 from peers.driver import rounds
 from peers.driver.rounds import RoundCosts, Rounds
+from peers.network.throttle import LinkTime
 from peers.protocol.rounds import Attempt
-from peers.streams.throttle import LinkTime
 from peers.transfer.buffers import PayloadBuffers
 from tests.peers.builders import LOG
 from tests.peers.fakes import FakeWorkload

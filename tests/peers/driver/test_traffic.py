@@ -19,6 +19,9 @@ from peers.driver import outgoing
 from peers.driver.incoming import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, StreamHeader
 from peers.driver.traffic import Traffic
 from peers.errors import RemoteProtocolError
+from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
+from peers.network.lanes import FEWEST, MOST
+from peers.network.throttle import Caps
 from peers.protocol.effects import OpenRound, SendChunk
 from peers.protocol.events import (
     BadBlocks,
@@ -33,18 +36,15 @@ from peers.protocol.events import (
 from peers.protocol.messages import Abort
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
-from peers.streams.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
-from peers.streams.lanes import FEWEST, MOST
-from peers.streams.throttle import Caps
 from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import offer
 from peers.values.wire import pack, unpack
 from tests.peers.builders import SIZE, Rig, commitment
 from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
+from tests.peers.network.test_channel import BROKEN, rest_of, send_raw
+from tests.peers.network.test_throttle import now, simulate
 from tests.peers.protocol.test_peer import at_second
-from tests.peers.streams.test_channel import BROKEN, rest_of, send_raw
-from tests.peers.streams.test_throttle import now, simulate
 
 DEADLINE = 60.0  # seconds of simulated time
 OWN = b"".join(bytes([chunk]) * BLOCK for chunk in range(SIZE.chunks))

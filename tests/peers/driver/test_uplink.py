@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from peers.driver.uplink import PATIENCE, SECONDS_UNDER_WAY, Uplink
-from peers.streams.channel import BYTES_UNDER_WAY
-from tests.peers.streams.test_throttle import now, simulate
+from peers.network.channel import BYTES_UNDER_WAY
+from tests.peers.network.test_throttle import now, simulate
 
 
 class Round:

@@ -12,8 +12,8 @@ from peers.errors import RemoteProtocolError
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.payload import Payload
 from peers.log.state import LogState
+from peers.network.channel import PeerRefusedError
 from peers.presence.heartbeat import Heartbeat
-from peers.streams.channel import PeerRefusedError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.cycles import step
 from peers.transfer.following import CannotFollowError, Following

@@ -13,8 +13,8 @@ from peers.log.header import Header
 from peers.log.payload import Payload
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
+from peers.network.channel import RefusalError
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.streams.channel import RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import CannotFollowError, Following
 from peers.transfer.headers import serve_headers

@@ -11,9 +11,9 @@ import pytest
 
 from peers.log.header import Member
 from peers.log.state import LogState
+from peers.network.channel import RefusalError
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
-from peers.streams.channel import RefusalError
 from peers.transfer import freezing as freezing_module
 from peers.transfer.freezing import SNAPSHOT_PEERS, Freezer, is_chosen
 from peers.transfer.memory_file import MemoryFile

@@ -11,13 +11,13 @@ from peers.errors import RemoteProtocolError
 from peers.log.chain import STRETCH_LIMIT, Stretch
 from peers.log.header import Header
 from peers.log.state import LogState
-from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.transfer import headers as headers_module
 from peers.transfer.headers import HEADERS, HeadersRequest, fetch_stretch, serve_headers
 from peers.values.wire import pack
 from tests.peers.builders import LOG, PAYLOAD, RUN, chain_of, member
 from tests.peers.fakes import FakeTransport
-from tests.peers.streams.test_throttle import now, simulate
+from tests.peers.network.test_throttle import now, simulate
 
 
 def entries(count: int) -> list[Header]:

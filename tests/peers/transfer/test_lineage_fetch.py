@@ -20,7 +20,7 @@ from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, beat, commit, first_log
 from tests.peers.fakes import FakeTransport, at_once
-from tests.peers.streams.test_throttle import simulate
+from tests.peers.network.test_throttle import simulate
 from tests.simulator.simulated_keys import SimulatedKeys
 
 FEW = 4

@@ -12,8 +12,8 @@ import pytest
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
 from peers.log.payload import Payload
-from peers.streams import places as places_module
-from peers.streams.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
+from peers.network import places as places_module
+from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import LOOK
 from peers.transfer.payloads import (
@@ -32,7 +32,7 @@ from peers.values.reach import Reach
 from peers.values.wire import DIGEST_BYTES, digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, member
 from tests.peers.fakes import NoChance, at_once
-from tests.peers.streams.test_throttle import now, simulate
+from tests.peers.network.test_throttle import now, simulate
 from tests.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
 
 CHUNKS = 300

@@ -16,7 +16,7 @@ from peers.log.files import proof_path
 from peers.log.folder import LogFolder, MemoryLog, RunLog
 from peers.log.header import Header
 from peers.log.state import LogState
-from peers.streams.channel import PeerRefusedError, RefusalError
+from peers.network.channel import PeerRefusedError, RefusalError
 from peers.transfer.proofs import ASKED, PATIENCE, PROOF, TIMES, MissingProofs, ProofRequest, fetch_proof, serve_proofs
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import LOG, PAYLOAD, RUN, chain_of, first_log

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from peers.streams.channel import RefusalError
+from peers.network.channel import RefusalError
 from peers.transfer.shelf import LEAVE
 from peers.transfer.snapshots import Snapshot
 from tests.peers.fakes import at_once

@@ -13,7 +13,7 @@ import pytest
 from peers.log.branch import Branch
 from peers.log.header import UNKNOWN_STATE, Header
 from peers.log.state import LogState
-from peers.streams.channel import PeerUnreachableError, RefusalError
+from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.transfer import snapshot_fetch, state_chunks
 from peers.transfer.download import Download
 from peers.transfer.snapshot_fetch import (
@@ -32,7 +32,7 @@ from peers.values.wire import digest_of, unpack
 from peers.values.workload import SnapshotError
 from tests.peers.builders import LOG, RUN
 from tests.peers.fakes import FakeTransport, NoChance, at_once
-from tests.peers.streams.test_throttle import simulate
+from tests.peers.network.test_throttle import simulate
 from tests.peers.transfer.test_freezing import log_at
 
 CHUNK = 16

@@ -10,8 +10,8 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.log.state import LogState
-from peers.streams import places as places_module
-from peers.streams.channel import Buffer, RefusalError, Serve
+from peers.network import places as places_module
+from peers.network.channel import Buffer, RefusalError, Serve
 from peers.transfer import snapshots as snapshots_module
 from peers.transfer.snapshots import (
     PULLS,

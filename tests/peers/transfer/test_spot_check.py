@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.protocol.contributions import Contributions
 from peers.protocol.events import AverageRefuted
 from peers.protocol.exchange import Exchange
 from peers.protocol.signed_averages import Origin
-from peers.streams.channel import PeerRefusedError, PeerUnreachableError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.inspection import inspection, offer
 from peers.transfer.spot_check import (

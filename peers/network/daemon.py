@@ -1,0 +1,366 @@
+"""Starting and stopping libp2p's daemon (hivemind's p2pd): checks before, one mapping of its failures to our errors.
+
+The daemon's sockets, and the key while it starts, lie in a folder that no other user may enter. The daemon ends by
+itself within moments of our death, however we die, since its control connection breaks. Only the folder stays behind
+after a SIGKILL; the next start sweeps it away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from peers.errors import (
+    DilocoPeerError,
+    LocalNetworkError,
+    ManifestError,
+    RemoteProtocolError,
+    SwarmUnreachableError,
+    quoted,
+)
+from peers.network.channel import PeerUnreachableError
+from peers.network.light import load_hivemind
+from peers.network.signals import signals_held_back
+from peers.values.identity import Identity, is_peer_id
+from peers.values.private_folders import open_private, sweep_folders, temporary_folder
+
+logger = logging.getLogger(__name__)
+
+HIVEMIND = load_hivemind()
+P2P: Any = HIVEMIND.p2p.P2P
+# What goes wrong when the other side, or the daemon on the way to it, does.
+NETWORK_ERRORS = (OSError, EOFError, TimeoutError, HIVEMIND.p2p.P2PDaemonError, HIVEMIND.p2p.P2PHandlerError)
+TEMPORARY_LENGTH = 50  # the path of a unix socket has at most 107 bytes
+TEMPORARY = Path(folder if len(folder := tempfile.gettempdir()) <= TEMPORARY_LENGTH else "/tmp")
+SOCKETS = "diloco-peer-p2p-"
+"""What the names of the sockets' folders begin with."""
+START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
+STOP_TIMEOUT = 5.0  # seconds
+LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
+LOOPBACK = re.compile(r"/(ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
+IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
+NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format error")
+GO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""That p2pd computes on: the others are for training, and on two cores two of them take a third more time than one."""
+IN_OWN_SESSION = (
+    sys.executable,
+    "-ISc",
+    "import os, sys; os.setsid(); os.environ.setdefault(*sys.argv[1:3]); os.execv(sys.argv[3], sys.argv[3:])",
+    "GOMAXPROCS",
+    str(GO_THREADS),
+)
+"""p2pd takes no notice of signals that are blocked or ignored when it starts. In a session of its own it gets neither
+the Ctrl-C nor the hang-up of our terminal, which would end it before we can tell anybody that we leave."""
+
+
+class Exposure(StrEnum):
+    """Where a daemon is, as seen by those who want to reach it."""
+
+    LOCAL = "local"
+    """On one machine with all others: there is nothing to traverse."""
+    PUBLIC = "public"
+    """Others can dial it. It relays for those that nobody can dial."""
+    PRIVATE = "private"
+    """Behind a NAT: it is reached through the initial peers."""
+    UNKNOWN = "unknown"
+    """libp2p's AutoNAT finds out."""
+
+
+_starting: ContextVar[list[Daemon]] = ContextVar("_starting")
+"""Who was made on the way to a daemon that then did not start: hivemind does not say whose end to wait for."""
+
+
+class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
+    """hivemind's P2P in a session of its own."""
+
+    opened: ExitStack
+    """The folder of its sockets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _starting.get([]).append(self)
+
+    @staticmethod
+    def _make_process_args(*args: object, **options: object) -> list[str]:
+        # With discovery on, libp2p looks for relays among strangers and asks the trusted ones minutes later.
+        return [*IN_OWN_SESSION, *P2P._make_process_args(*args, **options, relayDiscovery=False)]
+
+
+def is_loopback(address: str) -> bool:
+    return LOOPBACK.match(address) is not None
+
+
+def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
+    """Multiaddr objects of hivemind. Raises: ManifestError naming the malformed address."""
+    parsed = []
+    for address in addresses:
+        try:
+            multiaddress = HIVEMIND.multiaddr.Multiaddr(address)
+            if needs_peer_id and not is_peer_id(multiaddress["p2p"]):
+                raise ValueError("its peer id is not that of an Ed25519 key")
+        except ImportError:
+            raise  # a broken installation, not a malformed address
+        except Exception as error:  # its parser raises a dozen kinds
+            example = "/ip4/203.0.113.5/tcp/31337" + ("/p2p/12D3KooW…" if needs_peer_id else "")
+            raise ManifestError(
+                f"{quoted(address, 200)} is not a multiaddress.", f"It looks like {example}."
+            ) from error
+        parsed.append(multiaddress)
+    return parsed
+
+
+def peer_id_of(address: str) -> str:
+    """The peer at the end of a multiaddress that `parse_addresses` has accepted; it may end in a slash."""
+    return address.rstrip("/").rpartition("/")[2]
+
+
+def to_peer_id(peer_id: str) -> Any:
+    """hivemind's object for a peer id. Raises: PeerUnreachableError when it is none."""
+    if not is_peer_id(peer_id):
+        raise PeerUnreachableError(peer_id, "it is not a peer id")
+    return HIVEMIND.p2p.PeerID.from_base58(peer_id)
+
+
+@contextmanager
+def peer_errors(peer_id: str) -> Iterator[None]:
+    """Have whatever goes wrong on the way to a peer be, to the caller, that peer's failure."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        logger.warning("dropped a stream: %s", error)
+        raise PeerUnreachableError(peer_id, error.message) from error
+    except TimeoutError as error:
+        raise PeerUnreachableError(peer_id, "no answer in time") from error
+    except NETWORK_ERRORS as error:
+        raise PeerUnreachableError(peer_id, str(error) or type(error).__name__) from error
+
+
+async def start_daemon(
+    identity: Identity,
+    initial_peers: Sequence[str],
+    listen: Sequence[str],
+    announce: Sequence[str],
+    client_mode: bool,
+    exposure: Exposure,
+) -> Daemon:
+    """Start p2pd as `identity` and connect it to at least one of the initial peers.
+
+    Raises: ManifestError for a malformed address; LocalNetworkError when a port is in use or the daemon does not start;
+    SwarmUnreachableError when no initial peer answers.
+    """
+    parse_addresses(initial_peers, needs_peer_id=True)
+    parse_addresses([*listen, *announce], needs_peer_id=False)
+    for address in listen:
+        require_free_port(address)
+    sweep_sockets()
+    with ExitStack() as opened:
+        try:
+            folder = opened.enter_context(temporary_folder(TEMPORARY, SOCKETS))
+            key_file = _write_key(folder, identity)
+        except OSError as error:
+            raise LocalNetworkError(
+                f"cannot make a folder for sockets in {TEMPORARY}: {error.strerror}.", "Name another one with TMPDIR."
+            ) from error
+        daemon = await _start(folder, key_file, initial_peers, listen, announce, client_mode, exposure)
+        key_file.unlink()
+        daemon.opened = opened.pop_all()
+    control = daemon._client.control
+    for task in (control._read_task, control._write_task):
+        task.add_done_callback(_take_exception)
+    control._handler = _until_it_breaks(control._handler)
+    return daemon
+
+
+async def _start(
+    folder: Path,
+    key_file: Path,
+    initial_peers: Sequence[str],
+    listen: Sequence[str],
+    announce: Sequence[str],
+    client_mode: bool,
+    exposure: Exposure,
+) -> Daemon:
+    """Start p2pd with its sockets in `folder`. Raises: LocalNetworkError, SwarmUnreachableError."""
+    place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})  # hivemind asks the class
+    _starting.set(attempts := list[Daemon]())
+    local = exposure is Exposure.LOCAL
+    relays = list(initial_peers) if exposure in (Exposure.PRIVATE, Exposure.UNKNOWN) else []
+    # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
+    with signals_held_back():
+        starting = asyncio.ensure_future(
+            place.create(
+                initial_peers=list(initial_peers),
+                host_maddrs=list(listen),
+                announce_maddrs=list(announce) or None,
+                dht_mode="client" if client_mode or exposure is Exposure.PRIVATE else "server",
+                identity_path=str(key_file),
+                check_if_identity_free=False,
+                startup_timeout=START_TIMEOUT,
+                idle_timeout=START_TIMEOUT,
+                use_relay=not local,
+                use_auto_relay=bool(relays),
+                nat_port_map=not local,
+                auto_nat=not local,
+                trusted_relays=relays,
+                force_reachability=exposure.value,  # which hivemind ignores unless it is public or private
+            )
+        )
+        try:
+            daemon: Daemon = await asyncio.shield(starting)
+            attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good
+            return daemon
+        except asyncio.CancelledError:
+            await _to_the_end(_give_up(starting))
+            raise
+        except (HIVEMIND.p2p.P2PDaemonError, OSError, ValueError) as error:
+            for attempt in attempts:
+                await _to_the_end(_wait_for_end(attempt))
+            raise _start_error(str(error), initial_peers) from error
+
+
+def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Have a stream that another peer takes back, before it has begun, end without a traceback of asyncio's."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await handler(reader, writer)
+        except (EOFError, ConnectionError) as error:
+            logger.debug("a stream broke: %r", error)
+            writer.close()
+
+    return serve
+
+
+def _take_exception(task: asyncio.Task[None]) -> None:
+    """A dead daemon breaks its control connection; nobody awaits those tasks, and asyncio would print a traceback."""
+    if not task.cancelled() and task.exception() is not None:
+        logger.debug("the control connection to libp2p's daemon broke: %r", task.exception())
+
+
+async def _give_up(starting: asyncio.Future[Daemon]) -> None:
+    """hivemind loses a daemon whose start is cancelled: it is awaited, and ended."""
+    with suppress(Exception):
+        await _stop(await starting)
+
+
+async def _wait_for_end(failed: Daemon) -> None:
+    """Until the process is gone, so that nobody hears of its end when our event loop is closed.
+
+    It ends by itself. A signal to a process that is just ending would have asyncio (before 3.12.8) warn of a child that
+    it does not know: `Popen.send_signal` and asyncio's own watcher both want to be told its exit status.
+    """
+    if failed._child is not None:
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT):
+                await failed._child.wait()
+        except TimeoutError:
+            failed._child.kill()
+            await failed._child.wait()
+
+
+async def stop_daemon(daemon: Daemon) -> None:
+    """End p2pd and wait until it is gone, even when we are cancelled meanwhile; its sockets are removed."""
+    with daemon.opened:
+        await _to_the_end(_stop(daemon))
+
+
+async def _stop(daemon: Daemon) -> None:
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT):
+            await daemon.shutdown()
+    except TimeoutError:
+        logger.warning("libp2p's daemon did not end in %.0f s and is killed", STOP_TIMEOUT)
+        daemon._child.kill()
+        await daemon._child.wait()
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Whoever is cancelled while this goes on hears of it afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from task.exception()
+    task.result()
+
+
+def sweep_sockets() -> None:
+    """Remove what killed processes of ours left behind."""
+    sweep_folders(TEMPORARY, SOCKETS)
+
+
+def _write_key(folder: Path, identity: Identity) -> Path:
+    """Write the identity's key to a private file, for as long as the daemon needs to read it. Raises: OSError."""
+    path = folder / "key"
+    with open(path, "wb", opener=open_private) as file:
+        file.write(identity.libp2p_private_key())
+    return path
+
+
+def require_free_port(address: str) -> None:
+    """Raise LocalNetworkError unless the port of a multiaddr is free.
+
+    libp2p shares ports (SO_REUSEPORT) and is content if one of several addresses works: both hide a conflict.
+    """
+    listener = LISTENER.match(address)
+    if listener is None or listener["port"] == "0":
+        return
+    family = socket.AF_INET if listener["family"] == "ip4" else socket.AF_INET6
+    is_tcp = listener["kind"] == "tcp"
+    with socket.socket(family, socket.SOCK_STREAM if is_tcp else socket.SOCK_DGRAM) as probe:
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if is_tcp:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no conflict
+        try:
+            probe.bind((listener["host"], int(listener["port"])))
+        except (OSError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+                raise _port_in_use(listener["port"], listener["host"]) from error
+            raise LocalNetworkError(
+                f"cannot listen on {address}: {getattr(error, 'strerror', None) or error}.",
+                "Choose an address of this machine and a port from 1024 to 65535, or port 0 for any free one.",
+            ) from error
+
+
+def _start_error(message: str, initial_peers: Sequence[str]) -> DilocoPeerError:
+    """What p2pd's last line, or the attempt to run it, means to a person."""
+    in_use = IN_USE.search(message)
+    if in_use is not None:
+        host, _, port = in_use["where"].rpartition(":")
+        return _port_in_use(port, host)
+    if "failed to connect to bootstrap peers" in message:
+        return unreachable(initial_peers)
+    if NOT_RUNNABLE.search(message):
+        return LocalNetworkError(f"libp2p's daemon cannot be run: {message}", "Reinstall hivemind for this platform.")
+    return LocalNetworkError(f"libp2p's daemon did not start: {message}.", "Run again with --debug to see more.")
+
+
+def _port_in_use(port: str, host: str) -> LocalNetworkError:
+    return LocalNetworkError(
+        f"port {port} on {host} is in use by another program.", "End that program, or choose another port (0: any)."
+    )
+
+
+def unreachable(initial_peers: Sequence[str]) -> SwarmUnreachableError:
+    """The error for bootstrap nodes that do not answer, naming them."""
+    return SwarmUnreachableError(
+        f"no bootstrap node answered at {', '.join(initial_peers)}.",
+        "Check the address and that this machine is online; ask the organiser whether the node runs.",
+    )

@@ -1,0 +1,270 @@
+"""All connections with one peer. They stay open, and warm, from one conversation to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+from peers import metrics
+from peers.errors import RemoteProtocolError
+from peers.network.calls import CALLS, Caller
+from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError
+from peers.network.connection import Connection
+from peers.network.lanes import MOST
+from peers.network.throttle import UNLIMITED, Throttle
+from peers.values.reach import Reach
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS = MOST + 8  # that either side may have for its own conversations: a round, messages, and what is pulled
+DIAL_PAUSE = 1.0  # seconds, when no more connections can be had
+OPEN_TIMEOUT = 15.0  # seconds that a conversation waits for a connection
+BEST_FIRST = tuple(Reach)
+Serve = Callable[[str, Channel], Awaitable[None]]
+"""(protocol, channel): have the conversation that the other side has opened."""
+
+
+class Link:
+    """What connects us with `peer`. `dial_more` gets so many more connections that are ours."""
+
+    def __init__(
+        self,
+        peer: str,
+        serve: Serve,
+        dial_more: Callable[[int], Awaitable[None]],
+        start: Callable[[Awaitable[None]], object],
+        caps: Callable[[], tuple[Throttle, Throttle]],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.peer = peer
+        self._serve = serve
+        self._dial_more = dial_more
+        self._start = start
+        self._caps = caps
+        self._on_change = on_change
+        self._connections: dict[Connection, None] = {}  # the oldest first
+        self._idle: list[Connection] = []  # of ours; the one used last at the end, since it is the warmest
+        self._wanted = self._dialling = 0  # conversations that wait for a connection, and connections to come
+        self._changed = asyncio.Event()
+        self._caller: asyncio.Future[Caller] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return bool(self._connections)
+
+    @property
+    def reach(self) -> Reach:
+        """The best of its connections' ways."""
+        return min((one.reach for one in self._connections), key=BEST_FIRST.index, default=Reach.NONE)
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def ours(self) -> int:
+        """Connections on which we open conversations."""
+        return sum(one.is_ours for one in self._connections)
+
+    @property
+    def theirs(self) -> int:
+        """Connections on which the other side opens conversations."""
+        return len(self._connections) - self.ours
+
+    def gives(self, reach: Reach) -> bool:
+        """Return whether the other side has a connection of this kind to open conversations on."""
+        return any(one.reach is reach and not one.is_ours for one in self._connections)
+
+    @property
+    def hosts(self) -> set[str]:
+        """The addresses from which the other side's connections come."""
+        return {one.host for one in self._connections}
+
+    def add(self, connection: Connection) -> None:
+        """Use a new connection. Of too many, one of ours is closed, or the oldest of theirs: it may be dead.
+
+        With a new certificate, the other side has started anew, or is in another network: what was connected before is
+        dead, and nobody has told us.
+        """
+        if not connection.is_open:  # already, so that nobody will tell us
+            connection.close()
+            return
+        alike = [one for one in self._connections if one.is_ours == connection.is_ours]
+        if len(alike) >= CONNECTIONS and connection.is_ours:
+            connection.close()
+            return
+        if len(alike) >= CONNECTIONS:
+            self._end(alike[0])
+        self._connections[connection] = None
+        connection.on_lost(lambda: self._lost(connection))
+        if connection.is_ours:
+            self._idle.insert(0, connection)
+        else:
+            self._start(self._listen(connection))
+        for other in list(self._connections):
+            if other.certificate != connection.certificate:
+                self._end(other)
+        self._notify()
+
+    async def wait_until_up(self, seconds: float) -> None:
+        """Wait for a connection that the other side makes, for so long at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.is_up:
+                    await self._changed.wait()
+
+    def close(self) -> None:
+        for connection in list(self._connections):
+            self._end(connection)
+
+    def _end(self, connection: Connection) -> None:
+        connection.close()
+        self._lost(connection)
+
+    def _lost(self, connection: Connection) -> None:
+        if connection not in self._connections:
+            return
+        del self._connections[connection]
+        if connection in self._idle:
+            self._idle.remove(connection)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._on_change()
+
+    # Conversations that they open -----------------------------------------------------------------------------
+    async def _listen(self, connection: Connection) -> None:
+        """Have one conversation after another, until the connection breaks, or a conversation does."""
+        try:
+            while True:
+                length = (await connection.reads.read(1, None))[0]
+                async with asyncio.timeout(OPEN_TIMEOUT):  # for all of it, not for each byte
+                    protocol = (await connection.reads.read(length, None)).decode(errors="replace")
+                await self._serve(protocol, self._channel(connection, protocol))
+        except (OSError, EOFError, TimeoutError) as error:
+            logger.debug("a connection of %s ended: %r", self.peer, error)
+        except RemoteProtocolError as error:
+            metrics.DROPPED.labels("stream").inc()
+            logger.warning("dropped a conversation: %s", error)
+        except Exception:
+            logger.exception("a conversation with %s failed", self.peer)
+        finally:
+            self._end(connection)
+
+    # Conversations that we open -------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def conversation(self, protocol: str) -> AsyncIterator[Channel]:
+        """Open a conversation on a connection of ours, which is used again if the conversation was finished or refused.
+
+        Raises: PeerUnreachableError when there is no connection in time.
+        """
+        name = protocol.encode()
+        opening = bytes([len(name)]) + name
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT):
+                if protocol != CALLS:  # messages have the first connection: it may take some to get another
+                    await self._calls()
+                connection, is_over = await self._take(), False
+        except TimeoutError:
+            raise PeerUnreachableError(self.peer, "no connection in time") from None
+        channel = self._channel(connection, protocol, opening)
+        try:
+            yield channel
+            is_over = channel.is_finished
+        except PeerRefusedError:
+            is_over = channel.was_refused
+            raise
+        finally:
+            # A byte that nobody has read would be taken for the answer to the next conversation.
+            if is_over and connection.is_open and not connection.reads.has_unread:
+                self._idle.append(connection)
+                self._notify()
+            else:
+                self._end(connection)
+
+    def _channel(self, connection: Connection, protocol: str, opening: bytes = b"") -> Channel:
+        """Messages are small, and never wait for bulk data; all else keeps to the volunteer's limits."""
+        upload, download = (UNLIMITED, UNLIMITED) if protocol == CALLS else self._caps()
+        return connection.channel(upload, download, opening)
+
+    async def _take(self) -> Connection:
+        self._wanted += 1
+        try:
+            while (connection := self._take_idle()) is None:
+                if not self.is_up:
+                    raise PeerUnreachableError(self.peer, "the link is down")
+                changed = self._changed
+                missing = min(self._wanted, CONNECTIONS - self.ours) - self._dialling
+                if missing > 0:
+                    self._dialling += missing
+                    self._start(self._dial(missing))
+                await changed.wait()
+            return connection
+        finally:
+            self._wanted -= 1
+
+    def _take_idle(self) -> Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and not self._is_detour(connection):
+                return connection
+            self._end(connection)
+        return None
+
+    def _is_detour(self, connection: Connection) -> bool:
+        """Whether there is a better way by now: a relay is to carry only what has no other."""
+        order = BEST_FIRST.index(connection.reach)
+        return any(one.is_ours and BEST_FIRST.index(one.reach) < order for one in self._connections)
+
+    async def _dial(self, count: int) -> None:
+        had = self.ours
+        try:
+            try:
+                await self._dial_more(count)
+            except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
+                logger.debug("no more connections with %s: %r", self.peer, error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DIAL_PAUSE):
+                    while self.is_up and self.ours <= had:
+                        await self._changed.wait()
+        finally:
+            self._dialling -= count
+            self._notify()
+
+    # Messages -------------------------------------------------------------------------------------------------
+    async def call(self, name: str, payload: bytes, timeout: float) -> bytes:
+        """Raises: PeerUnreachableError, PeerRefusedError."""
+        try:
+            async with asyncio.timeout(timeout):
+                return await (await self._calls()).ask(name, payload)
+        except TimeoutError:
+            raise PeerUnreachableError(self.peer, "no answer in time") from None
+
+    async def _calls(self) -> Caller:
+        if self._caller is None:
+            self._caller = asyncio.get_running_loop().create_future()
+            self._start(self._keep_calling(self._caller))
+        return await asyncio.shield(self._caller)
+
+    async def _keep_calling(self, opened: asyncio.Future[Caller]) -> None:
+        failure = PeerUnreachableError(self.peer, "the link is being closed")
+        try:
+            async with self.conversation(CALLS) as channel:
+                await channel.send_prelude(b"", 0)
+                await channel.read_verdict()
+                caller = Caller(channel)
+                opened.set_result(caller)
+                await caller.run()
+        except PeerUnreachableError as error:
+            failure = error
+        except (OSError, EOFError, TimeoutError, RemoteProtocolError) as error:
+            failure = PeerUnreachableError(self.peer, str(error) or type(error).__name__)
+        finally:
+            self._caller = None
+            if not opened.done():
+                opened.set_exception(failure)
+                opened.exception()  # perhaps nobody waits any more

@@ -1,0 +1,165 @@
+"""Accepting connections on the data port: limits for those that have not said who they are, and for made-up peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address, ip_network
+
+from peers import metrics
+from peers.errors import RemoteProtocolError
+from peers.network.opening import Opening, read_opening
+from peers.network.sockets import closed_on_failure, endpoint_of_peer, listen, parse_endpoint, tune
+
+logger = logging.getLogger(__name__)
+
+OPENING_TIMEOUT = 10.0  # seconds
+STRANGERS = 256  # connections at once that have not said who they are
+STRANGERS_OF_ONE_NETWORK = 80  # a peer may widen its link to 64, and many may live behind one address
+PAUSE = 1.0  # seconds, when there are too many open files
+UNKNOWN_OF_ONE_NETWORK = 160  # peers without a heartbeat: a swarm of 128 on one machine, or a lab behind one NAT
+NEWCOMERS_PER_SECOND = 2.0  # of one network, once so many have come
+
+Accept = Callable[[socket.socket, Opening], Awaitable[None]]
+"""Takes the socket over. Raises: OSError, RemoteProtocolError."""
+
+
+class Listener:
+    """The data port, on all of these addresses."""
+
+    def __init__(self, hosts: Sequence[str], port: int, accept: Accept) -> None:
+        """Raises: LocalNetworkError when the port can't be used."""
+        self._listeners = listen(hosts, port)
+        self._accept = accept
+        self._strangers: dict[asyncio.Task[None], str] = {}  # the oldest first, with their networks
+        self._is_closed = False
+        self.port: int = self._listeners[0].getsockname()[1]
+        for listener in self._listeners:
+            self._watch(listener)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        while self._listeners:
+            listener = self._listeners.pop()
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
+        strangers = list(self._strangers)
+        for task in strangers:
+            task.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+
+    def _watch(self, listener: socket.socket) -> None:
+        # Not by sock_accept: what that has accepted in the moment when it is cancelled stays open.
+        if not self._is_closed:
+            asyncio.get_running_loop().add_reader(listener, self._accept_one, listener)
+
+    def _accept_one(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it is gone already
+            return
+        except OSError as error:  # too many open files
+            logger.warning("cannot accept a connection: %s", error)
+            asyncio.get_running_loop().remove_reader(listener)
+            asyncio.get_running_loop().call_later(PAUSE, self._watch, listener)
+            return
+        self._let_in(sock)
+
+    def _let_in(self, sock: socket.socket) -> None:
+        try:
+            who = endpoint_of_peer(tune(sock))
+        except OSError:
+            sock.close()
+            return
+        network = network_of(parse_endpoint(who)[0])
+        if list(self._strangers.values()).count(network) >= STRANGERS_OF_ONE_NETWORK:
+            sock.close()
+            return
+        if len(self._strangers) >= STRANGERS:  # the oldest has to go, so that a flood shuts nobody out
+            next(iter(self._strangers)).cancel()
+        task = asyncio.create_task(self._welcome(sock, who))
+        self._strangers[task] = network
+        task.add_done_callback(self._strangers.pop)
+
+    async def _welcome(self, sock: socket.socket, who: str) -> None:
+        try:
+            opening = await self._read_opening(sock, who)
+            await self._accept(sock, opening)
+        except RemoteProtocolError as error:
+            metrics.DROPPED.labels("connection").inc()
+            logger.debug("dropped a connection of %s: %s", who, error)
+        except OSError as error:
+            logger.debug("a connection of %s broke: %s", who, error)
+        except Exception:
+            logger.exception("cannot welcome %s", who)
+            sock.close()
+
+    async def _read_opening(self, sock: socket.socket, who: str) -> Opening:
+        with closed_on_failure(sock):
+            try:
+                async with asyncio.timeout(OPENING_TIMEOUT):
+                    return await read_opening(sock, who)
+            except TimeoutError as error:
+                raise OSError("it does not say what it wants") from error
+
+
+class Strangers:
+    """The peers with a link here of which no heartbeat is known: anybody can make identities.
+
+    One network brings few of them, and few at once. Of too many, the one that was silent for longest has to go, of the
+    network that has most of them.
+    """
+
+    def __init__(self, most: int, end: Callable[[str], None]) -> None:
+        """`end` closes the link with a peer."""
+        self._most = most
+        self._end = end
+        self._networks: dict[str, str] = {}  # by peer, the longest silent first
+        self._credits: dict[str, tuple[float, float]] = {}  # by network: peers that may come at once, and since when
+
+    def come(self, peer: str, network: str, now: float) -> bool:
+        """Count one more. Return whether it may stay."""
+        if not self._may_come(network, now):
+            return False
+        counts = Counter(self._networks.values())
+        if counts[network] >= UNKNOWN_OF_ONE_NETWORK:
+            self._make_room(network)
+        elif len(self._networks) >= self._most:
+            self._make_room(max(counts, key=counts.__getitem__))
+        self._networks[peer] = network
+        return True
+
+    def spoke(self, peer: str) -> None:
+        if peer in self._networks:
+            self._networks[peer] = self._networks.pop(peer)
+
+    def went(self, peer: str) -> None:
+        """Count a peer no more: its link is down, or a heartbeat is known."""
+        self._networks.pop(peer, None)
+
+    def _may_come(self, network: str, now: float) -> bool:
+        credit, since = self._credits.get(network, (float(UNKNOWN_OF_ONE_NETWORK), now))
+        credit = min(float(UNKNOWN_OF_ONE_NETWORK), credit + NEWCOMERS_PER_SECOND * (now - since))
+        may_come = credit >= 1
+        self._credits[network] = credit - may_come, now
+        if len(self._credits) > self._most:  # after so many seconds a network begins anew
+            full = now - UNKNOWN_OF_ONE_NETWORK / NEWCOMERS_PER_SECOND
+            self._credits = {one: (left, at) for one, (left, at) in self._credits.items() if at > full}
+        return may_come
+
+    def _make_room(self, network: str) -> None:
+        peer = next(peer for peer, one in self._networks.items() if one == network)
+        self.went(peer)
+        self._end(peer)
+
+
+def network_of(host: str) -> str:
+    """Return what one owner can take addresses from: of IPv6 the first half, which every customer gets, and a machine's
+    loopback addresses."""
+    address = ip_address(host)
+    if address.is_loopback:
+        return "loopback"
+    return host if address.version == 4 else str(ip_network((address, 64), strict=False))

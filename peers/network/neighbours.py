@@ -1,0 +1,154 @@
+"""Where peers are in the local network, as they say there themselves: by multicast DNS (RFC 6762, RFC 6763).
+
+Anybody in the same network may say anything. An address is only where to ask: a run's id is the digest of its manifest,
+and a peer's id that of its key, so that whoever answers shows what it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from ipaddress import ip_address
+
+import psutil
+from zeroconf import Error, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from peers.network.own_network import SOMEWHERE, address_towards
+from peers.values.identity import is_peer_id
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "_diloco-peer._tcp.local."
+LOOK_SECONDS = 3.0
+"""For how long neighbours are listened for; they answer within half a second, if nobody's packet is lost."""
+MORE_SECONDS = 0.5
+"""For how long, once one of the run is found."""
+MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0
+_ADDRESS = re.compile(r"^/ip[46]/(?P<ip>[0-9a-f.:]+)/tcp/(?P<port>[0-9]{1,5})/p2p/(?P<peer>[A-Za-z0-9]{40,64})$")
+TEXT_BYTES = 200  # a TXT record's string has up to 255, the key included
+
+
+def local_interfaces() -> list[str]:
+    """Return this machine's addresses in local networks. Where it has a public one it says nothing in any: it may be in
+    a data centre, whose operators do not want to hear of it."""
+    ours = address_towards(SOMEWHERE[0])
+    if ours is not None and ip_address(ours).is_global:
+        return []
+    found = [one.address for many in psutil.net_if_addrs().values() for one in many if one.family == socket.AF_INET]
+    return [address for address in found if ip_address(address).is_private and not ip_address(address).is_loopback]
+
+
+def _can_be_dialled(address: str) -> bool:
+    """Return whether this is a whole address in a local network: a stranger could have newcomers dial others."""
+    match = _ADDRESS.match(address)
+    try:
+        is_near = match is not None and ip_address(match["ip"]).is_private
+    except ValueError:
+        return False
+    return match is not None and is_near and 0 < int(match["port"]) < 1 << 16 and is_peer_id(match["peer"])
+
+
+@asynccontextmanager
+async def announced(
+    peer: str, run: str, addresses: Sequence[str], interfaces: Sequence[str] | None = None
+) -> AsyncIterator[None]:
+    """Say meanwhile in the local network where a peer is, and in which run; an empty one: it helps those of any run.
+
+    Args:
+        addresses: multiaddrs, of which the first few are told.
+        interfaces: addresses of this machine where it is said (default: `local_interfaces`).
+    """
+    info = _service(peer, run, addresses)
+    where = local_interfaces() if interfaces is None else list(interfaces)
+    async with AsyncExitStack() as stack:
+        if info is not None and where:
+            saying = asyncio.create_task(_say(info, where, stack))
+            stack.callback(saying.cancel)
+        yield
+
+
+async def _say(info: AsyncServiceInfo, interfaces: Sequence[str], stack: AsyncExitStack) -> None:
+    """Whoever is in the run already does not wait for it, nor does it matter where it can't be said."""
+    try:
+        voice = AsyncZeroconf(interfaces=list(interfaces))
+        stack.push_async_callback(voice.async_close)  # which says goodbye
+        await (await voice.async_register_service(info, allow_name_change=True))
+        logger.info("the local network hears of this machine: `diloco-peer join --run` alone finds the run there")
+    except (OSError, Error) as error:
+        logger.info("the local network does not hear of this machine: %s", error)
+
+
+def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo | None:
+    """Return what to say; None where there is nothing to dial."""
+    told = [address for address in addresses if _can_be_dialled(address) and len(address) <= TEXT_BYTES]
+    if not told:
+        return None
+    text = {"run": run} | {f"a{number}": address for number, address in enumerate(told[:MOST_ADDRESSES])}
+    _, _, ip, _, port, *_ = told[0].split("/")
+    host = f"{peer[-16:]}.local."
+    return AsyncServiceInfo(
+        SERVICE, f"{peer}.{SERVICE}", parsed_addresses=[ip], port=int(port), properties=text, server=host
+    )
+
+
+async def neighbours(run: str, interfaces: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return addresses of those who say in the local network that they are in a run, then of those that help any."""
+    where = local_interfaces() if interfaces is None else list(interfaces)
+    if not where or not LOOK_SECONDS:
+        return ()
+    try:
+        ear = AsyncZeroconf(interfaces=where)
+    except OSError as error:
+        logger.info("nothing is heard in the local network: %s", error)
+        return ()
+    try:
+        return await _Listening(ear, run).found()
+    finally:
+        await ear.async_close()
+
+
+class _Listening:
+    """Gathers what is said of services of our kind."""
+
+    def __init__(self, ear: AsyncZeroconf, run: str) -> None:
+        self._ear = ear
+        self._run = run
+        self._texts: dict[str, dict[str, str]] = {}  # by the service's name
+        self._is_found = asyncio.Event()
+        self._asking = set[asyncio.Task[None]]()
+
+    async def found(self) -> tuple[str, ...]:
+        browser = AsyncServiceBrowser(self._ear.zeroconf, SERVICE, handlers=[self._hear])
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                await self._is_found.wait()
+                await asyncio.sleep(MORE_SECONDS)
+        except TimeoutError:
+            pass
+        finally:
+            for asking in self._asking:
+                asking.cancel()
+            await browser.async_cancel()
+        ordered = sorted(self._texts.values(), key=lambda text: text.get("run") != self._run)
+        useful = [text for text in ordered if text.get("run") in (self._run, "")]
+        said = [text.get(f"a{number}", "") for text in useful for number in range(MOST_ADDRESSES)]
+        return tuple(dict.fromkeys(filter(_can_be_dialled, said)))
+
+    def _hear(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: object) -> None:
+        if len(self._texts) < MOST_HEARD and name not in self._texts:
+            self._texts[name] = {}
+            asking = asyncio.get_running_loop().create_task(self._ask(name))
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
+
+    async def _ask(self, name: str) -> None:
+        info = AsyncServiceInfo(SERVICE, name)
+        if await info.async_request(self._ear.zeroconf, 1000 * ASK_SECONDS):
+            self._texts[name] = {key: value or "" for key, value in info.decoded_properties.items()}
+            if self._texts[name].get("run") == self._run:
+                self._is_found.set()

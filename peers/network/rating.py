@@ -1,0 +1,148 @@
+"""How much a link carries, measured while no round is under way.
+
+    asker     prelude ──►   ◄── verdict    frame … ──► ◄── answer …  last frame ──►    ◄── frame …  answer … ──►
+
+First the asker sends more and more, then the other side does, until one transfer takes long enough to tell a rate from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from peers.errors import RemoteProtocolError
+from peers.network.channel import Channel, PeerRefusedError
+
+RATING = "rating"
+FIRST, MOST = 1 << 16, 1 << 23  # bytes of one transfer
+LONG_ENOUGH = 0.3  # seconds: less is mostly the way there and back
+PIECE = bytes(1 << 16)
+LIMIT = 30.0  # seconds that a measurement may take: meanwhile nobody else can measure with us, nor we with anybody
+PAUSE = 30.0  # seconds after it, in which the same peer can have no other one
+
+
+async def ask_rating(channel: Channel) -> tuple[float, float]:
+    """Return what the link to a peer carries, there and back, in bytes a second."""
+    await channel.send_prelude(b"", 0)
+    await channel.read_verdict()
+    upload = await _send(channel)
+    download = await _receive(channel)
+    channel.is_finished = True
+    return upload, download
+
+
+class Rater:
+    """Measures our link with one other peer at a time, whichever of the two asks: two measurements would share it."""
+
+    def __init__(self, is_free: asyncio.Event) -> None:
+        """It refuses unless `is_free`: more important data is under way."""
+        self._is_free = is_free
+        self._is_measuring = False
+        self._ended_at: dict[str, float] = {}  # with whom we have measured lately, since they asked
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing else is on the link, as far as we know."""
+        return self._is_free.is_set() and not self._is_measuring
+
+    async def ask(self, channel: Channel) -> tuple[float, float]:
+        """Return what `ask_rating` does. Raises also: TimeoutError; PeerRefusedError when we have become busy."""
+        if not self.is_idle:
+            raise PeerRefusedError(channel.peer, "we are busy now")
+        with self._measuring():
+            async with asyncio.timeout(LIMIT):
+                return await ask_rating(channel)
+
+    async def answer(self, channel: Channel) -> None:
+        """Be the other end. Raises: TimeoutError, and what breaks the stream."""
+        await channel.read_prelude()
+        if not self.is_idle or self._was_here(channel.peer):
+            await channel.refuse("busy now")
+            return
+        try:
+            with self._measuring():
+                async with asyncio.timeout(LIMIT):
+                    await channel.accept()
+                    await _receive(channel)
+                    await _send(channel)
+        finally:
+            self._ended_at[channel.peer] = time.monotonic()
+
+    def _was_here(self, peer: str) -> bool:
+        """Whether a peer has measured with us just now: whoever came again and again would keep all others out."""
+        now = time.monotonic()
+        self._ended_at = {other: at for other, at in self._ended_at.items() if now - at < PAUSE}
+        return peer in self._ended_at
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        self._is_measuring = True
+        try:
+            yield
+        finally:
+            self._is_measuring = False
+
+
+async def _send(channel: Channel) -> float:
+    """Send twice as much each time, and twice at least: from one piece the other end can tell no rate.
+
+    Returns the rate of the last, which takes long enough: answers to a few pieces may come all at once.
+    """
+    size = FIRST
+    while True:
+        began = time.monotonic()
+        passed = Passed()
+        await asyncio.gather(_send_pieces(channel, size), _read_answers(channel, size, passed))
+        seconds = time.monotonic() - began
+        if (seconds >= LONG_ENOUGH and size > FIRST) or size >= MOST:
+            await channel.send_last_frame()
+            return passed.rate or size / max(seconds, 1e-6)
+        size *= 2
+
+
+async def _send_pieces(channel: Channel, size: int) -> None:
+    for _ in range(0, size, len(PIECE)):
+        await channel.send_frame(b"", PIECE)
+
+
+async def _read_answers(channel: Channel, size: int, passed: Passed) -> None:
+    """Take in each answer when it comes. Where little waits for the link, most have come before all is sent."""
+    for _ in range(0, size, len(PIECE)):
+        await channel.read_answer()
+        passed.more(len(PIECE))
+
+
+async def _receive(channel: Channel) -> float:
+    """Confirm what comes; returns the rate at which it came."""
+    passed = Passed()
+    data = bytearray(len(PIECE))
+    while frame := await channel.read_frame_header():
+        if frame[1] != len(PIECE) or passed.bytes > 2 * MOST:
+            raise RemoteProtocolError(channel.peer, "it measures with something else than agreed")
+        await channel.read_frame_data(data)
+        await channel.answer_frame(is_taken=True)
+        passed.more(len(data))
+    return passed.rate
+
+
+class Passed:
+    """What has passed, and when."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._until = list[tuple[float, int]]()
+
+    def more(self, count: int) -> None:
+        self.bytes += count
+        self._until.append((time.monotonic(), self.bytes))
+
+    @property
+    def rate(self) -> float:
+        """Return the bytes a second of the second half; 0: too few to tell."""
+        half = [one for one in self._until if one[1] > self.bytes / 2]
+        if len(half) < 2:
+            return 0.0
+        (began, before), (ended, after) = half[0], half[-1]
+        return (after - before) / max(ended - began, 1e-6)

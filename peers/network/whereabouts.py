@@ -1,0 +1,196 @@
+"""Who is in a run: by gossip among its peers, and by the DHT, which has a few of them for whoever knows nobody yet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Protocol
+
+from peers import metrics
+from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
+from peers.health import HEALTH
+from peers.network.channel import PeerUnreachableError, RefusalError
+from peers.presence.copies import Copies
+from peers.presence.gossip import Gossip
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.life_signs import LifeSign
+from peers.presence.meeting_place import MeetingPlace
+from peers.presence.news import Request
+from peers.presence.voice import Pace
+from peers.values.clock import now
+
+logger = logging.getLogger(__name__)
+
+GOSSIP = "gossip"  # name of the call; payload: a Request, answer: News
+LOOK = 0.125  # seconds between two looks at which exchanges are due
+ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a partner has to answer
+FIRST_LIMIT = 2.0  # seconds that a newcomer waits for the first answers
+LOOK_LIMIT = 5.0  # seconds that somebody outside the run takes to ask who is in it
+LIFETIME = 20.0  # seconds; of heartbeats, while none is known
+NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not find it"
+
+
+class WhereaboutsNetwork(Protocol):
+    peer_id: str
+
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
+    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
+    async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool: ...
+    async def find_heartbeats(self, run_id: str) -> list[bytes]: ...
+    def hard_to_reach(self) -> Collection[str]: ...
+    def prepare(self, peer_id: str) -> None: ...
+
+
+class Whereabouts:
+    """What is known of one run's peers, and how it gets around."""
+
+    def __init__(self, run: str, network: WhereaboutsNetwork) -> None:
+        self._network = network
+        self.gossip = Gossip(network.peer_id, run, os.urandom(16), time.time())
+        self.dht = MeetingPlace(self.gossip, LIFETIME)
+        self._run = run
+        self._published = 0
+        self._exchanging: set[asyncio.Task[None]] = set()
+        self._telling: asyncio.Task[None] | None = None
+        self._connected: set[str] = set()
+        self._is_new = True
+
+    @property
+    def is_member(self) -> bool:
+        """Whether we are in the run ourselves, and not only looking."""
+        return self.gossip.own is not None
+
+    @property
+    def copies(self) -> Copies:
+        """Return what was heard of our own key, from elsewhere."""
+        return self.gossip.copies
+
+    # What we say ----------------------------------------------------------------------------------------------
+    def pace(self) -> Pace:
+        """Return what the next thing that we say of ourselves depends on."""
+        is_whole = self.dht.is_to_be_stored(now(), time.time())
+        return Pace(len(self.gossip.others(now())), is_whole, self.gossip.copies.highest)
+
+    async def say(self, signed: bytes | None, sign: LifeSign | None) -> bool:
+        """Tell others of ourselves: those that gossip has us tell, and now and then the DHT. A farewell has been told
+        when this returns. Returns whether a DHT node took it, if it was to.
+
+        Raises: LocalProtocolError when the heartbeat is no newer than the one before.
+        """
+        said = None if signed is None else Heartbeat.verify(signed, self._run)
+        if said is not None and said.sequence <= self._published:
+            raise LocalProtocolError(f"heartbeat {said.sequence} does not follow {self._published}")
+        self.gossip.partners.avoided = self._network.hard_to_reach()
+        self.gossip.say(signed, sign, now(), time.time())
+        self._tell()
+        if self._telling is None:
+            self._telling = asyncio.create_task(self._keep_telling())
+        if said is None or signed is None:
+            return True
+        self._published, self.dht.lifetime = said.sequence, said.lifetime
+        is_farewell = said.state is PeerState.LEAVING
+        is_for_dht = is_farewell or self.dht.is_to_be_stored(now(), time.time())
+        is_stored = not is_for_dht or await self._store(said, signed)
+        if is_farewell:
+            await asyncio.gather(*self._exchanging)
+            self._tell()  # those that were being told something else
+            await asyncio.gather(*self._exchanging)
+        return is_stored
+
+    async def _store(self, said: Heartbeat, signed: bytes) -> bool:
+        self.dht.stored(now())
+        is_stored = await self._network.store_heartbeat(said, signed)
+        if is_stored:
+            HEALTH.well(f"dht {self._run}")
+        else:
+            HEALTH.failing(f"dht {self._run}", NO_NODE)
+        return is_stored
+
+    # Gossip ---------------------------------------------------------------------------------------------------
+    async def _keep_telling(self) -> None:
+        while True:
+            self._tell()
+            await asyncio.sleep(LOOK)
+
+    def _tell(self) -> None:
+        """Begin the exchanges that are due."""
+        for peer in self.gossip.due(now()):
+            task = asyncio.create_task(self._exchange(peer))
+            self._exchanging.add(task)
+            task.add_done_callback(self._exchanging.discard)
+
+    async def _exchange(self, peer: str) -> None:
+        try:
+            request = self.gossip.request(peer, now())
+            self._network.prepare(peer)
+            answer = await self._network.call(peer, GOSSIP, request, ANSWER_SHARE * self.dht.lifetime / 2)
+            self.gossip.answer_of(peer, answer, now(), time.time())
+        except asyncio.CancelledError:
+            self.gossip.failed(peer, now())  # else it would seem to be under way for ever
+            raise
+        except PeerUnreachableError as error:
+            logger.debug("%s", error)
+            self.gossip.failed(peer, now())
+        except RemoteProtocolError as error:
+            metrics.DROPPED.labels("heartbeat").inc()
+            logger.warning("dropped what a peer told us of others: %s", error)
+
+    def answer(self, sender: str, request: Request) -> bytes:
+        """Answer an exchange that somebody else has begun. Raises: RemoteProtocolError, RefusalError."""
+        try:
+            return self.gossip.answer(sender, request, now(), time.time())
+        except AdmissionError as error:
+            raise RefusalError(str(error)) from error
+
+    async def close(self) -> None:
+        HEALTH.over(f"dht {self._run}")
+        tasks = [*self._exchanging, *([self._telling] if self._telling else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # What is known --------------------------------------------------------------------------------------------
+    async def heartbeats(self) -> list[Heartbeat]:
+        """Return the newest heartbeat of every peer of the run, ours included, by peer id."""
+        if self.dht.is_search_due(now()):
+            await self._search()
+        if not self.is_member:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_LIMIT):
+                    await self._ask_around()
+        elif self._is_new:
+            await self._meet()
+        self.gossip.see_out(time.time())
+        return self.gossip.heartbeats(now())
+
+    def silences(self) -> dict[str, float]:
+        """Return for how many seconds nothing new was heard of each peer."""
+        return self.gossip.silences(now())
+
+    async def _search(self) -> None:
+        """Take in what the DHT has of the run's peers."""
+        self.dht.searched(now())
+        self.gossip.heard.forget(time.time())
+        for signed in await self._network.find_heartbeats(self._run):
+            self.gossip.found(signed, now(), time.time())
+
+    async def _meet(self) -> None:
+        """Wait for what the first partners know: whom the DHT has are few, and the first look decides who gives us the
+        state."""
+        self._tell()
+        if self._exchanging:
+            self._is_new = False
+            await asyncio.wait(self._exchanging, timeout=FIRST_LIMIT)
+
+    async def _ask_around(self) -> None:
+        """Ask peers of the run for all that they know, page by page."""
+        while due := self.gossip.due(now()):
+            for peer in set(due) - self._connected:
+                word = self.gossip.heard.get(peer)
+                if word is not None and await self._network.connect(peer, word.heartbeat.addresses):
+                    self._connected.add(peer)
+            await asyncio.gather(*map(self._exchange, due))

@@ -1,0 +1,56 @@
+"""What `bootstrap` and `join` make of the options about links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import peers.network.bootstrap
+from opendiloco.cli import main
+from peers import metrics
+from peers.network.settings import LinkSettings
+
+
+@pytest.mark.parametrize(
+    ("options", "links"),
+    [
+        ([], LinkSettings(31338, 100e6 / 8)),
+        (["--relay-limit", "8", "--data-port", "80"], LinkSettings(80, 1e6)),
+        (["--no-relay"], LinkSettings(31338, None)),
+    ],
+)
+def test_a_bootstrap_node_relays_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str], links: LinkSettings
+) -> None:
+    seen: list[object] = []
+
+    async def run_bootstrap(*arguments: object) -> None:
+        seen.extend(arguments)
+
+    monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
+    done = CliRunner().invoke(main, ["bootstrap", "--identity", str(tmp_path / "key.pem"), *options])
+    assert done.exit_code == 0, done.output
+    assert seen[-2] == links
+    listen = seen[1]
+    assert isinstance(listen, tuple)
+    assert listen[0] == "/ip4/0.0.0.0/tcp/31337"
+
+
+def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def run_bootstrap(*arguments: object) -> None:
+        return None
+
+    served: list[tuple[int, str]] = []
+    monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
+    monkeypatch.setattr(metrics, "serve_metrics", lambda port, host: served.append((port, host)))
+    arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--metrics-port", "9000"]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    assert CliRunner().invoke(main, [*arguments, "--metrics-host", "0.0.0.0"]).exit_code == 0
+    assert served == [(9000, "127.0.0.1"), (9000, "0.0.0.0")]
+
+
+def test_a_volunteer_relays_for_nobody_by_default() -> None:
+    assert LinkSettings.of_megabits(0, None) == LinkSettings()
+    assert LinkSettings.of_megabits(5, 16.0) == LinkSettings(5, 2e6)

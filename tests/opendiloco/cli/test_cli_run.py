@@ -1,0 +1,157 @@
+"""`diloco-peer run`: what it tells its organiser."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from opendiloco.cli import main
+from opendiloco.cli.new_run import beyond_schedules, check
+from opendiloco.cli.run import next_lines
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
+from peers.values.identity import Identity
+from peers.values.manifest import Invite
+from peers.values.wire import PROTOCOL_VERSION
+
+ROOT = Path(__file__).parents[3]
+
+ADDRESS = "/ip4/192.0.2.2/tcp/31337/p2p/12D3KooWQFDaugSZMNNMdfYVGsJjZ11jngwqxJ6678Zmhr2TSQ5o"
+STANDARD_LIBRARY = {"source": "stdlib"}
+
+
+def said(content: dict[str, Any], identity: Path | None = None) -> list[str]:
+    """What the organiser of such a run is told to type, without the invite."""
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+    invite = Invite(run.run_id, (ADDRESS,))
+    lines = next_lines(run, invite, Path("run.manifest"), identity)
+    return [line.replace(str(invite), "INVITE") for line in lines]
+
+
+def test_a_run_of_the_standard_library_needs_nothing_else(small_content: dict[str, Any]) -> None:
+    assert said(small_content | {"data": STANDARD_LIBRARY})[1:] == ["  diloco-peer join --run INVITE"]
+
+
+def test_whoever_joins_names_a_folder_for_each_local_source(small_content: dict[str, Any]) -> None:
+    """Regression: the command that was shown did not work, since it lacked `--data`."""
+    source = small_content["data"]["source"]
+    assert said(small_content)[1:] == [
+        "  diloco-peer join --run INVITE --data FOLDER",
+        f"FOLDER is that machine's own, with the text that is here in {source}.",
+    ]
+    several = {"sources": [{"source": source, "weight": 1.0}, {"source": "/other", "weight": 1.0}]}
+    assert said(small_content | {"data": several})[1:] == [
+        "  diloco-peer join --run INVITE --data FOLDER --data FOLDER",
+        f"Each FOLDER is that machine's own, with the text that is here in {source}, /other.",
+    ]
+
+
+@pytest.mark.parametrize("identity", [None, Path("organiser.pem")])
+def test_a_run_by_invitation_needs_a_ticket(small_content: dict[str, Any], identity: Path | None) -> None:
+    content = small_content | {"data": STANDARD_LIBRARY, "admission": {"mode": "invite"}}
+    assert said(content, identity)[1:] == [
+        "  diloco-peer join --run INVITE --ticket TICKET",
+        "Give out such tickets with",
+        "  diloco-peer invite create run.manifest" + (" --identity organiser.pem" if identity else ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "momentum", "is_warned"), [("sparse", 0.9, True), ("sparse", 0.0, False), ("int8", 0.9, False)]
+)
+def test_momentum_beside_sparse_payloads_is_warned_of(
+    small_content: dict[str, Any], caplog: pytest.LogCaptureFixture, kind: str, momentum: float, is_warned: bool
+) -> None:
+    outer = {"learning_rate": 1.0, "momentum": momentum}
+    check(RunConfig.from_manifest_content(small_content | {"codec": {"kind": kind}, "outer_optimizer": outer}))
+    assert ("outer_optimizer.momentum = 0.9 overshoots" in caplog.text) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("outer_steps", "schedule", "outer_schedule", "warned"),
+    [
+        (8, {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 20}, None, ""),
+        (9, {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 20}, None, "schedule ends after 80 inner steps"),
+        (9, {"warmup_steps": 10, "stable_steps": 50, "decay_steps": 20, "final_fraction": 0.1}, None, ""),
+        (9, {"kind": "constant", "warmup_steps": 10}, None, ""),
+        (9, {"warmup_tokens": 10, "stable_tokens": 50, "decay_tokens": 20}, None, ""),
+        (9, {"kind": "constant", "warmup_steps": 10}, {"kind": "cosine", "warmup_steps": 0, "decay_steps": 9}, ""),
+        (
+            9,
+            {"kind": "constant", "warmup_steps": 10},
+            {"kind": "cosine", "warmup_steps": 0, "decay_steps": 8},
+            "outer_optimizer.schedule ends after 8 outer steps, and the run after 9",
+        ),
+    ],
+)
+def test_a_run_that_is_longer_than_a_schedule_is_warned_of(
+    small_content: dict[str, Any],
+    outer_steps: int,
+    schedule: dict[str, Any],
+    outer_schedule: dict[str, Any] | None,
+    warned: str,
+) -> None:
+    """Regression: somebody made outer_steps larger, and trained with a learning rate of 0."""
+    content = small_content | {"outer_steps": outer_steps, "schedule": schedule}
+    content["training"] = small_content["training"] | {"inner_steps": 10}
+    content["outer_optimizer"] = {"schedule": outer_schedule}
+    said = list(beyond_schedules(RunConfig.from_manifest_content(content)))
+    assert (len(said), warned in "".join(said)) == (bool(warned), True)
+
+
+def test_the_example_is_a_run_that_can_be_created(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["run", "example"])
+    assert done.exit_code == 0
+    (tmp_path / "run.toml").write_text(done.stdout)
+    config = RunConfig.from_toml(tmp_path / "run.toml")
+    assert list(beyond_schedules(config)) == []
+    assert {source.source for source in config.data.all_sources} == {"stdlib"}, "nothing is downloaded"
+
+
+def test_an_invite_that_leads_only_to_this_machine_says_so(small_content: dict[str, Any]) -> None:
+    run = Run.sign(RunConfig.from_manifest_content(small_content | {"data": STANDARD_LIBRARY}), Identity.generate())
+    told = {}
+    for host in ("127.0.0.1", "192.168.1.2"):
+        invite = Invite(run.run_id, (f"/ip4/{host}/tcp/1/p2p/{Identity.generate().peer_id}",))
+        told[host] = any("Other machines need an invite" in line for line in next_lines(run, invite, Path("m"), None))
+    assert told == {"127.0.0.1": True, "192.168.1.2": False}
+
+
+@pytest.mark.parametrize("command", [["create", "--identity", "organiser.pem", "--initial-peer", ADDRESS], ["needs"]])
+def test_a_mistake_in_run_toml_is_found_before_anything_slow_is_imported(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opendiloco.model.build", None)  # to import it is an error
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("[data", encoding="utf-8")
+    done = CliRunner().invoke(main, ["run", *command, "run.toml"])
+    assert done.exit_code == 3
+    assert "not valid TOML" in done.stderr
+
+
+def test_a_manifest_as_json(small_config: RunConfig, tmp_path: Path) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    path = tmp_path / "run.manifest"
+    path.write_bytes(run.manifest.pack())
+    shown = CliRunner().invoke(main, ["run", "show", str(path), "--json"])
+    assert shown.exit_code == 0
+    assert json.loads(shown.output) == {
+        "run": run.run_id,
+        "organiser": run.manifest.organiser,
+        "protocol_version": PROTOCOL_VERSION,
+        "manifest": run.manifest.digest.hex(),
+        "content": json.loads(json.dumps(small_config.to_manifest_content())),
+    }
+
+
+def test_what_a_run_takes_as_json() -> None:
+    done = CliRunner().invoke(main, ["run", "needs", str(ROOT / "examples" / "tiny.toml"), "--json"])
+    assert done.exit_code == 0, done.output
+    taken = json.loads(done.stdout)
+    assert taken["parameters"] > 100_000
+    assert {"gpu_memory", "main_memory", "main_memory_on_cpu", "disk", "traffic_each_way"} <= taken.keys()

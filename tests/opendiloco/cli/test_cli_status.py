@@ -1,0 +1,103 @@
+"""`diloco-peer status` looks until it can say whether the peers agree."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from opendiloco.cli import status as module
+from opendiloco.cli.status import COMPARE_SECONDS, compare, show_status
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.values.identity import Identity
+from peers.values.manifest import Invite
+from peers.values.signed_heads import SignedHeads
+from tests.opendiloco.view.test_agreement import beat
+from tests.peers.network.test_throttle import simulate
+
+Look = Callable[[float], list[Heartbeat]]
+
+
+class Network:
+    """Its peers say what `look` returns at each time."""
+
+    def __init__(self, look: Look) -> None:
+        self.look = look
+        self.looks = 0
+
+    async def heartbeats(self, run_id: str) -> list[Heartbeat]:
+        self.looks += 1
+        return self.look(asyncio.get_running_loop().time())
+
+    def signed_heads_of(self, run_id: str) -> SignedHeads:
+        return SignedHeads(run_id)
+
+
+def apart(seconds: float) -> list[Heartbeat]:
+    """Two that never are at one outer step: each look finds them at two new ones."""
+    index = 2 * int(seconds)
+    return [beat("a", index, index), beat("b", index + 1, index + 1)]
+
+
+def one_behind(seconds: float) -> list[Heartbeat]:
+    """The second is seen where the first was a look before."""
+    index = int(seconds)
+    return [beat("a", index + 1, index + 1), beat("b", index, index)]
+
+
+def lone(state: PeerState) -> Look:
+    return lambda seconds: [beat("a", 5, 5), beat("b", 0, 0, state)]
+
+
+@pytest.fixture
+def run(small_config: RunConfig) -> Run:
+    return Run.sign(small_config, Identity.generate())
+
+
+@pytest.mark.parametrize(
+    ("look", "verdict", "looks"),
+    [
+        (lambda seconds: [beat("a", 5, 5), beat("b", 5, 5)], True, 1),
+        (lambda seconds: [beat("a", 5, 5), beat("b", 5, 6)], False, 1),
+        (one_behind, True, 2),
+        (apart, None, COMPARE_SECONDS + 1),
+        (lone(PeerState.LEAVING), None, 1),
+        (lone(PeerState.JOINING), None, 1),
+        (lone(PeerState.ARCHIVING), None, 1),
+    ],
+)
+def test_it_looks_again_while_there_are_two_that_may_be_compared(
+    run: Run, look: Look, verdict: bool | None, looks: int
+) -> None:
+    network = Network(look)
+    view = simulate(compare(network, run))  # type: ignore[arg-type]
+    assert (view.agreement.verdict, network.looks) == (verdict, looks)
+
+
+@pytest.mark.parametrize(("look", "agree"), [(one_behind, True), (apart, None)])
+def test_programs_hear_that_nothing_could_be_compared(
+    run: Run, look: Look, agree: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: they heard that all agree."""
+
+    @asynccontextmanager
+    async def connected(*_: Any, **__: Any) -> AsyncIterator[Network]:
+        yield Network(look)
+
+    async def found(*_: Any) -> Run:
+        return run
+
+    monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
+    monkeypatch.setattr("opendiloco.run.find_run", found)
+    monkeypatch.setattr("opendiloco.volunteer.signed_heads.ask_for_signed_heads", found)
+    monkeypatch.setattr(module, "volunteers_here", lambda run_id: [])
+    simulate(show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True))
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["agree"] is agree
+    assert [peer["peer"] for peer in shown["peers"]] == ["a", "b"]

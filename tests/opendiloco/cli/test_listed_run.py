@@ -1,0 +1,85 @@
+"""What a list of runs says of one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from opendiloco.cli import runs
+from opendiloco.cli.runs import NOT_MEASURED, ListedRun, all_with_needs, needs_here
+from opendiloco.config.run_config import RunConfig
+from opendiloco.quantities import in_words
+from opendiloco.run import Run
+from opendiloco.view.run_view import RunView
+from opendiloco.workers.needs import Needs
+from peers.presence.heartbeat import PeerState
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
+from tests.opendiloco.view.test_screen import beat
+
+
+def test_a_run_says_who_is_there_and_what_it_takes(small_config: RunConfig) -> None:
+    run = Run.sign(small_config, Identity.generate())
+    beats = [beat(PeerState.TRAINING, 2), beat(PeerState.ARCHIVING, 3), beat(PeerState.LEAVING, 1)]
+    needs = needs_here(run)
+    listed = ListedRun(run.run_id, view=RunView.of(run, beats), needs=needs)
+    plain = json.loads(json.dumps(listed.plain()))
+    assert len(plain["peers"]) == 1
+    assert (plain["outer_step"], plain["finished"], plain["problem"]) == (2, False, None)
+    assert plain["needs"]["gpu_memory"] == needs.device_memory
+    lines = list(listed.lines())
+    assert lines[0] == run.run_id
+    assert f"outer step 2/{small_config.total_outer_steps} · 1" in lines[1]
+    assert f"takes {in_words(needs.device_memory)} of a GPU" in lines[3]
+
+
+def test_a_run_of_another_version_says_so() -> None:
+    listed = ListedRun("tiny-abc", problem="the run is of protocol version 9")
+    assert listed.plain() == {"run": "tiny-abc", "problem": "the run is of protocol version 9"}
+    assert list(listed.lines()) == ["tiny-abc", "  the run is of protocol version 9"]
+
+
+def test_a_manifest_may_leave_defaults_out(small_content: dict[str, Any]) -> None:
+    """Regression: one such run left all others unlisted."""
+    content = small_content | {"model": {"config": small_content["model"]["config"]}}
+    manifest = SignedManifest.create(Identity.generate(), "small", content)
+    listed = ListedRun(manifest.run_id, view=RunView.of(Run.from_manifest(manifest), ()))
+    assert listed.plain()["model"] == "llama"
+
+
+def test_a_strangers_words_do_not_rewrite_the_list(small_content: dict[str, Any]) -> None:
+    words = "a\x1b[2J\x07\nofficial-run"
+    content = small_content | {"data": {"source": words}, "model": {"path": f"./{words}", "digest": "0" * 64}}
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+    lines = list(ListedRun(run.run_id, f"one\n  two {words}", RunView.of(run, ())).lines())
+    assert len(lines) == 4
+    assert all(line.replace("\n", "").isprintable() for line in lines)
+    assert "official-run" in lines[2]
+    assert "\n" not in lines[2]
+
+
+def test_slow_runs_keep_the_others_waiting_for_a_bounded_time(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a list of many was silent for minutes."""
+    time, run = 1000.0, Run.sign(small_config, Identity.generate())
+    needs = needs_here(run)
+
+    def measure(run: Run) -> Needs:
+        nonlocal time
+        time += 12.0
+        return needs
+
+    monkeypatch.setattr(runs, "needs_here", measure)
+    listed = [ListedRun(f"run-{number}", view=RunView.of(run, ())) for number in range(6)]
+    plain = [each.plain() for each in all_with_needs([*listed, ListedRun("gone", "it is gone")], lambda: time)]
+    assert [each.get("needs") is not None for each in plain] == [True] * 3 + [False] * 4
+    assert [each["problem"] for each in plain] == [None] * 3 + [NOT_MEASURED] * 3 + ["it is gone"]
+    assert time == 1036.0
+
+
+def test_what_a_run_takes_follows_from_its_model(small_config: RunConfig) -> None:
+    needs = needs_here(Run.sign(small_config, Identity.generate())).plain()
+    assert 0 < needs["parameters"] < needs["traffic_each_way"] * 10 < needs["disk"] * 100

@@ -1,0 +1,181 @@
+"""What people see of a volunteer: phases, how far they have come, the curve, and what was contributed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.run import Run
+from opendiloco.view.chronicle import Standing
+from opendiloco.view.progress import (
+    COMPILING,
+    DOWNLOADING,
+    OF_STATES,
+    PREPARING,
+    TRAINING,
+    Fragments,
+    GrowthMeter,
+    OwnFacts,
+    Progress,
+    Traffic,
+    Work,
+    curve,
+    healthy_line,
+    phase_of_stage,
+    progress_lines,
+    stage_line,
+)
+from opendiloco.view.run_view import RunView
+from peers.log.folder import MemoryLog
+from peers.network.throttle import Caps
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss
+from peers.protocol.states import State
+from peers.transfer.download import Download
+from peers.values.identity import Identity
+from peers.values.reach import Reach
+from tests.opendiloco.view.test_agreement import beat
+
+RELAY = "/dns4/node.example/tcp/1/p2p/X"
+
+
+def own_beat(peer: str = "a", **said: Any) -> Heartbeat:
+    known: dict[str, Any] = {
+        "index": 12,
+        "inner_step": 50,
+        "loss": 2.5,
+        "tokens_per_second": 12345.6,
+        "relays": (RELAY,),
+    }
+    return beat(peer, 12).model_copy(update=known | said)
+
+
+@pytest.fixture
+def progress(small_config: RunConfig) -> Progress:
+    training = small_config.training.model_copy(update={"inner_steps": 200})
+    run = Run.sign(small_config.model_copy(update={"outer_steps": 40, "training": training}), Identity.generate())
+    beats = own_beat(held_out=HeldOutLoss(index=8, loss=2.31)), *map(own_beat, ("b", "c", "unknown"))
+    reach = {"b": Reach.RELAYED, "c": Reach.OPEN, "gone": Reach.NONE}
+    facts = OwnFacts(beats, MemoryLog(run.settings.empty_log), State.TRAINING, False, reach, Caps(), 0, 0)
+    return Progress(
+        view=RunView.of(run, facts.heartbeats),
+        facts=facts,
+        phase=TRAINING,
+        work=Work(0.25, 20.0),
+        losses=(4.0, 3.0, 2.5),
+        contribution=Standing(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
+        up=Traffic(1e6 / 8, 20e6 / 8, 3_400_000),
+        down=Traffic(2e6 / 8, None, 12_000_000_000),
+        machine="61 °C",
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "phase"),
+    [
+        ("finding the run", "finding the run"),
+        ("importing torch", "starting the workers"),
+        ("checking this machine", "checking this machine"),
+        ("tokenizing stdlib", PREPARING),
+        ("checking /tokens", PREPARING),
+        ("compiling", COMPILING),
+    ],
+)
+def test_each_stage_of_the_start_has_its_phase(stage: str, phase: str) -> None:
+    assert phase_of_stage(stage) == phase
+
+
+def test_a_stage_says_how_far_it_has_come_and_how_long_yet() -> None:
+    assert stage_line("tokenizing c4", Work(0.2, 10)) == "preparing data: tokenizing c4 20%, about 40 s left"
+    assert stage_line("compiling", Work(None, 65)) == "compiling (65 s)"
+    assert stage_line("finding the run", Work(None, 0.4)) == "finding the run"
+
+
+def test_every_state_of_a_peer_has_a_phase() -> None:
+    assert set(OF_STATES) == set(State)
+
+
+def test_a_healthy_line_has_all_that_matters(progress: Progress) -> None:
+    assert healthy_line(progress) == (
+        "outer step 12/40, training, inner step 50/200, next round in 60 s, loss 2.500, 12,346 tokens/s, 4 peers, "
+        "reachable: NAT (links: 1 open, 1 relayed), 1.23 M tokens in 11 rounds: 34%, rank 2 of 5, "
+        "1.0 of 20 Mbit/s up, 2.0 Mbit/s down, 61 °C"
+    )
+
+
+def test_the_screen_fits_80_columns(progress: Progress) -> None:
+    lines = progress_lines(progress)
+    assert lines == [
+        "outer step 12/40 · training, inner step 50/200, next round in 60 s",
+        "loss 2.500 █▃▁",
+        "held-out loss 2.310 (perplexity 10.1) after outer step 8",
+        "12,346 tokens/s · 4 peers · reachable: NAT (links: 1 open, 1 relayed)",
+        "contributed 1.23 M tokens in 11 rounds: 34%, rank 2 of 5",
+        "up 1.0 of 20 Mbit/s (3.4 MB) · down 2.0 Mbit/s (12 GB)",
+        "this machine: 61 °C",
+    ]
+    assert max(map(len, lines)) <= 80
+
+
+STREAMING = Fragments(count=9, averaging=2, done=3, overlap=5)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "said"),
+    [
+        (STREAMING, "averages merged after 5 steps"),
+        (replace(STREAMING, longest=1.23), "averages in 1.2 s, merged after 5 steps"),
+        (
+            replace(STREAMING, longest=12.3, overlap=1, late=4, wait_share=0.21),
+            "averages in 12.3 s, merged after 1 step, 4 late (21%)",
+        ),
+    ],
+)
+def test_a_run_that_streams_says_whether_training_waits_for_averages(
+    progress: Progress, fragments: Fragments, said: str
+) -> None:
+    streaming = replace(progress, facts=replace(progress.facts, fragments=fragments))
+    lines = progress_lines(streaming)
+    assert lines[4:6] == ["2 of 9 fragments averaging, 3 done", said]
+    assert max(map(len, lines)) <= 80
+    assert f", 12,346 tokens/s, {said}, 4 peers, " in healthy_line(streaming)
+
+
+def test_a_download_names_its_donors_and_rate(progress: Progress) -> None:
+    facts = replace(progress.facts, download=cast(Download, SimpleNamespace(fetched={"b": 2, "c": 3})))
+    downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=Work(0.5, 30), down=Traffic(80e6 / 8))
+    expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
+    assert progress_lines(downloading)[0] == expected
+
+
+def test_a_pause_says_why(progress: Progress) -> None:
+    paused = replace(progress, pause_reasons=("on battery", "game runs"))
+    assert progress_lines(paused)[0] == "outer step 12/40 · paused: on battery, game runs"
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([1.0], "▁"), ([1.0, 1.0], "▁▁"), ([0.0, 7.0], "▁█"), ([0.0, 1.0, 6.0, 7.0], "▁█"), (range(8), "▁█")],
+)
+def test_a_curve_has_means_where_it_has_no_room(values: list[float], bars: str) -> None:
+    assert curve(list(values), width=2) == bars
+
+
+def test_a_rate_is_that_of_the_last_seconds() -> None:
+    meter = GrowthMeter()
+    assert meter.rate(100, 0.0) == 0
+    assert meter.rate(300, 2.0) == 100
+    for second in range(3, 11):
+        meter.rate(300, float(second))
+    assert meter.rate(300, 11.0) == 0
+
+
+def test_programs_get_plain_values(progress: Progress) -> None:
+    plain = json.loads(json.dumps(progress.plain()))
+    assert plain["contribution"] == {"tokens": 1_234_000, "rounds": 11, "share": 0.34, "rank": 2, "peers": 5}
+    assert plain["links"] == {"open": 1, "relayed": 1}
+    assert (plain["phase"], plain["seconds_left"], plain["sent_bytes"]) == ("training", 60.0, 3_400_000)

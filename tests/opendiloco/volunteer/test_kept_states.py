@@ -1,0 +1,212 @@
+"""The model from checkpoints and the log, with no network: by the command that people type."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM
+
+from opendiloco.cli.group import main
+from opendiloco.config.run_config import RunConfig
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.model.build import build_model
+from opendiloco.run import Run
+from opendiloco.storage.files import file_header, file_name
+from opendiloco.storage.held_out_curve import HeldOutCurve
+from opendiloco.storage.loading import metadata_of
+from opendiloco.storage.run_folder import RunFolder
+from opendiloco.volunteer.kept_states import find_origin
+from opendiloco.volunteer.local_workload import LocalWorkload
+from peers.log.folder import LogFolder
+from peers.values.identity import Identity
+from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, record
+from tests.opendiloco.volunteer.test_local_workload import StateOnly
+
+ENTRIES = 6
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A peer's folder with checkpoints after 1, 3 and 5 outer steps, the last of them damaged, and a log of 6 entries
+    without the payloads of the first."""
+
+    recorded: RecordedRun
+    folder: RunFolder
+
+    @property
+    def text(self) -> str:
+        return self.recorded.run.config.data.all_sources[0].source
+
+    def checkpoint(self, index: int) -> Path:
+        return self.folder.checkpoints / file_name(index)
+
+
+@pytest.fixture(scope="module")
+def kept(small_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    run = Run.sign(small_config, Identity.generate())
+    size = sum(parameter.numel() for parameter in build_model(small_config, ByteTokenizer()).parameters())
+    kept = Kept(
+        record(run, np.ones(size, np.float32), ENTRIES), RunFolder.open(run, "PeerA", tmp_path_factory.mktemp("state"))
+    )
+    log = LogFolder.open(kept.folder.log, run.settings.empty_log, BLOCK_BYTES)
+    kept.recorded.fill(log)
+    log.prune(1)
+    for index in (1, 3, 5):
+        state = kept.recorded.states[index]
+        metadata = metadata_of(run.run_id, state.last, state.state_digest)
+        kept.checkpoint(index).write_bytes(file_header(len(state.state), metadata) + state.state)
+    curve = HeldOutCurve(kept.folder.held_out)
+    for index, loss in ((2, 5.5), (5, 5.25)):
+        curve.add(index, loss)
+    kept.checkpoint(5).write_bytes(kept.checkpoint(5).read_bytes()[:-1])
+    return kept
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["export", *map(str, arguments)])
+
+
+@pytest.mark.swarm
+def test_a_sample_of_a_checkpoint(kept: Kept) -> None:
+    """The prompt comes first, and nothing but text is on the standard output."""
+    arguments = [
+        "--from",
+        str(kept.folder.path),
+        "--data",
+        kept.text,
+        "--tokens",
+        "5",
+        "--samples",
+        "2",
+        "--temperature",
+        "2",
+        "peers ",
+    ]
+    done = CliRunner().invoke(main, ["sample", *arguments])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("peers ")
+    assert done.stdout.count("peers ") == 2
+    assert "after 3 outer steps" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["export", "--out", "model"], ["sample", "peers "]])
+def test_text_that_the_manifest_names_is_not_opened(
+    command: list[str], kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("opendiloco.volunteer.kept_states.working", None)  # no worker is started
+    done = CliRunner().invoke(main, [*command, "--from", str(kept.folder.path)])
+    assert done.exit_code == 7
+    assert f"data.source = {kept.text!r}" in done.output
+    assert "--data FOLDER" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def values_of(folder: Path) -> torch.Tensor:
+    """All of a model's parameters, one after another."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.thorough
+@pytest.mark.swarm
+def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp_path: Path) -> None:
+    out, there = tmp_path / "model", f"file://{tmp_path}/there"
+    before = {path: path.stat().st_mtime_ns for path in kept.folder.path.rglob("*")}
+    done = export("--from", kept.folder.path, "--at", 4, "--data", kept.text, "--out", out, "--push-to", there)
+    assert done.exit_code == 0, done.output
+    tokens = f"{kept.recorded.headers[3].lineage_tokens:,}"
+    card = (out / "README.md").read_text()
+    assert "diloco-peer export --from FOLDER --at 4 --out model" in card
+    assert "Here `FOLDER` is what" in card
+    assert "| peers that contributed | 2 |" in card
+    assert "| 2 | 512 | 5.5000 |" in card
+    assert "| 5 |" not in card
+    assert str(kept.folder.path) not in card
+    assert f"the model after 4 outer steps and {tokens} tokens is in {out} and {there}" in done.output
+    theta = torch.frombuffer(bytearray(kept.recorded.states[4].state), dtype=torch.float32).reshape(2, -1)[1]
+    for folder in (out, tmp_path / "there"):
+        assert torch.equal(values_of(folder), theta)
+        assert f"`{kept.recorded.run.run_id}`" in (folder / "README.md").read_text()
+    assert before == {path: path.stat().st_mtime_ns for path in kept.folder.path.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("index", "start", "end"), [(None, 3, 3), (1, 1, 1), (2, 1, 2), (3, 3, 3), (5, 3, 5), (6, 3, 6)]
+)
+def test_where_a_model_comes_from(index: int | None, start: int, end: int, kept: Kept) -> None:
+    for source in (kept.folder.path, kept.folder.checkpoints):
+        origin = find_origin(source, index)
+        assert (origin.run, origin.checkpoint.index, origin.index) == (kept.recorded.run, start, end)
+        assert origin.log == kept.folder.log
+    one = find_origin(kept.checkpoint(1), index)
+    assert (one.checkpoint.index, one.index) == (1, index or 1)
+
+
+def test_a_checkpoint_alone_will_do(kept: Kept, tmp_path: Path) -> None:
+    shutil.copy(kept.checkpoint(3), tmp_path / "renamed.safetensors")
+    origin = find_origin(tmp_path / "renamed.safetensors", manifest=kept.folder.manifest)
+    assert (origin.run, origin.index) == (kept.recorded.run, 3)
+    assert origin.checkpoint.state == kept.recorded.states[3].state
+
+
+def test_what_is_not_there(kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, here, alone = ("--out", tmp_path / "model"), kept.folder.path, tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(kept.checkpoint(3), alone)
+    manifest = ("--manifest", kept.folder.manifest)
+    for arguments, code, said in (
+        (
+            ("--from", here, "--at", 0),
+            9,
+            "no good checkpoint after 0 outer steps or fewer. Those that are there: 5, 3, 1",
+        ),
+        (("--from", kept.checkpoint(5)), 9, "bytes instead of"),
+        (("--from", kept.checkpoint(3), "--at", 1), 9, "is the state after 3 outer steps, not after 1"),
+        (("--from", alone, "--at", 4, *manifest), 9, "not after 4, and there is no log"),
+        (("--from", alone), 3, "there is no run.manifest in"),
+        (("--from", here / "log", *manifest), 9, "has no good checkpoint. Those that are there: none"),
+        (("--from", alone, "--manifest", kept.checkpoint(3)), 3, "not a manifest"),
+        (("--from", tmp_path / "missing"), 9, "does not exist"),
+        (("--from", here, "--push-to", "nonsense://there"), 10, "Protocol not known"),
+    ):
+        done = export(*arguments, *out)
+        assert (done.exit_code, said in done.output) == (code, True), done.output
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(("values", "said"), [(0, "leads to outer step 6 and not to 9"), (7, "is not of this run")])
+def test_what_is_found_out_late_leaves_nothing(
+    values: int, said: str, kept: Kept, small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def working(run: Run) -> AsyncIterator[LocalWorkload]:
+        yield LocalWorkload(StateOnly(values or len(kept.recorded.states[0].state) // 8), run.config)
+
+    monkeypatch.setattr("opendiloco.volunteer.kept_states.working", working)
+    done = export("--from", kept.folder.path, "--at", 9, "--data", kept.text, "--out", tmp_path / "model")
+    assert (done.exit_code, said in done.output) == (9, True), done.output
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "either --run or --from"),
+        (("--run", "tiny", "--from", "."), "either --run or --from"),
+        (("--run", "tiny", "--at", "3"), "--from"),
+        (("--from", "."), "--out, --push-to or both"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: tuple[str, ...], said: str) -> None:
+    done = export(*arguments)
+    assert done.exit_code == 2
+    assert said in done.output

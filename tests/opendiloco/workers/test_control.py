@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from opendiloco.workers.control import (
+    Evaluated,
+    Failed,
+    FragmentStored,
+    RunInnerLoop,
+    describe_failure,
+    parse_command,
+    parse_reply,
+)
+from peers.values.leases import SampleRange
+from tests.opendiloco.workers.trainings import training_done
+
+
+def test_messages_survive_their_line() -> None:
+    command = RunInnerLoop(number=1, index=2, samples=(SampleRange(0, 4), SampleRange(8, 9)), steps=3, tokens=4096)
+    assert command.line().count(b"\n") == 1
+    assert parse_command(command.line()) == command
+    reply = training_done(loss=0.1)
+    assert parse_reply(reply.line()) == reply
+    stored = FragmentStored(fragment=1, samples=(SampleRange(0, 4),), tokens=64, loss=0.1)
+    assert parse_reply(stored.line()) == stored
+    failure = Failed(error="WorkerError", message="two\nlines", remedy="", traceback="a\nb\n")
+    assert failure.line().count(b"\n") == 1
+    assert parse_reply(failure.line()) == failure
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"nonsense\n",
+        b'{"kind": "dance"}\n',
+        b'{"kind": "end_inner_loop", "number": 1, "now": true}\n',
+        b'{"kind": "run_inner_loop"}\n',
+    ],
+)
+def test_what_is_no_command_is_refused(line: bytes) -> None:
+    with pytest.raises(ValidationError):
+        parse_command(line)
+
+
+@pytest.mark.parametrize("loss", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_number_gets_through(loss: float) -> None:
+    reply = parse_reply(Evaluated(loss=loss, tokens=1).line())
+    assert isinstance(reply, Evaluated)
+    assert str(reply.loss) == str(loss)
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (RuntimeError("CUDA error: out of memory"), "DeviceMemoryError"),
+        (RuntimeError("cuBLAS: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), "DeviceMemoryError"),
+        (RuntimeError("NCCL error: Failed to CUDA calloc 4 bytes: out of memory"), "DeviceMemoryError"),
+        (RuntimeError("sizes do not match"), "RuntimeError"),
+        (ValueError("out of memory"), "ValueError"),
+    ],
+)
+def test_want_of_memory_is_known_by_whatever_says_so(error: Exception, name: str) -> None:
+    """Regression: workers that could have gone on with half as many windows were started again and again."""
+    assert describe_failure(error).error == name
+
+
+def test_a_container_with_little_shared_memory_is_told_what_to_do() -> None:
+    said = (
+        "NCCL error in: ProcessGroupNCCL.cpp, ncclSystemError: System call failed.\nLast error:\n"
+        "Error while creating shared memory segment /dev/shm/nccl-4hgr2K (size 9637888), error: No space left on device"
+    )
+    failure = describe_failure(RuntimeError(said))
+    assert failure.error == "MachineError"
+    assert "--shm-size 1g" in failure.remedy
+    assert describe_failure(RuntimeError("/dev/shm is a nice folder")).error == "RuntimeError"

@@ -1,0 +1,519 @@
+"""Workers that are lost, or whose device runs out of memory, in whatever they do: played without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.errors import DataError, DeviceMemoryError, WorkerError
+from opendiloco.model.card import RunFacts
+from opendiloco.shared_memory import reserve
+from opendiloco.stages import COMPILING
+from opendiloco.workers import supervisor
+from opendiloco.workers.control import (
+    Configure,
+    Configured,
+    ControlMessage,
+    EndInnerLoop,
+    Evaluated,
+    Exported,
+    FragmentStored,
+    Generated,
+    InnerStepDone,
+    Report,
+    RunInnerLoop,
+)
+from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.process import Inherited, WorkerDeathError, WorkerProcess
+from opendiloco.workers.supervisor import WorkersRestartedError
+from peers.values.leases import SampleRange
+from peers.values.workload import InnerLoop, Progress
+from tests.opendiloco.workers.trainings import training_done
+
+LEASE = (SampleRange(0, 4),)
+FACTS = RunFacts(run_id="small-1", manifest_digest="00" * 32, outer_steps=3, tokens=640, peers=2, held_out_loss=5.0)
+ANSWERS: dict[type[ControlMessage], ControlMessage] = {
+    Evaluated: Evaluated(loss=2.0, tokens=16),
+    Generated: Generated(text="peers"),
+    Exported: Exported(),
+}
+REQUESTS: dict[str, Callable[[WorkerGroup], Awaitable[object]]] = {
+    "evaluate": lambda group: group.evaluate(4),
+    "generate": lambda group: group.generate("peers", 5),
+    "export": lambda group: group.export(Path("model"), FACTS),
+}
+
+
+def quiet(stage: str, share: float | None) -> None:
+    """Take a worker's word of what it is busy with."""
+
+
+class Played(WorkerProcess):
+    """Of two workers the second can take `windows` at once; the first then waits for it in a collective."""
+
+    windows = 0
+    all: ClassVar[list[Played]] = []
+    deaths: ClassVar[dict[int, int]] = {}
+    """Of requests, counted from 1 by each worker's group, which worker dies in it."""
+    request: ClassVar[int] = 0
+    told: ClassVar[list[ControlMessage]] = []
+    """What all were told besides."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+        self.on_stage = quiet
+        self.configured: Configure
+        self.ended = asyncio.Event()
+
+    @classmethod
+    async def start(cls, descriptors: Inherited, threads: int) -> Played:
+        cls.all.append(cls(descriptors.memory))
+        return cls.all[-1]
+
+    async def exchange(self, command: ControlMessage, answer: type[Any], on_report: Callable[[Report], None]) -> Any:
+        if isinstance(command, Configure):
+            self.configured = command
+            reserve(self.memory, 4)
+            return Configured(
+                parameters=4,
+                tokens_per_sample=16,
+                device="cpu",
+                device_name="cpu",
+                flops_per_token=100.0,
+                micro_batch=min(command.options.micro_batch or 8, 8),
+                held_out_digest="ab" * 32,
+                bytes_per_token=1.0,
+                fragments=((0, 4),),
+            )
+        if self.configured.rank == 0:
+            Played.request += 1
+        await asyncio.sleep(0)  # until all have been given it
+        if self.request in self.deaths:
+            if self.deaths[self.request] == self.configured.rank:
+                self.ended.set()
+            await self.ended.wait()
+            raise WorkerDeathError("killed by SIGKILL.")
+        if (self.configured.options.micro_batch or 0) <= self.windows:
+            if not isinstance(command, RunInnerLoop):
+                return ANSWERS[answer]
+            on_report(FragmentStored(fragment=0, samples=command.samples, tokens=64, loss=1.0))
+            await self.rest(command, on_report)
+            return training_done(skipped=1)
+        if self.configured.rank == 0:
+            await self.ended.wait()
+            raise WorkerError("killed.")
+        raise DeviceMemoryError("the device ran out of memory.", "Use --micro-batch.")
+
+    @staticmethod
+    async def rest(command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
+        """Take the inner steps that are left when all fragments are stored: none."""
+
+    async def wait_for_death(self) -> WorkerError:
+        await self.ended.wait()
+        return WorkerDeathError("killed by SIGKILL.")
+
+    def kill(self) -> None:
+        self.ended.set()
+
+    async def close(self) -> None:
+        self.kill()
+
+
+@pytest.fixture(autouse=True)
+def _played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("opendiloco.workers.supervisor.WorkerProcess", Played)
+    monkeypatch.setattr("opendiloco.workers.supervisor.EXPLANATION_SECONDS", 0.01)
+    monkeypatch.setattr(Played, "write", lambda self, command: Played.told.append(command))
+    yield
+    Played.all.clear()
+    Played.deaths.clear()
+    Played.told.clear()
+    Played.request = 0
+
+
+def ignore(progress: Progress) -> None:
+    pass
+
+
+async def started(config: RunConfig, windows: int, restarts: int = 0) -> WorkerGroup:
+    """Their pieces of a batch have 8 windows."""
+    Played.windows = windows
+    training = config.training.model_copy(update={"batch_size": 16})
+    config = config.model_copy(update={"training": training})
+    return await WorkerGroup.start(
+        config, WorkerOptions(device="cpu", cpu_workers=2, micro_batch=100, restarts=restarts)
+    )
+
+
+def test_the_first_time_all_start_again_with_half_the_micro_batch(
+    small_config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=4)
+        group.vectors.theta[:] = 7
+        with pytest.raises(WorkersRestartedError):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert [(one.configured.options.micro_batch, one.configured.fresh) for one in Played.all] == [
+            *[(100, True)] * 2,
+            *[(4, False)] * 2,
+        ]
+        assert [one.ended.is_set() for one in Played.all] == [True, True, False, False]
+        assert group.vectors.theta.tolist() == [7] * 4
+        assert not group._supervisor._death.done()
+        await group.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(story())
+    assert "ran out of memory. The workers start again with 4 windows at once instead of 8" in caplog.text
+    assert "1 inner steps were skipped" in caplog.text
+
+
+def test_the_second_time_is_an_error_that_names_the_remedy(small_config: RunConfig) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=2)
+        with pytest.raises(WorkersRestartedError):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        with pytest.raises(DeviceMemoryError) as caught:
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert "--micro-batch" in caught.value.remedy
+        assert caught.value.exit_code == 6
+        assert await group.wait_for_death() is caught.value
+        assert all(one.ended.is_set() for one in Played.all)
+        await group.close()
+
+    asyncio.run(story())
+
+
+def test_lost_workers_are_started_again_and_train_from_where_they_began(
+    small_config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=2)
+        Played.deaths.update({1: 0, 2: 1, 4: 1, 5: 0})
+        for _ in range(2):  # each training that ends well makes up for what was lost before it
+            for _ in range(2):
+                with pytest.raises(WorkersRestartedError):
+                    await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+            assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 8
+        assert [one.ended.is_set() for one in Played.all] == [True] * 8 + [False] * 2
+        assert not group._supervisor._death.done()
+        await group.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(story())
+    assert "killed by SIGKILL. The workers start again" in caplog.text
+
+
+def test_workers_that_are_lost_too_often_are_given_up(small_config: RunConfig) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=1)
+        Played.deaths.update({1: 0, 2: 0})
+        with pytest.raises(WorkersRestartedError):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        with pytest.raises(WorkerError, match="killed by SIGKILL"):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert "SIGKILL" in str(await group.wait_for_death())
+        await group.close()
+
+    asyncio.run(story())
+
+
+def test_workers_that_die_while_nobody_needs_them_are_replaced_when_somebody_does(small_config: RunConfig) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=1)
+        Played.all[1].ended.set()
+        await Played.all[0].ended.wait()  # the group kills the other
+        assert not group._supervisor._death.done()
+        assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
+        assert len(Played.all) == 4
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@pytest.mark.parametrize("request_kind", REQUESTS)
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_death_in_any_request_is_no_more_than_a_restart(
+    small_config: RunConfig, request_kind: str, dying: int
+) -> None:
+    """It is asked again, from new workers; and counts with those of trainings, until one has ended well."""
+    asked = 1 if request_kind == "evaluate" else 0  # the others are the first worker's alone
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=2)
+        Played.deaths.update({1: min(dying, asked), 3: 0, 4: 0})
+        await REQUESTS[request_kind](group)
+        assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 2
+        with pytest.raises(WorkersRestartedError):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        with pytest.raises(WorkerError, match="killed by SIGKILL"):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert "SIGKILL" in str(await group.wait_for_death())
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@pytest.mark.parametrize("request_kind", REQUESTS)
+def test_deaths_in_one_request_are_counted_and_too_many_are_an_error(
+    small_config: RunConfig, request_kind: str
+) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=2)
+        Played.deaths.update({1: 0, 2: 0, 3: 0})
+        with pytest.raises(WorkerError, match="killed by SIGKILL"):
+            await REQUESTS[request_kind](group)
+        assert len(Played.all) == 6
+        assert "SIGKILL" in str(await group.wait_for_death())
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_evaluation_that_runs_out_of_memory_is_done_again_with_half_as_many_windows(small_config: RunConfig) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=4)
+        assert (await group.evaluate(16)).loss == 2.0
+        assert [one.configured.options.micro_batch for one in Played.all] == [100, 100, 4, 4]
+        assert not group._supervisor._death.done()
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_workers_that_die_while_they_start_are_started_again(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=3)
+        Played.deaths.update({1: 1})
+        start, failures = Played.start, iter((True, True, False, False))
+
+        async def fail(descriptors: Inherited, threads: int) -> Played:
+            if next(failures):
+                raise WorkerDeathError("killed by SIGKILL while it started.")
+            return await start(descriptors, threads)
+
+        monkeypatch.setattr(Played, "start", fail)
+        with pytest.raises(WorkersRestartedError):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert len(Played.all) == 4
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@pytest.mark.parametrize(
+    ("failures", "restarts", "survives"), [(1, 1, True), (2, 1, False), (2, 2, True), (3, 2, False)]
+)
+def test_memory_that_runs_out_while_workers_start_again_is_not_the_end(
+    small_config: RunConfig, failures: int, restarts: int, survives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once half as many windows are tried instead; after that it counts as any other lost start."""
+    left = [0]
+    exchange = Played.exchange
+
+    async def configure(self: Played, command: ControlMessage, answer: type[Any], on_progress: Any) -> Any:
+        if isinstance(command, Configure) and command.rank == 0 and left[0]:
+            left[0] -= 1
+            raise DeviceMemoryError("the device ran out of memory.", "Use --micro-batch.")
+        return await exchange(self, command, answer, on_progress)
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=restarts)
+        Played.deaths.update({1: 1})
+        left[0] = failures
+        with pytest.raises(WorkersRestartedError if survives else DeviceMemoryError):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert group._supervisor._death.done() != survives
+        assert Played.all[-1].configured.options.micro_batch == 4
+        await group.close()
+
+    monkeypatch.setattr(Played, "exchange", configure)
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_while_only(
+    fresh: bool, small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All start again without it, whether they have just come or take the place of lost ones; that is no restart."""
+    hangs = [fresh]
+    exchange = Played.exchange
+
+    async def compile_for_ever(self: Played, command: ControlMessage, answer: type[Any], on_progress: Any) -> Any:
+        if hangs[0] and isinstance(command, Configure) and command.options.compile is not False:
+            if command.rank == 1:
+                self.on_stage("building the model", None)
+                self.on_stage(COMPILING, None)
+            await self.ended.wait()
+            raise WorkerDeathError("killed by SIGKILL.")
+        return await exchange(self, command, answer, on_progress)
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=0 if fresh else 1)
+        if not fresh:
+            Played.deaths.update({1: 1})
+            hangs[0] = True
+            with pytest.raises(WorkersRestartedError):
+                await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+            assert len(Played.all) == 6
+        assert not group._supervisor._death.done()
+        assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
+        assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
+        await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        await group.close()
+
+    monkeypatch.setattr(Played, "exchange", compile_for_ever)
+    monkeypatch.setattr(supervisor, "COMPILING_SECONDS", 0.01)
+    asyncio.run(asyncio.wait_for(story(), 30))
+    said = "a worker's compiler has not come to an end in 0 minutes. The workers start again and do not compile"
+    assert caplog.text.count(said) == 1
+
+
+def test_a_compiler_that_comes_to_an_end_is_not_timed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, seen, hung, rung = Played(-1), list[str](), list[Exception](), asyncio.Event()
+
+    def on_hang(error: Exception) -> None:
+        hung.append(error)
+        rung.set()
+
+    worker.on_stage = lambda stage, share: seen.append(stage)
+    monkeypatch.setattr(supervisor, "COMPILING_SECONDS", 0.0)
+
+    async def story() -> None:
+        for waits in (False, True):
+            with supervisor.CompilerWatch([worker], on_hang):
+                worker.on_stage(COMPILING, None)
+                if waits:
+                    await asyncio.wait_for(rung.wait(), 30)
+            for _ in range(3):
+                await asyncio.sleep(0)  # what is due is done
+            assert bool(hung) == waits
+
+    asyncio.run(story())
+    assert seen == [COMPILING] * 2, "whoever listened before is told as well"
+
+
+# What is left to be trained when all fragments are stored --------------------------------------------------------
+class Rest:
+    """Inner steps of the first training that end when `may_end` is set, or as `error` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.may_end = asyncio.Event()
+        self._error = error
+        monkeypatch.setattr(Played, "rest", staticmethod(self._take))
+
+    def report(self, inner_step: int) -> None:
+        """Have the first worker report one of them."""
+        self._on_report(
+            InnerStepDone(
+                inner_step=inner_step, loss=1.0, gradient_norm=1.0, learning_rate=1.0, tokens_per_second=100.0
+            )
+        )
+
+    async def _take(self, command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
+        if command.number == 1:
+            self._on_report = on_report
+            await self.may_end.wait()
+            if self._error is not None:
+                raise self._error
+
+
+async def started_with_overlap(config: RunConfig, restarts: int = 0) -> WorkerGroup:
+    streaming = config.streaming.model_copy(update={"overlap": 2})
+    return await started(config.model_copy(update={"streaming": streaming}), 100, restarts)
+
+
+FIRST, SECOND = InnerLoop(0, LEASE, 4, 0), InnerLoop(1, LEASE, 4, 64)
+
+
+def test_what_is_trained_is_known_before_the_last_inner_steps(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the workers are asked next waits for these."""
+
+    async def story() -> None:
+        group, rest = await started_with_overlap(small_config), Rest(monkeypatch)
+        seen = list[int]()
+        trained = await group.run_inner_loop(FIRST, lambda progress: seen.append(progress.inner_step))
+        rest.report(5)
+        assert seen == [0], "it tells of the speed, and is no step of the next lease"
+        assert (trained.samples, trained.tokens) == (LEASE, 64)
+        evaluation = asyncio.create_task(group.evaluate(4))
+        second = asyncio.create_task(group.run_inner_loop(SECOND, ignore, goes_on=True))
+        await asyncio.sleep(0)
+        assert "trained after outer step 0" not in caplog.text
+        assert not Played.told
+        rest.may_end.set()
+        assert (await second).samples == LEASE
+        assert evaluation.done()
+        await group.close()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(story())
+    assert "trained after outer step 0" in caplog.text
+
+
+def test_a_training_that_begins_anew_has_workers_leave_what_is_left(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        group, rest = await started_with_overlap(small_config), Rest(monkeypatch)
+        await group.run_inner_loop(FIRST, ignore)
+        second = asyncio.create_task(group.run_inner_loop(SECOND, ignore))
+        await asyncio.sleep(0)
+        assert Played.told == [EndInnerLoop(number=1)] * 2
+        rest.may_end.set()
+        await second
+        await group.close()
+
+    asyncio.run(story())
+
+
+def test_what_goes_wrong_with_the_last_inner_steps_is_raised_by_the_next_training(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on from them. One that begins anew has nothing to do with them."""
+
+    async def story(goes_on: bool) -> None:
+        group = await started_with_overlap(small_config)
+        rest = Rest(monkeypatch, DataError("a document cannot be read.", ""))
+        monkeypatch.setattr(group._supervisor, "_die", lambda error: None)
+        await group.run_inner_loop(FIRST, ignore)
+        rest.may_end.set()
+        if goes_on:
+            with pytest.raises(DataError, match="cannot be read"):
+                await group.run_inner_loop(SECOND, ignore, goes_on=True)
+            assert "training after outer step 0 has failed in the end: a document cannot be read." in caplog.text
+        else:
+            await group.run_inner_loop(SECOND, ignore)
+        await group.close()
+
+    asyncio.run(story(True))
+    asyncio.run(story(False))
+
+
+def test_workers_that_are_lost_in_their_last_inner_steps_do_not_go_on(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        group = await started_with_overlap(small_config, restarts=1)
+        rest = Rest(monkeypatch, WorkerDeathError("killed by SIGKILL."))
+        await group.run_inner_loop(FIRST, ignore)
+        rest.may_end.set()
+        with pytest.raises(WorkersRestartedError):
+            await group.run_inner_loop(SECOND, ignore, goes_on=True)
+        assert (await group.run_inner_loop(SECOND, ignore, from_local=True)).samples == LEASE
+        await group.close()
+
+    asyncio.run(story())

@@ -1,0 +1,76 @@
+"""How an organiser's amendment comes to peers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from peers.errors import RemoteProtocolError
+from peers.network.amendments import AmendmentRequest, Amendments, give
+from peers.network.channel import RefusalError
+from peers.values.amendments import Amendment
+from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
+from peers.values.wire import pack
+from tests.peers.network.told_network import Network
+
+ORGANISER, STRANGER = Identity.generate(), Identity.generate()
+MANIFEST = SignedManifest.create(ORGANISER, "run", {})
+RUN = MANIFEST.run_id
+
+
+def amendment(number: int = 1, learning_rate: float = 0.4, by: Identity = ORGANISER) -> Amendment:
+    return Amendment.sign(RUN, number, learning_rate, 0.9, by)
+
+
+def node() -> Amendments:
+    made = Amendments()
+    made.learn(MANIFEST)
+    return made
+
+
+def test_it_is_given_to_all_that_answer() -> None:
+    nodes = {"a": node(), "b": node()}
+    assert asyncio.run(give(Network("organiser", nodes), RUN, amendment(), ["a", "b", "gone"])) == 2
+    assert [one.of(RUN) for one in nodes.values()] == [amendment()] * 2
+
+
+@pytest.mark.parametrize("later", [amendment(1), amendment(2)])
+def test_an_older_one_replaces_nothing(later: Amendment) -> None:
+    one = node()
+    for given in (amendment(2), later):
+        assert asyncio.run(give(Network("organiser", {"a": one}), RUN, given, ["a"])) == 1
+    assert one.of(RUN) == amendment(2)
+
+
+def test_another_one_of_the_same_number_is_refused() -> None:
+    """Regression: whoever amended twice at once was told that both were taken."""
+    one = node()
+    asyncio.run(one.answer("organiser", pack(AmendmentRequest(run=RUN, amendment=amendment(2)))))
+    with pytest.raises(RefusalError, match="was given here already"):
+        asyncio.run(one.answer("organiser", pack(AmendmentRequest(run=RUN, amendment=amendment(2, 0.5)))))
+    assert one.of(RUN) == amendment(2)
+
+
+def test_what_nobody_signed_is_refused() -> None:
+    one, forged = node(), pack(AmendmentRequest(run=RUN, amendment=amendment(by=STRANGER)))
+    with pytest.raises(RefusalError, match=f"the organiser of {RUN} has not signed"):
+        asyncio.run(one.answer("stranger", forged))
+    assert one.of(RUN) is None
+
+
+def test_a_run_that_is_not_known_is_refused() -> None:
+    one = node()
+    request = pack(AmendmentRequest(run=RUN, amendment=amendment()))
+    asyncio.run(one.answer("organiser", request))
+    one.forget(RUN)
+    assert one.of(RUN) is None
+    with pytest.raises(RefusalError, match="no run called"):
+        asyncio.run(one.answer("organiser", request))
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(2000)], ids=len)
+def test_what_is_no_request(payload: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        asyncio.run(node().answer("b", payload))

@@ -1,0 +1,159 @@
+"""A machine that slept, was offline, or is elsewhere is noticed, once, when something can be done about it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.network import network_watch
+from peers.network.network_watch import (
+    INTERVAL,
+    LONG_OFFLINE,
+    LONG_SLEEP,
+    NetworkChange,
+    NetworkDetector,
+    NetworkWatch,
+    Observation,
+    network_towards,
+    observe,
+)
+
+HOME, CAFE, HOME6 = "192.168.3.2 by 192.168.3.1", "10.7.0.9 by 10.7.0.1", "2001:db8:3::/64"
+
+
+class Machine:
+    """Is looked at once a second."""
+
+    def __init__(self, *networks: str) -> None:
+        self._detector = NetworkDetector()
+        self._clock = 1000.0
+        self.changes = [change for change in [self.look(*networks)] if change]
+
+    def look(self, *networks: str, after: float = INTERVAL) -> NetworkChange | None:
+        self._clock += after
+        return self._detector.see(Observation(self._clock, frozenset(networks)))
+
+    def offline(self, seconds: float) -> None:
+        for _ in range(int(seconds / INTERVAL)):
+            assert self.look() is None
+
+
+def test_where_nothing_changes_nothing_is_said() -> None:
+    machine = Machine(HOME, HOME6)
+    assert machine.changes == []
+    assert all(machine.look(HOME, HOME6, after=after) is None for after in (0.0, INTERVAL, LONG_SLEEP))
+
+
+def test_sleep_is_noticed_once() -> None:
+    machine = Machine(HOME)
+    assert machine.look(HOME, after=3600 + INTERVAL) == NetworkChange(slept=3600)
+    assert machine.look(HOME) is None
+
+
+def test_another_network_is_noticed_once() -> None:
+    machine = Machine(HOME, HOME6)
+    assert machine.look(CAFE) == NetworkChange(has_moved=True)
+    assert machine.look(CAFE) is None
+    assert machine.look(HOME, HOME6) == NetworkChange(has_moved=True)
+
+
+def test_a_laptop_is_carried_to_another_place() -> None:
+    """It wakes with the old address, loses it, and gets the new one: it is told of what to redial when it can be."""
+    machine = Machine(HOME)
+    assert machine.look(HOME, after=3600) == NetworkChange(slept=3600 - INTERVAL)
+    machine.offline(4)
+    assert machine.look(CAFE) == NetworkChange(has_moved=True)
+
+
+def test_who_wakes_without_a_network_is_told_when_there_is_one() -> None:
+    machine = Machine(HOME)
+    assert machine.look(after=3600 + INTERVAL) is None
+    machine.offline(3)
+    assert machine.look(HOME) == NetworkChange(slept=3600)
+
+
+@pytest.mark.parametrize(("seconds", "offline"), [(LONG_OFFLINE - 2, 0.0), (LONG_OFFLINE + 2, LONG_OFFLINE + 2)])
+def test_the_same_network_again(seconds: float, offline: float) -> None:
+    """A short gap is TCP's to mend; after a long one it would wait as long again."""
+    machine = Machine(HOME)
+    machine.offline(seconds)
+    change = machine.look(HOME)
+    assert change == (NetworkChange(offline=offline) if offline else None)
+
+
+def test_one_more_network_breaks_nothing() -> None:
+    machine = Machine(HOME)
+    change = machine.look(HOME, HOME6)
+    assert change == NetworkChange()
+    assert not change.breaks_connections
+    lost = machine.look(HOME)
+    assert lost == NetworkChange(has_moved=True)
+    assert lost.breaks_connections
+
+
+def test_who_starts_offline_is_told_of_the_first_network() -> None:
+    machine = Machine()
+    machine.offline(3)
+    change = machine.look(HOME)
+    assert change is not None
+    assert not change.breaks_connections
+
+
+LOOKS = st.lists(
+    st.tuples(st.floats(0, 4000), st.frozensets(st.sampled_from((HOME, CAFE, HOME6)))), min_size=2, max_size=30
+)
+
+
+@given(LOOKS)
+def test_whatever_is_seen_all_sleep_is_told_of(looks: list[tuple[float, frozenset[str]]]) -> None:
+    detector, clock, told, slept = NetworkDetector(), 0.0, 0.0, 0.0
+    detector.see(Observation(clock, looks[0][1]))
+    for after, networks in (*looks[1:], (INTERVAL, frozenset({HOME}))):
+        clock += after
+        slept += after - INTERVAL if after - INTERVAL >= LONG_SLEEP else 0.0
+        change = detector.see(Observation(clock, networks))
+        assert change is None or networks
+        told += change.slept if change else 0.0
+    assert told == pytest.approx(slept)
+
+
+def test_changes_are_said_in_words() -> None:
+    assert str(NetworkChange(slept=3600, has_moved=True)) == "it slept for 3600 s, it is in another network"
+    assert str(NetworkChange(offline=12)) == "it had no network for 12 s"
+    assert str(NetworkChange()) == "it has one more network"
+
+
+def test_the_watch_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_watch, "INTERVAL", 0.0)
+    looks = iter([Observation(0, frozenset({HOME})), Observation(1, frozenset({CAFE}))])
+    last = Observation(2, frozenset({CAFE}))
+
+    async def scenario() -> None:
+        changed: asyncio.Queue[NetworkChange] = asyncio.Queue()
+        task = asyncio.create_task(NetworkWatch(changed.put_nowait, lambda: next(looks, last)).run())
+        async with asyncio.timeout(60):
+            assert await changed.get() == NetworkChange(has_moved=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert changed.empty()
+
+    asyncio.run(scenario())
+
+
+def test_this_machine_is_looked_at() -> None:
+    first, second = observe(), observe()
+    assert first.networks == second.networks
+    assert first.clock <= second.clock
+    assert network_towards("127.0.0.1") is not None
+    assert network_towards("no address") is None
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+def test_ipv6_networks_are_halves_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket.socket, "connect", lambda self, where: None)
+    monkeypatch.setattr(socket.socket, "getsockname", lambda self: ("2001:db8:3::77:1", 5, 0, 0))
+    assert network_towards("2606:4700:4700::1111") == "2001:db8:3::/64"
