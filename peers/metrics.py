@@ -60,6 +60,8 @@ HEALTHY.set_function(lambda: not HEALTH.reasons)
 BUILD.info({"protocol": str(PROTOCOL_VERSION)})
 
 REQUESTS_AT_ONCE = 32
+REQUEST_BYTES = 1 << 14
+"""Of a request that are read: the library would hold six megabytes of its headers."""
 REQUEST_SECONDS = 10.0
 """That the next bytes of a request, or of the way for its answer, are waited for."""
 
@@ -123,12 +125,29 @@ class _Server(ThreadingWSGIServer):
 class _SilentHandler(WSGIRequestHandler):
     timeout = REQUEST_SECONDS
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Head(self.rfile)
+
     def log_message(self, format: str, *args: object) -> None:
         """Write nothing for a scrape."""
 
     def get_stderr(self) -> TextIO:
         """Return where the traceback of a request goes that cannot be answered: strangers choose how often."""
         return io.StringIO()
+
+
+class _Head(io.BufferedReader):
+    """The first bytes of a request: what comes after them is not there."""
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        super().__init__(file.detach())
+        self._left = REQUEST_BYTES
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        line = super().readline(min(self._left, self._left if size is None or size < 0 else size))
+        self._left -= len(line)
+        return line
 
 
 def _answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,14 @@ def test_images_get_what_they_copy(dockerfile: Path) -> None:
     needed = {"README.md", "LICENSE", "MANIFEST.in", "setup.cfg", "setup.py", "pyproject.toml", "constraints.txt"}
     assert needed | {"native", "opendiloco", "peers", *copied} <= allowed
     assert not [name for name in allowed if not (ROOT / name).exists()]
+
+
+def test_the_volunteers_image_imports_what_is_there() -> None:
+    """Regression: it named a module that had moved, and could not be built."""
+    dockerfile = (ROOT / "docker" / "volunteer.Dockerfile").read_text(encoding="utf-8")
+    named = re.findall(r"\b(?:opendiloco|peers)(?:\.\w+)+", dockerfile)
+    assert named
+    assert not [name for name in named if find_spec(name) is None]
 
 
 def test_bootstrap_image_has_the_pinned_versions_and_no_torch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging.handlers import RotatingFileHandler
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opendiloco.errors import fit_for_terminal
+from peers.presence.allowances import Allowance
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 FORMAT_WITH_PLACE = "%(asctime)s %(levelname)-7s %(place)s%(message)s"
@@ -19,11 +21,36 @@ OURS = ("opendiloco", "peers")
 FILE_BYTES, OLD_FILES = 10_000_000, 3
 """A log file is renamed when it has so many bytes; as many older ones are kept: .1 is the newest of them."""
 
+WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2
+"""Of one place in the code."""
+
 
 def is_no_disconnect(record: logging.LogRecord) -> bool:
     """False for what asyncio logs, with a traceback, when a peer goes while hivemind is reading from it."""
     error = record.exc_info[1] if record.exc_info else None
     return not (record.name == "asyncio" and isinstance(error, EOFError | ConnectionError))
+
+
+class FloodGate:
+    """A filter that holds back warnings of one place in the code that come too fast: strangers choose how often."""
+
+    def __init__(self) -> None:
+        self._allowances: dict[tuple[str, int], Allowance] = {}
+        self._left_out = Counter[tuple[str, int]]()
+
+    def __call__(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged. The next one that is tells how many were not."""
+        if record.levelno < logging.WARNING:
+            return True
+        place = record.name, record.lineno
+        allowance = self._allowances.setdefault(place, Allowance(WARNINGS_AT_ONCE, WARNINGS_PER_SECOND))
+        if not allowance.has_some(record.created):
+            self._left_out[place] += 1
+            return False
+        allowance.spend(1.0)
+        if left_out := self._left_out.pop(place, 0):
+            record.msg, record.args = f"{record.getMessage()} ({left_out} lines like this one were left out)", ()
+        return True
 
 
 @dataclass
@@ -100,6 +127,7 @@ class LogOptions:
         level = (self.level or default_level).upper()
         if level != "DEBUG":
             handler.addFilter(is_no_disconnect)
+            handler.addFilter(FloodGate())
         handler.addFilter(PLACE.fill)
         handler.setFormatter(JsonFormatter() if self.is_json else PlainFormatter(format, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)

@@ -12,6 +12,7 @@ import click
 
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import Place, data_option, place_options, reader
+from opendiloco.errors import fit_for_terminal
 from opendiloco.workers.options import TEMPERATURE
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def command(
     The same state, prompt and seed give the same text on one machine.
     """
     import asyncio
+    import sys
 
     place.check()
     log.start()
@@ -80,7 +82,8 @@ def command(
         async with state_at(place, data) as (_, past, workload):
             click.echo(f"after {past.outer_steps} outer steps:", err=True)
             for number in range(samples):
-                click.echo(prompt + await workload.trainer.generate(prompt, tokens, seed + number, temperature))
+                written = await workload.trainer.generate(prompt, tokens, seed + number, temperature)
+                click.echo(prompt + (fit_for_terminal(written.expandtabs()) if sys.stdout.isatty() else written))
 
     asyncio.run(write())
 

@@ -123,6 +123,7 @@ async def compare(transport: HivemindTransport, run: Run) -> RunView:
 
 def picture(view: RunView, signed: SignedHeads) -> Group:
     from rich.console import Group
+    from rich.text import Text
 
     from opendiloco.view.screen import held_out_lines, peers_table, reach_lines, row_of, signed_lines
 
@@ -131,7 +132,7 @@ def picture(view: RunView, signed: SignedHeads) -> Group:
         return Group(run.run_id, NOBODY, *signed_lines(signed))
     table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)
     told = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
-    return Group(table, *told, str(view.agreement))
+    return Group(table, *map(Text, [*told, str(view.agreement)]))  # a peer's words are no markup
 
 
 def volunteers_here(run_id: str) -> list[dict[str, object]]:

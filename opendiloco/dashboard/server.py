@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 requests_logger = logging.getLogger(f"{__name__}.requests")
-WATCHERS_LIMIT = 100  # pages that are open at once
 SHUTDOWN_SECONDS = 1.0  # that open pages are waited for at the end
 STATIC = {
     "/": ("index.html", "text/html"),
@@ -160,7 +159,6 @@ class Pages:
 
     def __init__(self, watching: Watching) -> None:
         self._watching = watching
-        self._open = 0
 
     async def list_json(self, request: web.Request) -> web.Response:
         summaries = [watch.summary for watch in self._watching.runs.values()]
@@ -187,18 +185,12 @@ class Pages:
 
     async def _stream(self, request: web.Request, board: Board) -> web.StreamResponse:
         """Send a board's sections as events, for as long as somebody reads them."""
-        if self._open >= WATCHERS_LIMIT:
-            raise web.HTTPServiceUnavailable(text="Too many pages are open.", headers={"Retry-After": "30"})
-        self._open += 1
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-        try:
-            with suppress(ConnectionError):  # the page was closed
-                await response.prepare(request)
-                async for news in board.news():
-                    event = ": nothing new\n\n" if news is None else f"event: {news[0]}\ndata: {news[1]}\n\n"
-                    await response.write(event.encode())
-        finally:
-            self._open -= 1
+        with suppress(ConnectionError):  # the page was closed
+            await response.prepare(request)
+            async for news in board.news():
+                event = ": nothing new\n\n" if news is None else f"event: {news[0]}\ndata: {news[1]}\n\n"
+                await response.write(event.encode())
         return response
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from opendiloco import kernels
 from opendiloco.run import Run
-from opendiloco.shared_memory import VALUE_BYTES, available_memory
+from opendiloco.shared_memory import VALUE_BYTES, available_memory, check_available
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.disk_room import DiskRoom, NoRoomError
 from opendiloco.storage.held_out_curve import HeldOutCurve
@@ -266,8 +266,10 @@ class ArchivedRun:
             return
         for beat in beats:
             await self._transport.connect(beat.peer, beat.addresses)
+        if self.end.last is None:  # nothing has come that fits the size that was told: it may have been a lie
+            self.buffers = ()
         if not self.buffers:
-            self._size_is(await ask_size(self._transport, donors, self.log.empty_log))
+            self._size_is(await ask_size(self._transport, donors, self.log.empty_log, available_memory()))
         for beat in ahead:
             others = [peer for peer in donors if peer != beat.peer]
             try:
@@ -312,6 +314,7 @@ class ArchivedRun:
         payloads = Payloads(self._transport, self.run.run_id, self.buffers)
         having = [header for header, _ in found.entries if header.payload != NO_PAYLOAD]
         needed = sum(self.buffers[header.fragment].size.bytes for header in having)
+        check_available(f"Fetching payloads of run {self.run.run_id}", needed)
         async with self._room.held(self.run.run_id, needed + self._snapshot_room):
             for header in having:
                 await payloads.fetch(header, donors)

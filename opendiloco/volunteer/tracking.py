@@ -17,7 +17,7 @@ import numpy as np
 from opendiloco.errors import DisagreementError
 from opendiloco.host_memory import STATE_BYTES, HostMemory
 from opendiloco.run import Run
-from opendiloco.shared_memory import check_available
+from opendiloco.shared_memory import available_memory, check_available
 from opendiloco.training.state import LocalState
 from peers.errors import DilocoPeerError, SwarmUnreachableError
 from peers.log.header import Position
@@ -200,7 +200,7 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
     Raises: SwarmUnreachableError when nobody says, MachineError when there is not so much memory.
     """
     fragments = run.config.streaming.fragments
-    size = await Donors(transport, run.settings.empty_log).state_size()
+    size = await Donors(transport, run.settings.empty_log).state_size(available_memory())
     values = size // STATE_BYTES if fragments is None else fragments[-1].stop
     host = HostMemory.of(values, run.config.codec)
     check_available("Following this run", host.beginning_to_follow)

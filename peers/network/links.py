@@ -20,8 +20,9 @@ from peers.network.contacts import Contact, is_loopback, may_be_dialled, own_end
 from peers.network.credentials import Credentials
 from peers.network.dialling import Dialling
 from peers.network.link import Link, Serve
-from peers.network.listener import UNKNOWN_OF_ONE_NETWORK, Listener, Strangers, network_of
+from peers.network.listener import UNKNOWN_OF_ONE_NETWORK, Listener, Strangers
 from peers.network.opening import Hello, Opening, Splice
+from peers.network.own_network import network_of
 from peers.network.port_mapping import PortMapper
 from peers.network.probing import answer_probe
 from peers.network.relays import AskInfo, LinkInfo, Relays

@@ -7,11 +7,11 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from ipaddress import ip_address, ip_network
 
 from peers import metrics
 from peers.errors import RemoteProtocolError
 from peers.network.opening import Opening, read_opening
+from peers.network.own_network import network_of
 from peers.network.sockets import closed_on_failure, endpoint_of_peer, listen, parse_endpoint, tune
 
 logger = logging.getLogger(__name__)
@@ -154,12 +154,3 @@ class Strangers:
         peer = next(peer for peer, one in self._networks.items() if one == network)
         self.went(peer)
         self._end(peer)
-
-
-def network_of(host: str) -> str:
-    """Return what one owner can take addresses from: of IPv6 the first half, which every customer gets, and a machine's
-    loopback addresses."""
-    address = ip_address(host)
-    if address.is_loopback:
-        return "loopback"
-    return host if address.version == 4 else str(ip_network((address, 64), strict=False))

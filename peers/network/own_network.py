@@ -19,11 +19,16 @@ NETWORK_BITS = {4: 24, 6: 48}
 def network_at(address: str) -> str | None:
     """Return the network that a multiaddr is in; None where it does not say, or it is that of a relay."""
     match = HOST.match(address)
-    if match is None:
-        return None
-    host = ip_address(match["host"])
-    host = (host.ipv4_mapped if isinstance(host, IPv6Address) else None) or host
-    return str(ip_network((host, NETWORK_BITS[host.version]), strict=False))
+    return None if match is None else network_of(match["host"])
+
+
+def network_of(host: str) -> str:
+    """Return the network that an address is in: one owner can take many addresses from it."""
+    address = ip_address(host)
+    address = (address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address
+    if address.is_loopback:
+        return "loopback"
+    return str(ip_network((address, NETWORK_BITS[address.version]), strict=False))
 
 
 def is_behind_nat() -> bool:

@@ -45,7 +45,7 @@ class Splicer:
         """Return the token with which two peers' connections find each other; None when there is no room for them."""
         of_asker = sum(meeting.asker == asker for meeting in self._meetings.values())
         if len(self._meetings) >= TOKENS or of_asker >= TOKENS_OF_ONE_PEER or self._load >= self._connections:
-            logger.info("this relay carries as much as it can")
+            logger.warning("this relay carries as much as it can")
             return None
         token = secrets.token_bytes(TOKEN_BYTES)
         self._meetings[token] = _Meeting(asker)

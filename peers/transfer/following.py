@@ -120,10 +120,10 @@ class Donors:
             raise nobody_trains(self._log.run)
         return beats
 
-    async def state_size(self) -> int:
-        """Bytes of the state, as most say. Raises: SwarmUnreachableError if nobody does."""
+    async def state_size(self, memory: int) -> int:
+        """Return the bytes of the state, as most say. `memory` is what is free. Raises: SwarmUnreachableError."""
         try:
-            return await ask_size(self._transport, [beat.peer for beat in await self.live()], self._log)
+            return await ask_size(self._transport, [beat.peer for beat in await self.live()], self._log, memory)
         except SnapshotError as error:
             raise no_state_given(str(error)) from error
 

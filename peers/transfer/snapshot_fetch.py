@@ -28,6 +28,7 @@ PATIENCE, PAUSE = 10.0, 1.0  # seconds for which the log may not vouch yet, and 
 RANGES = 64  # at least, if there are as many chunks, so that the last ones are not long
 RANGE = 8  # chunks asked for at once, at most
 DIGESTS_LIMIT = 1 << 26  # bytes; of a state of two TiB
+MEMORY_SHARE = 4096  # of free memory digests may have one such part: enough for a state of eight times the memory
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ async def fetch_snapshot(
     room; whatever `vouch` raises.
     """
     chunking = StateChunking(size)
-    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, least, size)
+    limit = DIGEST_BYTES * chunking.count
+    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, least, limit, size)
     having = await _choose(offered, vouch)
     chosen = offered[having[0]]
     head = chosen.position.head
@@ -155,15 +157,14 @@ async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[
 
 
 async def _offers(
-    transport: PullTransport, donors: Sequence[str], log: LogState, least: int, size: int | None = None
+    transport: PullTransport, donors: Sequence[str], log: LogState, least: int, limit: int, size: int | None = None
 ) -> dict[str, Offered]:
-    """What each donor has; who does not say, or has another `size`, is left out.
+    """Return what each donor has, but for those that do not say, have another `size`, or digests beyond the limit.
 
     Raises: SnapshotError when nobody is left.
     """
 
     async def ask(donor: str) -> Offered:
-        limit = DIGESTS_LIMIT if size is None else DIGEST_BYTES * StateChunking(size).count
         offered = await ask_offer(transport, donor, log, least, limit)
         if size not in (None, offered.offer.bytes):
             raise RemoteProtocolError(donor, f"its snapshot has {offered.offer.bytes} bytes, not {size}")
@@ -185,13 +186,16 @@ async def _offers(
 
 
 async def ask_size(
-    transport: PullTransport, donors: Sequence[str], log: LogState, chance: random.Random = CHANCE
+    transport: PullTransport, donors: Sequence[str], log: LogState, memory: int, chance: random.Random = CHANCE
 ) -> int:
-    """Bytes of the run's state, as most donors say: for who has not built the model.
+    """Return the bytes of the run's state, as most donors say: for who has not built the model.
+
+    `memory` is what is free: who lies about the size may not fill it with digests.
 
     Raises: SnapshotError when nobody says.
     """
-    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, 0)
+    limit = min(DIGESTS_LIMIT, memory // MEMORY_SHARE)
+    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, 0, limit)
     [(size, _)] = Counter(one.offer.bytes for one in offered.values()).most_common(1)
     return size
 

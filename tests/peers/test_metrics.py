@@ -116,6 +116,14 @@ def test_strangers_write_nothing_into_the_log(
     assert not caplog.records
 
 
+def test_a_request_without_end_is_not_held(server: MetricsServer) -> None:
+    """Regression: 32 strangers had a volunteer hold 340 MB of headers."""
+    with socket.create_connection(server.address, timeout=30) as stranger:
+        stranger.sendall(b"GET /metr HTTP/1.1\r\nX: " + b"a" * 60_000)
+        assert stranger.recv(12) == b"HTTP/1.0 404", "the rest is not waited for"
+    assert get(server, "/else")[0] == 404
+
+
 def test_silent_connections_shut_nobody_out(server: MetricsServer) -> None:
     before = threading.active_count()
     with ExitStack() as stack:

@@ -48,7 +48,7 @@ function listen(url, sections, take) {
     if (ours !== source) return;
     const isOver = ours.readyState === EventSource.CLOSED;
     connection("lost", isOver ? "not connected" : "connection lost, trying again");
-    if (isOver && !known.run) notice("This node does not know this run, or has too many pages open.");
+    if (isOver && !known.run) notice("This node does not know this run.");
   });
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,31 @@ def test_a_peers_words_do_not_rewrite_a_terminal() -> None:
     LogOptions(None, None).send_to(logging.StreamHandler(stream), "info")
     logger.info("a peer says: %s", "\x1b[2J\x9b1A\rall is well")
     assert stream.getvalue().removesuffix("\n").isprintable()
+
+
+def test_a_flood_of_warnings_is_held_back_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: one stranger had a node write 1,500 lines a second."""
+    stream, clock = io.StringIO(), [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "time_ns", lambda: int(clock[0] * 1e9))
+    LogOptions(None, None).send_to(logging.StreamHandler(stream), "info")
+
+    def flood() -> list[str]:
+        stream.seek(0)
+        stream.truncate()
+        for number in range(1000):
+            logger.warning("dropped message %d", number)
+            logger.info("step %d", number)
+        logger.warning("another")
+        return stream.getvalue().splitlines()
+
+    said = flood()
+    assert sum("dropped" in line for line in said) == 30
+    assert sum("step" in line for line in said) == 1000
+    assert said[-1].endswith("another")
+    clock[0] += 5.0
+    [line] = [line for line in flood() if "dropped" in line]
+    assert line.endswith("dropped message 0 (970 lines like this one were left out)")
 
 
 def test_a_line_of_no_run_says_nothing_of_one() -> None:

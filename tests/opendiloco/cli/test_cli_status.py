@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from opendiloco.cli import status as module
-from opendiloco.cli.status import COMPARE_SECONDS, compare, show_status
+from opendiloco.cli.status import COMPARE_SECONDS, compare, picture, show_status
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
+from opendiloco.view.run_view import RunView
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
@@ -101,3 +103,13 @@ def test_programs_hear_that_nothing_could_be_compared(
     shown = json.loads(capsys.readouterr().out)
     assert shown["agree"] is agree
     assert [peer["peer"] for peer in shown["peers"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize("said", ["[/red] is no tag", "[link=https://evil.example]all is well[/link]"])
+def test_a_peers_words_are_shown_as_text_only(run: Run, said: str) -> None:
+    """Regression: one bracket ended `status` for everybody, and a peer could put links on their terminals."""
+    console = Console(width=200, force_terminal=True)
+    with console.capture() as capture:
+        troubled = beat("a", 5, 5).model_copy(update={"trouble": said})
+        console.print(picture(RunView.of(run, [troubled]), SignedHeads(run.run_id)))
+    assert said in capture.get()

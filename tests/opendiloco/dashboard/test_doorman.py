@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from opendiloco.dashboard import doorman
-from opendiloco.dashboard.doorman import MOST_OF_ONE_ADDRESS, Doorman, customer
+from opendiloco.dashboard.doorman import Doorman
 from opendiloco.dashboard.server import bind, dashboard
 
 LIMIT = 20.0  # seconds that anything may take
@@ -89,44 +89,41 @@ def test_whoever_does_not_read_is_not_waited_for_for_ever(monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
-def test_one_address_has_its_share_and_this_machine_has_all_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = Doorman(asyncio.Protocol)
-    assert all(door.come("203.0.113.5") for _ in range(MOST_OF_ONE_ADDRESS))
-    assert not door.come("203.0.113.5")
-    assert door.come("203.0.113.6")
-    assert all(door.come("127.0.0.1") for _ in range(2 * MOST_OF_ONE_ADDRESS))
-    for _ in range(2):
-        door.go("203.0.113.5")
-    assert door.come("203.0.113.5")
+def test_many_idle_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: 20 addresses with 25 idle connections each, or four with 25 open pages, kept all others out."""
     monkeypatch.setattr(doorman, "MOST_CONNECTIONS", 10)
-    assert not door.come("127.0.0.1")
-
-
-def test_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "MOST_CONNECTIONS", 1)
+    events = REQUEST.replace(b"/api/runs", b"/events")
 
     async def visit(port: int) -> None:
+        flood = [await asyncio.open_connection("127.0.0.1", port) for _ in range(25)]
+        for _, writer in flood:
+            writer.write(events)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(REQUEST)
+        writer.write(events)
         assert b"200 OK" in await reader.readuntil(b"\r\n")
-        other, closed = await asyncio.open_connection("127.0.0.1", port)
         with pytest.raises(CLOSED):
-            await other.readexactly(1)
-        closed.close()
-        writer.close()
+            await flood[0][0].readuntil(b"nobody says this")
+        for _, each in [*flood, (reader, writer)]:
+            each.close()
 
     visiting(visit)
 
 
-@pytest.mark.parametrize(
-    ("host", "counted"),
-    [
-        ("203.0.113.5", "203.0.113.5"),
-        ("::ffff:203.0.113.5", "203.0.113.5"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
-        ("fe80::1%eth0", "fe80::"),
-        ("::1", "::1"),
-    ],
-)
-def test_a_customer_of_ipv6_has_many_addresses(host: str, counted: str) -> None:
-    assert customer(host) == counted
+def test_a_flood_drives_out_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doorman, "MOST_CONNECTIONS", 10)
+    door, ended = Doorman(asyncio.Protocol), list[object]()
+    monkeypatch.setattr(doorman._Connection, "abort", lambda connection: ended.append(connection))
+
+    def visitor(network: str) -> doorman._Connection:
+        connection = doorman._Connection(asyncio.Protocol(), door)
+        door.come(connection, network)
+        return connection
+
+    home = visitor("home")
+    first, *_ = (visitor("flood") for _ in range(50))
+    assert len(ended) == 41
+    assert ended[0] is first
+    door.go(home)
+    visitor("another")
+    assert len(ended) == 41, "there was room"
+    assert home not in ended

@@ -190,26 +190,6 @@ def test_a_web_site_cannot_read_it_through_a_browser(story: Story, host: str, st
     asking(story, ask)
 
 
-def test_too_many_open_pages_are_refused_and_closed_ones_do_not_count(
-    story: Story, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "WATCHERS_LIMIT", 1)
-
-    async def ask(client: TestClient) -> None:  # type: ignore[type-arg]
-        first = await client.get("/events")
-        async with client.get("/events") as answer:
-            assert answer.status == 503
-            assert answer.headers["Retry-After"]
-        first.close()
-        while True:
-            story.step()  # it is seen that a page is closed when there is something to tell it
-            async with client.get("/events") as answer:
-                if answer.status == 200:
-                    break
-
-    asking(story, ask)
-
-
 def test_a_source_that_fails_shows_what_was_known(story: Story) -> None:
     calls = 0
 

@@ -12,7 +12,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network import listener
-from peers.network.listener import UNKNOWN_OF_ONE_NETWORK, Listener, Strangers, network_of
+from peers.network.listener import UNKNOWN_OF_ONE_NETWORK, Listener, Strangers
 from peers.network.opening import Opening, Probe, pack_opening
 from tests.peers.network.pairs import open_files
 
@@ -204,9 +204,3 @@ def test_those_that_went_leave_their_place_and_old_credits_are_forgotten() -> No
         strangers.went(name)
     assert not ended
     assert len(strangers._credits) <= 3
-
-
-def test_ipv6_addresses_count_by_what_one_customer_gets() -> None:
-    assert network_of("192.0.2.1") == "192.0.2.1"
-    assert network_of("2001:db8:0:1::1") == network_of("2001:db8:0:1:ffff::2") != network_of("2001:db8:0:2::1")
-    assert network_of("127.0.0.1") == network_of("127.8.0.9") == network_of("::1")

@@ -22,13 +22,14 @@ from peers.transfer.snapshot_fetch import (
     NotYetVouchedError,
     Offered,
     Vouched,
+    ask_size,
     fetch_snapshot,
 )
 from peers.transfer.snapshots import Snapshot, SnapshotOffer, SnapshotRequest, serve_snapshots
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
 from peers.transfer.storage import FolderStorage, MemoryStorage, Storage
 from peers.values.reach import Reach
-from peers.values.wire import digest_of, unpack
+from peers.values.wire import DIGEST_BYTES, digest_of, unpack
 from peers.values.workload import SnapshotError
 from tests.peers.builders import LOG, RUN
 from tests.peers.fakes import FakeTransport, NoChance, at_once
@@ -106,6 +107,22 @@ class Donors:
     def chunks_asked_of(self, name: str) -> list[int]:
         requests = [unpack(SnapshotRequest, header) for donor, _, header in self.me.pulls if donor == name]
         return [chunk for request in requests for chunk in range(request.first, request.last)]
+
+
+def test_a_liar_fills_no_memory_with_digests_of_a_state_of_any_size() -> None:
+    """Regression: sixteen peers of one made-up run had an archive take 64 MiB of digests each at once."""
+
+    async def scenario() -> None:
+        donors = Donors()
+        await donors.add("a", ROUND[0])
+        await donors.add("b", ROUND[0])
+        await donors.add("liar", ROUND[0], bytes(100 * SIZE))
+        memory = snapshot_fetch.MEMORY_SHARE * DIGEST_BYTES * 2 * (SIZE // CHUNK)
+        assert await ask_size(donors.me, ["a", "b", "liar"], LOG, memory) == SIZE
+        with pytest.raises(SnapshotError, match="exceeds the limit"):
+            await ask_size(donors.me, ["liar"], LOG, memory)
+
+    asyncio.run(scenario())
 
 
 # Which one ------------------------------------------------------------------------------------------------------
