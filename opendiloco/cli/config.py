@@ -34,7 +34,7 @@ def command() -> None:
 def show(context: click.Context, settings: JoinSettings, as_json: bool) -> None:
     """Print what `join` would go by, given the same options, and where each value comes from: the command line, an
     environment variable, the configuration file, or the default."""
-    from opendiloco.settings.file import default_settings_path, unknown_variables
+    from opendiloco.settings.file import unknown_variables
     from opendiloco.settings.join_settings import SECTIONS, LogSettings
     from opendiloco.settings.setting import settings_of
 
@@ -52,8 +52,8 @@ def show(context: click.Context, settings: JoinSettings, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(shown, indent=2))
         return
-    path = context.meta.get(PATH_KEY)
-    click.echo(f"configuration file: {path or f'{default_settings_path()} (there is none)'}")
+    path = context.meta[PATH_KEY]
+    click.echo(f"configuration file: {path}{'' if path.exists() else ' (there is none)'}")
     click.echo("\n".join(lines))
     for warning in unknown_variables(os.environ):
         click.echo(f"warning: {warning}", err=True)

@@ -122,18 +122,17 @@ def show_version(context: click.Context, parameter: click.Parameter, is_wanted: 
     context.exit()
 
 
-def read_settings_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+def _read_settings(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     """Take what the configuration file says for all options that it may have."""
     if context.resilient_parsing:
         return
-    from opendiloco.settings.file import SettingsFile
+    from opendiloco.settings.file import default_settings_path, read_settings_file
 
     try:
-        found = SettingsFile.read(path)
+        context.meta[FILE_KEY] = read_settings_file(path)
     except SettingsError as error:
         raise click.UsageError(str(error), context) from error
-    context.meta[FILE_KEY] = found.values
-    context.meta[PATH_KEY] = found.path
+    context.meta[PATH_KEY] = path or default_settings_path()
 
 
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -144,7 +143,7 @@ def read_settings_file(context: click.Context, parameter: click.Parameter, path:
     envvar="DILOCO_CONFIG",
     is_eager=True,
     expose_value=False,
-    callback=read_settings_file,
+    callback=_read_settings,
     help="Take settings from this file.  [default: ~/.config/diloco-peer/config.toml, if it is there]",
 )
 @log_options

@@ -87,9 +87,7 @@ def owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
     until = None if settings.until is None else parse_until(settings.until, datetime.now())
     conditions = settings.conditions()
     look = Observer(any(isinstance(one, Hot) for one in conditions)).look if settings.pause_when else None
-    watch = OwnersWatch(conditions, until, look, view.say)
-    watch.phase = lambda: view.phase
-    return watch
+    return OwnersWatch(conditions, until, look, view.say, lambda: view.phase)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ import click
 from click.core import ParameterSource
 
 from opendiloco.settings.join_settings import JoinSettings, LogSettings
-from opendiloco.settings.setting import Setting, setting_of, settings_of
+from opendiloco.settings.setting import Setting, settings_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FILE_KEY = "opendiloco.settings.file"
 PATH_KEY = "opendiloco.settings.path"
 """Where click's contexts have what the configuration file says, and its path."""
+JOIN = {setting.name: setting for section in JoinSettings.SECTIONS for setting in settings_of(section)}
+"""`join`'s settings by name, in the order of its help."""
 HOW_TO_FIND = {
     "run": "Its organiser gives out an invite; `diloco-peer runs` lists the runs that a bootstrap node knows."
 }
@@ -68,7 +70,7 @@ def is_typed(context: click.Context, name: str) -> bool:
 
 def option_for(setting: Setting, help: str | None = None, **more: Any) -> Callable[[Command], Command]:
     """Return click's option for a setting, with `more` of what click takes."""
-    text, shown = help or setting.about.help, setting.default_text
+    text, shown = help or setting.help, setting.default_text
     text = text if shown is None else f"{text}  [default: {shown}]"
     return click.option(
         setting.spelling,
@@ -76,7 +78,7 @@ def option_for(setting: Setting, help: str | None = None, **more: Any) -> Callab
         cls=SettingOption,
         type=_type_of(setting),
         multiple=setting.is_repeated,
-        metavar=setting.about.metavar,
+        metavar=setting.metavar,
         envvar=setting.variable,
         help=text,
         # An option that has to be given must have no default, not even None: click would take that for given.
@@ -87,7 +89,7 @@ def option_for(setting: Setting, help: str | None = None, **more: Any) -> Callab
 
 def join_option(name: str, **changed: Any) -> Callable[[Command], Command]:
     """Return the option for one of `join`'s settings, for a command that shares it."""
-    return option_for(setting_of(JoinSettings, name), **changed)
+    return option_for(JOIN[name], **changed)
 
 
 def log_options(command: Command) -> Command:
@@ -100,19 +102,18 @@ def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
 
     Unless it `needs_run`, none needs to be named: `run` is empty then.
     """
-    settings = [setting for section in JoinSettings.SECTIONS for setting in settings_of(section)]
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def with_settings(*arguments: Any, **values: Any) -> Any:
-            own = {setting.name: values.pop(setting.name) for setting in settings}
+            own = {setting.name: values.pop(setting.name) for setting in JOIN.values()}
             given = {name: value for name, value in own.items() if value is not None}
             if not needs_run:
                 given = {"run": ""} | given
             return command(*arguments, settings=_checked(given), **values)
 
         changed = {} if needs_run else {"required": False}
-        return _with_all(cast(Command, with_settings), settings, changed)
+        return _with_all(cast(Command, with_settings), list(JOIN.values()), changed)
 
     return decorate
 
@@ -121,13 +122,13 @@ def _checked(values: Mapping[str, Any]) -> JoinSettings:
     """Return settings made of values. Raises: BadParameter that names the option of the first that is wrong."""
     from pydantic import ValidationError
 
-    from opendiloco.settings.checks import checked
+    from opendiloco.settings.setting import checked
 
     try:
         return checked(JoinSettings, values)
     except ValidationError as error:
         problem = error.errors()[0]
-        option = f"--{setting_of(JoinSettings, str(problem['loc'][0])).option}"
+        option = f"--{JOIN[str(problem['loc'][0])].option}"
         raise click.BadParameter(f"{problem['input']!s}: {problem['msg']}.", param_hint=repr(option)) from error
 
 
@@ -140,15 +141,14 @@ def _with_all(command: Command, settings: list[Setting], changed: Mapping[str, A
 
 def _type_of(setting: Setting) -> Any:
     """Return click's type for one value."""
-    about = setting.about
     if setting.choices:
         return click.Choice(setting.choices)
     if setting.is_path:
-        return click.Path(path_type=Path, file_okay=about.metavar != "FOLDER", dir_okay=about.metavar != "FILE")
+        return click.Path(path_type=Path, file_okay=setting.metavar != "FOLDER", dir_okay=setting.metavar != "FILE")
     if setting.kind not in (int, float):
         return bool if setting.is_flag else str
-    low = about.least if about.above is None else about.above
-    if low is None and about.most is None:
+    low = setting.least if setting.above is None else setting.above
+    if low is None and setting.most is None:
         return setting.kind
     bounded: Any = click.IntRange if setting.kind is int else click.FloatRange
-    return bounded(low, about.most, min_open=about.above is not None)
+    return bounded(low, setting.most, min_open=setting.above is not None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
 from typing import TYPE_CHECKING, Protocol, Self
@@ -101,7 +100,7 @@ class Hours:
         return None if is_within else f"outside of the hours {self.text}"
 
 
-def parse_condition(text: str) -> Condition:
+def _parse_condition(text: str) -> Condition:
     """Read one word of --pause-when. Raises: ValueError."""
     kind, _, value = text.strip().partition(":")
     if kind == "process" and value:
@@ -123,7 +122,7 @@ def _number(text: str, value: str, allowed: range, unit: str) -> int:
 
 def parse_conditions(text: str) -> tuple[Condition, ...]:
     """Read what --pause-when says, separated by commas. Raises: ValueError."""
-    found = tuple(parse_condition(word) for word in text.split(",") if word.strip())
+    found = tuple(_parse_condition(word) for word in text.split(",") if word.strip())
     names = [condition.name for condition in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -140,9 +139,3 @@ def parse_until(text: str, now: datetime) -> datetime:
         return datetime.fromisoformat(text.strip()).astimezone().replace(tzinfo=None)
     except ValueError as error:
         raise ValueError(f"{text!r} is no time such as 07:30 or 2026-11-24 07:30.") from error
-
-
-def reasons(conditions: Sequence[Condition], facts: Facts) -> dict[str, str]:
-    """Return the reasons to pause, each by its condition's name."""
-    found = {condition.name: condition.reason(facts) for condition in conditions}
-    return {name: reason for name, reason in found.items() if reason is not None}

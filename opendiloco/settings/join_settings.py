@@ -52,7 +52,7 @@ class LogSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Settings):
+class _RunSettings(Settings):
     TITLE = "The run"
 
     run: str = setting("The run's id, or an invite to it.", metavar="ID|INVITE")
@@ -99,7 +99,7 @@ class RunSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkSettings(Settings):
+class _NetworkSettings(Settings):
     TITLE = "The network"
 
     listen: tuple[str, ...] = setting(
@@ -139,7 +139,7 @@ class NetworkSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(Settings):
+class _WorkerSettings(Settings):
     TITLE = "The training on this machine"
 
     device: str = setting("auto (all GPUs, or the CPU), cpu, cuda (all GPUs), or one: cuda:1 and so on.", "auto")
@@ -194,7 +194,7 @@ class WorkerSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnerSettings(Settings):
+class _OwnerSettings(Settings):
     TITLE = "The machine's owner"
 
     pause_when: str | None = setting(
@@ -260,7 +260,7 @@ class OwnerSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepingSettings(Settings):
+class _KeepingSettings(Settings):
     TITLE = "What outlives the process"
 
     state: Path | None = setting(
@@ -308,7 +308,7 @@ class KeepingSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewSettings(Settings):
+class _ViewSettings(Settings):
     TITLE = "What is shown"
 
     metrics_port: int | None = setting(
@@ -347,16 +347,16 @@ class ViewSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, OwnerSettings, KeepingSettings, ViewSettings):
+class JoinSettings(_RunSettings, _NetworkSettings, _WorkerSettings, _OwnerSettings, _KeepingSettings, _ViewSettings):
     """All settings of one volunteer."""
 
     SECTIONS: ClassVar[tuple[type[Settings], ...]] = (
-        RunSettings,
-        NetworkSettings,
-        WorkerSettings,
-        OwnerSettings,
-        KeepingSettings,
-        ViewSettings,
+        _RunSettings,
+        _NetworkSettings,
+        _WorkerSettings,
+        _OwnerSettings,
+        _KeepingSettings,
+        _ViewSettings,
     )
 
     @property
@@ -366,7 +366,7 @@ class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, OwnerSettings, 
     @property
     def workers(self) -> WorkerOptions:
         """What of these the workers go by."""
-        known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(WorkerSettings)}
+        known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(_WorkerSettings)}
         chosen = {name: getattr(self, name) for name in known}
         return WorkerOptions(**chosen, nice=self.nice, max_memory=self.memory_limit)
 
