@@ -1,24 +1,129 @@
-"""`diloco-peer export`: the run's model as a folder."""
+"""The run's model, from its peers or a checkpoint: `export` writes it as a folder, `sample` prints what it writes."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import NEW_FOLDER, Place, data_option, place_options, reader
+from opendiloco.cli.options import (
+    FILE,
+    FOLDER,
+    data_option,
+    initial_peers_option,
+    is_typed,
+    join_option,
+    own_files_options,
+    own_words,
+    parse_run,
+    reader,
+    reader_option,
+)
+from opendiloco.data.own_files import OwnFiles
+from opendiloco.workers.options import TEMPERATURE
 
 if TYPE_CHECKING:
     from opendiloco.model.card import RunFacts
     from opendiloco.model.export import Dtype
+    from opendiloco.run import Run
+    from opendiloco.volunteer.local_workload import LocalWorkload
+    from opendiloco.volunteer.origins import Past
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a model is to come from: the peers of a run, or a checkpoint; and what is local of the run."""
+
+    run: str | None
+    initial_peers: tuple[str, ...]
+    identity: Path | None
+    source: Path | None
+    at: int | None
+    manifest: Path | None
+    data: tuple[Path, ...]
+    model: Path | None
+    tokenizer: Path | None
+
+    def check(self) -> None:
+        """Raises: UsageError unless these options go together."""
+        if (self.run is None) == (self.source is None):
+            raise click.UsageError("say where the model is to come from, with either --run or --from.")
+        if self.source is None and (self.at is not None or self.manifest is not None):
+            raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
+
+    @property
+    def own(self) -> OwnFiles:
+        return OwnFiles(self.model, self.tokenizer)
+
+    @contextmanager
+    def state(self) -> Iterator[AbstractAsyncContextManager[tuple[Run, Past, LocalWorkload]]]:
+        """The state from there, to be entered: in a workload that can evaluate, generate and export.
+
+        Raises: DilocoPeerError, as does entering it.
+        """
+        if self.source is None:
+            from opendiloco.volunteer.follower import newest_state
+
+            assert self.run is not None
+            invite = parse_run(self.run, self.initial_peers)
+            with reader(self.identity) as key:
+                yield newest_state(invite, key, self.data, self.own)
+        else:
+            from opendiloco.volunteer.kept_states import find_origin, state_of
+
+            origin = find_origin(self.source, self.at, self.manifest, self.own)
+            yield state_of(replace(origin, run=origin.run.with_data(self.data)))
+
+
+def _place_options(use_of_text: str) -> Callable[[Command], Command]:
+    """Return the options of a `_Place`, which the command gets as one argument: `place`."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_place(*arguments: Any, **values: Any) -> Any:
+            own = {field.name: values.pop(field.name) for field in fields(_Place)}
+            if own["source"] is not None and not is_typed(click.get_current_context(), "run"):
+                own["run"] = None  # the settings name the run that this machine usually joins
+            place = _Place(**own)
+            place.check()
+            return command(*arguments, place=place, **values)
+
+        wrapped: Any = with_place
+        run = "The run's id, or an invite to it: take the newest state of its peers."
+        for option in (
+            data_option(use_of_text),
+            own_files_options,
+            click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
+            click.option(
+                "--at", type=click.IntRange(min=0), metavar="N", help="With --from: the model after N outer steps."
+            ),
+            click.option(
+                "--from",
+                "source",
+                type=click.Path(path_type=Path),
+                help="Take a checkpoint: its file, or the newest in a folder.",
+            ),
+            reader_option,
+            initial_peers_option,
+            join_option("run", help=run, required=False),
+        ):
+            wrapped = option(wrapped)
+        return cast(Command, wrapped)
+
+    return decorate
 
 
 @click.command(short_help="Write the run's model as a transformers model.")
-@place_options
-@data_option("Compute the held-out loss on the text in this folder.")
-@click.option("--out", type=NEW_FOLDER, help="A folder that is new or empty.")
+@_place_options("Compute the held-out loss on the text in this folder.")
+@click.option("--out", type=FOLDER, help="A folder that is new or empty.")
 @click.option("--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, e.g. hf://me/model.")
 @click.option(
     "--dtype",
@@ -28,15 +133,14 @@ if TYPE_CHECKING:
     help="Store the weights as this; bfloat16 takes half the space.",
 )
 @click.pass_obj
-def command(
-    log: LogOptions, place: Place, data: tuple[Path, ...], out: Path | None, push_to: str | None, dtype: Dtype
-) -> None:
+def export(log: LogOptions, place: _Place, out: Path | None, push_to: str | None, dtype: Dtype) -> None:
     """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
+    import asyncio
     import tempfile
 
     from opendiloco.storage.remote import Remote, push_folder, without_secrets
+    from opendiloco.volunteer.follower import export_state, new_folder
 
-    place.check()
     if out is None and push_to is None:
         raise click.UsageError("say where the model is to go to, with --out, --push-to or both.")
     log.start()
@@ -44,7 +148,15 @@ def command(
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
     with tempfile.TemporaryDirectory(prefix="diloco-peer-") as temporary:
         folder = Path(temporary) / "model" if out is None else out
-        facts = export(place, folder, dtype, data)
+
+        async def write() -> RunFacts:
+            with new_folder(folder):
+                async with state as (run, past, workload):
+                    again = _commands(place, run, past, dtype)
+                    return await export_state(run, past, workload, folder, again, dtype)
+
+        with place.state() as state:
+            facts = asyncio.run(write())
         if push_to is not None:
             push_folder(folder, push_to)
     places = " and ".join(str(each) for each in (out, push_to and without_secrets(push_to)) if each is not None)
@@ -53,31 +165,70 @@ def command(
     click.echo(f"held-out loss: {facts.held_out_loss:.4f} nats per token{bits}")
 
 
-def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()) -> RunFacts:
-    """Write the model from there. Its card names the commands that do so again, without this machine's paths."""
-    import asyncio
-    from dataclasses import replace
-
+def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
+    """Return the commands that write the model again, without this machine's paths."""
     from opendiloco.volunteer.origins import command_line
 
-    options = [] if dtype == "float32" else ["--dtype", dtype]
+    options = own_words(place.data, place.own) + ([] if dtype == "float32" else ["--dtype", dtype])
+    kept = command_line("export", "--from", "FOLDER", "--at", str(past.outer_steps), options, "--out", "model")
+    if place.source is not None:
+        return kept
+    newest = command_line("export", "--run", run.run_id, "--initial-peer", "ADDRESS", options, "--out", "model")
+    return f"{newest}  # while outer step {past.outer_steps} is the newest\n{kept}"
 
-    def from_folder(outer_steps: int) -> str:
-        return command_line("export", "--from", "FOLDER", "--at", str(outer_steps), options, "--out", "model")
 
-    if place.source is None:
-        from opendiloco.volunteer.follower import export_run
+@click.command(short_help="Print how the run's model continues a prompt.")
+@_place_options("Open the run's text in this folder.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1, 100_000),
+    metavar="N",
+    default=100,
+    show_default=True,
+    help="Write N tokens at most.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 100),
+    metavar="T",
+    default=TEMPERATURE,
+    show_default=True,
+    help="Above 1 more surprising, below 1 less; 0: always the likeliest token.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Begin the first sample with this seed; each other one with the next.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 1000),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Write N samples.",
+)
+@click.argument("prompt")
+@click.pass_obj
+def sample(
+    log: LogOptions, place: _Place, tokens: int, temperature: float, seed: int, samples: int, prompt: str
+) -> None:
+    """Print how the run's model, as its peers or a checkpoint have it, continues PROMPT.
 
-        invite = place.invite()
-        newest = command_line("export", "--run", invite.run_id, "--initial-peer", "ADDRESS", options, "--out", "model")
+    The same state, prompt and seed give the same text on one machine.
+    """
+    import asyncio
 
-        def again(outer_steps: int) -> str:
-            return f"{newest}  # while outer step {outer_steps} is the newest\n{from_folder(outer_steps)}"
+    log.start()
 
-        with reader(place.identity) as key:
-            return asyncio.run(export_run(invite, folder, key, again, dtype, data, place.own))
-    from opendiloco.volunteer.kept_states import export_origin, find_origin
+    async def write() -> None:
+        async with state as (_, past, workload):
+            click.echo(f"after {past.outer_steps} outer steps:", err=True)
+            for number in range(samples):
+                click.echo(prompt + await workload.trainer.generate(prompt, tokens, seed + number, temperature))
 
-    origin = find_origin(place.source, place.at, place.manifest, place.own)
-    origin = replace(origin, run=origin.run.with_data(data))
-    return asyncio.run(export_origin(origin, folder, from_folder(origin.index), dtype))
+    with place.state() as state:
+        asyncio.run(write())

@@ -20,6 +20,7 @@ from opendiloco.cli.options import (
     initial_peers_option,
     open_dashboard,
     own_files_options,
+    own_words,
     parse_run,
     reader,
     reader_option,
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class FollowPlan:
+class _FollowPlan:
     """What to do with every n-th state, and until which."""
 
     every: int
@@ -91,7 +92,7 @@ class FollowPlan:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, with whole digests.")
 @dashboard_option
 @click.pass_obj
-def command(
+def follow(
     log: LogOptions,
     run: str,
     initial_peers: tuple[str, ...],
@@ -122,14 +123,14 @@ def command(
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
     shown = open_dashboard(dashboard)
     own = OwnFiles(model, tokenizer)
-    plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json, data, own, shown), Audit()
-    with reader(identity) as key, staging(plan) as folder:
-        run_interruptible(lambda interrupts: follow(invite, key, plan, folder, audit))
+    plan, audit = _FollowPlan(every, evaluate, export, push_to, until, as_json, data, own, shown), Audit()
+    with reader(identity) as key, _staging(plan) as folder:
+        run_interruptible(lambda interrupts: _follow(invite, key, plan, folder, audit))
     audit.check()
 
 
 @contextmanager
-def staging(plan: FollowPlan) -> Iterator[Path | None]:
+def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
     """Where models are made, so that no half of one is seen; None when there is no need. It outlives the worker.
 
     Raises: MachineError when nothing can be written there.
@@ -156,7 +157,7 @@ def staging(plan: FollowPlan) -> Iterator[Path | None]:
         yield Path(name)
 
 
-async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
+async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.run import find_run
     from opendiloco.volunteer.signed_heads import ask_for_signed_heads
     from opendiloco.volunteer.tracking import unless_failed
@@ -167,10 +168,10 @@ async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path |
         if plan.needs_model:
             run = run.with_data(plan.data).with_own(plan.own)
         await ask_for_signed_heads(transport, run, invite.addresses)
-        await unless_failed(track(run, transport, plan, folder, audit), transport.failure())
+        await unless_failed(_track(run, transport, plan, folder, audit), transport.failure())
 
 
-async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
+async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.sources import follower_source
     from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker
@@ -185,25 +186,25 @@ async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder
     source = follower_source(run, transport, lambda: following.past if following else None)
     async with (
         dashboard(plan.dashboard, lambda: [source]),
-        following_state(run, transport, plan, Retrying(poll)) as (state, model),
+        _following_state(run, transport, plan, Retrying(poll)) as (state, model),
     ):
         following = Following(transport, state, run.settings, MemoryStorage())
         tracker = StateTracker(following, audit, poll)
         async for news in tracker.until(last):
             if isinstance(news, Disagreement):
-                show_disagreement(news, plan.as_json)
+                _show_disagreement(news, plan.as_json)
                 continue
-            show_reached(news, plan.as_json)
+            _show_reached(news, plan.as_json)
             if news.log.amendment != in_force:
-                show_change(run, news, in_force, plan.as_json)
+                _show_change(run, news, in_force, plan.as_json)
                 in_force = news.log.amendment
             if model is not None and news.index % plan.every == 0:
-                await use_model(run, news, following, model, plan, folder)
+                await _use_model(run, news, following, model, plan, folder)
 
 
 @asynccontextmanager
-async def following_state(
-    run: Run, transport: HivemindTransport, plan: FollowPlan, retry: Retrying
+async def _following_state(
+    run: Run, transport: HivemindTransport, plan: _FollowPlan, retry: Retrying
 ) -> AsyncIterator[tuple[ReplicatedState, LocalWorkload | None]]:
     """The state, and what can evaluate and export it: a worker, which is started only for that."""
     from opendiloco.volunteer.tracking import state_for
@@ -216,8 +217,8 @@ async def following_state(
         yield await retry(partial(state_for, run, transport)), None
 
 
-async def use_model(
-    run: Run, reached: Reached, following: Following, model: LocalWorkload, plan: FollowPlan, folder: Path | None
+async def _use_model(
+    run: Run, reached: Reached, following: Following, model: LocalWorkload, plan: _FollowPlan, folder: Path | None
 ) -> None:
     """Evaluate and export a state, as far as it is wanted."""
     import asyncio
@@ -229,18 +230,19 @@ async def use_model(
     if folder is None:
         found = await model.trainer.held_out(run.config.evaluation)
         bits = bits_per_byte(found.loss, model.trainer.bytes_per_token)
-        show_model(reached, found.loss, bits, None, plan.as_json)
+        _show_model(reached, found.loss, bits, None, plan.as_json)
         warn_of_other_text(found)
         return
     made = folder / f"outer-step-{reached.index:06}"
     place = ("--run", run.run_id, "--initial-peer", "ADDRESS")
-    again = command_line("follow", place, "--export", "models", "--until", str(reached.index))
+    words = own_words(plan.data, plan.own)
+    again = command_line("follow", place, words, "--export", "models", "--until", str(reached.index))
     facts = await export_state(run, past_of(run, following), model, made, again)
-    where = await asyncio.to_thread(deliver, made, plan)
-    show_model(reached, facts.held_out_loss, facts.bits_per_byte, where, plan.as_json)
+    where = await asyncio.to_thread(_deliver, made, plan)
+    _show_model(reached, facts.held_out_loss, facts.bits_per_byte, where, plan.as_json)
 
 
-def deliver(made: Path, plan: FollowPlan) -> str | None:
+def _deliver(made: Path, plan: _FollowPlan) -> str | None:
     """Bring a model to where it is wanted; returns where that is. What is in the way, or out of reach, is logged."""
     import shutil
 
@@ -267,12 +269,12 @@ def deliver(made: Path, plan: FollowPlan) -> str | None:
 
 
 # What is printed ----------------------------------------------------------------------------------------------
-def show_reached(reached: Reached, as_json: bool) -> None:
+def _show_reached(reached: Reached, as_json: bool) -> None:
     last, state = reached.log.last, reached.state_digest.hex()
     roster = last.roster if last else ()
     tokens = sum(member.tokens for member in roster)
     if as_json:
-        show_json(
+        _show_json(
             event="snapshot" if reached.is_snapshot else "entry",
             outer_step=reached.index,
             peers=len(roster),
@@ -291,12 +293,12 @@ def show_reached(reached: Reached, as_json: bool) -> None:
     )
 
 
-def show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
+def _show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
     """Print how the outer optimizer goes on from here, where that is not as before (None: as the manifest says)."""
     amendment, manifest = reached.log.amendment, run.config.outer_optimizer
     new, old = amendment or manifest, before or manifest
     if as_json:
-        show_json(
+        _show_json(
             event="amendment",
             outer_step=reached.index,
             number=amendment.number if amendment else None,
@@ -315,10 +317,10 @@ def show_change(run: Run, reached: Reached, before: Amendment | None, as_json: b
     )
 
 
-def show_disagreement(found: Disagreement, as_json: bool) -> None:
+def _show_disagreement(found: Disagreement, as_json: bool) -> None:
     said, expected = found.said.hex(), found.expected.hex()
     if as_json:
-        show_json(event="disagreement", outer_step=found.index, peer=found.peer, said=said, state_digest=expected)
+        _show_json(event="disagreement", outer_step=found.index, peer=found.peer, said=said, state_digest=expected)
         return
     click.echo(
         f"outer step {found.index}: peer {found.peer} DISAGREES: "
@@ -326,15 +328,15 @@ def show_disagreement(found: Disagreement, as_json: bool) -> None:
     )
 
 
-def show_model(reached: Reached, loss: float, bits: float | None, place: str | None, as_json: bool) -> None:
+def _show_model(reached: Reached, loss: float, bits: float | None, place: str | None, as_json: bool) -> None:
     if as_json:
-        show_json(event="model", outer_step=reached.index, held_out_loss=loss, bits_per_byte=bits, place=place)
+        _show_json(event="model", outer_step=reached.index, held_out_loss=loss, bits_per_byte=bits, place=place)
         return
     said = f"held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
     click.echo(f"outer step {reached.index}: {said}" + ("" if place is None else f", the model is in {place}"))
 
 
-def show_json(**values: object) -> None:
+def _show_json(**values: object) -> None:
     import json
 
     click.echo(json.dumps(values))

@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, identity_option, initial_peers_option, spelled_out, state_option
+from opendiloco.cli.options import FILE, initial_peers_option, join_option, spelled_out
 
 if TYPE_CHECKING:
     from opendiloco.volunteer.admission import GivenTickets
     from peers.values.identity import Identity
     from peers.values.manifest import SignedManifest
 
-DAY = 86400
+_DAY = 86400
 
-manifest_argument = click.argument("manifest", type=FILE)
-organiser_option = identity_option("The organiser's")
-given_option = state_option("Where to remember what was given.")
+_MANIFEST = click.argument("manifest", type=FILE)
+_ORGANISER = join_option("identity", help="The organiser's key file.")
+_GIVEN = join_option("state", help="Where to remember what was given.")
 
 
 @click.group()
-def command() -> None:
+def invite_group() -> None:
     """Give tickets to a run by invitation, and take them back."""
 
 
-@command.command(short_help="Print a ticket.")
-@manifest_argument
+@invite_group.command(short_help="Print a ticket.")
+@_MANIFEST
 @click.option(
     "--for", "peer", metavar="PEER", help="Only for the peer with this id.  [default: for everybody who has it]"
 )
@@ -40,8 +40,8 @@ def command() -> None:
     show_default=True,
     help="Good for so many days.",
 )
-@organiser_option
-@given_option
+@_ORGANISER
+@_GIVEN
 @click.pass_obj
 def create(
     log: LogOptions, manifest: Path, peer: str | None, days: float, identity: Path | None, state: Path | None
@@ -60,19 +60,19 @@ def create(
     log.start()
     if peer is not None and not is_peer_id(peer):
         raise click.BadParameter(f"{quoted(peer, 80)} is not a peer id.", param_hint="--for")
-    run, key = organised(manifest, identity)
-    ticket = Ticket.give(run.run_id, key, int(time.time() + days * DAY), peer)
+    run, key = _organised(manifest, identity)
+    ticket = Ticket.give(run.run_id, key, int(time.time() + days * _DAY), peer)
     GivenTickets(run.run_id, key.peer_id, state).add(ticket)
     click.echo(f"{ticket}")
     click.echo(f"id: {ticket.id.hex()}; to use it, type: diloco-peer join --run INVITE --ticket TICKET", err=True)
 
 
-@command.command("list", short_help="Print the tickets that this machine has given.")
+@invite_group.command("list", short_help="Print the tickets that this machine has given.")
 @click.argument("run", metavar="RUN|MANIFEST")
-@organiser_option
-@given_option
+@_ORGANISER
+@_GIVEN
 @click.pass_obj
-def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
+def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
     """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
     import time
 
@@ -92,12 +92,12 @@ def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) 
         click.echo(f"{ticket.id.hex()}  until {until} UTC  {standing:<8} {ticket.peer or 'anybody'}")
 
 
-@command.command(short_help="Take tickets back.")
-@manifest_argument
+@invite_group.command(short_help="Take tickets back.")
+@_MANIFEST
 @click.argument("tickets", nargs=-1, required=True, metavar="ID...")
 @initial_peers_option
-@organiser_option
-@given_option
+@_ORGANISER
+@_GIVEN
 @click.pass_obj
 def revoke(
     log: LogOptions,
@@ -115,13 +115,13 @@ def revoke(
     log.start()
     if not initial_peers:
         raise click.UsageError("the run has to hear of it: add --initial-peer.")
-    run, key = organised(manifest, identity)
+    run, key = _organised(manifest, identity)
     given = GivenTickets(run.run_id, key.peer_id, state)
-    told = asyncio.run(tell(run, key, given, tickets, spelled_out(initial_peers)))
+    told = asyncio.run(_tell(run, key, given, tickets, spelled_out(initial_peers)))
     click.echo(f"revoked; {told} {'node' if told == 1 else 'nodes'} told, which tell all others")
 
 
-def organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
+def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
     """The run of a manifest, and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.identity_file import load_identity
@@ -140,7 +140,7 @@ def organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identi
     return run, key
 
 
-async def tell(
+async def _tell(
     run: SignedManifest, key: Identity, given: GivenTickets, ids: tuple[str, ...], initial_peers: tuple[str, ...]
 ) -> int:
     """Sign the next list of revoked tickets. Returns how many nodes took it.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, own_files_options
+from opendiloco.cli.options import EXISTING_FOLDER, FILE, own_files_options
 from opendiloco.data.own_files import OwnFiles
 
 if TYPE_CHECKING:
@@ -25,28 +25,29 @@ logger = logging.getLogger(__name__)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-IN_PLACE = click.Path(exists=True, file_okay=False, path_type=Path)
 HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state", "amended to")
 """Of the columns: `in all` are the tokens of the lineage, and the three after it are beginnings of digests. `amended
 to` are the outer learning rate and momentum from the next outer step on; "-": the manifest's."""
 NUMBERS = HEADINGS[:4]
 
 
-def log_options(command: Command) -> Command:
+def _which_log(command: Command) -> Command:
     run = click.option("--run", metavar="ID|INVITE", help="The run whose log to take from this machine's own folders.")
     folder = click.option(
-        "--folder", type=IN_PLACE, help="A folder with a log, instead: the one that `join` has named, or any other."
+        "--folder",
+        type=EXISTING_FOLDER,
+        help="A folder with a log, instead: the one that `join` has named, or any other.",
     )
     return run(folder(command))
 
 
 @click.group(short_help="Look at the log that this machine has, and verify it.")
-def command() -> None:
+def log_group() -> None:
     """Look at the entries of a run that this machine has, and verify them."""
 
 
-@command.command()
-@log_options
+@log_group.command()
+@_which_log
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the last N entries.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, with whole digests.")
 @click.pass_obj
@@ -61,25 +62,25 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
 
     def see(entry: Entry, header: Header, before: LogState) -> None:
         if as_json:
-            facts.append(plain(entry, header))
+            facts.append(_plain(entry, header))
         else:
-            rows.append(cells(entry, header))
+            rows.append(_cells(entry, header))
 
-    _, problem = read_chain(find_log(run, folder) / ENTRIES, see=see)
+    _, problem = read_chain(_find_log(run, folder) / ENTRIES, see=see)
     if problem:
         logger.warning("%s. What comes after it is not shown", problem)
     if as_json:
         click.echo(json.dumps(list(facts), indent=2))
     elif sys.stdout.isatty():
-        print_table(rows)
+        _print_table(rows)
     else:
         for row in rows:
             said = zip(HEADINGS, row, strict=True)
             click.echo(", ".join(f"{heading} {cell}" for heading, cell in said))
 
 
-@command.command()
-@log_options
+@log_group.command()
+@_which_log
 @click.option("--manifest", type=FILE, help="The run's signed manifest.  [default: the one in the run's folder]")
 @click.option(
     "--checkpoint",
@@ -112,8 +113,8 @@ def verify(
     from opendiloco.storage.loading import load_checkpoint
 
     log.start()
-    path = find_log(run, folder)
-    found = find_manifest(path, manifest)
+    path = _find_log(run, folder)
+    found = _find_manifest(path, manifest)
     kept = None if checkpoint is None else load_checkpoint(checkpoint, found.run_id)
     findings = audit(path, found, kept, OwnFiles(model, tokenizer))
     if as_json:
@@ -129,7 +130,7 @@ def verify(
         )
 
 
-def find_log(run: str | None, folder: Path | None) -> Path:
+def _find_log(run: str | None, folder: Path | None) -> Path:
     """The log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, default_state_folder
     from peers.log.files import ENTRIES
@@ -152,7 +153,7 @@ def find_log(run: str | None, folder: Path | None) -> Path:
     return logs[0]
 
 
-def find_manifest(log: Path, manifest: Path | None) -> Run:
+def _find_manifest(log: Path, manifest: Path | None) -> Run:
     """The run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, read_manifest
     from peers.errors import ManifestError
@@ -168,7 +169,7 @@ def find_manifest(log: Path, manifest: Path | None) -> Run:
     )
 
 
-def cells(entry: Entry, header: Header) -> tuple[str, ...]:
+def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
     """An entry as the table shows it."""
     digests = (header.payload, header.digest, entry.state_digest)
     fragment, amended = f"/{header.fragment}" if header.fragment else "", header.amendment
@@ -183,7 +184,7 @@ def cells(entry: Entry, header: Header) -> tuple[str, ...]:
     )
 
 
-def plain(entry: Entry, header: Header) -> dict[str, object]:
+def _plain(entry: Entry, header: Header) -> dict[str, object]:
     """An entry as JSON can say it, digests in hexadecimal."""
     from opendiloco.view.run_view import plain_amendment
 
@@ -201,7 +202,7 @@ def plain(entry: Entry, header: Header) -> dict[str, object]:
     }
 
 
-def print_table(rows: Iterable[tuple[str, ...]]) -> None:
+def _print_table(rows: Iterable[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -20,14 +20,14 @@ FILE_BYTES, OLD_FILES = 10_000_000, 3
 """A log file is renamed when it has so many bytes; as many older ones are kept: .1 is the newest of them."""
 
 
-def is_no_disconnect(record: logging.LogRecord) -> bool:
+def _is_no_disconnect(record: logging.LogRecord) -> bool:
     """False for what asyncio logs, with a traceback, when a peer goes while hivemind is reading from it."""
     error = record.exc_info[1] if record.exc_info else None
     return not (record.name == "asyncio" and isinstance(error, EOFError | ConnectionError))
 
 
 @dataclass
-class LogPlace:
+class _LogPlace:
     """Where in which run this process is, as far as it knows yet."""
 
     run: str | None = None
@@ -51,11 +51,11 @@ def _short_run(run: str) -> str:
     return f"{name}{dash}{digest[:8]}"
 
 
-PLACE = LogPlace()
+PLACE = _LogPlace()
 """That of this process."""
 
 
-class JsonFormatter(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     """One object a line: `time`, `level`, `logger`, `message`, what is known of `run`, `peer` and `outer_step`, the
     `details` that whoever logs adds, and the `error` with its traceback, if there is one."""
 
@@ -73,7 +73,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(said, ensure_ascii=False)
 
 
-class PlainFormatter(logging.Formatter):
+class _PlainFormatter(logging.Formatter):
     """Lines for people, without control characters: peers and manifests have a say in some of them."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -99,9 +99,9 @@ class LogOptions:
         """Log to a handler of the caller's."""
         level = (self.level or default_level).upper()
         if level != "DEBUG":
-            handler.addFilter(is_no_disconnect)
+            handler.addFilter(_is_no_disconnect)
         handler.addFilter(PLACE.fill)
-        handler.setFormatter(JsonFormatter() if self.is_json else PlainFormatter(format, datefmt="%H:%M:%S"))
+        handler.setFormatter(_JsonFormatter() if self.is_json else _PlainFormatter(format, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)
         for name in OURS:
             logging.getLogger(name).setLevel(level)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from opendiloco.cli import status as module
-from opendiloco.cli.status import COMPARE_SECONDS, compare, show_status
+from opendiloco.cli.status import COMPARE_SECONDS
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -76,7 +76,7 @@ def test_it_looks_again_while_there_are_two_that_may_be_compared(
     run: Run, look: Look, verdict: bool | None, looks: int
 ) -> None:
     network = Network(look)
-    view = simulate(compare(network, run))  # type: ignore[arg-type]
+    view = simulate(module._compare(network, run))  # type: ignore[arg-type]
     assert (view.agreement.verdict, network.looks) == (verdict, looks)
 
 
@@ -96,8 +96,8 @@ def test_programs_hear_that_nothing_could_be_compared(
     monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
     monkeypatch.setattr("opendiloco.volunteer.signed_heads.ask_for_signed_heads", found)
-    monkeypatch.setattr(module, "volunteers_here", lambda run_id: [])
-    simulate(show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True))
+    monkeypatch.setattr(module, "_volunteers_here", lambda run_id: {})
+    simulate(module._show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True))
     shown = json.loads(capsys.readouterr().out)
     assert shown["agree"] is agree
     assert [peer["peer"] for peer in shown["peers"]] == ["a", "b"]

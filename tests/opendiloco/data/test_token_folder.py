@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.new_run import with_tokens_named
+from opendiloco.cli.run import with_tokens_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.token_cache import TokenCache
 from opendiloco.data.token_files import Piece, Tokens, digest_of_tokens

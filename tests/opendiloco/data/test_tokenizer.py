@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendiloco.cli.new_run import with_tokenizer_named
+from opendiloco.cli.run import with_tokenizer_named
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer, byte_symbols, digest_of_tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from opendiloco.cli.new_run import with_held_out_text_named
+from opendiloco.cli.run import with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer

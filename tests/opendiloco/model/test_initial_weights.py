@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opendiloco.cli.new_run import with_weights_named
+from opendiloco.cli.run import with_weights_named
 from opendiloco.config.model import ModelSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer

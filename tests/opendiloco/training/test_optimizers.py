@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from opendiloco.cli.new_run import check
+from opendiloco.cli.run import check
 from opendiloco.config.optimizers import AdamWSection, InnerOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
