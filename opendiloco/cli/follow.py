@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,14 @@ from opendiloco.cli.options import (
     run_option,
 )
 from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.errors import MachineError, RemoteError
 
 if TYPE_CHECKING:
     import socket
 
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
-    from opendiloco.volunteer.tracking import Audit, Disagreement, Reached, Retrying
+    from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
     from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
     from peers.values.amendments import Amendment
@@ -137,8 +138,6 @@ def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
     """
     import tempfile
 
-    from opendiloco.errors import MachineError
-
     if not plan.exports:
         yield None
         return
@@ -172,9 +171,11 @@ async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path
 
 
 async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
+    """Print each state of the run, and use its model as far as that is wanted, until the last."""
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.sources import follower_source
-    from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker
+    from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker, state_for
+    from opendiloco.volunteer.volunteer import working
     from peers.transfer.following import Following
     from peers.transfer.storage import MemoryStorage
 
@@ -184,13 +185,14 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     following: Following | None = None
     in_force: Amendment | None = None
     source = follower_source(run, transport, lambda: following.past if following else None)
-    async with (
-        dashboard(plan.dashboard, lambda: [source]),
-        _following_state(run, transport, plan, Retrying(poll)) as (state, model),
-    ):
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(dashboard(plan.dashboard, lambda: [source]))
+        # A worker is started only for what needs the model.
+        model = await stack.enter_async_context(working(run)) if plan.needs_model else None
+        state: ReplicatedState
+        state = await Retrying(poll)(partial(state_for, run, transport)) if model is None else model
         following = Following(transport, state, run.settings, MemoryStorage())
-        tracker = StateTracker(following, audit, poll)
-        async for news in tracker.until(last):
+        async for news in StateTracker(following, audit, poll).until(last):
             if isinstance(news, Disagreement):
                 _show_disagreement(news, plan.as_json)
                 continue
@@ -200,21 +202,6 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
                 in_force = news.log.amendment
             if model is not None and news.index % plan.every == 0:
                 await _use_model(run, news, following, model, plan, folder)
-
-
-@asynccontextmanager
-async def _following_state(
-    run: Run, transport: HivemindTransport, plan: _FollowPlan, retry: Retrying
-) -> AsyncIterator[tuple[ReplicatedState, LocalWorkload | None]]:
-    """The state, and what can evaluate and export it: a worker, which is started only for that."""
-    from opendiloco.volunteer.tracking import state_for
-    from opendiloco.volunteer.volunteer import working
-
-    if plan.needs_model:
-        async with working(run) as workload:
-            yield workload, workload
-    else:
-        yield await retry(partial(state_for, run, transport)), None
 
 
 async def _use_model(
@@ -246,7 +233,6 @@ def _deliver(made: Path, plan: _FollowPlan) -> str | None:
     """Bring a model to where it is wanted; returns where that is. What is in the way, or out of reach, is logged."""
     import shutil
 
-    from opendiloco.errors import RemoteError
     from opendiloco.storage.remote import push_folder, without_secrets
 
     places = []
@@ -268,28 +254,33 @@ def _deliver(made: Path, plan: _FollowPlan) -> str | None:
     return " and ".join(places) or None
 
 
-# What is printed ----------------------------------------------------------------------------------------------
+# What is printed ------------------------------------------------------------------------------------------------------
+def _show(as_json: bool, index: int, text: str, event: str, **values: object) -> None:
+    """Print what happened at an outer step: a line for people, or an object for programs."""
+    import json
+
+    click.echo(json.dumps({"event": event, "outer_step": index} | values) if as_json else f"outer step {index}{text}")
+
+
 def _show_reached(reached: Reached, as_json: bool) -> None:
     last, state = reached.log.last, reached.state_digest.hex()
-    roster = last.roster if last else ()
+    roster, in_all, agreeing = last.roster if last else (), reached.log.lineage_tokens, reached.agreeing
     tokens = sum(member.tokens for member in roster)
-    if as_json:
-        _show_json(
-            event="snapshot" if reached.is_snapshot else "entry",
-            outer_step=reached.index,
-            peers=len(roster),
-            tokens=tokens,
-            lineage_tokens=reached.log.lineage_tokens,
-            log_digest=reached.log.position.head.hex(),
-            state_digest=state,
-            agreeing=reached.agreeing,
-        )
-        return
-    agreeing = f"{reached.agreeing} peer{'s agree' if reached.agreeing > 1 else ' agrees'}"
-    click.echo(
-        f"outer step {reached.index}{' (snapshot)' if reached.is_snapshot else ''}: peers {len(roster)}, "
-        f"tokens {tokens:,}, in all {reached.log.lineage_tokens:,}, "
-        f"state {state[:8]}, {agreeing if reached.agreeing else 'which no peer has named yet'}"
+    agreement = (
+        f"{agreeing} peer{'s agree' if agreeing > 1 else ' agrees'}" if agreeing else "which no peer has named yet"
+    )
+    _show(
+        as_json,
+        reached.index,
+        f"{' (snapshot)' if reached.is_snapshot else ''}: peers {len(roster)}, tokens {tokens:,}, in all {in_all:,}, "
+        f"state {state[:8]}, {agreement if agreeing else 'which no peer has named yet'}",
+        event="snapshot" if reached.is_snapshot else "entry",
+        peers=len(roster),
+        tokens=tokens,
+        lineage_tokens=in_all,
+        log_digest=reached.log.position.head.hex(),
+        state_digest=state,
+        agreeing=agreeing,
     )
 
 
@@ -297,46 +288,29 @@ def _show_change(run: Run, reached: Reached, before: Amendment | None, as_json: 
     """Print how the outer optimizer goes on from here, where that is not as before (None: as the manifest says)."""
     amendment, manifest = reached.log.amendment, run.config.outer_optimizer
     new, old = amendment or manifest, before or manifest
-    if as_json:
-        _show_json(
-            event="amendment",
-            outer_step=reached.index,
-            number=amendment.number if amendment else None,
-            learning_rate=new.learning_rate,
-            momentum=new.momentum,
-        )
-        return
     source = f"amendment {amendment.number}" if amendment else "the run's manifest"
     rate, momentum = (
         f"{value:g}, as before" if value == was else f"{value:g} instead of {was:g}"
         for value, was in ((new.learning_rate, old.learning_rate), (new.momentum, old.momentum))
     )
-    click.echo(
-        f"outer step {reached.index}: from the next one on, by {source}, the outer learning rate is {rate}; "
-        f"the outer momentum is {momentum}"
+    _show(
+        as_json,
+        reached.index,
+        f": from the next one on, by {source}, the outer learning rate is {rate}; the outer momentum is {momentum}",
+        event="amendment",
+        number=amendment.number if amendment else None,
+        learning_rate=new.learning_rate,
+        momentum=new.momentum,
     )
 
 
 def _show_disagreement(found: Disagreement, as_json: bool) -> None:
     said, expected = found.said.hex(), found.expected.hex()
-    if as_json:
-        _show_json(event="disagreement", outer_step=found.index, peer=found.peer, said=said, state_digest=expected)
-        return
-    click.echo(
-        f"outer step {found.index}: peer {found.peer} DISAGREES: "
-        f"it has the state {said[:8]}, the log leads to {expected[:8]}"
-    )
+    text = f": peer {found.peer} DISAGREES: it has the state {said[:8]}, the log leads to {expected[:8]}"
+    _show(as_json, found.index, text, event="disagreement", peer=found.peer, said=said, state_digest=expected)
 
 
 def _show_model(reached: Reached, loss: float, bits: float | None, place: str | None, as_json: bool) -> None:
-    if as_json:
-        _show_json(event="model", outer_step=reached.index, held_out_loss=loss, bits_per_byte=bits, place=place)
-        return
-    said = f"held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
-    click.echo(f"outer step {reached.index}: {said}" + ("" if place is None else f", the model is in {place}"))
-
-
-def _show_json(**values: object) -> None:
-    import json
-
-    click.echo(json.dumps(values))
+    text = f": held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
+    text += "" if place is None else f", the model is in {place}"
+    _show(as_json, reached.index, text, event="model", held_out_loss=loss, bits_per_byte=bits, place=place)

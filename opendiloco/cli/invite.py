@@ -9,6 +9,7 @@ import click
 
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, initial_peers_option, join_option, spelled_out
+from peers.errors import AdmissionError, RemoteProtocolError, SwarmUnreachableError, quoted
 
 if TYPE_CHECKING:
     from opendiloco.volunteer.admission import GivenTickets
@@ -53,7 +54,6 @@ def create(
     import time
 
     from opendiloco.volunteer.admission import GivenTickets
-    from peers.errors import quoted
     from peers.values.identity import is_peer_id
     from peers.values.tickets import Ticket
 
@@ -125,7 +125,6 @@ def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Ident
     """The run of a manifest, and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.identity_file import load_identity
-    from peers.errors import AdmissionError
 
     run, key = read_manifest(path).manifest, load_identity(identity)
     if run.organiser != key.peer_id:
@@ -150,7 +149,6 @@ async def _tell(
     from contextlib import suppress
 
     from opendiloco.volunteer.volunteer import connected
-    from peers.errors import RemoteProtocolError, SwarmUnreachableError
     from peers.network.channel import PeerUnreachableError
     from peers.network.daemon import peer_id_of
     from peers.values.identity import Identity as AnyIdentity

@@ -25,6 +25,7 @@ from opendiloco.cli.options import (
     parse_run,
     refuse_torchrun,
 )
+from opendiloco.errors import MachineError
 
 if TYPE_CHECKING:
     import socket
@@ -220,7 +221,6 @@ def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> 
 
     Raises: MachineError when there is none, or it is not clear which is meant.
     """
-    from opendiloco.errors import MachineError
     from opendiloco.owner.controls import Request, ask, sockets
     from opendiloco.storage.run_folder import default_state_folder
     from peers.values.manifest import Invite
@@ -248,7 +248,6 @@ def _name(volunteer: Path) -> str:
 
 def _tell(volunteers: list[Path], do: Any, anyway: bool = False) -> None:
     """Tell each volunteer, and print what it says. Raises: MachineError when one does not answer."""
-    from opendiloco.errors import MachineError
     from opendiloco.owner.controls import Request, ask
 
     for path in volunteers:

@@ -14,6 +14,8 @@ import click
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import EXISTING_FOLDER, FILE, own_files_options
 from opendiloco.data.own_files import OwnFiles
+from opendiloco.errors import DamagedLogError
+from peers.errors import ManifestError
 
 if TYPE_CHECKING:
     from opendiloco.run import Run
@@ -108,7 +110,6 @@ def verify(
     """
     import json
 
-    from opendiloco.errors import DamagedLogError
     from opendiloco.storage.audit import audit
     from opendiloco.storage.loading import load_checkpoint
 
@@ -156,7 +157,6 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
 def _find_manifest(log: Path, manifest: Path | None) -> Run:
     """The run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, read_manifest
-    from peers.errors import ManifestError
 
     if manifest is not None:
         return read_manifest(manifest)

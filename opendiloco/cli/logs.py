@@ -11,7 +11,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from opendiloco.errors import fit_for_terminal
+from opendiloco.errors import MachineError, fit_for_terminal
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 FORMAT_WITH_PLACE = "%(asctime)s %(levelname)-7s %(place)s%(message)s"
@@ -114,7 +114,5 @@ class LogOptions:
                 self.file.expanduser(), encoding="utf-8", maxBytes=FILE_BYTES, backupCount=OLD_FILES
             )
         except OSError as error:
-            from opendiloco.errors import MachineError
-
             reason = error.strerror or str(error)
             raise MachineError(f"cannot log to {self.file}: {reason}.", "Name a file that can be written.") from error

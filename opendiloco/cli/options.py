@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from opendiloco.data.own_files import OwnFiles
-from opendiloco.errors import SettingsError
+from opendiloco.errors import MachineError, SettingsError
 from opendiloco.settings.join_settings import JoinSettings, LogSettings, split_address
 from opendiloco.settings.setting import Setting, settings_of
 
@@ -234,6 +234,15 @@ def reader(path: Path | None) -> Iterator[Identity]:
     else:
         with hold_identity(path) as key:
             yield key
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Write to a file or make a folder. Raises: MachineError with the remedy where that cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"cannot write {path}: {error.strerror}.", remedy) from error
 
 
 def refuse_torchrun(environment: Mapping[str, str]) -> None:

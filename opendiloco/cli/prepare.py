@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, FOLDER
+from opendiloco.cli.options import FILE, FOLDER, writing
+from opendiloco.errors import DataError
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
@@ -44,31 +45,23 @@ def plan(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path | No
     from opendiloco.tools.plan.setup import memory_of, plan_of
 
     skeleton = sized_skeleton(config)
-    plan = plan_of(config, skeleton, links)
-    memory = [memory_of(config, skeleton, peer) for peer in plan.swarm.peers]
-    found = forecast(plan)
-    needed = {target: least_bandwidth(plan, target) for target in report.TARGETS}
+    planned = plan_of(config, skeleton, links)
+    memory = [memory_of(config, skeleton, peer) for peer in planned.swarm.peers]
+    found = forecast(planned)
+    needed = {target: least_bandwidth(planned, target) for target in report.TARGETS}
     console = Console()
-    console.print(report.headline(plan))
+    console.print(report.headline(planned))
     console.print(report.run_table(found))
     console.print()
-    console.print(report.peers_table(plan, found, memory))
-    for line in filter(None, (report.cost_line(found), *report.warnings(plan, found, memory))):
+    console.print(report.peers_table(planned, found, memory))
+    for line in filter(None, (report.cost_line(found), *report.warnings(planned, found, memory))):
         console.print(line)
     console.print()
     console.print(report.bandwidth_table(needed))
     if json_file:
-        _write(json_file, json.dumps(report.plain(plan, found, memory, needed), indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file. Raises: MachineError."""
-    from opendiloco.errors import MachineError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"cannot write {path}: {error.strerror}.", "Name another file.") from error
+        text = json.dumps(report.plain(planned, found, memory, needed), indent=2) + "\n"
+        with writing(json_file, "Name another file."):
+            json_file.write_text(text, encoding="utf-8")
 
 
 READ_AT_ONCE = 1 << 22
@@ -147,8 +140,6 @@ def _pieces_of(config: RunConfig, place: int | None, tokenizer: Tokenizer) -> It
 def _read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
     """Read files of token ids, a piece at a time. Raises: DataError."""
     import numpy as np
-
-    from opendiloco.errors import DataError
 
     kind: Any = np.dtype(dtype).newbyteorder("<")
     for path, is_held_out in ((training, False), (held_out, True)):

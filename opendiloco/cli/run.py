@@ -12,6 +12,7 @@ import click
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
+    FOLDER,
     INITIAL_PEERS,
     initial_peers_option,
     join_option,
@@ -19,17 +20,25 @@ from opendiloco.cli.options import (
     parse_run,
     run_option,
     spelled_out,
+    writing,
 )
 from opendiloco.data.own_files import OwnFiles
+from opendiloco.errors import DataError
+from peers.errors import ManifestError, SwarmUnreachableError
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.errors import MachineError
     from opendiloco.run import Run
     from peers.presence.heartbeat import Heartbeat
     from peers.values.amendments import Amendment
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
+
+
+logger = logging.getLogger(__name__)
+
+GIVEN_TO = 16
+"""Peers, at most, that are given an amendment. They tell all others."""
 
 
 @click.group()
@@ -41,20 +50,9 @@ def run_group() -> None:
 @click.argument("run_toml", type=FILE)
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=".",
-    help="Folder for the manifest's file.  [default: the present one]",
-)
+@click.option("--out", type=FOLDER, default=".", help="Folder for the manifest's file.  [default: the present one]")
 @click.pass_obj
-def create(
-    log: LogOptions,
-    run_toml: Path,
-    initial_peers: tuple[str, ...],
-    identity: Path | None,
-    out: Path,
-) -> None:
+def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
     """Sign RUN_TOML as a new run, and announce it."""
     import asyncio
 
@@ -70,14 +68,18 @@ def create(
         )
     key = load_identity(identity)
     config = RunConfig.from_toml(run_toml)
-    _make_folder(out)  # what takes seconds comes afterwards
-    config = with_tokens_named(with_tokenizer_named(config))
-    check(config)
+    remedy = "Name a folder with --out."
+    with writing(out, remedy):
+        out.mkdir(parents=True, exist_ok=True)  # what takes seconds comes afterwards
+    config = _with_tokens_named(_with_tokenizer_named(config))
+    _check(config)
     from opendiloco.model.build import with_sizes_named  # now that transformers is here
 
     config = with_sizes_named(config)
-    run = Run.sign(with_held_out_text_named(with_weights_named(config)), key)
-    path = _save(run, out)
+    run = Run.sign(_with_held_out_text_named(_with_weights_named(config)), key)
+    path = out / f"{run.run_id}.manifest"
+    with writing(path, remedy):
+        path.write_bytes(run.manifest.pack())
     kept = asyncio.run(_announce(run, spelled_out(initial_peers)))
     invite = Invite(run.run_id, kept)
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
@@ -167,9 +169,11 @@ def needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, to
 
 
 async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
-    """The addresses of the bootstrap nodes that remember the run now. Raises: SwarmUnreachableError if none does."""
+    """Return the addresses of the bootstrap nodes that remember the run now.
+
+    Raises: SwarmUnreachableError if none does.
+    """
     from opendiloco.volunteer.volunteer import connected
-    from peers.errors import SwarmUnreachableError
     from peers.network.bootstrap import announce_manifest
     from peers.values.identity import Identity
 
@@ -183,42 +187,15 @@ async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]
     return kept
 
 
-def _make_folder(folder: Path) -> None:
-    """Raises: MachineError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(folder, error) from error
-
-
-def _save(run: Run, folder: Path) -> Path:
-    """Write the signed manifest to `folder`. Raises: MachineError."""
-    path = folder / f"{run.run_id}.manifest"
-    try:
-        path.write_bytes(run.manifest.pack())
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    return path
-
-
-def _cannot_write(path: Path, error: OSError) -> MachineError:
-    from opendiloco.errors import MachineError
-
-    return MachineError(f"cannot write {path}: {error.strerror}.", "Name a folder with --out.")
-
-
-logger = logging.getLogger(__name__)
-
-
-def check(config: RunConfig) -> None:
-    """Whether others can train in it, as far as this machine can tell. Takes seconds, mostly to import transformers.
+def _check(config: RunConfig) -> None:
+    """Check that others can train in a run, as far as this machine can tell. Takes seconds, mostly to import
+    transformers.
 
     Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
     no more than a warning.
     """
     from opendiloco.data.local_sources import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
-    from opendiloco.errors import DataError
     from opendiloco.model.build import build_skeleton
     from opendiloco.training.optimizers import check_inner_optimizer
 
@@ -251,13 +228,17 @@ def _beyond_schedules(config: RunConfig) -> Iterator[str]:
         yield f"outer_optimizer.schedule ends after {outer.total_steps:,} outer steps, and the run after {steps:,}"
 
 
-def with_tokenizer_named(config: RunConfig) -> RunConfig:
-    """With the digest of the tokenizer, if that comes from elsewhere and is to be had on this machine.
+def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
+    """Return the run with a digest in one of its tables."""
+    return config.model_copy(update={table: getattr(config, table).model_copy(update={"digest": digest})})
+
+
+def _with_tokenizer_named(config: RunConfig) -> RunConfig:
+    """Return the run with the digest of the tokenizer, if that comes from elsewhere and is to be had on this machine.
 
     Raises: MachineError when the run names another digest.
     """
     from opendiloco.data.tokenizer import build_tokenizer, digest_of_tokenizer
-    from opendiloco.errors import DataError
 
     section = config.tokenizer
     if section.path is None:
@@ -268,16 +249,15 @@ def with_tokenizer_named(config: RunConfig) -> RunConfig:
         lacking = "is not held against its digest" if section.digest else "gets no digest to hold volunteers' against"
         logger.warning("the tokenizer %s: %s", lacking, error)
         return config
-    return config.model_copy(update={"tokenizer": section.model_copy(update={"digest": digest})})
+    return _with_digest(config, "tokenizer", digest)
 
 
-def with_tokens_named(config: RunConfig) -> RunConfig:
-    """With the digest of each source that is a folder of tokens, so that all peers read the same.
+def _with_tokens_named(config: RunConfig) -> RunConfig:
+    """Return the run with the digest of each source that is a folder of tokens, so that all peers read the same.
 
     Raises: DataError when the run names another digest, or a folder cannot be read.
     """
     from opendiloco.data.token_folder import is_token_folder, read_about
-    from opendiloco.errors import DataError
 
     sources = []
     for section in config.data.all_sources:
@@ -295,9 +275,10 @@ def with_tokens_named(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"data": config.data.with_sources(tuple(sources))})
 
 
-def with_weights_named(config: RunConfig) -> RunConfig:
-    """With the digest of the weights that a run begins with, if these come from elsewhere. Takes the memory that the
-    model does.
+def _with_weights_named(config: RunConfig) -> RunConfig:
+    """Return the run with the digest of the weights that it begins with, if these come from elsewhere.
+
+    Takes the memory that the model does.
 
     Raises: MachineError when the run names another digest; ManifestError and DataError: see `initial_theta`.
     """
@@ -309,13 +290,13 @@ def with_weights_named(config: RunConfig) -> RunConfig:
 
     theta = initial_theta(config)
     if section.digest is None:
-        section = section.model_copy(update={"digest": digest_of_weights(theta)})
-    check_initial_weights(theta, section)
-    return config.model_copy(update={"model": section})
+        config = _with_digest(config, "model", digest_of_weights(theta))
+    check_initial_weights(theta, config.model)
+    return config
 
 
-def with_held_out_text_named(config: RunConfig) -> RunConfig:
-    """With the digest of what evaluation reads, if it is in folders that each volunteer names, and on this machine.
+def _with_held_out_text_named(config: RunConfig) -> RunConfig:
+    """Return the run with the digest of what evaluation reads, if each volunteer names its folder and it is here.
 
     A peer whose folder has other text keeps the losses that it finds to itself. Raises: DataError when the run names
     another digest; MachineError without memory for the tokens.
@@ -323,7 +304,6 @@ def with_held_out_text_named(config: RunConfig) -> RunConfig:
     from opendiloco.data.local_sources import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import load_data
-    from opendiloco.errors import DataError
 
     section, folders = config.evaluation, local_sources(config.data)
     if not section.every or not folders:
@@ -346,13 +326,10 @@ def with_held_out_text_named(config: RunConfig) -> RunConfig:
             f"the run's held-out text has the digest {section.digest}; that of {', '.join(folders)} has {digest}.",
             "Get the text that the run means, or leave out evaluation.digest.",
         )
-    return config.model_copy(update={"evaluation": section.model_copy(update={"digest": digest})})
+    return _with_digest(config, "evaluation", digest)
 
 
-GIVEN_TO = 16
-"""Peers, at most, that are given an amendment. They tell all others."""
-
-
+# Amending -------------------------------------------------------------------------------------------------------------
 @run_group.command(short_help="Change the outer learning rate or momentum from now on.")
 @run_option
 @initial_peers_option
@@ -393,7 +370,6 @@ async def _give_amendment(
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
-    from peers.errors import SwarmUnreachableError
     from peers.network.amendments import give
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
@@ -413,7 +389,6 @@ async def _give_amendment(
 
 def _check_key(run: Run, key: Identity) -> None:
     """Raises: ManifestError unless this key is the organiser's."""
-    from peers.errors import ManifestError
 
     organiser = run.manifest.organiser
     if key.peer_id != organiser:
@@ -432,7 +407,6 @@ def _next_amendment(
     """
     from opendiloco.config.run_config import RunConfig
     from opendiloco.view.run_view import Amended
-    from peers.errors import ManifestError
     from peers.values.amendments import Amendment
 
     if momentum is not None and run.config.outer_optimizer.momentum_every > 1:

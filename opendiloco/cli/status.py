@@ -12,6 +12,8 @@ import click
 
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import initial_peers_option, known_addresses, parse_run, reader, reader_option, run_option
+from opendiloco.errors import fit_for_terminal
+from peers.errors import DilocoPeerError
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -71,7 +73,6 @@ class _ListedRun:
 
     def lines(self) -> Iterator[str]:
         """Yield the run's lines for people."""
-        from opendiloco.errors import fit_for_terminal
 
         yield from map(fit_for_terminal, self._lines())
 
@@ -138,7 +139,6 @@ async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
-    from peers.errors import DilocoPeerError
     from peers.network.catalogue import listed_runs
     from peers.values.identity import Identity
 
@@ -156,7 +156,6 @@ async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
 
 def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = time.monotonic) -> Iterator[_ListedRun]:
     """Yield the runs with what they take of a machine, or why that is not known within `MOST_SECONDS`."""
-    from peers.errors import DilocoPeerError
 
     ends = clock() + MOST_SECONDS
     for each in found:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.run import with_held_out_text_named
+from opendiloco.cli.run import _with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError
 from opendiloco.model.card import RunFacts
@@ -109,11 +109,11 @@ def test_the_organiser_is_warned_where_no_curve_can_come_of_it(
 ) -> None:
     data = small_config.data.model_copy(update={"source": str(tmp_path / "elsewhere")})
     config = small_config.model_copy(update={"data": data})
-    assert with_held_out_text_named(config) == config
+    assert _with_held_out_text_named(config) == config
     assert "volunteers keep their held-out losses to themselves" in caplog.text
     caplog.clear()
     known = config.model_copy(update={"data": data.model_copy(update={"digest": "ab" * 32})})
-    assert with_held_out_text_named(known) == known
+    assert _with_held_out_text_named(known) == known
     assert not caplog.text
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.run import _beyond_schedules, _next_lines, check
+from opendiloco.cli.run import _beyond_schedules, _check, _next_lines
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from peers.values.identity import Identity
@@ -67,7 +67,7 @@ def test_momentum_beside_sparse_payloads_is_warned_of(
     small_content: dict[str, Any], caplog: pytest.LogCaptureFixture, kind: str, momentum: float, is_warned: bool
 ) -> None:
     outer = {"learning_rate": 1.0, "momentum": momentum}
-    check(RunConfig.from_manifest_content(small_content | {"codec": {"kind": kind}, "outer_optimizer": outer}))
+    _check(RunConfig.from_manifest_content(small_content | {"codec": {"kind": kind}, "outer_optimizer": outer}))
     assert ("outer_optimizer.momentum = 0.9 overshoots" in caplog.text) == is_warned
 
 
