@@ -26,7 +26,7 @@ from opendiloco.cli.options import (
     reader_option,
     run_option,
 )
-from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import MachineError, RemoteError
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class _FollowPlan:
     push_to: str | None
     until: int | None
     as_json: bool
-    data: tuple[Path, ...] = ()
-    own: OwnFiles = NONE
-    dashboard: socket.socket | None = None
+    data: tuple[Path, ...]
+    own: OwnFiles
+    dashboard: socket.socket | None
 
     @property
     def needs_model(self) -> bool:
@@ -230,7 +230,7 @@ async def _use_model(
 
 
 def _deliver(made: Path, plan: _FollowPlan) -> str | None:
-    """Bring a model to where it is wanted; returns where that is. What is in the way, or out of reach, is logged."""
+    """Bring a model to where it is wanted. Return where that is. What is in the way, or out of reach, is logged."""
     import shutil
 
     from opendiloco.storage.remote import push_folder, without_secrets

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
     from peers.values.identity import Identity
     from peers.values.manifest import SignedManifest
 
-_DAY = 86400
-
-_MANIFEST = click.argument("manifest", type=FILE)
-_ORGANISER = join_option("identity", help="The organiser's key file.")
-_GIVEN = join_option("state", help="Where to remember what was given.")
+manifest_argument = click.argument("manifest", type=FILE)
+organiser_option = join_option("identity", help="The organiser's key file.")
+given_option = join_option("state", help="Where to remember what was given.")
 
 
 @click.group()
@@ -29,7 +27,7 @@ def invite_group() -> None:
 
 
 @invite_group.command(short_help="Print a ticket.")
-@_MANIFEST
+@manifest_argument
 @click.option(
     "--for", "peer", metavar="PEER", help="Only for the peer with this id.  [default: for everybody who has it]"
 )
@@ -41,8 +39,8 @@ def invite_group() -> None:
     show_default=True,
     help="Good for so many days.",
 )
-@_ORGANISER
-@_GIVEN
+@organiser_option
+@given_option
 @click.pass_obj
 def create(
     log: LogOptions, manifest: Path, peer: str | None, days: float, identity: Path | None, state: Path | None
@@ -61,7 +59,7 @@ def create(
     if peer is not None and not is_peer_id(peer):
         raise click.BadParameter(f"{quoted(peer, 80)} is not a peer id.", param_hint="--for")
     run, key = _organised(manifest, identity)
-    ticket = Ticket.give(run.run_id, key, int(time.time() + days * _DAY), peer)
+    ticket = Ticket.give(run.run_id, key, int(time.time() + days * 86400), peer)
     GivenTickets(run.run_id, key.peer_id, state).add(ticket)
     click.echo(f"{ticket}")
     click.echo(f"id: {ticket.id.hex()}; to use it, type: diloco-peer join --run INVITE --ticket TICKET", err=True)
@@ -69,8 +67,8 @@ def create(
 
 @invite_group.command("list", short_help="Print the tickets that this machine has given.")
 @click.argument("run", metavar="RUN|MANIFEST")
-@_ORGANISER
-@_GIVEN
+@organiser_option
+@given_option
 @click.pass_obj
 def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
     """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
@@ -93,11 +91,11 @@ def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -
 
 
 @invite_group.command(short_help="Take tickets back.")
-@_MANIFEST
+@manifest_argument
 @click.argument("tickets", nargs=-1, required=True, metavar="ID...")
 @initial_peers_option
-@_ORGANISER
-@_GIVEN
+@organiser_option
+@given_option
 @click.pass_obj
 def revoke(
     log: LogOptions,
@@ -122,7 +120,10 @@ def revoke(
 
 
 def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
-    """The run of a manifest, and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
+    """Return the run of a manifest, and its organiser's key.
+
+    Raises: ManifestError, AdmissionError, LocalNetworkError.
+    """
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.identity_file import load_identity
 
@@ -151,10 +152,10 @@ async def _tell(
     from opendiloco.volunteer.volunteer import connected
     from peers.network.channel import PeerUnreachableError
     from peers.network.daemon import peer_id_of
-    from peers.values.identity import Identity as AnyIdentity
+    from peers.values.identity import Identity
     from peers.values.wire import pack
 
-    async with connected(AnyIdentity.generate(), initial_peers, client_mode=True) as transport:
+    async with connected(Identity.generate(), initial_peers, client_mode=True) as transport:
         transport.learn(run)
         admission = transport.admissions.of(run.run_id)
         assert admission is not None
@@ -162,15 +163,17 @@ async def _tell(
         for beat in await transport.heartbeats(run.run_id):
             if await transport.connect(beat.peer, beat.addresses):
                 nodes[beat.peer] = None
+
+        async def exchange(node: str) -> bool:
+            with suppress(PeerUnreachableError, RemoteProtocolError):
+                await transport.admissions.exchange(transport, run.run_id, node)
+                return True
+            return False
+
         for node in nodes:  # what another machine of the organiser's may have signed
-            with suppress(PeerUnreachableError, RemoteProtocolError):
-                await transport.admissions.exchange(transport, run.run_id, node)
+            await exchange(node)
         admission.revoke(pack(given.revoke(ids, key, admission.revocations)))
-        told = 0
-        for node in nodes:
-            with suppress(PeerUnreachableError, RemoteProtocolError):
-                await transport.admissions.exchange(transport, run.run_id, node)
-                told += 1
+        told = sum([await exchange(node) for node in nodes])
     if not told:
         raise SwarmUnreachableError(
             "nobody could be told which tickets are revoked.", "The list is kept: revoke again when a node answers."

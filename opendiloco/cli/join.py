@@ -86,13 +86,13 @@ def _owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
     """Return what looks at this machine for its owner."""
     from datetime import datetime
 
-    from opendiloco.owner.conditions import Hot, parse_until
+    from opendiloco.owner.conditions import parse_until
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
     until = None if settings.until is None else parse_until(settings.until, datetime.now())
     conditions = settings.conditions()
-    look = Observer(any(isinstance(one, Hot) for one in conditions)).look if settings.pause_when else None
+    look = Observer(any(one.name == "hot" for one in conditions)).look if settings.pause_when else None
     return OwnersWatch(conditions, until, look, view.say, lambda: view.phase)
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from peers.log.chain import Entry
     from peers.log.header import Header
-    from peers.log.state import LogState
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +59,18 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
     from peers.log.files import ENTRIES, read_chain
 
     log.start()
-    facts, rows = deque[dict[str, object]](maxlen=last), deque[tuple[str, ...]](maxlen=last)
-
-    def see(entry: Entry, header: Header, before: LogState) -> None:
-        if as_json:
-            facts.append(_plain(entry, header))
-        else:
-            rows.append(_cells(entry, header))
-
-    _, problem = read_chain(_find_log(run, folder) / ENTRIES, see=see)
+    entries: deque[tuple[Entry, Header]] = deque(maxlen=last)
+    path = _find_log(run, folder) / ENTRIES
+    _, problem = read_chain(path, see=lambda entry, header, before: entries.append((entry, header)))
     if problem:
         logger.warning("%s. What comes after it is not shown", problem)
     if as_json:
-        click.echo(json.dumps(list(facts), indent=2))
+        click.echo(json.dumps([_plain(*each) for each in entries], indent=2))
     elif sys.stdout.isatty():
-        _print_table(rows)
+        _print_table(_cells(*each) for each in entries)
     else:
-        for row in rows:
-            said = zip(HEADINGS, row, strict=True)
+        for each in entries:
+            said = zip(HEADINGS, _cells(*each), strict=True)
             click.echo(", ".join(f"{heading} {cell}" for heading, cell in said))
 
 
@@ -132,7 +125,7 @@ def verify(
 
 
 def _find_log(run: str | None, folder: Path | None) -> Path:
-    """The log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
+    """Return the log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, default_state_folder
     from peers.log.files import ENTRIES
     from peers.values.manifest import Invite
@@ -155,7 +148,7 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
 
 
 def _find_manifest(log: Path, manifest: Path | None) -> Run:
-    """The run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
+    """Return the run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, read_manifest
 
     if manifest is not None:
@@ -170,7 +163,7 @@ def _find_manifest(log: Path, manifest: Path | None) -> Run:
 
 
 def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
-    """An entry as the table shows it."""
+    """Return an entry as the table shows it."""
     digests = (header.payload, header.digest, entry.state_digest)
     fragment, amended = f"/{header.fragment}" if header.fragment else "", header.amendment
     in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # said where a cycle is closed
@@ -185,7 +178,7 @@ def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
 
 
 def _plain(entry: Entry, header: Header) -> dict[str, object]:
-    """An entry as JSON can say it, digests in hexadecimal."""
+    """Return an entry as JSON can say it, digests in hexadecimal."""
     from opendiloco.view.run_view import plain_amendment
 
     return {

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import MachineError, SettingsError
 from opendiloco.settings.join_settings import JoinSettings, LogSettings, split_address
-from opendiloco.settings.setting import Setting, settings_of
+from opendiloco.settings.setting import Setting, model_of, settings_of
 
 if TYPE_CHECKING:
     import socket
@@ -137,10 +137,8 @@ def _checked(values: Mapping[str, Any]) -> JoinSettings:
     """Return settings made of values. Raises: BadParameter that names the option of the first that is wrong."""
     from pydantic import ValidationError
 
-    from opendiloco.settings.setting import checked
-
     try:
-        return checked(JoinSettings, values)
+        return JoinSettings(**dict(model_of(JoinSettings).model_validate(dict(values))))
     except ValidationError as error:
         problem = error.errors()[0]
         option = f"--{JOIN[str(problem['loc'][0])].option}"
@@ -225,7 +223,7 @@ def open_dashboard(address: tuple[str, int] | None) -> socket.socket | None:
 
 @contextmanager
 def reader(path: Path | None) -> Iterator[Identity]:
-    """The key of this file, or a new one, to look at a run with. Raises: LocalNetworkError."""
+    """Yield the key of this file, or a new one, to look at a run with. Raises: LocalNetworkError."""
     from opendiloco.volunteer.identity_file import hold_identity
     from peers.values.identity import Identity
 

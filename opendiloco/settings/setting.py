@@ -7,7 +7,7 @@ module imports pydantic only for that, so that `--help` and shells that complete
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,7 +17,6 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -35,9 +34,6 @@ class Settings:
     """Settings that belong together. Each class of them is a section of the reference, with its title."""
 
     TITLE: ClassVar[str] = ""
-
-
-Owner = TypeVar("Owner", bound=Settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +112,9 @@ def settings_of(owner: type[Settings]) -> Iterator[Setting]:
             kind = next(one for one in get_args(kind) if one is not NoneType)
         is_repeated = get_origin(kind) is tuple
         kind = get_args(kind)[0] if is_repeated else kind
-        about: dict[str, Any] = {"option": each.name.replace("_", "-"), **each.metadata}
+        metavar = "N" if kind is int else None
+        about: dict[str, Any] = {"option": each.name.replace("_", "-"), "metavar": metavar, **each.metadata}
         yield Setting(name=each.name, kind=kind, is_repeated=is_repeated, default=each.default, **about)
-
-
-def checked(owner: type[Owner], values: Mapping[str, Any]) -> Owner:
-    """Return settings made of values that have their types already. Raises: pydantic.ValidationError."""
-    return owner(**dict(model_of(owner).model_validate(dict(values))))
 
 
 def model_of(owner: type[Settings], needs_all: bool = True) -> type[BaseModel]:

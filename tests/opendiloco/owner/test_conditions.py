@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from opendiloco.owner import facts as owners_facts
-from opendiloco.owner.conditions import Hours, parse_conditions, parse_until
+from opendiloco.owner.conditions import parse_conditions, parse_hours, parse_until
 from opendiloco.owner.facts import Facts, GpuState, Observer, Sensor
 
 
@@ -72,7 +72,7 @@ def test_a_condition_that_is_said_twice_is_refused(text: str) -> None:
     ],
 )
 def test_hours_may_go_past_midnight(hours: str, within: list[str], outside: list[str]) -> None:
-    condition = Hours.parse(hours)
+    condition = parse_hours(hours)
     assert [clock for clock in within if condition.reason(facts(clock))] == []
     assert {condition.reason(facts(clock)) for clock in outside} == {f"outside of the hours {hours}"}
 
@@ -80,7 +80,7 @@ def test_hours_may_go_past_midnight(hours: str, within: list[str], outside: list
 @pytest.mark.parametrize("text", ["22", "22-25", "7-7", "a-b", "10:99-11"])
 def test_no_hours(text: str) -> None:
     with pytest.raises(ValueError, match=r"hours such as|two times|minute must be"):
-        Hours.parse(text)
+        parse_hours(text)
 
 
 NOW = datetime(2026, 11, 24, 12, 0)
