@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
-    JOIN,
     dashboard_option,
     join_option,
     open_dashboard,
@@ -32,44 +30,34 @@ RELAY_MEGABITS = 100.0
 @click.command()
 @click.option("--identity", required=True, type=FILE, help="Key file; made if it does not exist. It fixes the address.")
 @typed_option(
-    replace(
-        JOIN["listen"],
-        default=lambda: everywhere(LIBP2P_PORT),
-        shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}",
-    )
+    "listen",
+    default=lambda: everywhere(LIBP2P_PORT),
+    shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}",
 )
-@typed_option(JOIN["announce"])
+@typed_option("announce")
+@typed_option("initial_peers", help="Address of another bootstrap node, or of any peer. May be repeated.")
 @typed_option(
-    replace(JOIN["initial_peers"], help="Address of another bootstrap node, or of any peer. May be repeated.")
-)
-@typed_option(
-    replace(
-        JOIN["data_port"],
-        default=DATA_PORT,
-        help="Introduce volunteers to each other on TCP port N, which they must be able to dial.",
-    )
+    "data_port",
+    default=DATA_PORT,
+    help="Introduce volunteers to each other on TCP port N, which they must be able to dial.",
 )
 @typed_option(
-    replace(
-        JOIN["relay_limit"],
-        default=RELAY_MEGABITS,
-        shown=None,
-        help="Pass on no more than so many megabits a second, in all, between volunteers that have no other way.",
-    )
+    "relay_limit",
+    default=RELAY_MEGABITS,
+    shown=None,
+    help="Pass on no more than so many megabits a second, in all, between volunteers that have no other way.",
 )
 @join_option("local_network")
 @click.option("--no-relay", is_flag=True, help="Introduce volunteers to each other, and pass nothing on.")
-@typed_option(JOIN["metrics_port"])
-@typed_option(JOIN["metrics_host"])
+@typed_option("metrics_port")
+@typed_option("metrics_host")
 @dashboard_option
 @click.option("--directory", type=FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
 @click.option("--archive", type=FOLDER, help="Keep the log and the newest snapshots of these runs in this folder.")
 @typed_option(
-    replace(
-        JOIN["max_disk"],
-        shown="nine tenths of what is free or kept already",
-        help="With --archive: keep to so many gigabytes for all runs, and a quarter of them for one.",
-    )
+    "max_disk",
+    shown="nine tenths of what is free or kept already",
+    help="With --archive: keep to so many gigabytes for all runs, and a quarter of them for one.",
 )
 @click.option(
     "--ticket",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +14,8 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
+    Command,
+    all_of,
     data_option,
     initial_peers_option,
     is_typed,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from opendiloco.volunteer.local_workload import LocalWorkload
     from opendiloco.volunteer.origins import Past
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 
 @dataclass(frozen=True)
 class _Place:
@@ -52,12 +51,16 @@ class _Place:
     model: Path | None
     tokenizer: Path | None
 
-    def check(self) -> None:
-        """Raises: UsageError unless these options go together."""
-        if (self.run is None) == (self.source is None):
+    @classmethod
+    def of(cls, run: str | None, source: Path | None, at: int | None, manifest: Path | None, **others: Any) -> _Place:
+        """Return what the options of a command say. Raises: UsageError unless they go together."""
+        if source is not None and not is_typed(click.get_current_context(), "run"):
+            run = None  # the settings name the run that this machine usually joins
+        if (run is None) == (source is None):
             raise click.UsageError("say where the model is to come from, with either --run or --from.")
-        if self.source is None and (self.at is not None or self.manifest is not None):
+        if source is None and (at is not None or manifest is not None):
             raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
+        return cls(run=run, source=source, at=at, manifest=manifest, **others)
 
     @property
     def own(self) -> OwnFiles:
@@ -84,41 +87,20 @@ class _Place:
 
 
 def _place_options(use_of_text: str) -> Callable[[Command], Command]:
-    """Return the options of a `_Place`, which the command gets as one argument: `place`."""
-
-    def decorate(command: Command) -> Command:
-        @functools.wraps(command)
-        def with_place(*arguments: Any, **values: Any) -> Any:
-            own = {field.name: values.pop(field.name) for field in fields(_Place)}
-            if own["source"] is not None and not is_typed(click.get_current_context(), "run"):
-                own["run"] = None  # the settings name the run that this machine usually joins
-            place = _Place(**own)
-            place.check()
-            return command(*arguments, place=place, **values)
-
-        wrapped: Any = with_place
-        run = "The run's id, or an invite to it: take the newest state of its peers."
-        for option in (
-            data_option(use_of_text),
-            own_files_options,
-            click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
-            click.option(
-                "--at", type=click.IntRange(min=0), metavar="N", help="With --from: the model after N outer steps."
-            ),
-            click.option(
-                "--from",
-                "source",
-                type=click.Path(path_type=Path),
-                help="Take a checkpoint: its file, or the newest in a folder.",
-            ),
-            reader_option,
-            initial_peers_option,
-            join_option("run", help=run, required=False),
-        ):
-            wrapped = option(wrapped)
-        return cast(Command, wrapped)
-
-    return decorate
+    """Return the options that `_Place.of` takes."""
+    run = "The run's id, or an invite to it: take the newest state of its peers."
+    source = "Take a checkpoint: its file, or the newest in a folder."
+    at = "With --from: the model after N outer steps."
+    return all_of(
+        join_option("run", help=run, required=False),
+        initial_peers_option,
+        reader_option,
+        click.option("--from", "source", type=click.Path(path_type=Path), help=source),
+        click.option("--at", type=click.IntRange(min=0), metavar="N", help=at),
+        click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
+        own_files_options,
+        data_option(use_of_text),
+    )
 
 
 @click.command(short_help="Write the run's model as a transformers model.")
@@ -133,7 +115,7 @@ def _place_options(use_of_text: str) -> Callable[[Command], Command]:
     help="Store the weights as this; bfloat16 takes half the space.",
 )
 @click.pass_obj
-def export(log: LogOptions, place: _Place, out: Path | None, push_to: str | None, dtype: Dtype) -> None:
+def export(log: LogOptions, /, out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) -> None:
     """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
     import asyncio
     import tempfile
@@ -141,6 +123,7 @@ def export(log: LogOptions, place: _Place, out: Path | None, push_to: str | None
     from opendiloco.storage.remote import Remote, push_folder, without_secrets
     from opendiloco.volunteer.follower import export_state, new_folder
 
+    place = _Place.of(**where)
     if out is None and push_to is None:
         raise click.UsageError("say where the model is to go to, with --out, --push-to or both.")
     log.start()
@@ -214,7 +197,7 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
 @click.argument("prompt")
 @click.pass_obj
 def sample(
-    log: LogOptions, place: _Place, tokens: int, temperature: float, seed: int, samples: int, prompt: str
+    log: LogOptions, /, tokens: int, temperature: float, seed: int, samples: int, prompt: str, **where: Any
 ) -> None:
     """Print how the run's model, as its peers or a checkpoint have it, continues PROMPT.
 
@@ -222,6 +205,7 @@ def sample(
     """
     import asyncio
 
+    place = _Place.of(**where)
     log.start()
 
     async def write() -> None:

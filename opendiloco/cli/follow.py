@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -231,7 +233,6 @@ async def _use_model(
 
 def _deliver(made: Path, plan: _FollowPlan) -> str | None:
     """Bring a model to where it is wanted. Return where that is. What is in the way, or out of reach, is logged."""
-    import shutil
 
     from opendiloco.storage.remote import push_folder, without_secrets
 
@@ -257,7 +258,6 @@ def _deliver(made: Path, plan: _FollowPlan) -> str | None:
 # What is printed ------------------------------------------------------------------------------------------------------
 def _show(as_json: bool, index: int, text: str, event: str, **values: object) -> None:
     """Print what happened at an outer step: a line for people, or an object for programs."""
-    import json
 
     click.echo(json.dumps({"event": event, "outer_step": index} | values) if as_json else f"outer step {index}{text}")
 

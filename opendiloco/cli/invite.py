@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +51,6 @@ def create(
 
     Without --for it admits every machine whose owner has the text, until it expires or is revoked.
     """
-    import time
 
     from opendiloco.volunteer.admission import GivenTickets
     from peers.values.identity import is_peer_id
@@ -72,7 +73,6 @@ def create(
 @click.pass_obj
 def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
     """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
-    import time
 
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.admission import GivenTickets
@@ -147,7 +147,6 @@ async def _tell(
 
     Raises: SwarmUnreachableError when none did; it is signed and kept all the same, to be told with the next.
     """
-    from contextlib import suppress
 
     from opendiloco.volunteer.volunteer import connected
     from peers.network.channel import PeerUnreachableError

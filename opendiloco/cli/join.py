@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from opendiloco.cli.logs import PLACE, LogOptions
 from opendiloco.cli.options import (
     SettingsCommand,
+    all_of,
     is_typed,
     join_option,
     join_settings,
@@ -193,27 +193,13 @@ def _view_for(log: LogOptions, is_plain: bool) -> JoinView:
 
 
 # While it trains ------------------------------------------------------------------------------------------------------
-def _volunteer_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say which volunteers are meant, and give the command their sockets as `volunteers`."""
-
-    @functools.wraps(command)
-    def with_volunteers(
-        *arguments: Any, run: str | None, state: Path | None, all_of_them: bool, peer: str, **values: Any
-    ) -> Any:
-        named = run if is_typed(click.get_current_context(), "run") else None
-        return command(*arguments, volunteers=_find(named, state, peer, all_of_them), **values)
-
-    wrapped: Any = with_volunteers
-    for option in (
-        click.option(
-            "--all", "all_of_them", is_flag=True, help="All volunteers on this machine, if there are several."
-        ),
-        click.option("--peer", metavar="ID", default="", help="The volunteer with this peer id; its end will do."),
-        join_option("state", help="Where the volunteers keep what outlives them, as `join` has it."),
-        join_option("run", help="The run's id, or an invite to it: only the volunteers in it.", required=False),
-    ):
-        wrapped = option(wrapped)
-    return wrapped  # type: ignore[no-any-return]
+_volunteer_options = all_of(
+    join_option("run", help="The run's id, or an invite to it: only the volunteers in it.", required=False),
+    join_option("state", help="Where the volunteers keep what outlives them, as `join` has it."),
+    click.option("--peer", metavar="ID", default="", help="The volunteer with this peer id; its end will do."),
+    click.option("--all", "all_of_them", is_flag=True, help="All volunteers on this machine, if there are several."),
+)
+"""The options that say which volunteers are meant."""
 
 
 def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> list[Path]:
@@ -225,6 +211,7 @@ def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> 
     from opendiloco.storage.run_folder import default_state_folder
     from peers.values.manifest import Invite
 
+    run = run if is_typed(click.get_current_context(), "run") else None
     folder = state or default_state_folder()
     run_id = None if run is None else Invite.parse(run).run_id
     named = [path for path in sockets(folder, run_id) if path.parent.name.endswith(peer.lstrip("…"))]
@@ -246,11 +233,11 @@ def _name(volunteer: Path) -> str:
     return f"{run} (…{peer[-8:]})"
 
 
-def _tell(volunteers: list[Path], do: Any, anyway: bool = False) -> None:
-    """Tell each volunteer, and print what it says. Raises: MachineError when one does not answer."""
+def _tell(do: Literal["pause", "resume", "finish"], anyway: bool = False, **which: Any) -> None:
+    """Tell each volunteer that is meant, and print what it says. Raises: MachineError when one does not answer."""
     from opendiloco.owner.controls import Request, ask
 
-    for path in volunteers:
+    for path in _find(**which):
         answer = ask(path, Request(do=do, anyway=anyway))
         if answer is None:
             raise MachineError(f"the volunteer of {path.parent} does not answer.", "It may just have ended.")
@@ -259,25 +246,25 @@ def _tell(volunteers: list[Path], do: Any, anyway: bool = False) -> None:
 
 @click.command(short_help="Have this machine's volunteer pause.")
 @_volunteer_options
-def pause(volunteers: list[Path]) -> None:
+def pause(**which: Any) -> None:
     """Have the volunteer on this machine pause, until `resume`.
 
     It stops between two inner steps. If the pause lasts for longer than others wait, it leaves the run politely and
     frees its memory, and joins again when the pause is over.
     """
-    _tell(volunteers, "pause")
+    _tell("pause", **which)
 
 
 @click.command(short_help="Have this machine's volunteer go on.")
 @click.option("--anyway", is_flag=True, help="Also against --pause-when and --hours, until what holds now has ended.")
 @_volunteer_options
-def resume(volunteers: list[Path], anyway: bool) -> None:
+def resume(**which: Any) -> None:
     """Have the volunteer on this machine go on after a pause."""
-    _tell(volunteers, "resume", anyway)
+    _tell("resume", **which)
 
 
 @click.command(short_help="Have this machine's volunteer leave after this outer step.")
 @_volunteer_options
-def finish(volunteers: list[Path]) -> None:
+def finish(**which: Any) -> None:
     """Have the volunteer on this machine complete the outer step that is under way, and then leave the run."""
-    _tell(volunteers, "finish")
+    _tell("finish", **which)

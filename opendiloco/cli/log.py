@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections import deque
@@ -54,7 +55,6 @@ def log_group() -> None:
 @click.pass_obj
 def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
     """Print the entries of a log, one a line."""
-    import json
 
     from peers.log.files import ENTRIES, read_chain
 
@@ -101,7 +101,6 @@ def verify(
     These are the headers', from the manifest or the first entry that is here; those of the payloads that are here; and
     with these those of the states, from a checkpoint or from the run's initial model. Nothing is changed.
     """
-    import json
 
     from opendiloco.storage.audit import audit
     from opendiloco.storage.loading import load_checkpoint

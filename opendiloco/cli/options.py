@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +41,17 @@ NAMED_NODE = re.compile(r"^(?P<peer>12D3KooW\w+)@(?P<host>[A-Za-z0-9.-]+)$")
 FOLDER = click.Path(file_okay=False, path_type=Path)
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Return one decorator for several options, in the order of the help."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 # Options made from settings -------------------------------------------------------------------------------------------
@@ -103,14 +114,13 @@ def join_option(name: str, **changed: Any) -> Callable[[Command], Command]:
     return _option_for(JOIN[name], **changed)
 
 
-def typed_option(setting: Setting, **changed: Any) -> Callable[[Command], Command]:
-    """Return the option for a setting where neither the environment nor the file has a say."""
-    return _option_for(setting, cls=click.Option, envvar=None, **changed)
+def typed_option(name: str, *, click_type: Any = None, callback: Any = None, **about: Any) -> Callable[[Any], Any]:
+    """Return the option for one of `join`'s settings where neither the environment nor the file has a say.
 
-
-def log_options(command: Command) -> Command:
-    """Add the options for the log to a command."""
-    return _with_all(command, settings_of(LogSettings))
+    `about` is what is another there than in `join`, as `Setting` has it.
+    """
+    changed = {} if click_type is None else {"type": click_type}
+    return _option_for(replace(JOIN[name], **about), cls=click.Option, envvar=None, callback=callback, **changed)
 
 
 def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
@@ -128,7 +138,9 @@ def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
                 given = {"run": ""} | given
             return command(*arguments, settings=_checked(given), **values)
 
-        return _with_all(cast(Command, with_settings), JOIN.values(), needs_run)
+        run = {} if needs_run else {"required": False}
+        options = (join_option(name, **(run if name == "run" else {})) for name in JOIN)
+        return all_of(*options)(cast(Command, with_settings))
 
     return decorate
 
@@ -143,14 +155,6 @@ def _checked(values: Mapping[str, Any]) -> JoinSettings:
         problem = error.errors()[0]
         option = f"--{JOIN[str(problem['loc'][0])].option}"
         raise click.BadParameter(f"{problem['input']!s}: {problem['msg']}.", param_hint=repr(option)) from error
-
-
-def _with_all(command: Command, settings: Iterable[Setting], needs_run: bool = True) -> Command:
-    wrapped: Any = command
-    for setting in reversed(list(settings)):
-        changed = {"required": False} if setting.is_required and not needs_run else {}
-        wrapped = _option_for(setting, **changed)(wrapped)
-    return cast(Command, wrapped)
 
 
 def _type_of(setting: Setting) -> Any:
@@ -169,20 +173,22 @@ def _type_of(setting: Setting) -> Any:
 
 
 # Options that several commands share ----------------------------------------------------------------------------------
+log_options = all_of(*map(_option_for, settings_of(LogSettings)))
 initial_peers_option = join_option("initial_peers")
 run_option = join_option("run")
 
 
-def own_files_options(command: Command) -> Command:
-    """Add the options of `OwnFiles`."""
-    model = typed_option(JOIN["model"], type=EXISTING_FOLDER)
-    return model(typed_option(JOIN["tokenizer"], type=click.Path(exists=True, path_type=Path))(command))
+own_files_options = all_of(
+    typed_option("model", click_type=EXISTING_FOLDER),
+    typed_option("tokenizer", click_type=click.Path(exists=True, path_type=Path)),
+)
+"""The options of `OwnFiles`."""
 
 
 def data_option(help: str) -> Callable[[Command], Command]:
     """Return the option for the folders of a run's local sources. `help` says what is done with their text."""
     help += " Given for each of the run's sources that is a local folder, in their order."
-    return typed_option(replace(JOIN["data"], help=help), type=EXISTING_FOLDER)
+    return typed_option("data", help=help, click_type=EXISTING_FOLDER)
 
 
 def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
@@ -191,12 +197,11 @@ def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
     return ["--data", "TEXTS"] * len(data) + [word for name in named for word in (f"--{name}", "PATH")]
 
 
-def reader_option(command: Command) -> Command:
-    return click.option(
-        "--identity",
-        type=FILE,
-        help="Look as the peer with this key file: runs by invitation show themselves to their organiser.",
-    )(command)
+reader_option = click.option(
+    "--identity",
+    type=FILE,
+    help="Look as the peer with this key file: runs by invitation show themselves to their organiser.",
+)
 
 
 def _parse_address(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
@@ -207,7 +212,7 @@ def _parse_address(context: click.Context, parameter: click.Parameter, value: st
         raise click.BadParameter(str(error)) from error
 
 
-dashboard_option = typed_option(JOIN["dashboard"], callback=_parse_address)
+dashboard_option = typed_option("dashboard", callback=_parse_address)
 
 
 def open_dashboard(address: tuple[str, int] | None) -> socket.socket | None:

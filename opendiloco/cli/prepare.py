@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,6 @@ def plan(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path | No
     Nobody needs to rent a machine for it: how much of their time peers compute, what they send, how long joining
     takes, memory, tokens a day, cost, and the bandwidth that computing for more of the time would need.
     """
-    import json
 
     from opendiloco.config.run_config import RunConfig
     from opendiloco.tools.plan.links import Links

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -113,7 +114,6 @@ class _ListedRun:
 def runs(log: LogOptions, initial_peers: tuple[str, ...], limit: int, needs: bool, as_json: bool) -> None:
     """List the runs that a bootstrap node remembers, the last used first. Runs by invitation are not listed."""
     import asyncio
-    import json
 
     log.start()
     found = asyncio.run(_look(known_addresses(initial_peers), limit))
@@ -212,7 +212,6 @@ def status(
 
 async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool = False) -> None:
     """Print how the run is, once or until cancelled. Raises: DilocoPeerError."""
-    import json
 
     from rich.console import Console
 
