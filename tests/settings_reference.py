@@ -28,7 +28,7 @@ def _tables() -> Iterator[str]:
 
 
 def _row(setting: Setting) -> str:
-    value = "" if setting.is_flag else f" {setting.metavar or '|'.join(setting.choices) or 'TEXT'}"
+    value = "" if setting.kind is bool else f" {setting.metavar or '|'.join(setting.choices) or 'TEXT'}"
     option = f"{setting.spelling.replace('/', ' / ')}{value}".replace("|", "\\|")
     shown = setting.default_text or ("required" if setting.is_required else "")
     return f"| `{option}` | `{setting.variable}` | `{setting.name}` | {shown} | {setting.help} |"

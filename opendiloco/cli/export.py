@@ -187,12 +187,7 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
     help="Begin the first sample with this seed; each other one with the next.",
 )
 @click.option(
-    "--samples",
-    type=click.IntRange(1, 1000),
-    metavar="N",
-    default=1,
-    show_default=True,
-    help="Write N samples.",
+    "--samples", type=click.IntRange(1, 1000), metavar="N", default=1, show_default=True, help="Write N samples."
 )
 @click.argument("prompt")
 @click.pass_obj

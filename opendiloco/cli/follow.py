@@ -233,7 +233,6 @@ async def _use_model(
 
 def _deliver(made: Path, plan: _FollowPlan) -> str | None:
     """Bring a model to where it is wanted. Return where that is. What is in the way, or out of reach, is logged."""
-
     from opendiloco.storage.remote import push_folder, without_secrets
 
     places = []

@@ -51,7 +51,6 @@ def create(
 
     Without --for it admits every machine whose owner has the text, until it expires or is revoked.
     """
-
     from opendiloco.volunteer.admission import GivenTickets
     from peers.values.identity import is_peer_id
     from peers.values.tickets import Ticket
@@ -73,7 +72,6 @@ def create(
 @click.pass_obj
 def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
     """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
-
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.admission import GivenTickets
     from opendiloco.volunteer.identity_file import load_identity
@@ -147,7 +145,6 @@ async def _tell(
 
     Raises: SwarmUnreachableError when none did; it is signed and kept all the same, to be told with the next.
     """
-
     from opendiloco.volunteer.volunteer import connected
     from peers.network.channel import PeerUnreachableError
     from peers.network.daemon import peer_id_of

@@ -55,7 +55,6 @@ def log_group() -> None:
 @click.pass_obj
 def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
     """Print the entries of a log, one a line."""
-
     from peers.log.files import ENTRIES, read_chain
 
     log.start()
@@ -101,7 +100,6 @@ def verify(
     These are the headers', from the manifest or the first entry that is here; those of the payloads that are here; and
     with these those of the states, from a checkpoint or from the run's initial model. Nothing is changed.
     """
-
     from opendiloco.storage.audit import audit
     from opendiloco.storage.loading import load_checkpoint
 

@@ -161,10 +161,10 @@ def _type_of(setting: Setting) -> Any:
     """Return click's type for one value."""
     if setting.choices:
         return click.Choice(setting.choices)
-    if setting.is_path:
+    if setting.kind is Path:
         return click.Path(path_type=Path, file_okay=setting.metavar != "FOLDER", dir_okay=setting.metavar != "FILE")
     if setting.kind not in (int, float):
-        return bool if setting.is_flag else str
+        return bool if setting.kind is bool else str
     low = setting.least if setting.above is None else setting.above
     if low is None and setting.most is None:
         return setting.kind

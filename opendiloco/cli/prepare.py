@@ -30,7 +30,6 @@ def plan(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path | No
     Nobody needs to rent a machine for it: how much of their time peers compute, what they send, how long joining
     takes, memory, tokens a day, cost, and the bandwidth that computing for more of the time would need.
     """
-
     from opendiloco.config.run_config import RunConfig
     from opendiloco.tools.plan.links import Links
 
@@ -71,12 +70,7 @@ READ_AT_ONCE = 1 << 22
 @click.command(short_help="Turn what a run reads into a folder of token ids, once.")
 @click.argument("run_toml", type=FILE)
 @click.option("--out", type=FOLDER, required=True, help="A folder that is new or empty.")
-@click.option(
-    "--source",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Of several [[data.sources]], the N-th.",
-)
+@click.option("--source", type=click.IntRange(min=1), metavar="N", help="Of several [[data.sources]], the N-th.")
 @click.option("--tokens", type=FILE, help="Not the run's text, but this file of token ids, one after another.")
 @click.option("--held-out", type=FILE, help="With --tokens: the same of the documents that are held out.")
 @click.option(

@@ -129,7 +129,6 @@ def example() -> None:
 @click.pass_obj
 def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
     """Check the file of a signed MANIFEST, and print what it says."""
-
     from opendiloco.storage.run_folder import read_manifest
 
     log.start()
@@ -150,7 +149,6 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
 @click.pass_obj
 def needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | None) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
-
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import with_own_files
 

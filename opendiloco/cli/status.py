@@ -212,7 +212,6 @@ def status(
 
 async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool = False) -> None:
     """Print how the run is, once or until cancelled. Raises: DilocoPeerError."""
-
     from rich.console import Console
 
     from opendiloco.run import find_run

@@ -11,17 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -69,14 +59,6 @@ class Setting:
         return self.default is MISSING
 
     @property
-    def is_flag(self) -> bool:
-        return self.kind is bool
-
-    @property
-    def is_path(self) -> bool:
-        return self.kind is Path
-
-    @property
     def choices(self) -> tuple[str, ...]:
         """The words that are allowed; empty where any are."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
@@ -84,7 +66,7 @@ class Setting:
     @property
     def spelling(self) -> str:
         """The option with its other half, as click declares it."""
-        return f"--{self.option}/--no-{self.option}" if self.is_flag else f"--{self.option}"
+        return f"--{self.option}/--no-{self.option}" if self.kind is bool else f"--{self.option}"
 
     @property
     def default_text(self) -> str | None:
@@ -134,7 +116,7 @@ def _pydantic_field(setting: Setting, needs_all: bool) -> tuple[Any, Any]:
     from pydantic import AfterValidator, Field
 
     item: Any = Annotated[setting.kind, Field(ge=setting.least, gt=setting.above, le=setting.most)]
-    if setting.is_path:
+    if setting.kind is Path:
         item = Annotated[item, AfterValidator(Path.expanduser)]
     for check in (setting.check, setting.check_here if needs_all else None):
         if check is not None:
