@@ -22,7 +22,7 @@ import numpy as np
 
 import opendiloco
 from benchmarks.processes import cpu_seconds, memory_taken, read_lines, say
-from opendiloco.cli.setting_options import join_option
+from opendiloco.cli.options import join_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import INT8
 from opendiloco.shared_memory import SharedVectors, Vector, available_memory

@@ -18,7 +18,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from opendiloco.cli import main
-from opendiloco.cli.exit_codes import EXIT_CODES
+from opendiloco.cli.group import EXIT_CODES
 from opendiloco.config.run_config import RunConfig
 from peers.protocol.diagrams import PARTS, diagram
 from peers.protocol.messages import KINDS

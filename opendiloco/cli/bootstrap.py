@@ -11,22 +11,16 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
-    NEW_FOLDER,
-    announce_option,
     dashboard_option,
-    data_port_option,
-    listen_option,
-    local_network_option,
-    metrics_host_option,
-    metrics_port_option,
+    join_option,
     open_dashboard,
-    other_nodes_option,
     spelled_out,
+    typed_option,
 )
+from peers.network.own_network import everywhere
 
 if TYPE_CHECKING:
     from peers.network.bootstrap import Beside
-    from peers.values.tickets import Ticket
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338
 RELAY_MEGABITS = 100.0
@@ -35,31 +29,35 @@ RELAY_MEGABITS = 100.0
 
 @click.command()
 @click.option("--identity", required=True, type=FILE, help="Key file; made if it does not exist. It fixes the address.")
-@listen_option(LIBP2P_PORT)
-@announce_option
-@other_nodes_option
-@data_port_option(DATA_PORT, "Introduce volunteers to each other on TCP port N, which they must be able to dial.")
-@click.option(
-    "--relay-limit",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="MBIT",
+@typed_option(
+    "listen",
+    default=lambda: everywhere(LIBP2P_PORT),
+    shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}",
+)
+@typed_option("announce")
+@typed_option("initial_peers", help="Address of another bootstrap node, or of any peer. May be repeated.")
+@typed_option(
+    "data_port",
+    default=DATA_PORT,
+    help="Introduce volunteers to each other on TCP port N, which they must be able to dial.",
+)
+@typed_option(
+    "relay_limit",
     default=RELAY_MEGABITS,
-    show_default=True,
+    shown=None,
     help="Pass on no more than so many megabits a second, in all, between volunteers that have no other way.",
 )
-@local_network_option
+@join_option("local_network")
 @click.option("--no-relay", is_flag=True, help="Introduce volunteers to each other, and pass nothing on.")
-@metrics_port_option
-@metrics_host_option
+@typed_option("metrics_port")
+@typed_option("metrics_host")
 @dashboard_option
-@click.option("--directory", type=NEW_FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
+@click.option("--directory", type=FOLDER, help="Where to remember runs.  [default: IDENTITY, ending in .runs]")
 @click.option("--archive", type=FOLDER, help="Keep the log and the newest snapshots of these runs in this folder.")
-@click.option(
-    "--max-disk",
-    type=click.FloatRange(min=0, max=1e9, min_open=True),
-    metavar="GB",
-    help="With --archive: keep to so many gigabytes for all runs, and a quarter of them for one.  "
-    "[default: nine tenths of what is free or kept already]",
+@typed_option(
+    "max_disk",
+    shown="nine tenths of what is free or kept already",
+    help="With --archive: keep to so many gigabytes for all runs, and a quarter of them for one.",
 )
 @click.option(
     "--ticket",
@@ -69,7 +67,7 @@ RELAY_MEGABITS = 100.0
     help="With --archive: what admits this node to a run by invitation. May be repeated.",
 )
 @click.pass_obj
-def command(
+def bootstrap(
     log: LogOptions,
     identity: Path,
     listen: tuple[str, ...],
@@ -91,6 +89,7 @@ def command(
     import asyncio
 
     from opendiloco.run import Run
+    from opendiloco.volunteer.admission import read_ticket
     from opendiloco.volunteer.identity_file import hold_identity
     from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
     from peers.metrics import serve_metrics
@@ -101,7 +100,7 @@ def command(
     links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)
     if metrics_port is not None:
         serve_metrics(metrics_port, metrics_host)
-    shown = read_tickets(tickets)
+    shown = [read_ticket(ticket) for ticket in tickets]
     listening = open_dashboard(dashboard)
     others = spelled_out(initial_peers)
     runs = directory or identity.with_suffix(".runs")
@@ -125,23 +124,14 @@ def command(
 
             beside.append(NodeDashboard(listening, kept))
         place = (listen, announce, others, runs)
-        await run_bootstrap(key, *place, show_addresses, stop, Run.from_manifest, beside, links, shown)
+        await run_bootstrap(key, *place, _show_addresses, stop, Run.from_manifest, beside, links, shown)
 
     with hold_identity(identity) as key:
         run_interruptible(main)
 
 
-def read_tickets(tickets: tuple[str, ...]) -> list[Ticket]:
-    """Raises: AdmissionError."""
-    if not tickets:
-        return []
-    from opendiloco.volunteer.admission import read_ticket
-
-    return [read_ticket(ticket) for ticket in tickets]
-
-
-def show_addresses(addresses: tuple[str, ...]) -> None:
-    """What others need to type."""
+def _show_addresses(addresses: tuple[str, ...]) -> None:
+    """Print what others need to type."""
     click.echo("This node can be reached at")
     for address in addresses:
         click.echo(f"  {address}")

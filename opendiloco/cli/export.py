@@ -1,24 +1,112 @@
-"""`diloco-peer export`: the run's model as a folder."""
+"""The run's model, from its peers or a checkpoint: `export` writes it as a folder, `sample` prints what it writes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import NEW_FOLDER, Place, data_option, place_options, reader
+from opendiloco.cli.options import (
+    FILE,
+    FOLDER,
+    Command,
+    all_of,
+    data_option,
+    initial_peers_option,
+    is_typed,
+    join_option,
+    own_files_options,
+    own_words,
+    parse_run,
+    reader,
+    reader_option,
+)
+from opendiloco.data.own_files import OwnFiles
+from opendiloco.errors import fit_for_terminal
+from opendiloco.workers.options import TEMPERATURE
 
 if TYPE_CHECKING:
     from opendiloco.model.card import RunFacts
     from opendiloco.model.export import Dtype
+    from opendiloco.run import Run
+    from opendiloco.volunteer.local_workload import LocalWorkload
+    from opendiloco.volunteer.origins import Past
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a model is to come from: the peers of a run, or a checkpoint; and what is local of the run."""
+
+    run: str | None
+    initial_peers: tuple[str, ...]
+    identity: Path | None
+    source: Path | None
+    at: int | None
+    manifest: Path | None
+    data: tuple[Path, ...]
+    model: Path | None
+    tokenizer: Path | None
+
+    @classmethod
+    def of(cls, run: str | None, source: Path | None, at: int | None, manifest: Path | None, **others: Any) -> _Place:
+        """Return what the options of a command say. Raises: UsageError unless they go together."""
+        if source is not None and not is_typed(click.get_current_context(), "run"):
+            run = None  # the settings name the run that this machine usually joins
+        if (run is None) == (source is None):
+            raise click.UsageError("say where the model is to come from, with either --run or --from.")
+        if source is None and (at is not None or manifest is not None):
+            raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
+        return cls(run=run, source=source, at=at, manifest=manifest, **others)
+
+    @property
+    def own(self) -> OwnFiles:
+        return OwnFiles(self.model, self.tokenizer)
+
+    @contextmanager
+    def state(self) -> Iterator[AbstractAsyncContextManager[tuple[Run, Past, LocalWorkload]]]:
+        """The state from there, to be entered: in a workload that can evaluate, generate and export.
+
+        Raises: DilocoPeerError, as does entering it.
+        """
+        if self.source is None:
+            from opendiloco.volunteer.follower import newest_state
+
+            assert self.run is not None
+            invite = parse_run(self.run, self.initial_peers)
+            with reader(self.identity) as key:
+                yield newest_state(invite, key, self.data, self.own)
+        else:
+            from opendiloco.volunteer.kept_states import find_origin, state_of
+
+            origin = find_origin(self.source, self.at, self.manifest, self.own)
+            yield state_of(replace(origin, run=origin.run.with_data(self.data)))
+
+
+def _place_options(use_of_text: str) -> Callable[[Command], Command]:
+    """Return the options that `_Place.of` takes."""
+    run = "The run's id, or an invite to it: take the newest state of its peers."
+    source = "Take a checkpoint: its file, or the newest in a folder."
+    at = "With --from: the model after N outer steps."
+    return all_of(
+        join_option("run", help=run, required=False),
+        initial_peers_option,
+        reader_option,
+        click.option("--from", "source", type=click.Path(path_type=Path), help=source),
+        click.option("--at", type=click.IntRange(min=0), metavar="N", help=at),
+        click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
+        own_files_options,
+        data_option(use_of_text),
+    )
 
 
 @click.command(short_help="Write the run's model as a transformers model.")
-@place_options
-@data_option("Compute the held-out loss on the text in this folder.")
-@click.option("--out", type=NEW_FOLDER, help="A folder that is new or empty.")
+@_place_options("Compute the held-out loss on the text in this folder.")
+@click.option("--out", type=FOLDER, help="A folder that is new or empty.")
 @click.option("--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, e.g. hf://me/model.")
 @click.option(
     "--dtype",
@@ -28,15 +116,15 @@ if TYPE_CHECKING:
     help="Store the weights as this; bfloat16 takes half the space.",
 )
 @click.pass_obj
-def command(
-    log: LogOptions, place: Place, data: tuple[Path, ...], out: Path | None, push_to: str | None, dtype: Dtype
-) -> None:
+def export(log: LogOptions, /, out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) -> None:
     """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
+    import asyncio
     import tempfile
 
     from opendiloco.storage.remote import Remote, push_folder, without_secrets
+    from opendiloco.volunteer.follower import export_state, new_folder
 
-    place.check()
+    place = _Place.of(**where)
     if out is None and push_to is None:
         raise click.UsageError("say where the model is to go to, with --out, --push-to or both.")
     log.start()
@@ -44,7 +132,15 @@ def command(
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
     with tempfile.TemporaryDirectory(prefix="diloco-peer-") as temporary:
         folder = Path(temporary) / "model" if out is None else out
-        facts = export(place, folder, dtype, data)
+
+        async def write() -> RunFacts:
+            with new_folder(folder):
+                async with state as (run, past, workload):
+                    again = _commands(place, run, past, dtype)
+                    return await export_state(run, past, workload, folder, again, dtype)
+
+        with place.state() as state:
+            facts = asyncio.run(write())
         if push_to is not None:
             push_folder(folder, push_to)
     places = " and ".join(str(each) for each in (out, push_to and without_secrets(push_to)) if each is not None)
@@ -53,31 +149,68 @@ def command(
     click.echo(f"held-out loss: {facts.held_out_loss:.4f} nats per token{bits}")
 
 
-def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()) -> RunFacts:
-    """Write the model from there. Its card names the commands that do so again, without this machine's paths."""
-    import asyncio
-    from dataclasses import replace
-
+def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
+    """Return the commands that write the model again, without this machine's paths."""
     from opendiloco.volunteer.origins import command_line
 
-    options = [] if dtype == "float32" else ["--dtype", dtype]
+    options = own_words(place.data, place.own) + ([] if dtype == "float32" else ["--dtype", dtype])
+    kept = command_line("export", "--from", "FOLDER", "--at", str(past.outer_steps), options, "--out", "model")
+    if place.source is not None:
+        return kept
+    newest = command_line("export", "--run", run.run_id, "--initial-peer", "ADDRESS", options, "--out", "model")
+    return f"{newest}  # while outer step {past.outer_steps} is the newest\n{kept}"
 
-    def from_folder(outer_steps: int) -> str:
-        return command_line("export", "--from", "FOLDER", "--at", str(outer_steps), options, "--out", "model")
 
-    if place.source is None:
-        from opendiloco.volunteer.follower import export_run
+@click.command(short_help="Print how the run's model continues a prompt.")
+@_place_options("Open the run's text in this folder.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(1, 100_000),
+    metavar="N",
+    default=100,
+    show_default=True,
+    help="Write N tokens at most.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 100),
+    metavar="T",
+    default=TEMPERATURE,
+    show_default=True,
+    help="Above 1 more surprising, below 1 less; 0: always the likeliest token.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Begin the first sample with this seed; each other one with the next.",
+)
+@click.option(
+    "--samples", type=click.IntRange(1, 1000), metavar="N", default=1, show_default=True, help="Write N samples."
+)
+@click.argument("prompt")
+@click.pass_obj
+def sample(
+    log: LogOptions, /, tokens: int, temperature: float, seed: int, samples: int, prompt: str, **where: Any
+) -> None:
+    """Print how the run's model, as its peers or a checkpoint have it, continues PROMPT.
 
-        invite = place.invite()
-        newest = command_line("export", "--run", invite.run_id, "--initial-peer", "ADDRESS", options, "--out", "model")
+    The same state, prompt and seed give the same text on one machine.
+    """
+    import asyncio
+    import sys
 
-        def again(outer_steps: int) -> str:
-            return f"{newest}  # while outer step {outer_steps} is the newest\n{from_folder(outer_steps)}"
+    place = _Place.of(**where)
+    log.start()
 
-        with reader(place.identity) as key:
-            return asyncio.run(export_run(invite, folder, key, again, dtype, data, place.own))
-    from opendiloco.volunteer.kept_states import export_origin, find_origin
+    async def write() -> None:
+        async with state as (_, past, workload):
+            click.echo(f"after {past.outer_steps} outer steps:", err=True)
+            for number in range(samples):
+                written = await workload.trainer.generate(prompt, tokens, seed + number, temperature)
+                click.echo(prompt + (fit_for_terminal(written.expandtabs()) if sys.stdout.isatty() else written))
 
-    origin = find_origin(place.source, place.at, place.manifest, place.own)
-    origin = replace(origin, run=origin.run.with_data(data))
-    return asyncio.run(export_origin(origin, folder, from_folder(origin.index), dtype))
+    with place.state() as state:
+        asyncio.run(write())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+import shutil
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,19 +22,21 @@ from opendiloco.cli.options import (
     initial_peers_option,
     open_dashboard,
     own_files_options,
+    own_words,
     parse_run,
     reader,
     reader_option,
     run_option,
 )
-from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.data.own_files import OwnFiles
+from opendiloco.errors import MachineError, RemoteError
 
 if TYPE_CHECKING:
     import socket
 
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
-    from opendiloco.volunteer.tracking import Audit, Disagreement, Reached, Retrying
+    from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
     from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
     from peers.values.amendments import Amendment
@@ -44,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class FollowPlan:
+class _FollowPlan:
     """What to do with every n-th state, and until which."""
 
     every: int
@@ -53,9 +57,9 @@ class FollowPlan:
     push_to: str | None
     until: int | None
     as_json: bool
-    data: tuple[Path, ...] = ()
-    own: OwnFiles = NONE
-    dashboard: socket.socket | None = None
+    data: tuple[Path, ...]
+    own: OwnFiles
+    dashboard: socket.socket | None
 
     @property
     def needs_model(self) -> bool:
@@ -91,7 +95,7 @@ class FollowPlan:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, with whole digests.")
 @dashboard_option
 @click.pass_obj
-def command(
+def follow(
     log: LogOptions,
     run: str,
     initial_peers: tuple[str, ...],
@@ -122,21 +126,19 @@ def command(
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
     shown = open_dashboard(dashboard)
     own = OwnFiles(model, tokenizer)
-    plan, audit = FollowPlan(every, evaluate, export, push_to, until, as_json, data, own, shown), Audit()
-    with reader(identity) as key, staging(plan) as folder:
-        run_interruptible(lambda interrupts: follow(invite, key, plan, folder, audit))
+    plan, audit = _FollowPlan(every, evaluate, export, push_to, until, as_json, data, own, shown), Audit()
+    with reader(identity) as key, _staging(plan) as folder:
+        run_interruptible(lambda interrupts: _follow(invite, key, plan, folder, audit))
     audit.check()
 
 
 @contextmanager
-def staging(plan: FollowPlan) -> Iterator[Path | None]:
+def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
     """Where models are made, so that no half of one is seen; None when there is no need. It outlives the worker.
 
     Raises: MachineError when nothing can be written there.
     """
     import tempfile
-
-    from opendiloco.errors import MachineError
 
     if not plan.exports:
         yield None
@@ -156,7 +158,7 @@ def staging(plan: FollowPlan) -> Iterator[Path | None]:
         yield Path(name)
 
 
-async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
+async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.run import find_run
     from opendiloco.volunteer.signed_heads import ask_for_signed_heads
     from opendiloco.volunteer.tracking import unless_failed
@@ -167,13 +169,15 @@ async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path |
         if plan.needs_model:
             run = run.with_data(plan.data).with_own(plan.own)
         await ask_for_signed_heads(transport, run, invite.addresses)
-        await unless_failed(track(run, transport, plan, folder, audit), transport.failure())
+        await unless_failed(_track(run, transport, plan, folder, audit), transport.failure())
 
 
-async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
+async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
+    """Print each state of the run, and use its model as far as that is wanted, until the last."""
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.sources import follower_source
-    from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker
+    from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker, state_for
+    from opendiloco.volunteer.volunteer import working
     from peers.transfer.following import Following
     from peers.transfer.storage import MemoryStorage
 
@@ -183,41 +187,27 @@ async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder
     following: Following | None = None
     in_force: Amendment | None = None
     source = follower_source(run, transport, lambda: following.past if following else None)
-    async with (
-        dashboard(plan.dashboard, lambda: [source]),
-        following_state(run, transport, plan, Retrying(poll)) as (state, model),
-    ):
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(dashboard(plan.dashboard, lambda: [source]))
+        # A worker is started only for what needs the model.
+        model = await stack.enter_async_context(working(run)) if plan.needs_model else None
+        state: ReplicatedState
+        state = await Retrying(poll)(partial(state_for, run, transport)) if model is None else model
         following = Following(transport, state, run.settings, MemoryStorage())
-        tracker = StateTracker(following, audit, poll)
-        async for news in tracker.until(last):
+        async for news in StateTracker(following, audit, poll).until(last):
             if isinstance(news, Disagreement):
-                show_disagreement(news, plan.as_json)
+                _show_disagreement(news, plan.as_json)
                 continue
-            show_reached(news, plan.as_json)
+            _show_reached(news, plan.as_json)
             if news.log.amendment != in_force:
-                show_change(run, news, in_force, plan.as_json)
+                _show_change(run, news, in_force, plan.as_json)
                 in_force = news.log.amendment
             if model is not None and news.index % plan.every == 0:
-                await use_model(run, news, following, model, plan, folder)
+                await _use_model(run, news, following, model, plan, folder)
 
 
-@asynccontextmanager
-async def following_state(
-    run: Run, transport: HivemindTransport, plan: FollowPlan, retry: Retrying
-) -> AsyncIterator[tuple[ReplicatedState, LocalWorkload | None]]:
-    """The state, and what can evaluate and export it: a worker, which is started only for that."""
-    from opendiloco.volunteer.tracking import state_for
-    from opendiloco.volunteer.volunteer import working
-
-    if plan.needs_model:
-        async with working(run) as workload:
-            yield workload, workload
-    else:
-        yield await retry(partial(state_for, run, transport)), None
-
-
-async def use_model(
-    run: Run, reached: Reached, following: Following, model: LocalWorkload, plan: FollowPlan, folder: Path | None
+async def _use_model(
+    run: Run, reached: Reached, following: Following, model: LocalWorkload, plan: _FollowPlan, folder: Path | None
 ) -> None:
     """Evaluate and export a state, as far as it is wanted."""
     import asyncio
@@ -229,22 +219,20 @@ async def use_model(
     if folder is None:
         found = await model.trainer.held_out(run.config.evaluation)
         bits = bits_per_byte(found.loss, model.trainer.bytes_per_token)
-        show_model(reached, found.loss, bits, None, plan.as_json)
+        _show_model(reached, found.loss, bits, None, plan.as_json)
         warn_of_other_text(found)
         return
     made = folder / f"outer-step-{reached.index:06}"
     place = ("--run", run.run_id, "--initial-peer", "ADDRESS")
-    again = command_line("follow", place, "--export", "models", "--until", str(reached.index))
+    words = own_words(plan.data, plan.own)
+    again = command_line("follow", place, words, "--export", "models", "--until", str(reached.index))
     facts = await export_state(run, past_of(run, following), model, made, again)
-    where = await asyncio.to_thread(deliver, made, plan)
-    show_model(reached, facts.held_out_loss, facts.bits_per_byte, where, plan.as_json)
+    where = await asyncio.to_thread(_deliver, made, plan)
+    _show_model(reached, facts.held_out_loss, facts.bits_per_byte, where, plan.as_json)
 
 
-def deliver(made: Path, plan: FollowPlan) -> str | None:
-    """Bring a model to where it is wanted; returns where that is. What is in the way, or out of reach, is logged."""
-    import shutil
-
-    from opendiloco.errors import RemoteError
+def _deliver(made: Path, plan: _FollowPlan) -> str | None:
+    """Bring a model to where it is wanted. Return where that is. What is in the way, or out of reach, is logged."""
     from opendiloco.storage.remote import push_folder, without_secrets
 
     places = []
@@ -266,75 +254,62 @@ def deliver(made: Path, plan: FollowPlan) -> str | None:
     return " and ".join(places) or None
 
 
-# What is printed ----------------------------------------------------------------------------------------------
-def show_reached(reached: Reached, as_json: bool) -> None:
+# What is printed ------------------------------------------------------------------------------------------------------
+def _show(as_json: bool, index: int, text: str, event: str, **values: object) -> None:
+    """Print what happened at an outer step: a line for people, or an object for programs."""
+
+    click.echo(json.dumps({"event": event, "outer_step": index} | values) if as_json else f"outer step {index}{text}")
+
+
+def _show_reached(reached: Reached, as_json: bool) -> None:
     last, state = reached.log.last, reached.state_digest.hex()
-    roster = last.roster if last else ()
+    roster, in_all, agreeing = last.roster if last else (), reached.log.lineage_tokens, reached.agreeing
     tokens = sum(member.tokens for member in roster)
-    if as_json:
-        show_json(
-            event="snapshot" if reached.is_snapshot else "entry",
-            outer_step=reached.index,
-            peers=len(roster),
-            tokens=tokens,
-            lineage_tokens=reached.log.lineage_tokens,
-            log_digest=reached.log.position.head.hex(),
-            state_digest=state,
-            agreeing=reached.agreeing,
-        )
-        return
-    agreeing = f"{reached.agreeing} peer{'s agree' if reached.agreeing > 1 else ' agrees'}"
-    click.echo(
-        f"outer step {reached.index}{' (snapshot)' if reached.is_snapshot else ''}: peers {len(roster)}, "
-        f"tokens {tokens:,}, in all {reached.log.lineage_tokens:,}, "
-        f"state {state[:8]}, {agreeing if reached.agreeing else 'which no peer has named yet'}"
+    agreement = (
+        f"{agreeing} peer{'s agree' if agreeing > 1 else ' agrees'}" if agreeing else "which no peer has named yet"
+    )
+    _show(
+        as_json,
+        reached.index,
+        f"{' (snapshot)' if reached.is_snapshot else ''}: peers {len(roster)}, tokens {tokens:,}, in all {in_all:,}, "
+        f"state {state[:8]}, {agreement if agreeing else 'which no peer has named yet'}",
+        event="snapshot" if reached.is_snapshot else "entry",
+        peers=len(roster),
+        tokens=tokens,
+        lineage_tokens=in_all,
+        log_digest=reached.log.position.head.hex(),
+        state_digest=state,
+        agreeing=agreeing,
     )
 
 
-def show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
+def _show_change(run: Run, reached: Reached, before: Amendment | None, as_json: bool) -> None:
     """Print how the outer optimizer goes on from here, where that is not as before (None: as the manifest says)."""
     amendment, manifest = reached.log.amendment, run.config.outer_optimizer
     new, old = amendment or manifest, before or manifest
-    if as_json:
-        show_json(
-            event="amendment",
-            outer_step=reached.index,
-            number=amendment.number if amendment else None,
-            learning_rate=new.learning_rate,
-            momentum=new.momentum,
-        )
-        return
     source = f"amendment {amendment.number}" if amendment else "the run's manifest"
     rate, momentum = (
         f"{value:g}, as before" if value == was else f"{value:g} instead of {was:g}"
         for value, was in ((new.learning_rate, old.learning_rate), (new.momentum, old.momentum))
     )
-    click.echo(
-        f"outer step {reached.index}: from the next one on, by {source}, the outer learning rate is {rate}; "
-        f"the outer momentum is {momentum}"
+    _show(
+        as_json,
+        reached.index,
+        f": from the next one on, by {source}, the outer learning rate is {rate}; the outer momentum is {momentum}",
+        event="amendment",
+        number=amendment.number if amendment else None,
+        learning_rate=new.learning_rate,
+        momentum=new.momentum,
     )
 
 
-def show_disagreement(found: Disagreement, as_json: bool) -> None:
+def _show_disagreement(found: Disagreement, as_json: bool) -> None:
     said, expected = found.said.hex(), found.expected.hex()
-    if as_json:
-        show_json(event="disagreement", outer_step=found.index, peer=found.peer, said=said, state_digest=expected)
-        return
-    click.echo(
-        f"outer step {found.index}: peer {found.peer} DISAGREES: "
-        f"it has the state {said[:8]}, the log leads to {expected[:8]}"
-    )
+    text = f": peer {found.peer} DISAGREES: it has the state {said[:8]}, the log leads to {expected[:8]}"
+    _show(as_json, found.index, text, event="disagreement", peer=found.peer, said=said, state_digest=expected)
 
 
-def show_model(reached: Reached, loss: float, bits: float | None, place: str | None, as_json: bool) -> None:
-    if as_json:
-        show_json(event="model", outer_step=reached.index, held_out_loss=loss, bits_per_byte=bits, place=place)
-        return
-    said = f"held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
-    click.echo(f"outer step {reached.index}: {said}" + ("" if place is None else f", the model is in {place}"))
-
-
-def show_json(**values: object) -> None:
-    import json
-
-    click.echo(json.dumps(values))
+def _show_model(reached: Reached, loss: float, bits: float | None, place: str | None, as_json: bool) -> None:
+    text = f": held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
+    text += "" if place is None else f", the model is in {place}"
+    _show(as_json, reached.index, text, event="model", held_out_loss=loss, bits_per_byte=bits, place=place)

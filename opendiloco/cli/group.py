@@ -4,41 +4,62 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
 import click
 
-from opendiloco.cli.exit_codes import INTERRUPTED, UNEXPECTED, exit_code_lines
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.setting_options import FILE_KEY, PATH_KEY, log_options
+from opendiloco.cli.options import FILE_KEY, PATH_KEY, log_options
 from opendiloco.errors import SettingsError, fit_for_terminal
 from peers.errors import DilocoPeerError
 
-COMMANDS: Mapping[str, str] = {
-    "demo": "opendiloco.cli.demo",
-    "doctor": "opendiloco.cli.doctor",
-    "bootstrap": "opendiloco.cli.bootstrap",
-    "run": "opendiloco.cli.run",
-    "runs": "opendiloco.cli.runs",
-    "plan": "opendiloco.cli.plan",
-    "tokenize": "opendiloco.cli.tokenize",
-    "invite": "opendiloco.cli.invite",
-    "join": "opendiloco.cli.join",
-    "pause": "opendiloco.cli.pause",
-    "resume": "opendiloco.cli.resume",
-    "finish": "opendiloco.cli.finish",
-    "status": "opendiloco.cli.status",
-    "export": "opendiloco.cli.export",
-    "sample": "opendiloco.cli.sample",
-    "follow": "opendiloco.cli.follow",
-    "log": "opendiloco.cli.log",
-    "identity": "opendiloco.cli.identity",
-    "config": "opendiloco.cli.config",
+EXIT_CODES = {
+    0: "all went well, or a polite leave",
+    1: "an unexpected error: a bug; or a demo whose peers disagree, whose model did not learn, or that was too short",
+    2: "wrong usage: an option, argument, environment variable or configuration file",
+    3: "a manifest, invite, run id, run.toml or links.toml that is wrong or was tampered with",
+    4: "the swarm is out of reach: no bootstrap node answers, the run is unknown, or nobody is there",
+    5: "this machine's side of the network: a port in use, an identity file, libp2p's daemon",
+    6: "this machine does not fit: memory, disk, torch, or a device that is not there",
+    7: "the corpus is missing, unreadable, too small, or a local folder not named with --data, --model or --tokenizer",
+    8: "training failed: a worker died too often, or a loss or weight is not finite",
+    9: "a checkpoint is missing, damaged, or of another run",
+    10: "a remote folder cannot be used: its URL, the package for it, or its credentials",
+    11: "a log whose headers, payloads or states are not what its digests say",
+    12: "a peer of a run that is followed has another state than the log leads to, or this machine has",
+    13: "a run by invitation does not admit this machine: no ticket, or one that is expired or revoked",
+    14: "another machine takes part with the same key: a copied identity file",
+    16: "`doctor` has found what keeps this machine from training, or from taking part in the run",
+    70: "the protocol was broken: a bug, ours or a peer's",
+    130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
 }
-"""Each command in the order of `--help`, and the module that has it under the name `command`."""
+"""What each exit status means: the one table of them, which `diloco-peer --help` shows."""
+UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130
 
+
+COMMANDS = {
+    "demo": "machine:demo",
+    "doctor": "machine:doctor",
+    "bootstrap": "bootstrap:bootstrap",
+    "run": "run:run_group",
+    "runs": "status:runs",
+    "plan": "prepare:plan",
+    "tokenize": "prepare:tokenize",
+    "invite": "invite:invite_group",
+    "join": "join:join",
+    "pause": "join:pause",
+    "resume": "join:resume",
+    "finish": "join:finish",
+    "status": "status:status",
+    "export": "export:export",
+    "sample": "export:sample",
+    "follow": "follow:follow",
+    "log": "log:log_group",
+    "identity": "machine:identity_group",
+    "config": "machine:config_group",
+}
+"""Each command in the order of `--help`: its module, and its name there."""
 
 FIRST_STEPS = (
     ("diloco-peer demo", "See a swarm train on this machine: three minutes."),
@@ -48,7 +69,7 @@ FIRST_STEPS = (
 )
 
 
-class Commands(click.Group):
+class _Commands(click.Group):
     """Loads commands on demand. Their errors end here."""
 
     def list_commands(self, context: click.Context) -> list[str]:
@@ -57,7 +78,8 @@ class Commands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(COMMANDS[name]).command
+        module, _, attribute = COMMANDS[name].partition(":")
+        command: click.Command = getattr(import_module(f"opendiloco.cli.{module}"), attribute)
         return command
 
     def resolve_command(
@@ -78,7 +100,8 @@ class Commands(click.Group):
             formatter.write_dl(FIRST_STEPS)
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write(f"\nExit codes:\n{exit_code_lines()}\n")
+        lines = "\n".join(f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items())
+        formatter.write(f"\nExit codes:\n{lines}\n")
 
     def invoke(self, context: click.Context) -> object:
         # Libraries make files and folders as the umask says: torch runs compiled code that it finds in one of them.
@@ -90,12 +113,12 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             context.exit(INTERRUPTED)
         except Exception as error:
-            context.exit(report(error, debug=context.params["debug"]))
+            context.exit(_report(error, debug=context.params["debug"]))
         return result
 
 
-def report(error: Exception, debug: bool) -> int:
-    """Say on stderr what happened: one line, and with `debug` the traceback. Returns the exit code."""
+def _report(error: Exception, debug: bool) -> int:
+    """Print on stderr what happened: one line, and with `debug` the traceback. Returns the exit code."""
     if debug:
         click.echo("".join(traceback.format_exception(error)), err=True)
     if isinstance(error, DilocoPeerError):
@@ -110,7 +133,7 @@ def report(error: Exception, debug: bool) -> int:
     return UNEXPECTED
 
 
-def show_version(context: click.Context, parameter: click.Parameter, is_wanted: bool) -> None:
+def _show_version(context: click.Context, parameter: click.Parameter, is_wanted: bool) -> None:
     """Print which version this is, and which protocol it speaks: peers of one run speak the same."""
     if not is_wanted or context.resilient_parsing:
         return
@@ -122,21 +145,20 @@ def show_version(context: click.Context, parameter: click.Parameter, is_wanted: 
     context.exit()
 
 
-def read_settings_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    """Take what the configuration file says for all options that it may have."""
+def _read_settings(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    """Read what the configuration file says for all options that it may have."""
     if context.resilient_parsing:
         return
-    from opendiloco.settings.file import SettingsFile
+    from opendiloco.settings.file import default_settings_path, read_settings_file
 
     try:
-        found = SettingsFile.read(path)
+        context.meta[FILE_KEY] = read_settings_file(path)
     except SettingsError as error:
         raise click.UsageError(str(error), context) from error
-    context.meta[FILE_KEY] = found.values
-    context.meta[PATH_KEY] = found.path
+    context.meta[PATH_KEY] = path or default_settings_path()
 
 
-@click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors, and log everything.")
 @click.option(
     "--config",
@@ -144,7 +166,7 @@ def read_settings_file(context: click.Context, parameter: click.Parameter, path:
     envvar="DILOCO_CONFIG",
     is_eager=True,
     expose_value=False,
-    callback=read_settings_file,
+    callback=_read_settings,
     help="Take settings from this file.  [default: ~/.config/diloco-peer/config.toml, if it is there]",
 )
 @log_options
@@ -153,7 +175,7 @@ def read_settings_file(context: click.Context, parameter: click.Parameter, path:
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=show_version,
+    callback=_show_version,
     help="Show the version, and that of the protocol, and exit.",
 )
 @click.pass_context

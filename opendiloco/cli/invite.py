@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, identity_option, initial_peers_option, spelled_out, state_option
+from opendiloco.cli.options import FILE, initial_peers_option, join_option, spelled_out
+from peers.errors import AdmissionError, RemoteProtocolError, SwarmUnreachableError, quoted
 
 if TYPE_CHECKING:
     from opendiloco.volunteer.admission import GivenTickets
     from peers.values.identity import Identity
     from peers.values.manifest import SignedManifest
 
-DAY = 86400
-
 manifest_argument = click.argument("manifest", type=FILE)
-organiser_option = identity_option("The organiser's")
-given_option = state_option("Where to remember what was given.")
+organiser_option = join_option("identity", help="The organiser's key file.")
+given_option = join_option("state", help="Where to remember what was given.")
 
 
 @click.group()
-def command() -> None:
+def invite_group() -> None:
     """Give tickets to a run by invitation, and take them back."""
 
 
-@command.command(short_help="Print a ticket.")
+@invite_group.command(short_help="Print a ticket.")
 @manifest_argument
 @click.option(
     "--for", "peer", metavar="PEER", help="Only for the peer with this id.  [default: for everybody who has it]"
@@ -50,32 +51,27 @@ def create(
 
     Without --for it admits every machine whose owner has the text, until it expires or is revoked.
     """
-    import time
-
     from opendiloco.volunteer.admission import GivenTickets
-    from peers.errors import quoted
     from peers.values.identity import is_peer_id
     from peers.values.tickets import Ticket
 
     log.start()
     if peer is not None and not is_peer_id(peer):
         raise click.BadParameter(f"{quoted(peer, 80)} is not a peer id.", param_hint="--for")
-    run, key = organised(manifest, identity)
-    ticket = Ticket.give(run.run_id, key, int(time.time() + days * DAY), peer)
+    run, key = _organised(manifest, identity)
+    ticket = Ticket.give(run.run_id, key, int(time.time() + days * 86400), peer)
     GivenTickets(run.run_id, key.peer_id, state).add(ticket)
     click.echo(f"{ticket}")
     click.echo(f"id: {ticket.id.hex()}; to use it, type: diloco-peer join --run INVITE --ticket TICKET", err=True)
 
 
-@command.command("list", short_help="Print the tickets that this machine has given.")
+@invite_group.command("list", short_help="Print the tickets that this machine has given.")
 @click.argument("run", metavar="RUN|MANIFEST")
 @organiser_option
 @given_option
 @click.pass_obj
-def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
+def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
     """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
-    import time
-
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.admission import GivenTickets
     from opendiloco.volunteer.identity_file import load_identity
@@ -92,7 +88,7 @@ def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) 
         click.echo(f"{ticket.id.hex()}  until {until} UTC  {standing:<8} {ticket.peer or 'anybody'}")
 
 
-@command.command(short_help="Take tickets back.")
+@invite_group.command(short_help="Take tickets back.")
 @manifest_argument
 @click.argument("tickets", nargs=-1, required=True, metavar="ID...")
 @initial_peers_option
@@ -115,17 +111,19 @@ def revoke(
     log.start()
     if not initial_peers:
         raise click.UsageError("the run has to hear of it: add --initial-peer.")
-    run, key = organised(manifest, identity)
+    run, key = _organised(manifest, identity)
     given = GivenTickets(run.run_id, key.peer_id, state)
-    told = asyncio.run(tell(run, key, given, tickets, spelled_out(initial_peers)))
+    told = asyncio.run(_tell(run, key, given, tickets, spelled_out(initial_peers)))
     click.echo(f"revoked; {told} {'node' if told == 1 else 'nodes'} told, which tell all others")
 
 
-def organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
-    """The run of a manifest, and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
+def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
+    """Return the run of a manifest, and its organiser's key.
+
+    Raises: ManifestError, AdmissionError, LocalNetworkError.
+    """
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.identity_file import load_identity
-    from peers.errors import AdmissionError
 
     run, key = read_manifest(path).manifest, load_identity(identity)
     if run.organiser != key.peer_id:
@@ -140,23 +138,20 @@ def organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identi
     return run, key
 
 
-async def tell(
+async def _tell(
     run: SignedManifest, key: Identity, given: GivenTickets, ids: tuple[str, ...], initial_peers: tuple[str, ...]
 ) -> int:
     """Sign the next list of revoked tickets. Returns how many nodes took it.
 
     Raises: SwarmUnreachableError when none did; it is signed and kept all the same, to be told with the next.
     """
-    from contextlib import suppress
-
     from opendiloco.volunteer.volunteer import connected
-    from peers.errors import RemoteProtocolError, SwarmUnreachableError
     from peers.network.channel import PeerUnreachableError
     from peers.network.daemon import peer_id_of
-    from peers.values.identity import Identity as AnyIdentity
+    from peers.values.identity import Identity
     from peers.values.wire import pack
 
-    async with connected(AnyIdentity.generate(), initial_peers, client_mode=True) as transport:
+    async with connected(Identity.generate(), initial_peers, client_mode=True) as transport:
         transport.learn(run)
         admission = transport.admissions.of(run.run_id)
         assert admission is not None
@@ -164,15 +159,17 @@ async def tell(
         for beat in await transport.heartbeats(run.run_id):
             if await transport.connect(beat.peer, beat.addresses):
                 nodes[beat.peer] = None
+
+        async def exchange(node: str) -> bool:
+            with suppress(PeerUnreachableError, RemoteProtocolError):
+                await transport.admissions.exchange(transport, run.run_id, node)
+                return True
+            return False
+
         for node in nodes:  # what another machine of the organiser's may have signed
-            with suppress(PeerUnreachableError, RemoteProtocolError):
-                await transport.admissions.exchange(transport, run.run_id, node)
+            await exchange(node)
         admission.revoke(pack(given.revoke(ids, key, admission.revocations)))
-        told = 0
-        for node in nodes:
-            with suppress(PeerUnreachableError, RemoteProtocolError):
-                await transport.admissions.exchange(transport, run.run_id, node)
-                told += 1
+        told = sum([await exchange(node) for node in nodes])
     if not told:
         raise SwarmUnreachableError(
             "nobody could be told which tickets are revoked.", "The list is kept: revoke again when a node answers."

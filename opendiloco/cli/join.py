@@ -1,4 +1,4 @@
-"""`diloco-peer join`: train in a run."""
+"""`diloco-peer join` trains in a run; by `pause`, `resume` and `finish` the machine's owner commands it meanwhile."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from opendiloco.cli.logs import PLACE, LogOptions
-from opendiloco.cli.options import open_dashboard, parse_run, refuse_torchrun
-from opendiloco.cli.setting_options import SettingsCommand, join_settings
+from opendiloco.cli.options import (
+    SettingsCommand,
+    all_of,
+    is_typed,
+    join_option,
+    join_settings,
+    open_dashboard,
+    parse_run,
+    refuse_torchrun,
+)
+from opendiloco.errors import MachineError
 
 if TYPE_CHECKING:
     import socket
@@ -31,24 +41,20 @@ if TYPE_CHECKING:
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
+
 logger = logging.getLogger(__name__)
 
 
 @click.command(cls=SettingsCommand)
 @join_settings()
 @click.pass_obj
-def command(log: LogOptions, settings: JoinSettings) -> None:
+def join(log: LogOptions, settings: JoinSettings) -> None:
     """Train in a run with this machine until Ctrl-C.
 
     The first Ctrl-C leaves politely, the second at once. `doctor --run INVITE` says beforehand whether this machine can
     take part, and what it costs. Each option is also an environment variable (DILOCO_HOURS) and a key of the
     configuration file; `config show` prints all values, and where they come from.
     """
-    join(log, settings)
-
-
-def join(log: LogOptions, settings: JoinSettings) -> None:
-    """Train in a run until asked to leave. Raises: DilocoPeerError."""
     from opendiloco.settings.file import unknown_variables
     from opendiloco.tools.doctor.machine import check_quickly
     from opendiloco.volunteer.identity_file import hold_identity
@@ -56,19 +62,19 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     from peers.metrics import serve_metrics
 
     refuse_torchrun(os.environ)
-    view = view_for(log, is_plain=settings.plain)
+    view = _view_for(log, is_plain=settings.plain)
     for warning in unknown_variables(os.environ):
         logger.warning("%s", warning)
     invite = parse_run(settings.run, settings.initial_peers, settings.state)
     PLACE.run = invite.run_id
     check_quickly(settings.state, settings.workers)
-    watch = owners_watch(settings, view)
+    watch = _owners_watch(settings, view)
     if settings.metrics_port is not None:
         serve_metrics(settings.metrics_port, settings.metrics_host)
     page = open_dashboard(settings.dashboard_address)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id
-        joining = Joining(settings, invite, key, watch, view, page)
+        joining = _Joining(settings, invite, key, watch, view, page)
         try:
             run_interruptible(joining.live)
         finally:
@@ -76,24 +82,22 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
             gc.freeze()  # ends with the process: Python 3.11 crashed when it took cycles of shared memory's views apart
 
 
-def owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
-    """What looks at this machine for its owner."""
+def _owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
+    """Return what looks at this machine for its owner."""
     from datetime import datetime
 
-    from opendiloco.owner.conditions import Hot, parse_until
+    from opendiloco.owner.conditions import parse_until
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
     until = None if settings.until is None else parse_until(settings.until, datetime.now())
     conditions = settings.conditions()
-    look = Observer(any(isinstance(one, Hot) for one in conditions)).look if settings.pause_when else None
-    watch = OwnersWatch(conditions, until, look, view.say)
-    watch.phase = lambda: view.phase
-    return watch
+    look = Observer(any(one.name == "hot" for one in conditions)).look if settings.pause_when else None
+    return OwnersWatch(conditions, until, look, view.say, lambda: view.phase)
 
 
 @dataclass(frozen=True)
-class Joining:
+class _Joining:
     """One `join`. `page` is the socket of its dashboard, if it has one."""
 
     settings: JoinSettings
@@ -111,7 +115,7 @@ class Joining:
         interrupts.heard = self.watch.stop
         folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self.settings.state).path
         sources: list[Source] = []
-        async with shown(self.page, sources), serve_controls(folder, self.watch.answer):
+        async with _shown(self.page, sources), serve_controls(folder, self.watch.answer):
             while await self.watch.wait_until_wanted():
                 await self._take_part(interrupts, sources)
                 self.view.say("left the run")
@@ -128,7 +132,7 @@ class Joining:
 
         def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
             PLACE.outer_step = lambda: volunteer.outer_step
-            interrupts.polite = lambda: leave(volunteer, self.view)
+            interrupts.polite = lambda: self._leave(volunteer)
             sources.append(volunteer_source(volunteer, transport))
 
         try:
@@ -137,6 +141,10 @@ class Joining:
         finally:
             interrupts.polite, PLACE.outer_step = None, lambda: None
             sources.clear()
+
+    def _leave(self, volunteer: Volunteer) -> None:
+        volunteer.leave()
+        self.view.say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)")
 
     def _stay(self) -> Stay:
         """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
@@ -154,7 +162,7 @@ class Joining:
 
 
 @asynccontextmanager
-async def shown(page: socket.socket | None, sources: list[Source]) -> AsyncIterator[None]:
+async def _shown(page: socket.socket | None, sources: list[Source]) -> AsyncIterator[None]:
     """Serve the dashboard, if anybody wants it. While this machine is paused it has no run yet."""
     if page is None:
         yield
@@ -165,12 +173,7 @@ async def shown(page: socket.socket | None, sources: list[Source]) -> AsyncItera
         yield
 
 
-def leave(volunteer: Volunteer, view: JoinView) -> None:
-    volunteer.leave()
-    view.say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)")
-
-
-def view_for(log: LogOptions, is_plain: bool) -> JoinView:
+def _view_for(log: LogOptions, is_plain: bool) -> JoinView:
     """Begin to log, and return how to show what goes on."""
     from opendiloco.view.join_view import Lines, Screen
 
@@ -187,3 +190,81 @@ def view_for(log: LogOptions, is_plain: bool) -> JoinView:
     else:
         log.start("info")
     return Screen(console)
+
+
+# While it trains ------------------------------------------------------------------------------------------------------
+_volunteer_options = all_of(
+    join_option("run", help="The run's id, or an invite to it: only the volunteers in it.", required=False),
+    join_option("state", help="Where the volunteers keep what outlives them, as `join` has it."),
+    click.option("--peer", metavar="ID", default="", help="The volunteer with this peer id; its end will do."),
+    click.option("--all", "all_of_them", is_flag=True, help="All volunteers on this machine, if there are several."),
+)
+"""The options that say which volunteers are meant."""
+
+
+def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> list[Path]:
+    """Return the sockets of the volunteers that are meant.
+
+    Raises: MachineError when there is none, or it is not clear which is meant.
+    """
+    from opendiloco.owner.controls import Request, ask, sockets
+    from opendiloco.storage.run_folder import default_state_folder
+    from peers.values.manifest import Invite
+
+    run = run if is_typed(click.get_current_context(), "run") else None
+    folder = state or default_state_folder()
+    run_id = None if run is None else Invite.parse(run).run_id
+    named = [path for path in sockets(folder, run_id) if path.parent.name.endswith(peer.lstrip("…"))]
+    found = [path for path in named if ask(path, Request(do="look")) is not None]
+    if not found:
+        which = " ".join(filter(None, (peer, run_id and f"of {run_id}", f"in {folder}")))
+        raise MachineError(f"no volunteer {which} is running.", "Give --state, if `join` was given one.")
+    if len(found) > 1 and not all_of_them:
+        each = ", ".join(map(_name, found))
+        raise MachineError(
+            f"{len(found)} volunteers are running: {each}.", "Choose with --run or --peer, or take --all."
+        )
+    return found
+
+
+def _name(volunteer: Path) -> str:
+    """Return a volunteer's run, and the end of its peer id."""
+    run, peer = volunteer.parent.parent.name, volunteer.parent.name
+    return f"{run} (…{peer[-8:]})"
+
+
+def _tell(do: Literal["pause", "resume", "finish"], anyway: bool = False, **which: Any) -> None:
+    """Tell each volunteer that is meant, and print what it says. Raises: MachineError when one does not answer."""
+    from opendiloco.owner.controls import Request, ask
+
+    for path in _find(**which):
+        answer = ask(path, Request(do=do, anyway=anyway))
+        if answer is None:
+            raise MachineError(f"the volunteer of {path.parent} does not answer.", "It may just have ended.")
+        click.echo(f"{_name(path)}: {answer.says}")
+
+
+@click.command(short_help="Have this machine's volunteer pause.")
+@_volunteer_options
+def pause(**which: Any) -> None:
+    """Have the volunteer on this machine pause, until `resume`.
+
+    It stops between two inner steps. If the pause lasts for longer than others wait, it leaves the run politely and
+    frees its memory, and joins again when the pause is over.
+    """
+    _tell("pause", **which)
+
+
+@click.command(short_help="Have this machine's volunteer go on.")
+@click.option("--anyway", is_flag=True, help="Also against --pause-when and --hours, until what holds now has ended.")
+@_volunteer_options
+def resume(**which: Any) -> None:
+    """Have the volunteer on this machine go on after a pause."""
+    _tell("resume", **which)
+
+
+@click.command(short_help="Have this machine's volunteer leave after this outer step.")
+@_volunteer_options
+def finish(**which: Any) -> None:
+    """Have the volunteer on this machine complete the outer step that is under way, and then leave the run."""
+    _tell("finish", **which)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections import deque
@@ -12,74 +13,68 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, own_files_options
+from opendiloco.cli.options import EXISTING_FOLDER, FILE, own_files_options
 from opendiloco.data.own_files import OwnFiles
+from opendiloco.errors import DamagedLogError
+from peers.errors import ManifestError
 
 if TYPE_CHECKING:
     from opendiloco.run import Run
     from peers.log.chain import Entry
     from peers.log.header import Header
-    from peers.log.state import LogState
 
 logger = logging.getLogger(__name__)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-IN_PLACE = click.Path(exists=True, file_okay=False, path_type=Path)
 HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state", "amended to")
 """Of the columns: `in all` are the tokens of the lineage, and the three after it are beginnings of digests. `amended
 to` are the outer learning rate and momentum from the next outer step on; "-": the manifest's."""
 NUMBERS = HEADINGS[:4]
 
 
-def log_options(command: Command) -> Command:
+def _which_log(command: Command) -> Command:
     run = click.option("--run", metavar="ID|INVITE", help="The run whose log to take from this machine's own folders.")
     folder = click.option(
-        "--folder", type=IN_PLACE, help="A folder with a log, instead: the one that `join` has named, or any other."
+        "--folder",
+        type=EXISTING_FOLDER,
+        help="A folder with a log, instead: the one that `join` has named, or any other.",
     )
     return run(folder(command))
 
 
 @click.group(short_help="Look at the log that this machine has, and verify it.")
-def command() -> None:
+def log_group() -> None:
     """Look at the entries of a run that this machine has, and verify them."""
 
 
-@command.command()
-@log_options
+@log_group.command()
+@_which_log
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the last N entries.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, with whole digests.")
 @click.pass_obj
 def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
     """Print the entries of a log, one a line."""
-    import json
-
     from peers.log.files import ENTRIES, read_chain
 
     log.start()
-    facts, rows = deque[dict[str, object]](maxlen=last), deque[tuple[str, ...]](maxlen=last)
-
-    def see(entry: Entry, header: Header, before: LogState) -> None:
-        if as_json:
-            facts.append(plain(entry, header))
-        else:
-            rows.append(cells(entry, header))
-
-    _, problem = read_chain(find_log(run, folder) / ENTRIES, see=see)
+    entries: deque[tuple[Entry, Header]] = deque(maxlen=last)
+    path = _find_log(run, folder) / ENTRIES
+    _, problem = read_chain(path, see=lambda entry, header, before: entries.append((entry, header)))
     if problem:
         logger.warning("%s. What comes after it is not shown", problem)
     if as_json:
-        click.echo(json.dumps(list(facts), indent=2))
+        click.echo(json.dumps([_plain(*each) for each in entries], indent=2))
     elif sys.stdout.isatty():
-        print_table(rows)
+        _print_table(_cells(*each) for each in entries)
     else:
-        for row in rows:
-            said = zip(HEADINGS, row, strict=True)
+        for each in entries:
+            said = zip(HEADINGS, _cells(*each), strict=True)
             click.echo(", ".join(f"{heading} {cell}" for heading, cell in said))
 
 
-@command.command()
-@log_options
+@log_group.command()
+@_which_log
 @click.option("--manifest", type=FILE, help="The run's signed manifest.  [default: the one in the run's folder]")
 @click.option(
     "--checkpoint",
@@ -105,15 +100,12 @@ def verify(
     These are the headers', from the manifest or the first entry that is here; those of the payloads that are here; and
     with these those of the states, from a checkpoint or from the run's initial model. Nothing is changed.
     """
-    import json
-
-    from opendiloco.errors import DamagedLogError
     from opendiloco.storage.audit import audit
     from opendiloco.storage.loading import load_checkpoint
 
     log.start()
-    path = find_log(run, folder)
-    found = find_manifest(path, manifest)
+    path = _find_log(run, folder)
+    found = _find_manifest(path, manifest)
     kept = None if checkpoint is None else load_checkpoint(checkpoint, found.run_id)
     findings = audit(path, found, kept, OwnFiles(model, tokenizer))
     if as_json:
@@ -129,8 +121,8 @@ def verify(
         )
 
 
-def find_log(run: str | None, folder: Path | None) -> Path:
-    """The log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
+def _find_log(run: str | None, folder: Path | None) -> Path:
+    """Return the log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, default_state_folder
     from peers.log.files import ENTRIES
     from peers.values.manifest import Invite
@@ -152,10 +144,9 @@ def find_log(run: str | None, folder: Path | None) -> Path:
     return logs[0]
 
 
-def find_manifest(log: Path, manifest: Path | None) -> Run:
-    """The run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
+def _find_manifest(log: Path, manifest: Path | None) -> Run:
+    """Return the run of a log: by the given manifest, or the one in the run's folder. Raises: ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, read_manifest
-    from peers.errors import ManifestError
 
     if manifest is not None:
         return read_manifest(manifest)
@@ -168,8 +159,8 @@ def find_manifest(log: Path, manifest: Path | None) -> Run:
     )
 
 
-def cells(entry: Entry, header: Header) -> tuple[str, ...]:
-    """An entry as the table shows it."""
+def _cells(entry: Entry, header: Header) -> tuple[str, ...]:
+    """Return an entry as the table shows it."""
     digests = (header.payload, header.digest, entry.state_digest)
     fragment, amended = f"/{header.fragment}" if header.fragment else "", header.amendment
     in_all = f"{header.lineage_tokens:,}" if header.lineage_tokens else "-"  # said where a cycle is closed
@@ -183,8 +174,8 @@ def cells(entry: Entry, header: Header) -> tuple[str, ...]:
     )
 
 
-def plain(entry: Entry, header: Header) -> dict[str, object]:
-    """An entry as JSON can say it, digests in hexadecimal."""
+def _plain(entry: Entry, header: Header) -> dict[str, object]:
+    """Return an entry as JSON can say it, digests in hexadecimal."""
     from opendiloco.view.run_view import plain_amendment
 
     return {
@@ -201,7 +192,7 @@ def plain(entry: Entry, header: Header) -> dict[str, object]:
     }
 
 
-def print_table(rows: Iterable[tuple[str, ...]]) -> None:
+def _print_table(rows: Iterable[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

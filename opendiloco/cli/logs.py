@@ -12,7 +12,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from opendiloco.errors import fit_for_terminal
+from opendiloco.errors import MachineError, fit_for_terminal
 from peers.presence.allowances import Allowance
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
@@ -25,7 +25,7 @@ WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2
 """Of one place in the code."""
 
 
-def is_no_disconnect(record: logging.LogRecord) -> bool:
+def _is_no_disconnect(record: logging.LogRecord) -> bool:
     """False for what asyncio logs, with a traceback, when a peer goes while hivemind is reading from it."""
     error = record.exc_info[1] if record.exc_info else None
     return not (record.name == "asyncio" and isinstance(error, EOFError | ConnectionError))
@@ -54,7 +54,7 @@ class FloodGate:
 
 
 @dataclass
-class LogPlace:
+class _LogPlace:
     """Where in which run this process is, as far as it knows yet."""
 
     run: str | None = None
@@ -78,11 +78,11 @@ def _short_run(run: str) -> str:
     return f"{name}{dash}{digest[:8]}"
 
 
-PLACE = LogPlace()
+PLACE = _LogPlace()
 """That of this process."""
 
 
-class JsonFormatter(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     """One object a line: `time`, `level`, `logger`, `message`, what is known of `run`, `peer` and `outer_step`, the
     `details` that whoever logs adds, and the `error` with its traceback, if there is one."""
 
@@ -100,7 +100,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(said, ensure_ascii=False)
 
 
-class PlainFormatter(logging.Formatter):
+class _PlainFormatter(logging.Formatter):
     """Lines for people, without control characters: peers and manifests have a say in some of them."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -126,10 +126,10 @@ class LogOptions:
         """Log to a handler of the caller's."""
         level = (self.level or default_level).upper()
         if level != "DEBUG":
-            handler.addFilter(is_no_disconnect)
+            handler.addFilter(_is_no_disconnect)
             handler.addFilter(FloodGate())
         handler.addFilter(PLACE.fill)
-        handler.setFormatter(JsonFormatter() if self.is_json else PlainFormatter(format, datefmt="%H:%M:%S"))
+        handler.setFormatter(_JsonFormatter() if self.is_json else _PlainFormatter(format, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)
         for name in OURS:
             logging.getLogger(name).setLevel(level)
@@ -142,7 +142,5 @@ class LogOptions:
                 self.file.expanduser(), encoding="utf-8", maxBytes=FILE_BYTES, backupCount=OLD_FILES
             )
         except OSError as error:
-            from opendiloco.errors import MachineError
-
             reason = error.strerror or str(error)
             raise MachineError(f"cannot log to {self.file}: {reason}.", "Name a file that can be written.") from error

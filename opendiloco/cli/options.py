@@ -1,22 +1,25 @@
-"""Options that several commands share."""
+"""Options of the commands: those made from settings, and those that several commands share.
+
+What the command line does not say, the environment and the configuration file may.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
-from opendiloco.cli.setting_options import is_typed, join_option
 from opendiloco.data.own_files import OwnFiles
-from opendiloco.errors import SettingsError
-from opendiloco.settings.join_settings import split_address
-from peers.network.own_network import everywhere
+from opendiloco.errors import MachineError, SettingsError
+from opendiloco.settings.join_settings import JoinSettings, LogSettings, split_address
+from opendiloco.settings.setting import Setting, model_of, settings_of
 
 if TYPE_CHECKING:
     import socket
@@ -24,183 +27,184 @@ if TYPE_CHECKING:
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
-INITIAL_PEERS = "DILOCO_INITIAL_PEERS"
-"""The environment variable with the addresses that `--initial-peer` has otherwise."""
-NAMED_NODE = re.compile(r"^(?P<peer>12D3KooW\w+)@(?P<host>[A-Za-z0-9.-]+)$")
+
 Command = TypeVar("Command", bound=Callable[..., Any])
+FILE_KEY = "opendiloco.settings.file"
+PATH_KEY = "opendiloco.settings.path"
+"""Where click's contexts have what the configuration file says, and its path."""
+JOIN = {setting.name: setting for section in JoinSettings.SECTIONS for setting in settings_of(section)}
+"""`join`'s settings by name, in the order of its help."""
+INITIAL_PEERS = JOIN["initial_peers"].variable
+HOW_TO_FIND_A_RUN = "Its organiser gives out an invite; `diloco-peer runs` lists the runs that a bootstrap node knows."
+NAMED_NODE = re.compile(r"^(?P<peer>12D3KooW\w+)@(?P<host>[A-Za-z0-9.-]+)$")
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
-NEW_FOLDER = click.Path(file_okay=False, path_type=Path)
+EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
-PATH = click.Path(path_type=Path)
 
 
+def all_of(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Return one decorator for several options, in the order of the help."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+# Options made from settings -------------------------------------------------------------------------------------------
+class _SettingOption(click.Option):
+    """An option for which the configuration file has a say, before the default."""
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        value, source = super().consume_value(ctx, opts)
+        said = ctx.meta.get(FILE_KEY, {})
+        if source is ParameterSource.DEFAULT and self.name in said:
+            return said[self.name], ParameterSource.DEFAULT_MAP
+        return value, source
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            return super().process_value(ctx, value)
+        except click.MissingParameter as error:  # no other setting has to be given
+            raise click.MissingParameter(HOW_TO_FIND_A_RUN, ctx, self) from error
+
+
+class SettingsCommand(click.Command):
+    """A command with all settings: its help shows them section by section, as the reference does."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        titles = {setting.name: part.TITLE for part in JoinSettings.SECTIONS for setting in settings_of(part)}
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                rows.setdefault(titles.get(parameter.name or "", "Options"), []).append(record)
+        for title, records in rows.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def is_typed(context: click.Context, name: str) -> bool:
+    """Return whether the command line itself has this option."""
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command]:
+    """Return click's option for a setting, with what is `changed` of that."""
+    about: dict[str, Any] = {
+        "cls": _SettingOption,
+        "type": _type_of(setting),
+        "multiple": setting.is_repeated,
+        "metavar": setting.metavar,
+        "envvar": setting.variable,
+        "help": setting.help,
+    }
+    # An option that has to be given must have no default, not even None: click would take that for given.
+    about |= ({"required": True} if setting.is_required else {"default": setting.default}) | changed
+    if setting.default_text is not None:
+        about["help"] += f"  [default: {setting.default_text}]"
+    return click.option(setting.spelling, setting.name, **about)
+
+
+def join_option(name: str, **changed: Any) -> Callable[[Command], Command]:
+    """Return the option for one of `join`'s settings, for a command that shares it."""
+    return _option_for(JOIN[name], **changed)
+
+
+def typed_option(name: str, *, click_type: Any = None, callback: Any = None, **about: Any) -> Callable[[Any], Any]:
+    """Return the option for one of `join`'s settings where neither the environment nor the file has a say.
+
+    `about` is what is another there than in `join`, as `Setting` has it.
+    """
+    changed = {} if click_type is None else {"type": click_type}
+    return _option_for(replace(JOIN[name], **about), cls=click.Option, envvar=None, callback=callback, **changed)
+
+
+def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
+    """Give a command all of `join`'s options, and what they say as one argument: `settings`.
+
+    Unless it `needs_run`, none needs to be named: `run` is empty then.
+    """
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_settings(*arguments: Any, **values: Any) -> Any:
+            own = {name: values.pop(name) for name in JOIN}
+            given = {name: value for name, value in own.items() if value is not None}
+            if not needs_run:
+                given = {"run": ""} | given
+            return command(*arguments, settings=_checked(given), **values)
+
+        run = {} if needs_run else {"required": False}
+        options = (join_option(name, **(run if name == "run" else {})) for name in JOIN)
+        return all_of(*options)(cast(Command, with_settings))
+
+    return decorate
+
+
+def _checked(values: Mapping[str, Any]) -> JoinSettings:
+    """Return settings made of values. Raises: BadParameter that names the option of the first that is wrong."""
+    from pydantic import ValidationError
+
+    try:
+        return JoinSettings(**dict(model_of(JoinSettings).model_validate(dict(values))))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        option = f"--{JOIN[str(problem['loc'][0])].option}"
+        raise click.BadParameter(f"{problem['input']!s}: {problem['msg']}.", param_hint=repr(option)) from error
+
+
+def _type_of(setting: Setting) -> Any:
+    """Return click's type for one value."""
+    if setting.choices:
+        return click.Choice(setting.choices)
+    if setting.kind is Path:
+        return click.Path(path_type=Path, file_okay=setting.metavar != "FOLDER", dir_okay=setting.metavar != "FILE")
+    if setting.kind not in (int, float):
+        return bool if setting.kind is bool else str
+    low = setting.least if setting.above is None else setting.above
+    if low is None and setting.most is None:
+        return setting.kind
+    bounded: Any = click.IntRange if setting.kind is int else click.FloatRange
+    return bounded(low, setting.most, min_open=setting.above is not None)
+
+
+# Options that several commands share ----------------------------------------------------------------------------------
+log_options = all_of(*map(_option_for, settings_of(LogSettings)))
 initial_peers_option = join_option("initial_peers")
 run_option = join_option("run")
-local_network_option = join_option("local_network")
 
 
-def identity_option(whose: str) -> Callable[[Command], Command]:
-    """Sign as this peer: the machine's own, unless told otherwise."""
-    return join_option("identity", help=f"{whose} key file.")
-
-
-def state_option(help: str) -> Callable[[Command], Command]:
-    return join_option("state", help=help)
-
-
-def other_nodes_option(command: Command) -> Command:
-    """The same for a node that others name in `INITIAL_PEERS`. The variable does not count, lest it look for itself."""
-    return click.option(
-        "--initial-peer",
-        "initial_peers",
-        multiple=True,
-        metavar="MULTIADDR",
-        help="Address of another bootstrap node, or of any peer. May be repeated.",
-    )(command)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a model is to come from: the peers of a run, or a checkpoint."""
-
-    run: str | None
-    initial_peers: tuple[str, ...]
-    identity: Path | None
-    source: Path | None
-    at: int | None
-    manifest: Path | None
-    model: Path | None
-    tokenizer: Path | None
-
-    def check(self) -> None:
-        """Raises: UsageError unless these options go together."""
-        if (self.run is None) == (self.source is None):
-            raise click.UsageError("say where the model is to come from, with either --run or --from.")
-        if self.source is None and (self.at is not None or self.manifest is not None):
-            raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
-
-    @property
-    def own(self) -> OwnFiles:
-        return OwnFiles(self.model, self.tokenizer)
-
-    def invite(self) -> Invite:
-        """Return the run, where it is its peers. Raises: see `parse_run`."""
-        assert self.run is not None
-        return parse_run(self.run, self.initial_peers)
-
-
-def place_options(command: Command) -> Command:
-    """Those of a `Place`, which the command gets as one argument: `place`."""
-
-    @functools.wraps(command)
-    def with_place(*arguments: Any, **values: Any) -> Any:
-        own = {field.name: values.pop(field.name) for field in fields(Place)}
-        if own["source"] is not None and not is_typed(click.get_current_context(), "run"):
-            own["run"] = None  # the settings name the run that this machine usually joins
-        return command(*arguments, place=Place(**own), **values)
-
-    wrapped: Any = with_place
-    run = "The run's id, or an invite to it: take the newest state of its peers."
-    for option in (
-        own_files_options,
-        click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
-        click.option(
-            "--at", type=click.IntRange(min=0), metavar="N", help="With --from: the model after N outer steps."
-        ),
-        click.option("--from", "source", type=PATH, help="Take a checkpoint: its file, or the newest in a folder."),
-        reader_option,
-        initial_peers_option,
-        join_option("run", help=run, required=False),
-    ):
-        wrapped = option(wrapped)
-    return cast(Command, wrapped)
-
-
-def own_files_options(command: Command) -> Command:
-    """Add the options of `OwnFiles`."""
-    model = click.option(
-        "--model",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        metavar="PATH",
-        help="Begin with the model in this folder, where the run's is one that you have to name.",
-    )
-    tokenizer = click.option(
-        "--tokenizer",
-        type=click.Path(exists=True, path_type=Path),
-        metavar="PATH",
-        help="Use this tokenizer, a folder or a tokenizer.json, where the run's is one that you have to name.",
-    )
-    return model(tokenizer(command))
+own_files_options = all_of(
+    typed_option("model", click_type=EXISTING_FOLDER),
+    typed_option("tokenizer", click_type=click.Path(exists=True, path_type=Path)),
+)
+"""The options of `OwnFiles`."""
 
 
 def data_option(help: str) -> Callable[[Command], Command]:
-    return click.option(
-        "--data",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        multiple=True,
-        metavar="FOLDER",
-        help=f"{help} Given for each of the run's sources that is a local folder, in their order.",
-    )
+    """Return the option for the folders of a run's local sources. `help` says what is done with their text."""
+    help += " Given for each of the run's sources that is a local folder, in their order."
+    return typed_option("data", help=help, click_type=EXISTING_FOLDER)
 
 
-def reader_option(command: Command) -> Command:
-    return click.option(
-        "--identity",
-        type=FILE,
-        help="Look as the peer with this key file: runs by invitation show themselves to their organiser.",
-    )(command)
+def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
+    """Return these options as others have to type them, whose paths are their own."""
+    named = [name for name, path in vars(own).items() if path is not None]
+    return ["--data", "TEXTS"] * len(data) + [word for name in named for word in (f"--{name}", "PATH")]
 
 
-def listen_option(port: int) -> Callable[[Command], Command]:
-    """Listen on this port of all addresses unless told otherwise; 0 is any free one."""
-    return click.option(
-        "--listen",
-        multiple=True,
-        metavar="MULTIADDR",
-        default=lambda: everywhere(port),
-        help="Where to listen; port 0 is any free one. May be repeated.  "
-        f"[default: /ip4/0.0.0.0/tcp/{port} and /ip6/::/tcp/{port}]",
-    )
-
-
-def announce_option(command: Command) -> Command:
-    return click.option(
-        "--announce",
-        multiple=True,
-        metavar="MULTIADDR",
-        help="Tell others these addresses instead of those found. May be repeated.",
-    )(command)
-
-
-def data_port_option(default: int, help: str) -> Callable[[Command], Command]:
-    return click.option(
-        "--data-port",
-        type=click.IntRange(0, 65535),
-        metavar="N",
-        default=default,
-        show_default=True,
-        help=help,
-    )
-
-
-metrics_port_option = click.option(
-    "--metrics-port",
-    type=click.IntRange(0, 65535),
-    metavar="N",
-    help="Serve metrics for Prometheus, and /healthz, on port N; 0 is any free one.",
-)
-
-metrics_host_option = click.option(
-    "--metrics-host",
-    metavar="ADDRESS",
-    default="127.0.0.1",
-    show_default=True,
-    help="Serve metrics on this address: by default for this machine alone, 0.0.0.0 for all that reach it.",
+reader_option = click.option(
+    "--identity",
+    type=FILE,
+    help="Look as the peer with this key file: runs by invitation show themselves to their organiser.",
 )
 
 
-def parse_address(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
+def _parse_address(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
     """Split HOST:PORT, an IPv6 address in brackets. Raises: BadParameter."""
     try:
         return None if value is None else split_address(value)
@@ -208,12 +212,7 @@ def parse_address(context: click.Context, parameter: click.Parameter, value: str
         raise click.BadParameter(str(error)) from error
 
 
-dashboard_option = click.option(
-    "--dashboard",
-    metavar="HOST:PORT",
-    callback=parse_address,
-    help="Serve a page that shows the run, such as at 127.0.0.1:8080; port 0 is any free one.",
-)
+dashboard_option = typed_option("dashboard", callback=_parse_address)
 
 
 def open_dashboard(address: tuple[str, int] | None) -> socket.socket | None:
@@ -229,7 +228,7 @@ def open_dashboard(address: tuple[str, int] | None) -> socket.socket | None:
 
 @contextmanager
 def reader(path: Path | None) -> Iterator[Identity]:
-    """The key of this file, or a new one, to look at a run with. Raises: LocalNetworkError."""
+    """Yield the key of this file, or a new one, to look at a run with. Raises: LocalNetworkError."""
     from opendiloco.volunteer.identity_file import hold_identity
     from peers.values.identity import Identity
 
@@ -238,6 +237,15 @@ def reader(path: Path | None) -> Iterator[Identity]:
     else:
         with hold_identity(path) as key:
             yield key
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Write to a file or make a folder. Raises: MachineError with the remedy where that cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"cannot write {path}: {error.strerror}.", remedy) from error
 
 
 def refuse_torchrun(environment: Mapping[str, str]) -> None:
@@ -281,11 +289,8 @@ def _nearby(run_id: str) -> tuple[str, ...]:
     from peers.network.neighbours import neighbours
 
     context = click.get_current_context()
-    [option] = local_network_option(lambda: None).__click_params__  # type: ignore[attr-defined]
-    may_ask = context.params.get(option.name)
-    if may_ask is None:
-        may_ask = option.type_cast_value(context, option.consume_value(context, {})[0])
-    if not may_ask:
+    [option] = join_option("local_network")(lambda: None).__click_params__  # type: ignore[attr-defined]
+    if not option.type_cast_value(context, option.consume_value(context, context.params)[0]):
         return ()
     click.echo("No address is known here: looking for the run in the local network", err=True)
     return asyncio.run(neighbours(run_id))

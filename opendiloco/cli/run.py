@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.amend import amend
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.new_run import (
-    check,
-    with_held_out_text_named,
-    with_tokenizer_named,
-    with_tokens_named,
-    with_weights_named,
-)
 from opendiloco.cli.options import (
     FILE,
+    FOLDER,
     INITIAL_PEERS,
-    identity_option,
     initial_peers_option,
+    join_option,
     own_files_options,
+    parse_run,
+    run_option,
     spelled_out,
+    writing,
 )
 from opendiloco.data.own_files import OwnFiles
+from opendiloco.errors import DataError
+from peers.errors import ManifestError, SwarmUnreachableError
 
 if TYPE_CHECKING:
-    from opendiloco.errors import MachineError
+    from opendiloco.config.run_config import RunConfig
     from opendiloco.run import Run
+    from peers.presence.heartbeat import Heartbeat
+    from peers.values.amendments import Amendment
+    from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
 
+logger = logging.getLogger(__name__)
+
+GIVEN_TO = 16
+"""Peers, at most, that are given an amendment. They tell all others."""
+
+
 @click.group()
-def command() -> None:
+def run_group() -> None:
     """Create runs, look at them, and amend them."""
 
 
-command.add_command(amend)
-
-
-@command.command()
+@run_group.command()
 @click.argument("run_toml", type=FILE)
 @initial_peers_option
-@identity_option("The organiser's")
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=".",
-    help="Folder for the manifest's file.  [default: the present one]",
-)
+@join_option("identity", help="The organiser's key file.")
+@click.option("--out", type=FOLDER, default=".", help="Folder for the manifest's file.  [default: the present one]")
 @click.pass_obj
-def create(
-    log: LogOptions,
-    run_toml: Path,
-    initial_peers: tuple[str, ...],
-    identity: Path | None,
-    out: Path,
-) -> None:
+def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
     """Sign RUN_TOML as a new run, and announce it."""
     import asyncio
 
@@ -74,22 +69,26 @@ def create(
         )
     key = load_identity(identity)
     config = RunConfig.from_toml(run_toml)
-    make_folder(out)  # what takes seconds comes afterwards
-    config = with_tokens_named(with_tokenizer_named(config))
-    check(config)
+    remedy = "Name a folder with --out."
+    with writing(out, remedy):
+        out.mkdir(parents=True, exist_ok=True)  # what takes seconds comes afterwards
+    config = _with_tokens_named(_with_tokenizer_named(config))
+    _check(config)
     from opendiloco.model.build import with_sizes_named  # now that transformers is here
 
     config = with_sizes_named(config)
-    run = Run.sign(with_held_out_text_named(with_weights_named(config)), key)
-    path = save(run, out)
-    kept = asyncio.run(announce(run, spelled_out(initial_peers)))
+    run = Run.sign(_with_held_out_text_named(_with_weights_named(config)), key)
+    path = out / f"{run.run_id}.manifest"
+    with writing(path, remedy):
+        path.write_bytes(run.manifest.pack())
+    kept = asyncio.run(_announce(run, spelled_out(initial_peers)))
     invite = Invite(run.run_id, kept)
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
-    for line in next_lines(run, invite, path, identity):
+    for line in _next_lines(run, invite, path, identity):
         click.echo(line)
 
 
-def next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
+def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
     """Yield what to type next: on volunteers' machines, and on the organiser's."""
     from opendiloco.data.local_sources import local_sources
     from opendiloco.run import local_tables
@@ -113,7 +112,7 @@ def next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) 
         yield f"  diloco-peer invite create {manifest}" + (f" --identity {identity}" if identity else "")
 
 
-@command.command()
+@run_group.command()
 def example() -> None:
     """Print a small run.toml to begin with.
 
@@ -124,14 +123,12 @@ def example() -> None:
     click.echo(files("opendiloco").joinpath("demo.toml").read_text(encoding="utf-8"), nl=False)
 
 
-@command.command()
+@run_group.command()
 @click.argument("manifest", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
     """Check the file of a signed MANIFEST, and print what it says."""
-    import json
-
     from opendiloco.storage.run_folder import read_manifest
 
     log.start()
@@ -145,15 +142,13 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
     click.echo(json.dumps(run.manifest.values, indent=2))
 
 
-@command.command(short_help="Say what a run takes of each peer: memory, disk, time.")
+@run_group.command(short_help="Say what a run takes of each peer: memory, disk, time.")
 @click.argument("run_toml", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes.")
 @own_files_options
 @click.pass_obj
 def needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | None) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
-    import json
-
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import with_own_files
 
@@ -170,10 +165,12 @@ def needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, to
         click.echo(line)
 
 
-async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
-    """The addresses of the bootstrap nodes that remember the run now. Raises: SwarmUnreachableError if none does."""
+async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the addresses of the bootstrap nodes that remember the run now.
+
+    Raises: SwarmUnreachableError if none does.
+    """
     from opendiloco.volunteer.volunteer import connected
-    from peers.errors import SwarmUnreachableError
     from peers.network.bootstrap import announce_manifest
     from peers.values.identity import Identity
 
@@ -187,25 +184,240 @@ async def announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
     return kept
 
 
-def make_folder(folder: Path) -> None:
-    """Raises: MachineError."""
+def _check(config: RunConfig) -> None:
+    """Check that others can train in a run, as far as this machine can tell. Takes seconds, mostly to import
+    transformers.
+
+    Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
+    no more than a warning.
+    """
+    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.tokenizer import build_tokenizer
+    from opendiloco.model.build import build_skeleton
+    from opendiloco.training.optimizers import check_inner_optimizer
+
+    check_inner_optimizer(config.inner_optimizer)
+    momentum = config.outer_optimizer.momentum
+    if config.codec.kind == "sparse" and momentum > 0:
+        logger.warning("outer_optimizer.momentum = %g overshoots beside codec.kind = 'sparse'; make it 0", momentum)
+    for part in _beyond_schedules(config):
+        logger.warning("%s; nothing is learned from there on. Lengthen the schedule, or shorten the run", part)
+    for source in local_sources(config.data):
+        if not Path(source).exists():
+            logger.warning("data.source = %r is not on this machine; each volunteer names a folder with --data", source)
+    if config.model.path is not None:
+        return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+        tokenizer = build_tokenizer(config.tokenizer)
+    except DataError as error:
+        logger.warning("the model is not checked: %s", error)
+        return
+    build_skeleton(config, tokenizer)
 
 
-def save(run: Run, folder: Path) -> Path:
-    """Write the signed manifest to `folder`. Raises: MachineError."""
-    path = folder / f"{run.run_id}.manifest"
+def _beyond_schedules(config: RunConfig) -> Iterator[str]:
+    """Yield where a learning rate is 0 long before the run ends: its schedule is over."""
+    steps, inner_steps = config.total_outer_steps, config.training.inner_steps
+    inner, outer = config.schedule, config.outer_optimizer.schedule
+    if inner.total_steps is not None and inner.final_fraction == 0 and (steps - 1) * inner_steps >= inner.total_steps:
+        yield f"schedule ends after {inner.total_steps:,} inner steps, and the run after {steps * inner_steps:,}"
+    if outer and outer.total_steps is not None and outer.final_fraction == 0 and steps > outer.total_steps:
+        yield f"outer_optimizer.schedule ends after {outer.total_steps:,} outer steps, and the run after {steps:,}"
+
+
+def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
+    """Return the run with a digest in one of its tables."""
+    return config.model_copy(update={table: getattr(config, table).model_copy(update={"digest": digest})})
+
+
+def _with_tokenizer_named(config: RunConfig) -> RunConfig:
+    """Return the run with the digest of the tokenizer, if that comes from elsewhere and is to be had on this machine.
+
+    Raises: MachineError when the run names another digest.
+    """
+    from opendiloco.data.tokenizer import build_tokenizer, digest_of_tokenizer
+
+    section = config.tokenizer
+    if section.path is None:
+        return config
     try:
-        path.write_bytes(run.manifest.pack())
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    return path
+        digest = digest_of_tokenizer(build_tokenizer(section))
+    except DataError as error:
+        lacking = "is not held against its digest" if section.digest else "gets no digest to hold volunteers' against"
+        logger.warning("the tokenizer %s: %s", lacking, error)
+        return config
+    return _with_digest(config, "tokenizer", digest)
 
 
-def cannot_write(path: Path, error: OSError) -> MachineError:
-    from opendiloco.errors import MachineError
+def _with_tokens_named(config: RunConfig) -> RunConfig:
+    """Return the run with the digest of each source that is a folder of tokens, so that all peers read the same.
 
-    return MachineError(f"cannot write {path}: {error.strerror}.", "Name a folder with --out.")
+    Raises: DataError when the run names another digest, or a folder cannot be read.
+    """
+    from opendiloco.data.token_folder import is_token_folder, read_about
+
+    sources = []
+    for section in config.data.all_sources:
+        if is_token_folder(section.source):
+            digest = read_about(Path(section.source)).digest
+            if section.digest not in (None, digest):
+                raise DataError(
+                    f"the run's data.digest is {section.digest}; the tokens of {section.source!r} have {digest}.",
+                    "Get the tokens that the run means, or leave out data.digest.",
+                )
+            section = section.model_copy(update={"digest": digest})
+        sources.append(section)
+    if all(section.digest is None for section in sources):
+        return config
+    return config.model_copy(update={"data": config.data.with_sources(tuple(sources))})
+
+
+def _with_weights_named(config: RunConfig) -> RunConfig:
+    """Return the run with the digest of the weights that it begins with, if these come from elsewhere.
+
+    Takes the memory that the model does.
+
+    Raises: MachineError when the run names another digest; ManifestError and DataError: see `initial_theta`.
+    """
+    section = config.model
+    if section.path is None and section.digest is None:
+        return config
+    from opendiloco.model.build import initial_theta
+    from opendiloco.model.initial_weights import check_initial_weights, digest_of_weights
+
+    theta = initial_theta(config)
+    if section.digest is None:
+        config = _with_digest(config, "model", digest_of_weights(theta))
+    check_initial_weights(theta, config.model)
+    return config
+
+
+def _with_held_out_text_named(config: RunConfig) -> RunConfig:
+    """Return the run with the digest of what evaluation reads, if each volunteer names its folder and it is here.
+
+    A peer whose folder has other text keeps the losses that it finds to itself. Raises: DataError when the run names
+    another digest; MachineError without memory for the tokens.
+    """
+    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.tokenizer import build_tokenizer
+    from opendiloco.data.training_data import load_data
+
+    section, folders = config.evaluation, local_sources(config.data)
+    if not section.every or not folders:
+        return config
+    if not all(Path(folder).exists() for folder in folders):
+        if section.digest is None and any(source.digest is None for source in config.data.all_sources):
+            logger.warning(
+                "nothing says which text is held out, since it is not on this machine: volunteers keep their held-out "
+                "losses to themselves. Create the run where the text is, or give evaluation.digest."
+            )
+        return config
+    try:
+        held_out = load_data(config, build_tokenizer(config.tokenizer)).held_out
+    except DataError as error:
+        logger.warning("the held-out text gets no digest to hold volunteers' against: %s", error)
+        return config
+    digest = held_out.digest(section.windows)
+    if section.digest not in (None, digest):
+        raise DataError(
+            f"the run's held-out text has the digest {section.digest}; that of {', '.join(folders)} has {digest}.",
+            "Get the text that the run means, or leave out evaluation.digest.",
+        )
+    return _with_digest(config, "evaluation", digest)
+
+
+# Amending -------------------------------------------------------------------------------------------------------------
+@run_group.command(short_help="Change the outer learning rate or momentum from now on.")
+@run_option
+@initial_peers_option
+@join_option("identity", help="The organiser's key file.")
+@click.option("--outer-lr", type=float, metavar="NUMBER", help="Outer learning rate.  [default: as it is]")
+@click.option("--outer-momentum", type=float, metavar="NUMBER", help="Outer momentum.  [default: as it is]")
+@click.pass_obj
+def amend(
+    log: LogOptions,
+    run: str,
+    initial_peers: tuple[str, ...],
+    identity: Path | None,
+    outer_lr: float | None,
+    outer_momentum: float | None,
+) -> None:
+    """Sign an amendment of the run's outer optimizer, and give it to the run's peers.
+
+    The next entry of the log takes it in, and all peers step with its values from the outer step after that one on. A
+    schedule of the outer learning rate goes on, below the new value. `status` shows what is in force.
+    """
+    import asyncio
+
+    from opendiloco.volunteer.identity_file import load_identity
+
+    log.start()
+    if outer_lr is None and outer_momentum is None:
+        raise click.UsageError("say what is to change with --outer-lr, --outer-momentum or both.")
+    invite, key = parse_run(run, initial_peers), load_identity(identity)
+    signed, told = asyncio.run(_give_amendment(invite, key, outer_lr, outer_momentum))
+    nodes = f"{told} {'peer has' if told == 1 else 'peers have'} it, and will tell all others"
+    click.echo(f"{signed}; {nodes}. It is in force once `diloco-peer status` says so.")
+
+
+async def _give_amendment(
+    invite: Invite, key: Identity, learning_rate: float | None, momentum: float | None
+) -> tuple[Amendment, int]:
+    """Sign the next amendment. Returns it, and how many peers were given it. Raises: DilocoPeerError."""
+    from opendiloco.run import find_run
+    from opendiloco.view.run_view import RunView
+    from opendiloco.volunteer.volunteer import connected
+    from peers.network.amendments import give
+
+    async with connected(key, invite.addresses, client_mode=True) as transport:
+        run = await find_run(transport, invite.run_id)
+        _check_key(run, key)
+        beats = await transport.heartbeats(run.run_id)
+        signed = _next_amendment(run, key, beats, learning_rate, momentum)
+        at_work = sorted(RunView.of(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
+        there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
+        told = await give(transport, run.run_id, signed, there)
+    if not told:
+        raise SwarmUnreachableError(
+            f"nobody could be given {signed}.", "Amend again while a volunteer trains: nobody else keeps amendments."
+        )
+    return signed, told
+
+
+def _check_key(run: Run, key: Identity) -> None:
+    """Raises: ManifestError unless this key is the organiser's."""
+
+    organiser = run.manifest.organiser
+    if key.peer_id != organiser:
+        raise ManifestError(
+            f"the organiser of {run.run_id} is {organiser}; this key is {key.peer_id}'s.",
+            "Name the organiser's key file with --identity.",
+        )
+
+
+def _next_amendment(
+    run: Run, key: Identity, beats: list[Heartbeat], learning_rate: float | None, momentum: float | None
+) -> Amendment:
+    """Sign the amendment after the newest that peers know. What is not given stays as that one has it.
+
+    Raises: ManifestError when run.toml could not have these values either.
+    """
+    from opendiloco.config.run_config import RunConfig
+    from opendiloco.view.run_view import Amended
+    from peers.values.amendments import Amendment
+
+    if momentum is not None and run.config.outer_optimizer.momentum_every > 1:
+        raise ManifestError(
+            f"--outer-momentum = {momentum:g}: the momentum of {run.run_id} is delayed, and stays as it is.",
+            "Amend --outer-lr alone.",
+        )
+    latest = Amended.seen_in(run, beats).newest
+    source, content = latest or run.config.outer_optimizer, run.config.to_manifest_content()
+    values = {
+        "learning_rate": source.learning_rate if learning_rate is None else learning_rate,
+        "momentum": source.momentum if momentum is None else momentum,
+    }
+    content["outer_optimizer"] |= values
+    checked = RunConfig.from_manifest_content(content, "--outer-lr, --outer-momentum").outer_optimizer
+    number = latest.number + 1 if latest else 1
+    return Amendment.sign(run.run_id, number, checked.learning_rate, checked.momentum, key)

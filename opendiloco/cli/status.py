@@ -1,32 +1,194 @@
-"""`diloco-peer status`: who is there, and whether they agree."""
+"""What others see of runs: `runs` lists those that a bootstrap node remembers, `status` shows the peers of one."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import initial_peers_option, parse_run, reader, reader_option, run_option
+from opendiloco.cli.options import initial_peers_option, known_addresses, parse_run, reader, reader_option, run_option
+from opendiloco.errors import fit_for_terminal
+from peers.errors import DilocoPeerError
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from opendiloco.config.run_config import RunConfig
+    from opendiloco.owner.controls import Answer
     from opendiloco.run import Run
-    from opendiloco.view.run_view import Agreement, RunView
+    from opendiloco.view.run_view import RunView
+    from opendiloco.workers.needs import Needs
     from peers.network.transport import HivemindTransport
     from peers.presence.heartbeat import Heartbeat
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
     from peers.values.signed_heads import SignedHeads
 
+
+NOT_MEASURED = "not measured: other runs took too long"
+MOST_SECONDS = 30.0
+"""Of the processor's time, for what all runs take of a machine: a stranger's model may take long to lay out, and there
+may be many."""
 WATCH_SECONDS = 1.0
-COMPARE_SECONDS = 15.0  # for which it looks until two peers have been seen at one outer step: they may be short
-NOBODY = "no live peers: nobody trains in this run now"
+COMPARE_SECONDS = 15.0
+"""For which `status` looks until two peers have been seen at one outer step: they may be short."""
 
 
+# Runs -----------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _ListedRun:
+    """One run. `problem` says why this machine cannot know more of it, or what it takes; empty: it knows all.
+
+    `needs` is what it takes of a machine; None where that is not known.
+    """
+
+    run_id: str
+    problem: str = ""
+    view: RunView | None = None
+    needs: Needs | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the run as JSON can say it."""
+        view = self.view
+        if view is None:
+            return {"run": self.run_id, "problem": self.problem}
+        return {
+            "run": self.run_id,
+            "problem": self.problem or None,
+            "organiser": view.run.manifest.organiser,
+            "peers": [beat.peer for beat in view.trainers],
+            "minimum_peers": view.run.config.rounds.minimum_peers,
+            "outer_step": view.outer_step,
+            "outer_steps": view.outer_steps,
+            "finished": view.is_finished,
+            "tokens_per_second": round(view.tokens_per_second, 1),
+            "model": view.model,
+            "sources": view.sources,
+            "needs": None if self.needs is None else self.needs.plain(),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the run's lines for people."""
+
+        yield from map(fit_for_terminal, self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """Yield them with a stranger's words as they are."""
+        from opendiloco.quantities import in_words
+        from peers.values.wire import printable
+
+        yield self.run_id
+        view, needs = self.view, self.needs
+        if view is None:
+            yield f"  {self.problem}"
+            return
+        state = "finished" if view.is_finished else f"outer step {view.outer_step}/{view.outer_steps}"
+        here, minimum = len(view.trainers), view.run.config.rounds.minimum_peers
+        least = f" of at least {minimum}" if here < minimum else ""
+        yield f"  {state} · {here}{least} peers · {view.tokens_per_second:,.0f} tokens/s"
+        parameters = "" if needs is None else f", {needs.host.values:,} parameters"
+        yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}"
+        if self.problem:
+            yield f"  {self.problem}"
+        if needs is not None:
+            yield (
+                f"  takes {in_words(needs.device_memory)} of a GPU and activations, or the CPU with "
+                f"{in_words(needs.main_memory_on_cpu)} of memory; {in_words(needs.disk)} of disk; "
+                f"{in_words(2 * needs.payload)} each way in an outer step"
+            )
+
+
+@click.command(short_help="List the runs that a bootstrap node remembers.")
+@initial_peers_option
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), metavar="N", default=20, show_default=True, help="At most N runs."
+)
+@click.option("--needs/--no-needs", default=True, help="Say what each takes of a machine, too: that takes seconds.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
+@click.pass_obj
+def runs(log: LogOptions, initial_peers: tuple[str, ...], limit: int, needs: bool, as_json: bool) -> None:
+    """List the runs that a bootstrap node remembers, the last used first. Runs by invitation are not listed."""
+    import asyncio
+
+    log.start()
+    found = asyncio.run(_look(known_addresses(initial_peers), limit))
+    whole = _with_needs(found) if needs else found
+    if as_json:
+        click.echo(json.dumps([each.plain() for each in whole], indent=2))
+        return
+    for each in whole:
+        click.echo("\n".join(each.lines()) + "\n")
+    if found:
+        there = "".join(f" --initial-peer {address}" for address in initial_peers)
+        click.echo(f"To train in one of them: diloco-peer join --run ID{there}")
+    else:
+        click.echo(
+            "No runs that are open to everybody. Ask an organiser for an invite, or begin one: diloco-peer run create"
+        )
+
+
+async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
+    """Return the runs that the nodes at these addresses list. Raises: SwarmUnreachableError, LocalNetworkError."""
+    import asyncio
+
+    from opendiloco.run import find_run
+    from opendiloco.view.run_view import RunView
+    from opendiloco.volunteer.volunteer import connected
+    from peers.network.catalogue import listed_runs
+    from peers.values.identity import Identity
+
+    async with connected(Identity.generate(), addresses, client_mode=True) as transport:
+
+        async def look_at(run_id: str) -> _ListedRun:
+            try:
+                run = await find_run(transport, run_id)
+                return _ListedRun(run_id, view=RunView.of(run, await transport.heartbeats(run_id)))
+            except DilocoPeerError as error:
+                return _ListedRun(run_id, problem=error.message)
+
+        return await asyncio.gather(*map(look_at, await listed_runs(transport, addresses, limit)))
+
+
+def _processor_time() -> float:
+    """Return the processor's time, in seconds, that this process has used with its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _processor_time) -> Iterator[_ListedRun]:
+    """Yield the runs with what they take of a machine, or why that is not known within `MOST_SECONDS`."""
+    ends = clock() + MOST_SECONDS
+    for each in found:
+        if each.view is None:
+            yield each
+        elif clock() >= ends:
+            yield replace(each, problem=NOT_MEASURED)
+        else:
+            try:
+                yield replace(each, needs=_needs_here(each.view.run))
+            except DilocoPeerError as error:
+                yield replace(each, problem=error.message)
+
+
+def _needs_here(run: Run) -> Needs:
+    """Return what a run takes of a machine. Imports torch.
+
+    Raises: DataError for a model that each volunteer names; ManifestError for one that cannot be built.
+    """
+    from opendiloco.data.own_files import NONE
+    from opendiloco.model.build import sized_skeleton
+    from opendiloco.workers.needs import needs_of
+
+    config = run.with_own(NONE).config
+    return needs_of(config, sized_skeleton(config))
+
+
+# One run --------------------------------------------------------------------------------------------------------------
 @click.command()
 @run_option
 @initial_peers_option
@@ -34,7 +196,7 @@ NOBODY = "no live peers: nobody trains in this run now"
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--watch", is_flag=True, help="Keep showing it until Ctrl-C.")
 @click.pass_obj
-def command(
+def status(
     log: LogOptions, run: str, initial_peers: tuple[str, ...], identity: Path | None, as_json: bool, watch: bool
 ) -> None:
     """Show the live peers of a run."""
@@ -48,15 +210,13 @@ def command(
     invite = parse_run(run, initial_peers)
     with reader(identity) as key:
         if watch:
-            run_interruptible(lambda interrupts: show_status(invite, key, as_json, watch=True))
+            run_interruptible(lambda interrupts: _show_status(invite, key, as_json, watch=True))
         else:
-            asyncio.run(show_status(invite, key, as_json))
+            asyncio.run(_show_status(invite, key, as_json))
 
 
-async def show_status(invite: Invite, key: Identity, as_json: bool, watch: bool = False) -> None:
+async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool = False) -> None:
     """Print how the run is, once or until cancelled. Raises: DilocoPeerError."""
-    import json
-
     from rich.console import Console
 
     from opendiloco.run import find_run
@@ -68,60 +228,59 @@ async def show_status(invite: Invite, key: Identity, as_json: bool, watch: bool 
         run = await find_run(transport, invite.run_id)
         await ask_for_signed_heads(transport, run, invite.addresses)
         if watch:
-            await keep_showing(transport, run)
-        view = await compare(transport, run)
+            await _keep_showing(transport, run)
+        view = await _compare(transport, run)
         signed = transport.signed_heads_of(run.run_id)
-    here = volunteers_here(run.run_id)
-    if as_json:
-        peers = [plain(beat, run.config) for beat in view.peers]
-        agree, newest, outer = view.agreement.verdict, plain_signed(signed), view.amended.plain(run)
-        shown: dict[str, object] = {"run": run.run_id, "agree": agree, "signed": newest, "outer_optimizer": outer}
-        shown |= {"peers": peers, "here": here}
-        click.echo(json.dumps(shown, indent=2))
-    else:
-        Console().print(picture(view, signed), *here_lines(here), sep="\n")
+    here = _volunteers_here(run.run_id)
+    if not as_json:
+        Console().print(_picture(view, signed), *_here_lines(here), sep="\n")
+        return
+    shown = {
+        "run": run.run_id,
+        "agree": view.agreement.verdict,
+        "signed": plain_signed(signed),
+        "outer_optimizer": view.amended.plain(run),
+        "peers": [_plain(beat, run.config) for beat in view.peers],
+        "here": [{"peer": peer, "phase": one.phase, "paused": list(one.reasons)} for peer, one in here.items()],
+    }
+    click.echo(json.dumps(shown, indent=2))
 
 
-async def keep_showing(transport: HivemindTransport, run: Run) -> NoReturn:
+async def _keep_showing(transport: HivemindTransport, run: Run) -> NoReturn:
+    """Show how the run is until cancelled."""
     import asyncio
 
     from rich.console import Group
     from rich.live import Live
 
-    from opendiloco.view.run_view import Agreement
+    from opendiloco.view.run_view import Agreement, RunView
 
     agreement = Agreement()
     with Live(auto_refresh=False) as live:
         while True:
-            shown = picture(await look(transport, run, agreement), transport.signed_heads_of(run.run_id))
-            live.update(Group(shown, *here_lines(volunteers_here(run.run_id))), refresh=True)
+            view = RunView.of(run, await transport.heartbeats(run.run_id), agreement)
+            shown = _picture(view, transport.signed_heads_of(run.run_id))
+            live.update(Group(shown, *_here_lines(_volunteers_here(run.run_id))), refresh=True)
             await asyncio.sleep(WATCH_SECONDS)
 
 
-async def look(transport: HivemindTransport, run: Run, agreement: Agreement) -> RunView:
-    """Return how the run is now. What has expired is not in the DHT any more."""
-    from opendiloco.view.run_view import RunView
-
-    return RunView.of(run, await transport.heartbeats(run.run_id), agreement)
-
-
-async def compare(transport: HivemindTransport, run: Run) -> RunView:
+async def _compare(transport: HivemindTransport, run: Run) -> RunView:
     """Return who is there, and whether they agree. Where outer steps are short, peers are seldom seen at the same one:
     looks again for a while before it finds nothing to compare."""
     import asyncio
 
-    from opendiloco.view.run_view import Agreement
+    from opendiloco.view.run_view import Agreement, RunView
 
     agreement, now = Agreement(), asyncio.get_running_loop().time
     ends = now() + COMPARE_SECONDS
     while True:
-        view = await look(transport, run, agreement)
+        view = RunView.of(run, await transport.heartbeats(run.run_id), agreement)
         if agreement.verdict is not None or len(view.working) < 2 or now() >= ends:
             return view
         await asyncio.sleep(WATCH_SECONDS)
 
 
-def picture(view: RunView, signed: SignedHeads) -> Group:
+def _picture(view: RunView, signed: SignedHeads) -> Group:
     from rich.console import Group
     from rich.text import Text
 
@@ -129,36 +288,30 @@ def picture(view: RunView, signed: SignedHeads) -> Group:
 
     run = view.run
     if not view.peers:
-        return Group(run.run_id, NOBODY, *signed_lines(signed))
+        return Group(run.run_id, "no live peers: nobody trains in this run now", *signed_lines(signed))
     table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)
     told = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
     return Group(table, *map(Text, [*told, str(view.agreement)]))  # a peer's words are no markup
 
 
-def volunteers_here(run_id: str) -> list[dict[str, object]]:
-    """Return what the volunteers of a run on this machine say of themselves, as JSON can say it."""
+def _volunteers_here(run_id: str) -> dict[str, Answer]:
+    """Return what the volunteers of a run on this machine say of themselves, by peer."""
     from opendiloco.owner.controls import Request, ask, sockets
     from opendiloco.storage.run_folder import default_state_folder
 
-    found: list[dict[str, object]] = []
-    for path in sockets(default_state_folder(), run_id):
-        if (answer := ask(path, Request(do="look"))) is not None:
-            found.append({"peer": path.parent.name, "phase": answer.phase, "paused": list(answer.reasons)})
-    return found
+    asked = {path.parent.name: ask(path, Request(do="look")) for path in sockets(default_state_folder(), run_id)}
+    return {peer: answer for peer, answer in asked.items() if answer is not None}
 
 
-def here_lines(here: list[dict[str, object]]) -> list[str]:
-    """The same for people."""
-    lines = []
-    for volunteer in here:
-        reasons = ", ".join(map(str, cast("list[str]", volunteer["paused"])))
-        doing = f"paused: {reasons}" if reasons else volunteer["phase"]
-        lines.append(f"on this machine …{str(volunteer['peer'])[-8:]}: {doing}")
-    return lines
+def _here_lines(here: Mapping[str, Answer]) -> Iterator[str]:
+    """Yield the same for people."""
+    for peer, answer in here.items():
+        doing = f"paused: {', '.join(answer.reasons)}" if answer.reasons else answer.phase
+        yield f"on this machine …{peer[-8:]}: {doing}"
 
 
-def plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
-    """A heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on the peer's clock."""
+def _plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
+    """Return a heartbeat as JSON can say it: digests in hexadecimal, `seen` in seconds since the epoch on its clock."""
     from opendiloco.view.run_view import plain_peer
 
     return plain_peer(beat, config) | {

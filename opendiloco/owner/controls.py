@@ -7,7 +7,6 @@ bound and dialled through the folder's descriptor.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import struct
@@ -89,7 +88,7 @@ def ask(path: Path, request: Request) -> Answer | None:
             connection.connect(near)
             connection.sendall(request.model_dump_json().encode() + b"\n")
             with connection.makefile("rb") as reader:
-                return Answer.model_validate(json.loads(reader.readline(LINE_LIMIT)))
+                return Answer.model_validate_json(reader.readline(LINE_LIMIT))
     except (OSError, ValueError):
         return None
 

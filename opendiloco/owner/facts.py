@@ -1,19 +1,119 @@
-"""What is true of this machine now, as far as an owner's conditions ask for it."""
+"""What is true of this machine now: its heat, its GPUs' power, its battery, and what other programs use.
+
+Temperatures come from psutil, what concerns NVIDIA's GPUs from NVML. What cannot be read is left out.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import psutil
 
-from opendiloco.owner.sensors import GpuState, is_on_battery, read_gpus, read_sensors
-
+POWER_SUPPLIES = Path("/sys/class/power_supply")
+PROCESSORS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "acpitz", "x86_pkg_temp"})
+"""What Linux calls the sensors of processors; others belong to disks and network cards."""
 PLAUSIBLE = range(1, 126)
 """Degrees Celsius. Sensors that are not connected say other numbers."""
+MILLIWATTS = 1000
+
+
+@dataclass(frozen=True)
+class Sensor:
+    """A temperature of the machine itself; `critical` is where its hardware says that it is too hot."""
+
+    name: str
+    celsius: float
+    critical: float | None = None
+
+    @property
+    def is_of_processor(self) -> bool:
+        return self.name in PROCESSORS
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """What a GPU's driver says of heat and power, in watts; None: it does not say."""
+
+    name: str
+    celsius: float | None
+    watts: float | None = None
+    limit: float | None = None
+    default_limit: float | None = None
+    is_slowed_by_heat: bool = False
+    is_slowed_by_power: bool = False
+
+
+def read_sensors() -> tuple[Sensor, ...]:
+    """Return the temperatures of the hardware monitors; without any, those of thermal zones."""
+    return tuple(
+        Sensor(name, reading.current, reading.critical or None)
+        for name, readings in psutil.sensors_temperatures().items()
+        for reading in readings
+        if -50 < reading.current < 200  # what is not connected says other numbers
+    )
+
+
+def is_on_battery(root: Path = POWER_SUPPLIES) -> bool:
+    """Return whether a battery of this machine itself is being used up. psutil takes a wireless mouse's for it."""
+    return any(
+        _text(supply / "type") == "Battery"
+        and _text(supply / "scope") != "Device"
+        and _text(supply / "status") == "Discharging"
+        for supply in root.glob("*")
+    )
+
+
+def read_gpus() -> tuple[GpuState, ...]:
+    """Return what NVIDIA's driver says of each GPU; nothing where there is no driver."""
+    import pynvml
+
+    found = []
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            for number in range(pynvml.nvmlDeviceGetCount()):
+                found.append(_state_of(pynvml.nvmlDeviceGetHandleByIndex(number)))
+        finally:
+            pynvml.nvmlShutdown()
+    return tuple(found)
+
+
+def _state_of(gpu: Any) -> GpuState:
+    """Raises: pynvml.NVMLError when the GPU is lost."""
+    import pynvml
+
+    def asked(question: Callable[..., int], *about: int) -> int | None:
+        with suppress(pynvml.NVMLError):  # this GPU does not say
+            return question(gpu, *about)
+        return None
+
+    def watts(question: Callable[..., int]) -> float | None:
+        found = asked(question)
+        return None if found is None else found / MILLIWATTS
+
+    slowed = asked(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
+    by_heat = pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
+    return GpuState(
+        pynvml.nvmlDeviceGetName(gpu),
+        celsius=asked(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+        watts=watts(pynvml.nvmlDeviceGetPowerUsage),
+        limit=watts(pynvml.nvmlDeviceGetPowerManagementLimit),
+        default_limit=watts(pynvml.nvmlDeviceGetPowerManagementDefaultLimit),
+        is_slowed_by_heat=bool(slowed & by_heat),
+        is_slowed_by_power=bool(slowed & pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown),
+    )
+
+
+def _text(path: Path) -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
 
 
 @dataclass(frozen=True)
@@ -52,12 +152,13 @@ class Observer:
     def _share_of_others(self) -> float:
         times = psutil.cpu_times()
         idle = times.idle + getattr(times, "iowait", 0.0)
-        now, ours = time.monotonic(), seconds_of_family()
+        now, ours = time.monotonic(), _seconds_of_family()
         before, self._before = self._before, (now, idle, ours)
         if before is None:
             return 0.0
         seconds = (now - before[0]) * (psutil.cpu_count() or 1)
-        return share_of_others(seconds, idle - before[1], max(0.0, ours - before[2]))
+        others = seconds - (idle - before[1]) - max(0.0, ours - before[2])
+        return min(max(0.0, others) / seconds, 1.0) if seconds > 0 else 0.0
 
 
 def machine_line() -> str:
@@ -70,17 +171,7 @@ def machine_line() -> str:
     return ", ".join(said)
 
 
-def share_of_others(seconds: float, idle: float, own: float) -> float:
-    """Return the share of so many seconds of all cores that was neither idle nor ours."""
-    return min(max(0.0, seconds - idle - own) / seconds, 1.0) if seconds > 0 else 0.0
-
-
-def hottest(processors: Iterable[float], gpus: Iterable[float]) -> float | None:
-    """Return the highest temperature that can be one."""
-    return max((value for value in (*processors, *gpus) if int(value) in PLAUSIBLE), default=None)
-
-
-def seconds_of_family() -> float:
+def _seconds_of_family() -> float:
     """Return the processor time that this process and its descendants have taken, also those that have ended: whoever
     waits for a child's end has its time."""
     found = 0.0
@@ -92,7 +183,8 @@ def seconds_of_family() -> float:
     return found
 
 
-def _hottest_of(gpus: Iterable[GpuState]) -> float | None:
+def _hottest_of(gpus: Sequence[GpuState]) -> float | None:
     """Return the temperature of the hottest processor or GPU."""
-    processors = [sensor.celsius for sensor in read_sensors() if sensor.is_of_processor]
-    return hottest(processors, [gpu.celsius for gpu in gpus if gpu.celsius is not None])
+    read = [sensor.celsius for sensor in read_sensors() if sensor.is_of_processor]
+    read += [gpu.celsius for gpu in gpus if gpu.celsius is not None]
+    return max((celsius for celsius in read if int(celsius) in PLAUSIBLE), default=None)

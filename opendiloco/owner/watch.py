@@ -1,4 +1,4 @@
-"""A volunteer under its owner's eyes: who watches the machine, holds the training, and says when to leave.
+"""A volunteer under its owner's eyes: what the owner wants, and who watches the machine and carries it out.
 
 A pause stops the training between two inner steps. The peer itself stays: it keeps the log, votes, and others see a
 member that is late. One that pauses for longer than others wait for it would hold them up in every round, so it leaves
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,24 +17,65 @@ from datetime import datetime
 from itertools import count
 from typing import Protocol
 
-from opendiloco.owner.conditions import Condition, reasons
+from opendiloco.owner.conditions import Condition
 from opendiloco.owner.controls import Answer, Request
 from opendiloco.owner.facts import Facts
-from opendiloco.owner.sleep import SleepWatch, awake, since_start
-from opendiloco.owner.wishes import CALM_SECONDS, Wishes
 from opendiloco.quantities import duration
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
+CALM_SECONDS = 30.0
+"""For how long a condition must not hold before training goes on: what comes and goes would stop it again and again."""
 LONGEST_HOLD = 60.0
 """Seconds for which a paused volunteer keeps its place and memory at most, however long others would wait for it."""
 SHORTEST_HOLD = CALM_SECONDS + 2 * LOOK_SECONDS
 """Seconds for which it keeps them at least where it was not asked to pause: for less than that nobody can know whether
 what it pauses for is over already, and to join again costs more."""
+NOTICED_SLEEP = 2.0
+"""Seconds. Two clocks that are read one after the other differ a little."""
 
 
-class Held(Protocol):
+class _Wishes:
+    """What the owner wants of a volunteer now: to train, to pause and why, or to finish. Knows no clock of its own."""
+
+    def __init__(self, conditions: Sequence[Condition]) -> None:
+        self.conditions = conditions
+        self.is_asked = False
+        self.is_finishing = False
+        self._overruled = set[str]()  # names of conditions that do not count until they have ended
+        self._held = dict[str, tuple[str, float]]()  # reasons by name, and when each was last seen
+        self._seen = set[str]()  # names of the conditions that held at the last look
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why to pause; empty while the volunteer is to train."""
+        asked = ("you asked for it",) if self.is_asked else ()
+        return asked + tuple(reason for name, (reason, _) in self._held.items() if name not in self._overruled)
+
+    def observe(self, facts: Facts, now: float) -> None:
+        """Take in which conditions hold at time `now`: each counts from the second look in a row on that sees it, since
+        a program may be busy for a moment, and until it has been gone for a while."""
+        found = {condition.name: condition.reason(facts) for condition in self.conditions}
+        holding = {name: reason for name, reason in found.items() if reason is not None}
+        for name, reason in holding.items():
+            if name in self._seen or name in self._held:
+                self._held[name] = reason, now
+        self._seen = set(holding)
+        self._held = {name: held for name, held in self._held.items() if now - held[1] < CALM_SECONDS}
+        self._overruled &= set(self._held)
+
+    def resume(self, anyway: bool) -> str:
+        """Go on; with `anyway` also against conditions that hold now, until they have ended."""
+        self.is_asked = False
+        if anyway:
+            self._overruled |= set(self._held)
+        if self.reasons:
+            return f"still paused: {', '.join(self.reasons)}; `resume --anyway` overrules that"
+        return "training goes on"
+
+
+class _Held(Protocol):
     """What an owner's wishes are carried out on: a volunteer."""
 
     @property
@@ -56,27 +98,27 @@ class OwnersWatch:
         until: datetime | None = None,
         look: Callable[[], Facts] | None = None,
         say: Callable[[str], None] = logger.info,
+        phase: Callable[[], str] = lambda: "starting",
     ) -> None:
-        self.wishes = Wishes()
-        self.phase: Callable[[], str] = lambda: "starting"
-        """Says what the volunteer is doing."""
+        """`phase` says what the volunteer is doing."""
+        self._wishes = _Wishes(conditions)
+        self._phase = phase
         self.until = until
         """When to leave; None: not by the clock."""
         self._comes_back = False
-        self._conditions = conditions
         self._look = look or _facts_of_now
         self._facts = _facts_of_now()
         self._is_blind = False
         self._say = say
-        self._sleep = SleepWatch()
-        self._volunteer: Held | None = None
+        self._asleep: float | None = None  # seconds for which the machine has slept since its start
+        self._volunteer: _Held | None = None
         self._hold_seconds = 0.0
         self._shown: tuple[str, ...] = ()
         self._held_since: float | None = None
         self._finish_after: int | None = None
         self._is_leaving = False
 
-    def begin(self, volunteer: Held, grace: float) -> None:
+    def begin(self, volunteer: _Held, grace: float) -> None:
         """Carry the wishes out on a volunteer, for which others wait `grace` seconds."""
         self._volunteer = volunteer
         self._hold_seconds = min(grace, LONGEST_HOLD)
@@ -84,7 +126,7 @@ class OwnersWatch:
     @property
     def comes_back(self) -> bool:
         """Whether the stay ends to join again: after the pause, or at once if the machine has slept."""
-        return self._comes_back and not self.wishes.is_finishing
+        return self._comes_back and not self._wishes.is_finishing
 
     def end(self) -> None:
         """Let the volunteer go, whose stay is over."""
@@ -96,21 +138,25 @@ class OwnersWatch:
 
     def answer(self, request: Request) -> Answer:
         """Do what a command asks for."""
+        says = self._phase()
         if request.do == "pause":
-            says = self.wishes.pause()
+            self._wishes.is_asked, says = True, "pausing"
         elif request.do == "resume":
-            says = self.wishes.resume(request.anyway)
+            says = self._wishes.resume(request.anyway)
         elif request.do == "finish":
-            says = self.wishes.finish()
-        else:
-            says = self.phase()
-        self.act(awake())
-        return Answer(says=says, phase=self.phase(), reasons=self.wishes.reasons)
+            self._wishes.is_finishing, says = True, "leaving after this outer step"
+        self._act(_awake())
+        return Answer(says=says, phase=self._phase(), reasons=self.reasons)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the training is paused; empty while it is not."""
+        return self._wishes.reasons
 
     async def watch(self) -> None:
         """Look at the machine until cancelled."""
         while True:
-            self.observe(await self._look_around(), awake(), since_start())
+            self.observe(await self._look_around(), _awake(), _since_start())
             await asyncio.sleep(LOOK_SECONDS)
 
     async def wait_until_wanted(self) -> bool:
@@ -118,10 +164,10 @@ class OwnersWatch:
         if self.comes_back:
             self._is_leaving = self._comes_back = False
         for looks in count(1):
-            self.observe(await self._look_around(), awake(), since_start())
-            if self._is_leaving or self.wishes.is_finishing:
+            self.observe(await self._look_around(), _awake(), _since_start())
+            if self._is_leaving or self._wishes.is_finishing:
                 return False
-            if not self.wishes.is_paused and (looks > 1 or not self._conditions):  # one look shows no condition
+            if not self._wishes.reasons and (looks > 1 or not self._wishes.conditions):  # one look shows no condition
                 return True
             await asyncio.sleep(LOOK_SECONDS)
         raise AssertionError("the looks never end")
@@ -139,19 +185,21 @@ class OwnersWatch:
 
     def observe(self, facts: Facts, awake: float, since_start: float) -> None:
         """Take in one look at the machine, at these times of the two clocks."""
-        self.wishes.observe(reasons(self._conditions, facts), awake)
-        slept = self._sleep.tick(awake, since_start)
-        if slept:
+        self._wishes.observe(facts, awake)
+        asleep = since_start - awake
+        slept = 0.0 if self._asleep is None else asleep - self._asleep
+        self._asleep = asleep
+        if slept >= NOTICED_SLEEP:
             self._say(f"this machine has slept for {duration(slept)}")
         if self.until is not None and facts.now >= self.until:
             self._leave(f"it is {self.until:%H:%M}: leaving the run")
-        if slept > self._hold_seconds and self._volunteer is not None:
+        if slept > max(self._hold_seconds, NOTICED_SLEEP) and self._volunteer is not None:
             self._leave("the others have gone on: joining again", comes_back=True)
-        self.act(awake)
+        self._act(awake)
 
-    def act(self, now: float) -> None:
+    def _act(self, now: float) -> None:
         """Carry out what the owner wants at time `now`."""
-        wanted = self.wishes.reasons
+        wanted = self._wishes.reasons
         if wanted != self._shown:
             self._say(f"paused: {', '.join(wanted)}" if wanted else "the pause is over")
             self._shown = wanted
@@ -161,18 +209,18 @@ class OwnersWatch:
         if bool(wanted) != (self._held_since is not None):
             volunteer.hold(bool(wanted))
             self._held_since = now if wanted else None
-        patience = self._hold_seconds if self.wishes.is_asked else max(self._hold_seconds, SHORTEST_HOLD)
+        patience = self._hold_seconds if self._wishes.is_asked else max(self._hold_seconds, SHORTEST_HOLD)
         if self._held_since is not None and now - self._held_since >= patience:
             self._leave("the pause is long: leaving the run meanwhile", comes_back=True)
         self._finish(volunteer)
 
-    def _finish(self, volunteer: Held) -> None:
+    def _finish(self, volunteer: _Held) -> None:
         """Leave once the outer step is taken that was under way when the owner asked for that."""
-        if not self.wishes.is_finishing:
+        if not self._wishes.is_finishing:
             return
         if self._finish_after is None:
             self._finish_after = volunteer.outer_step
-        if self.wishes.is_paused or not volunteer.is_at_work or volunteer.outer_step > self._finish_after:
+        if self._wishes.reasons or not volunteer.is_at_work or volunteer.outer_step > self._finish_after:
             self._leave("the outer step is done: leaving the run")
 
     def _leave(self, why: str, comes_back: bool = False) -> None:
@@ -182,6 +230,16 @@ class OwnersWatch:
         self._say(why)
         if self._volunteer is not None:
             self._volunteer.leave()
+
+
+def _awake() -> float:
+    """Return seconds that do not count while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def _since_start() -> float:
+    """Return seconds since the machine was started, also those in which it slept."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _facts_of_now() -> Facts:

@@ -6,47 +6,38 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from opendiloco.errors import SettingsError
 from opendiloco.settings.join_settings import FileSettings
-from opendiloco.settings.setting import VARIABLE_PREFIX, settings_of
+from opendiloco.settings.setting import VARIABLE_PREFIX, model_of, settings_of
 
 FILE_VARIABLE = "DILOCO_CONFIG"
 OTHER_VARIABLES = frozenset({FILE_VARIABLE, "DILOCO_KERNELS", "DILOCO_PEER_TEST"})
 """Environment variables that are no settings, and are ours."""
 
 
-@dataclass(frozen=True)
-class SettingsFile:
-    """What a file says, as TOML has it: each value by its setting's name."""
+def read_settings_file(path: Path | None = None) -> dict[str, Any]:
+    """Return what a file says, as TOML has it: each value by its setting's name.
 
-    path: Path | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path | None = None) -> SettingsFile:
-        """Return what is in a file; by default in the user's own, which need not be there.
-
-        Raises: SettingsError.
-        """
-        found = path or default_settings_path()
-        try:
-            values = tomllib.loads(found.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
-            if path is None:
-                return cls()
-            raise SettingsError(f"there is no configuration file {path}.", "Check the path.") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{found}: not valid TOML: {error}.", "Correct the syntax there.") from error
-        except OSError as error:
-            raise SettingsError(f"{found} cannot be read: {error.strerror}.", "Check its permissions.") from error
-        if values:
-            _check(values, found)
-        return cls(found, values)
+    By default it is the user's own, which need not be there. Raises: SettingsError.
+    """
+    found = path or default_settings_path()
+    try:
+        values = tomllib.loads(found.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if path is None:
+            return {}
+        raise SettingsError(f"there is no configuration file {path}.", "Check the path.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{found}: not valid TOML: {error}.", "Correct the syntax there.") from error
+    except OSError as error:
+        raise SettingsError(f"{found} cannot be read: {error.strerror}.", "Check its permissions.") from error
+    if values:
+        _check(values, found)
+    return values
 
 
 def _check(values: Mapping[str, Any], path: Path) -> None:
@@ -54,7 +45,6 @@ def _check(values: Mapping[str, Any], path: Path) -> None:
     from pydantic import ValidationError
 
     from opendiloco.config.errors import describe_validation_error
-    from opendiloco.settings.checks import model_of
 
     model = model_of(FileSettings, needs_all=False)
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from opendiloco.data.own_files import OwnFiles
-from opendiloco.owner.conditions import Condition, Hours, parse_conditions, parse_until
+from opendiloco.owner.conditions import Condition, parse_conditions, parse_hours, parse_until
 from opendiloco.settings.setting import Settings, setting
 from opendiloco.workers.options import WorkerOptions, parse_overlap
 from opendiloco.workers.trackers import Choice
@@ -52,7 +52,7 @@ class LogSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Settings):
+class _RunSettings(Settings):
     TITLE = "The run"
 
     run: str = setting("The run's id, or an invite to it.", metavar="ID|INVITE")
@@ -99,7 +99,7 @@ class RunSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkSettings(Settings):
+class _NetworkSettings(Settings):
     TITLE = "The network"
 
     listen: tuple[str, ...] = setting(
@@ -112,11 +112,7 @@ class NetworkSettings(Settings):
         "Tell others these addresses instead of those found. May be repeated.", (), metavar="MULTIADDR"
     )
     data_port: int = setting(
-        "Accept bulk connections on TCP port N; 0 is any free one. Routers need not let it in.",
-        0,
-        metavar="N",
-        least=0,
-        most=65535,
+        "Accept bulk connections on TCP port N; 0 is any free one. Routers need not let it in.", 0, least=0, most=65535
     )
     local_network: bool = setting(
         "Say in the local network where this machine is, and look there for a run of which only the id is known. "
@@ -139,29 +135,24 @@ class NetworkSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(Settings):
+class _WorkerSettings(Settings):
     TITLE = "The training on this machine"
 
     device: str = setting("auto (all GPUs, or the CPU), cpu, cuda (all GPUs), or one: cuda:1 and so on.", "auto")
-    gpus: int | None = setting("Train on the first N GPUs.", None, metavar="N", shown="all", least=1)
-    cpu_workers: int = setting(
-        "Share the work among N processes, where it is the CPU that trains.", 1, metavar="N", least=1
-    )
+    gpus: int | None = setting("Train on the first N GPUs.", None, shown="all", least=1)
+    cpu_workers: int = setting("Share the work among N processes, where it is the CPU that trains.", 1, least=1)
     threads: int | None = setting(
-        "CPU threads of each worker.", None, metavar="N", shown="on the CPU all cores but one, on GPUs 1", least=1
+        "CPU threads of each worker.", None, shown="on the CPU all cores but one, on GPUs 1", least=1
     )
-    restarts: int = setting("Start workers anew that died or failed, up to N times in a row.", 3, metavar="N", least=0)
+    restarts: int = setting("Start workers anew that died or failed, up to N times in a row.", 3, least=0)
     micro_batch: int | None = setting(
         "Put N windows through the model at once, for less memory.",
         None,
-        metavar="N",
         shown="what fits, up to what the run says",
         least=1,
     )
     activation_checkpointing: bool | None = setting(
-        "Compute activations again instead of keeping them: less memory, more time.",
-        None,
-        shown="as the run says",
+        "Compute activations again instead of keeping them: less memory, more time.", None, shown="as the run says"
     )
     compile: bool | None = setting(
         "Compile the model's blocks with torch.compile, or do not.", None, shown="on GPUs, yes; on the CPU, no"
@@ -177,12 +168,7 @@ class WorkerSettings(Settings):
         "each.",
         False,
     )
-    replicas: int = setting(
-        "Divide the workers into N groups, each of which shares a whole model.",
-        1,
-        metavar="N",
-        least=1,
-    )
+    replicas: int = setting("Divide the workers into N groups, each of which shares a whole model.", 1, least=1)
     overlap: str | None = setting(
         "In a run that streams: merge an average N inner steps after its fragment was taken; auto: as late as averages "
         "have been coming.",
@@ -194,7 +180,7 @@ class WorkerSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnerSettings(Settings):
+class _OwnerSettings(Settings):
     TITLE = "The machine's owner"
 
     pause_when: str | None = setting(
@@ -210,7 +196,7 @@ class OwnerSettings(Settings):
         None,
         metavar="FROM-TO",
         shown="all day",
-        check=Hours.parse,
+        check=parse_hours,
     )
     until: str | None = setting(
         "Leave at this moment, in local time: 07:30 (the next) or 2026-11-24 07:30.",
@@ -221,7 +207,6 @@ class OwnerSettings(Settings):
     nice: int = setting(
         "How much the training lets other programs come first on the processor: 0, not at all, to 19.",
         0,
-        metavar="N",
         least=0,
         most=19,
     )
@@ -245,7 +230,7 @@ class OwnerSettings(Settings):
 
     def conditions(self) -> tuple[Condition, ...]:
         """When to pause."""
-        hours = () if self.hours is None else (Hours.parse(self.hours),)
+        hours = () if self.hours is None else (parse_hours(self.hours),)
         return hours + (() if self.pause_when is None else parse_conditions(self.pause_when))
 
     @property
@@ -260,7 +245,7 @@ class OwnerSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepingSettings(Settings):
+class _KeepingSettings(Settings):
     TITLE = "What outlives the process"
 
     state: Path | None = setting(
@@ -270,22 +255,16 @@ class KeepingSettings(Settings):
         shown="~/.local/state/diloco-peer",
     )
     keep: int = setting(
-        "Keep the newest N checkpoints, each of 8 bytes a parameter, and the log since; 0: nothing.",
-        2,
-        metavar="N",
-        least=0,
+        "Keep the newest N checkpoints, each of 8 bytes a parameter, and the log since; 0: nothing.", 2, least=0
     )
-    keep_every: int = setting(
-        "Keep those, too, whose outer step is a multiple of N.", 0, metavar="N", shown="none", least=0
-    )
+    keep_every: int = setting("Keep those, too, whose outer step is a multiple of N.", 0, shown="none", least=0)
     remote: str | None = setting(
         "Copy each checkpoint to a folder at this URL, any that fsspec knows: s3://, gs://, hf://, sftp://, a path.",
         None,
         metavar="URL",
     )
     moments: Literal["none", "local", "remote"] = setting(
-        "Keep the inner optimizer's state beside the newest checkpoint, too: on the disk, or also at --remote.",
-        "local",
+        "Keep the inner optimizer's state beside the newest checkpoint, too: on the disk, or also at --remote.", "local"
     )
     checkpoint_limit: float = setting(
         "Write and copy checkpoints at no more than so many megabits a second; --upload-limit holds for copies, too.",
@@ -308,15 +287,11 @@ class KeepingSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewSettings(Settings):
+class _ViewSettings(Settings):
     TITLE = "What is shown"
 
     metrics_port: int | None = setting(
-        "Serve metrics for Prometheus, and /healthz, on port N; 0 is any free one.",
-        None,
-        metavar="N",
-        least=0,
-        most=65535,
+        "Serve metrics for Prometheus, and /healthz, on port N; 0 is any free one.", None, least=0, most=65535
     )
     metrics_host: str = setting(
         "Serve metrics on this address: by default for this machine alone, 0.0.0.0 for all that reach it.",
@@ -347,16 +322,16 @@ class ViewSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, OwnerSettings, KeepingSettings, ViewSettings):
+class JoinSettings(_RunSettings, _NetworkSettings, _WorkerSettings, _OwnerSettings, _KeepingSettings, _ViewSettings):
     """All settings of one volunteer."""
 
     SECTIONS: ClassVar[tuple[type[Settings], ...]] = (
-        RunSettings,
-        NetworkSettings,
-        WorkerSettings,
-        OwnerSettings,
-        KeepingSettings,
-        ViewSettings,
+        _RunSettings,
+        _NetworkSettings,
+        _WorkerSettings,
+        _OwnerSettings,
+        _KeepingSettings,
+        _ViewSettings,
     )
 
     @property
@@ -366,7 +341,7 @@ class JoinSettings(RunSettings, NetworkSettings, WorkerSettings, OwnerSettings, 
     @property
     def workers(self) -> WorkerOptions:
         """What of these the workers go by."""
-        known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(WorkerSettings)}
+        known = {each.name for each in fields(WorkerOptions)} & {each.name for each in fields(_WorkerSettings)}
         chosen = {name: getattr(self, name) for name in known}
         return WorkerOptions(**chosen, nice=self.nice, max_memory=self.memory_limit)
 

@@ -1,7 +1,7 @@
 """The ways to say one setting: an option, an environment variable, and a key of the configuration file.
 
-All of them come from one field of a dataclass. This module imports little, so that `--help` and shells that complete
-are quick; `checks` has the pydantic model that holds the values to what the fields say.
+All of them come from one field of a dataclass, and a pydantic model holds the values to what the fields say. This
+module imports pydantic only for that, so that `--help` and shells that complete are quick.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 VARIABLE_PREFIX = "DILOCO_"
 
@@ -23,17 +26,21 @@ class Settings:
     TITLE: ClassVar[str] = ""
 
 
-@dataclass(frozen=True)
-class About:
-    """What there is to say of a setting beside its type and default.
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of `Settings`, as people can give it.
 
-    `option` is the option's name where it is not the field's. `shown` says in words what holds without a value. Numbers
-    are at least `least`, or more than `above`, and at most `most`. `check` raises ValueError for a value that is wrong;
-    `check_here` for one that this machine does not go with, which matters only to who uses it.
+    `kind` is the type of a value, of one where there are several. `shown` says in words what holds without a value.
+    Numbers are at least `least`, or more than `above`, and at most `most`. `check` raises ValueError for a value that
+    is wrong; `check_here` for one that this machine does not go with, which matters only to who uses it.
     """
 
+    name: str
+    kind: Any
+    is_repeated: bool
+    default: Any
+    option: str
     help: str
-    option: str | None = None
     metavar: str | None = None
     shown: str | None = None
     least: float | None = None
@@ -42,49 +49,14 @@ class About:
     check: Callable[[Any], object] | None = None
     check_here: Callable[[Any], object] | None = None
 
-
-def setting(help: str, default: Any = MISSING, **about: Any) -> Any:
-    """Return a field of `Settings`, required unless it has a default; see `About`."""
-    return field(default=default, metadata={"about": About(help, **about)})
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One field of `Settings`, as people can give it. `kind` is the type of a value, of one where there are several."""
-
-    name: str
-    hint: Any
-    default: Any
-    about: About
-
-    @property
-    def option(self) -> str:
-        return self.about.option or self.name.replace("_", "-")
-
     @property
     def variable(self) -> str:
         """The environment variable."""
         return f"{VARIABLE_PREFIX}{self.name.upper()}"
 
     @property
-    def kind(self) -> Any:
-        return get_args(self._values)[0] if self.is_repeated else self._values
-
-    @property
-    def is_repeated(self) -> bool:
-        return get_origin(self._values) is tuple
-
-    @property
     def is_required(self) -> bool:
         return self.default is MISSING
-
-    @property
-    def is_flag(self) -> bool:
-        return self.kind is bool
-
-    @property
-    def is_path(self) -> bool:
-        return self.kind is Path
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -94,34 +66,76 @@ class Setting:
     @property
     def spelling(self) -> str:
         """The option with its other half, as click declares it."""
-        return f"--{self.option}/--no-{self.option}" if self.is_flag else f"--{self.option}"
+        return f"--{self.option}/--no-{self.option}" if self.kind is bool else f"--{self.option}"
 
     @property
     def default_text(self) -> str | None:
         """What holds without a value, for people; None where there is nothing to say."""
-        if self.about.shown is not None:
-            return self.about.shown
+        if self.shown is not None:
+            return self.shown
         if self.is_required or self.default is None or self.default == ():
             return None
         if isinstance(self.default, bool):
             return "yes" if self.default else "no"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
-    @property
-    def _values(self) -> Any:
-        """The type of what is given."""
-        if get_origin(self.hint) in (UnionType, Union):
-            return next(each for each in get_args(self.hint) if each is not NoneType)
-        return self.hint
+
+def setting(help: str, default: Any = MISSING, **about: Any) -> Any:
+    """Return a field of `Settings`, required unless it has a default; see `Setting`."""
+    return field(default=default, metadata={"help": help, **about})
 
 
 def settings_of(owner: type[Settings]) -> Iterator[Setting]:
     """Yield all settings of a class, those that it has inherited first."""
     hints = get_type_hints(owner)
     for each in dataclasses.fields(owner):
-        yield Setting(each.name, hints[each.name], each.default, each.metadata["about"])
+        kind = hints[each.name]
+        if get_origin(kind) in (UnionType, Union):
+            kind = next(one for one in get_args(kind) if one is not NoneType)
+        is_repeated = get_origin(kind) is tuple
+        kind = get_args(kind)[0] if is_repeated else kind
+        metavar = "N" if kind is int else None
+        about: dict[str, Any] = {"option": each.name.replace("_", "-"), "metavar": metavar, **each.metadata}
+        yield Setting(name=each.name, kind=kind, is_repeated=is_repeated, default=each.default, **about)
 
 
-def setting_of(owner: type[Settings], name: str) -> Setting:
-    """Return one setting."""
-    return next(setting for setting in settings_of(owner) if setting.name == name)
+def model_of(owner: type[Settings], needs_all: bool = True) -> type[BaseModel]:
+    """Return the pydantic model of a class of settings: strict, and without unknown keys.
+
+    Unless it `needs_all`, the settings are not used yet: none of them is required, and none held to what is on this
+    machine.
+    """
+    from pydantic import ConfigDict, create_model
+
+    fields: dict[str, Any] = {setting.name: _pydantic_field(setting, needs_all) for setting in settings_of(owner)}
+    config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    return create_model(owner.__name__, __config__=config, **fields)
+
+
+def _pydantic_field(setting: Setting, needs_all: bool) -> tuple[Any, Any]:
+    from pydantic import AfterValidator, Field
+
+    item: Any = Annotated[setting.kind, Field(ge=setting.least, gt=setting.above, le=setting.most)]
+    if setting.kind is Path:
+        item = Annotated[item, AfterValidator(Path.expanduser)]
+    for check in (setting.check, setting.check_here if needs_all else None):
+        if check is not None:
+            item = Annotated[item, AfterValidator(_validator(check))]
+    default = ... if setting.is_required and needs_all else None if setting.is_required else setting.default
+    if setting.is_repeated:
+        return tuple[item, ...], default
+    return (item if default is not None else item | None), default
+
+
+def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Return a validator that holds a value to a check. The value stays as it was given."""
+    from pydantic_core import PydanticCustomError
+
+    def validate(value: Any) -> Any:
+        try:
+            check(value)
+        except ValueError as error:
+            raise PydanticCustomError("checked", "{reason}", {"reason": str(error).rstrip(".")}) from error
+        return value
+
+    return validate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -50,26 +50,6 @@ async def newest_state(
             raise nobody_trains(run.run_id)
         async with working(run) as workload:
             yield run, past_of(run, await fetch_state(run, transport, workload)), workload
-
-
-async def export_run(
-    invite: Invite,
-    folder: Path,
-    key: Identity,
-    command: Callable[[int], str],
-    dtype: Dtype = "float32",
-    data: Sequence[Path] = (),
-    own: OwnFiles = NONE,
-) -> RunFacts:
-    """Write the newest state of a run as a model folder; returns what its card says. See `newest_state`.
-
-    The card says that the `command`, which depends on how many outer steps were taken, makes it.
-
-    Raises: MachineError when the folder is not new, and as `newest_state`.
-    """
-    with new_folder(folder):
-        async with newest_state(invite, key, data, own) as (run, past, workload):
-            return await export_state(run, past, workload, folder, command(past.outer_steps), dtype)
 
 
 @contextmanager

@@ -10,14 +10,11 @@ from pathlib import Path
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import CheckpointError
 from opendiloco.kernels import FORMATS
-from opendiloco.model.card import RunFacts
-from opendiloco.model.export import Dtype
 from opendiloco.run import Run
 from opendiloco.storage.held_out_curve import read_curve
 from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint
 from opendiloco.storage.resume import resume
 from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_manifest
-from opendiloco.volunteer.follower import export_state, new_folder
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.origins import Past
 from opendiloco.volunteer.volunteer import working
@@ -72,16 +69,6 @@ async def state_of(origin: Origin) -> AsyncIterator[tuple[Run, Past, LocalWorklo
     """
     async with working(origin.run) as workload:
         yield origin.run, await origin.bring(workload), workload
-
-
-async def export_origin(origin: Origin, folder: Path, command: str = "", dtype: Dtype = "float32") -> RunFacts:
-    """Write a model into a new folder; returns what its card says.
-
-    Raises: MachineError when the folder is not new, and as `state_of`.
-    """
-    with new_folder(folder):
-        async with state_of(origin) as (run, past, workload):
-            return await export_state(run, past, workload, folder, command, dtype)
 
 
 def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:

@@ -90,7 +90,7 @@ class Stay:
                         volunteer.record(self._journal)
                     self._watch.begin(volunteer, run.settings.timing.grace)
                     when_ready(volunteer, transport)
-                    reader = ProgressReader(run, volunteer.facts, lambda: self._watch.wishes.reasons)
+                    reader = ProgressReader(run, volunteer.facts, lambda: self._watch.reasons)
                     async with view.showing(reader):
                         await volunteer.take_part()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.new_run import with_held_out_text_named
+from opendiloco.cli.run import _with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError
 from opendiloco.model.card import RunFacts
@@ -19,7 +21,9 @@ from opendiloco.model.export import Dtype
 from opendiloco.run import Run, find_run
 from opendiloco.storage.loading import Checkpoint
 from opendiloco.volunteer.kept_states import Origin
+from opendiloco.volunteer.origins import Past
 from peers.errors import ManifestError, SwarmUnreachableError
+from peers.log.header import Header
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
 
@@ -105,54 +109,70 @@ def test_the_organiser_is_warned_where_no_curve_can_come_of_it(
 ) -> None:
     data = small_config.data.model_copy(update={"source": str(tmp_path / "elsewhere")})
     config = small_config.model_copy(update={"data": data})
-    assert with_held_out_text_named(config) == config
+    assert _with_held_out_text_named(config) == config
     assert "volunteers keep their held-out losses to themselves" in caplog.text
     caplog.clear()
     known = config.model_copy(update={"data": data.model_copy(update={"digest": "ab" * 32})})
-    assert with_held_out_text_named(known) == known
+    assert _with_held_out_text_named(known) == known
     assert not caplog.text
 
 
-def test_export_evaluates_on_the_folder_that_it_is_given(
-    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, seen = Run.sign(small_config, Identity.generate()), list[Run]()
-    origin = Origin(run, cast(Checkpoint, None), 3, tmp_path, tmp_path)
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, str]]:
+    """The runs of which a model is exported, and the command that its card names; no worker starts."""
+    seen = list[tuple[Run, str]]()
+    past = Past(cast(Header, SimpleNamespace(index=2)))
 
-    async def export_origin(origin: Origin, folder: Path, command: str, dtype: Dtype) -> RunFacts:
-        seen.append(origin.run)
+    @asynccontextmanager
+    async def state_of(origin: Origin) -> AsyncIterator[tuple[Run, Past, None]]:
+        yield origin.run, past, None
+
+    @asynccontextmanager
+    async def newest_state(invite: Invite, *options: object) -> AsyncIterator[tuple[Run, Past, None]]:
+        yield cast(Run, SimpleNamespace(run_id=invite.run_id)), past, None
+
+    async def export_state(run: Run, past: Past, workload: None, folder: Path, command: str, dtype: Dtype) -> RunFacts:
+        seen.append((run, command))
         return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
 
+    monkeypatch.setattr("opendiloco.volunteer.kept_states.state_of", state_of)
+    monkeypatch.setattr("opendiloco.volunteer.follower.newest_state", newest_state)
+    monkeypatch.setattr("opendiloco.volunteer.follower.export_state", export_state)
+    return seen
+
+
+def test_export_evaluates_on_the_folder_that_it_is_given(
+    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported: list[tuple[Run, str]]
+) -> None:
+    origin = Origin(Run.sign(small_config, Identity.generate()), cast(Checkpoint, None), 3, tmp_path, tmp_path)
     monkeypatch.setattr("opendiloco.volunteer.kept_states.find_origin", lambda *_: origin)
-    monkeypatch.setattr("opendiloco.volunteer.kept_states.export_origin", export_origin)
     (tmp_path / "texts").mkdir()
     arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(main, arguments).exit_code == 7  # it opens no folder that only the manifest names
     assert CliRunner().invoke(main, [*arguments, "--data", str(tmp_path / "texts")]).exit_code == 0
-    assert [one.config.data.source for one in seen] == [str(tmp_path / "texts")]
-    assert [one.has_runs_text for one in seen] == [False]
+    [(run, command)] = exported
+    assert run.config.data.source == str(tmp_path / "texts")
+    assert not run.has_runs_text
+    assert command == "diloco-peer export --from FOLDER --at 3 --data TEXTS --out model"
 
 
-@pytest.mark.parametrize(("dtype", "options"), [("float32", ""), ("bfloat16", " --dtype bfloat16")])
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ([], ""),
+        (["--dtype", "bfloat16"], " --dtype bfloat16"),
+        (["--data", ".", "--data", ".", "--model", "."], " --data TEXTS --data TEXTS --model PATH"),
+    ],
+)
 def test_the_card_names_commands_that_make_the_model_again(
-    small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, options: str
+    small_config: RunConfig, tmp_path: Path, exported: list[tuple[Run, str]], given: list[str], options: str
 ) -> None:
-    """Regression: there was no address in the command, so that it could not be used, and no outer step."""
-    run_id, said = Run.sign(small_config, Identity.generate()).run_id, list[str]()
-
-    async def export_run(
-        invite: Invite, folder: Path, key: Identity, command: Callable[[int], str], *options: object
-    ) -> RunFacts:
-        said.append(command(3))
-        return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
-
-    monkeypatch.setattr("opendiloco.volunteer.follower.export_run", export_run)
+    """Regression: there was no address in the command, so that it could not be used, no outer step, and no text."""
+    run_id = Run.sign(small_config, Identity.generate()).run_id
     where = ["--initial-peer", f"/ip4/192.0.2.2/tcp/1/p2p/{Identity.generate().peer_id}"]
-    done = CliRunner().invoke(
-        main, ["export", "--run", run_id, *where, "--out", str(tmp_path / "out"), "--dtype", dtype]
-    )
+    done = CliRunner().invoke(main, ["export", "--run", run_id, *where, "--out", str(tmp_path / "out"), *given])
     assert done.exit_code == 0, done.output
-    assert said == [
+    assert [command for _, command in exported] == [
         f"diloco-peer export --run {run_id} --initial-peer ADDRESS{options} --out model"
         "  # while outer step 3 is the newest\n"
         f"diloco-peer export --from FOLDER --at 3{options} --out model"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.cli.exit_codes import EXIT_CODES
+from opendiloco.cli.group import EXIT_CODES
 from peers.values.identity import Identity
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce_run, bootstrap, create_run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.cli.exit_codes import EXIT_CODES
+from opendiloco.cli.group import EXIT_CODES
 from tests.test_documentation import assert_is_a_command, blocks
 
 ROOT = Path(__file__).parent.parent.parent

@@ -16,7 +16,7 @@ from platform import python_version
 from opendiloco.cores import usable_cores
 from opendiloco.errors import MachineError
 from opendiloco.owner.controls import Request, ask, sockets
-from opendiloco.owner.sensors import GpuState, is_on_battery, read_gpus, read_sensors
+from opendiloco.owner.facts import GpuState, is_on_battery, read_gpus, read_sensors
 from opendiloco.quantities import in_words
 from opendiloco.shared_memory import available_memory
 from opendiloco.storage.run_folder import default_state_folder

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from opendiloco.cli import main
-from opendiloco.cli.amend import check_key, give_amendment, next_amendment
+from opendiloco.cli.run import _check_key, _give_amendment, _next_amendment
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
@@ -72,12 +72,12 @@ def test_what_the_organiser_has_not_signed_is_passed_over(run: Run) -> None:
 
 # What is signed ------------------------------------------------------------------------------------------------
 def test_what_is_not_given_stays_as_it_is(run: Run) -> None:
-    first = next_amendment(run, ORGANISER, [], 0.4, None)
+    first = _next_amendment(run, ORGANISER, [], 0.4, None)
     assert (first.number, first.learning_rate, first.momentum) == (1, 0.4, 0.6)
     assert first.is_signed(run.run_id, ORGANISER.peer_id)
-    second = next_amendment(run, ORGANISER, [saying("a", proposed=first)], None, 0.8)
+    second = _next_amendment(run, ORGANISER, [saying("a", proposed=first)], None, 0.8)
     assert (second.number, second.learning_rate, second.momentum) == (2, 0.4, 0.8)
-    third = next_amendment(run, ORGANISER, [saying("a", amendment=second), saying("b", amendment=first)], 0.2, None)
+    third = _next_amendment(run, ORGANISER, [saying("a", amendment=second), saying("b", amendment=first)], 0.2, None)
     assert (third.number, third.learning_rate, third.momentum) == (3, 0.2, 0.8)
 
 
@@ -94,7 +94,7 @@ def test_values_that_run_toml_could_not_have_are_refused_in_its_words(
     learning_rate: float | None, momentum: float | None, message: str, run: Run
 ) -> None:
     with pytest.raises(ManifestError, match=message):
-        next_amendment(run, ORGANISER, [], learning_rate, momentum)
+        _next_amendment(run, ORGANISER, [], learning_rate, momentum)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_peers_bounds_are_those_of_run_toml(learning_rate: float, momentum: floa
 
 
 def test_only_the_organiser_signs(run: Run) -> None:
-    check_key(run, ORGANISER)
+    _check_key(run, ORGANISER)
     with pytest.raises(ManifestError, match="Name the organiser's key file with --identity"):
-        check_key(run, STRANGER)
+        _check_key(run, STRANGER)
 
 
 # To whom it is given -------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def amended(network: Network, run: Run, monkeypatch: pytest.MonkeyPatch) -> tupl
 
     monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
-    return asyncio.run(give_amendment(Invite(run.run_id, ()), ORGANISER, 0.4, None))
+    return asyncio.run(_give_amendment(Invite(run.run_id, ()), ORGANISER, 0.4, None))
 
 
 def test_it_is_given_to_all_peers_that_train(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

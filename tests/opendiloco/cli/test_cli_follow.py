@@ -130,7 +130,8 @@ class Model(LocalState):
         return HeldOut(2.5, is_runs_text=True)
 
     async def export(self, folder: Path, facts: RunFacts, dtype: str) -> None:
-        assert facts.command.startswith(f"diloco-peer follow --run {facts.run_id} --initial-peer ADDRESS --export ")
+        said = f"diloco-peer follow --run {facts.run_id} --initial-peer ADDRESS --data TEXTS --export "
+        assert facts.command.startswith(said)
         assert facts.contributors == 2
         folder.mkdir()
         (folder / "README.md").write_text(str(facts.outer_steps))

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 import opendiloco
 import peers
 from opendiloco.cli import group
-from opendiloco.cli.exit_codes import EXIT_CODES
+from opendiloco.cli.group import EXIT_CODES
 from opendiloco.errors import DataError
 from peers.errors import DilocoPeerError
 from peers.values.wire import PROTOCOL_VERSION
@@ -148,7 +148,7 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch, *options: s
     def command() -> None:
         raise error
 
-    monkeypatch.setattr(group.Commands, "get_command", lambda self, context, name: command)
+    monkeypatch.setattr(group._Commands, "get_command", lambda self, context, name: command)
     return CliRunner().invoke(group.main, [*options, "join"])
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from opendiloco.cli.join import owners_watch
+from opendiloco.cli.join import _owners_watch
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.view.join_view import Lines
 
 
 def test_a_volunteer_leaves_at_the_next_such_moment() -> None:
-    watch = owners_watch(JoinSettings(run="tiny-x", until="07:30"), Lines())
+    watch = _owners_watch(JoinSettings(run="tiny-x", until="07:30"), Lines())
     assert watch.until is not None
     assert watch.until > datetime.now()
-    assert owners_watch(JoinSettings(run="tiny-x"), Lines()).until is None
+    assert _owners_watch(JoinSettings(run="tiny-x"), Lines()).until is None

@@ -145,9 +145,9 @@ def test_show_prints_json(folder: RunFolder, recorded: RecordedRun) -> None:
 
 
 def test_show_has_a_table_for_a_terminal(recorded: RecordedRun, capsys: pytest.CaptureFixture[str]) -> None:
-    from opendiloco.cli.log import cells, print_table
+    from opendiloco.cli.log import _cells, _print_table
 
-    print_table([cells(Entry.whole(header, None), header) for header in recorded.headers[:2]])
+    _print_table([_cells(Entry.whole(header, None), header) for header in recorded.headers[:2]])
     heading, first, _ = capsys.readouterr().out.splitlines()
     assert heading.split() == ["entry", "peers", "tokens", "in", "all", "payload", "header", "state", "amended", "to"]
     assert first.split()[-3:] == [recorded.headers[0].digest.hex()[:8], "-", "-"]

@@ -11,8 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.new_run import beyond_schedules, check
-from opendiloco.cli.run import next_lines
+from opendiloco.cli.run import _beyond_schedules, _check, _next_lines
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from peers.values.identity import Identity
@@ -29,7 +28,7 @@ def said(content: dict[str, Any], identity: Path | None = None) -> list[str]:
     """What the organiser of such a run is told to type, without the invite."""
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
     invite = Invite(run.run_id, (ADDRESS,))
-    lines = next_lines(run, invite, Path("run.manifest"), identity)
+    lines = _next_lines(run, invite, Path("run.manifest"), identity)
     return [line.replace(str(invite), "INVITE") for line in lines]
 
 
@@ -68,7 +67,7 @@ def test_momentum_beside_sparse_payloads_is_warned_of(
     small_content: dict[str, Any], caplog: pytest.LogCaptureFixture, kind: str, momentum: float, is_warned: bool
 ) -> None:
     outer = {"learning_rate": 1.0, "momentum": momentum}
-    check(RunConfig.from_manifest_content(small_content | {"codec": {"kind": kind}, "outer_optimizer": outer}))
+    _check(RunConfig.from_manifest_content(small_content | {"codec": {"kind": kind}, "outer_optimizer": outer}))
     assert ("outer_optimizer.momentum = 0.9 overshoots" in caplog.text) == is_warned
 
 
@@ -100,7 +99,7 @@ def test_a_run_that_is_longer_than_a_schedule_is_warned_of(
     content = small_content | {"outer_steps": outer_steps, "schedule": schedule}
     content["training"] = small_content["training"] | {"inner_steps": 10}
     content["outer_optimizer"] = {"schedule": outer_schedule}
-    said = list(beyond_schedules(RunConfig.from_manifest_content(content)))
+    said = list(_beyond_schedules(RunConfig.from_manifest_content(content)))
     assert (len(said), warned in "".join(said)) == (bool(warned), True)
 
 
@@ -109,7 +108,7 @@ def test_the_example_is_a_run_that_can_be_created(tmp_path: Path) -> None:
     assert done.exit_code == 0
     (tmp_path / "run.toml").write_text(done.stdout)
     config = RunConfig.from_toml(tmp_path / "run.toml")
-    assert list(beyond_schedules(config)) == []
+    assert list(_beyond_schedules(config)) == []
     assert {source.source for source in config.data.all_sources} == {"stdlib"}, "nothing is downloaded"
 
 
@@ -118,7 +117,7 @@ def test_an_invite_that_leads_only_to_this_machine_says_so(small_content: dict[s
     told = {}
     for host in ("127.0.0.1", "192.168.1.2"):
         invite = Invite(run.run_id, (f"/ip4/{host}/tcp/1/p2p/{Identity.generate().peer_id}",))
-        told[host] = any("Other machines need an invite" in line for line in next_lines(run, invite, Path("m"), None))
+        told[host] = any("Other machines need an invite" in line for line in _next_lines(run, invite, Path("m"), None))
     assert told == {"127.0.0.1": True, "192.168.1.2": False}
 
 

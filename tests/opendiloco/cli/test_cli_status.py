@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from opendiloco.cli import status as module
-from opendiloco.cli.status import COMPARE_SECONDS, compare, picture, show_status
+from opendiloco.cli.status import COMPARE_SECONDS
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.view.run_view import RunView
@@ -78,7 +78,7 @@ def test_it_looks_again_while_there_are_two_that_may_be_compared(
     run: Run, look: Look, verdict: bool | None, looks: int
 ) -> None:
     network = Network(look)
-    view = simulate(compare(network, run))  # type: ignore[arg-type]
+    view = simulate(module._compare(network, run))  # type: ignore[arg-type]
     assert (view.agreement.verdict, network.looks) == (verdict, looks)
 
 
@@ -98,8 +98,8 @@ def test_programs_hear_that_nothing_could_be_compared(
     monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
     monkeypatch.setattr("opendiloco.volunteer.signed_heads.ask_for_signed_heads", found)
-    monkeypatch.setattr(module, "volunteers_here", lambda run_id: [])
-    simulate(show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True))
+    monkeypatch.setattr(module, "_volunteers_here", lambda run_id: {})
+    simulate(module._show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True))
     shown = json.loads(capsys.readouterr().out)
     assert shown["agree"] is agree
     assert [peer["peer"] for peer in shown["peers"]] == ["a", "b"]
@@ -111,5 +111,5 @@ def test_a_peers_words_are_shown_as_text_only(run: Run, said: str) -> None:
     console = Console(width=200, force_terminal=True)
     with console.capture() as capture:
         troubled = beat("a", 5, 5).model_copy(update={"trouble": said})
-        console.print(picture(RunView.of(run, [troubled]), SignedHeads(run.run_id)))
+        console.print(_picture(RunView.of(run, [troubled]), SignedHeads(run.run_id)))
     assert said in capture.get()

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 from rich.console import Console
 
-from opendiloco.cli.join import view_for
+from opendiloco.cli.join import _view_for
 from opendiloco.cli.logs import LogOptions
 from opendiloco.view.join_view import Lines, Screen, volunteer_picture
 from opendiloco.view.progress import Progress, ProgressReader
@@ -76,14 +76,14 @@ def test_programs_read_one_stream(caplog: pytest.LogCaptureFixture, capsys: pyte
 
 def test_where_there_is_no_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LogOptions, "start", lambda options, level: None)
-    assert isinstance(view_for(LogOptions(None, None), is_plain=False), Lines)
+    assert isinstance(_view_for(LogOptions(None, None), is_plain=False), Lines)
 
 
 def test_above_a_picture_there_are_only_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[str] = []
     monkeypatch.setattr(LogOptions, "send_to", lambda options, handler, level: levels.append(level))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert isinstance(view_for(LogOptions(None, None), is_plain=False), Screen)
+    assert isinstance(_view_for(LogOptions(None, None), is_plain=False), Screen)
     assert levels == ["warning"]
 
 

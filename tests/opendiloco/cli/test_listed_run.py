@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from opendiloco.cli import runs
-from opendiloco.cli.runs import NOT_MEASURED, ListedRun, all_with_needs, needs_here
+from opendiloco.cli import status
+from opendiloco.cli.status import NOT_MEASURED
+from opendiloco.cli.status import _ListedRun as ListedRun
 from opendiloco.config.run_config import RunConfig
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
@@ -23,7 +24,7 @@ from tests.opendiloco.view.test_screen import beat
 def test_a_run_says_who_is_there_and_what_it_takes(small_config: RunConfig) -> None:
     run = Run.sign(small_config, Identity.generate())
     beats = [beat(PeerState.TRAINING, 2), beat(PeerState.ARCHIVING, 3), beat(PeerState.LEAVING, 1)]
-    needs = needs_here(run)
+    needs = status._needs_here(run)
     listed = ListedRun(run.run_id, view=RunView.of(run, beats), needs=needs)
     plain = json.loads(json.dumps(listed.plain()))
     assert len(plain["peers"]) == 1
@@ -65,21 +66,21 @@ def test_slow_runs_keep_the_others_waiting_for_a_bounded_time(
 ) -> None:
     """Regression: a list of many was silent for minutes."""
     time, run = 1000.0, Run.sign(small_config, Identity.generate())
-    needs = needs_here(run)
+    needs = status._needs_here(run)
 
     def measure(run: Run) -> Needs:
         nonlocal time
         time += 12.0
         return needs
 
-    monkeypatch.setattr(runs, "needs_here", measure)
+    monkeypatch.setattr(status, "_needs_here", measure)
     listed = [ListedRun(f"run-{number}", view=RunView.of(run, ())) for number in range(6)]
-    plain = [each.plain() for each in all_with_needs([*listed, ListedRun("gone", "it is gone")], lambda: time)]
+    plain = [each.plain() for each in status._with_needs([*listed, ListedRun("gone", "it is gone")], lambda: time)]
     assert [each.get("needs") is not None for each in plain] == [True] * 3 + [False] * 4
     assert [each["problem"] for each in plain] == [None] * 3 + [NOT_MEASURED] * 3 + ["it is gone"]
     assert time == 1036.0
 
 
 def test_what_a_run_takes_follows_from_its_model(small_config: RunConfig) -> None:
-    needs = needs_here(Run.sign(small_config, Identity.generate())).plain()
+    needs = status._needs_here(Run.sign(small_config, Identity.generate())).plain()
     assert 0 < needs["parameters"] < needs["traffic_each_way"] * 10 < needs["disk"] * 100

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from opendiloco.cli import main, sample
+from opendiloco.cli import export, main
 
 WRITTEN = "all is well\n\tnow\x1b]52;c;aGk=\x07\x9b2J"
 
@@ -32,10 +32,14 @@ def test_what_a_model_writes_steers_no_terminal(
         return WRITTEN
 
     @asynccontextmanager
-    async def state_at(*asked: object) -> AsyncIterator[object]:
+    async def entered() -> AsyncIterator[object]:
         yield None, SimpleNamespace(outer_steps=3), SimpleNamespace(trainer=SimpleNamespace(generate=generate))
 
-    monkeypatch.setattr(sample, "state_at", state_at)
+    @contextmanager
+    def state(place: object) -> Iterator[object]:
+        yield entered()
+
+    monkeypatch.setattr(export._Place, "state", state)
     monkeypatch.setattr("sys.stdout", stdout)
     (tmp_path / "checkpoint").touch()
     main.main(["sample", "--from", str(tmp_path / "checkpoint"), "It says: "], standalone_mode=False)

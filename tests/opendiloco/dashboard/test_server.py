@@ -19,7 +19,7 @@ from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 from click import BadParameter, Command, Context, Option
 
-from opendiloco.cli.options import parse_address
+from opendiloco.cli.options import _parse_address
 from opendiloco.dashboard import server, watching
 from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
@@ -390,7 +390,7 @@ def test_loopback_names(host: str) -> None:
     [("127.0.0.1:8080", ("127.0.0.1", 8080)), ("[::1]:0", ("::1", 0)), ("localhost:80", ("localhost", 80))],
 )
 def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
-    assert parse_address(Context(Command("x")), Option(["--dashboard"]), text) == address
+    assert _parse_address(Context(Command("x")), Option(["--dashboard"]), text) == address
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
 )
 def test_what_is_no_address_is_a_clear_error(text: str) -> None:
     with pytest.raises(BadParameter, match="no HOST:PORT"):
-        parse_address(Context(Command("x")), Option(["--dashboard"]), text)
+        _parse_address(Context(Command("x")), Option(["--dashboard"]), text)
 
 
 def test_a_volunteers_own_peer_is_marked_and_its_curve_is_left_to_its_trackers(story: Story) -> None:

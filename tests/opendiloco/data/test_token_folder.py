@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from opendiloco.cli import main
-from opendiloco.cli.new_run import with_tokens_named
+from opendiloco.cli.run import _with_tokens_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.token_cache import TokenCache
 from opendiloco.data.token_files import Piece, Tokens, digest_of_tokens
@@ -183,7 +183,7 @@ def test_the_organisers_digest_is_in_the_manifest_and_other_tokens_are_refused(
     source = {"source": str(folder)}
     data = {"held_out": SPLIT} | (source if is_short else {"sources": [source]})
     config = RunConfig.from_manifest_content(small_content | {"data": data})
-    [named] = with_tokens_named(config).data.all_sources
+    [named] = _with_tokens_named(config).data.all_sources
     assert named.digest == read_about(folder).digest
     read_tokens(named, SPLIT, TOKENIZER, cache)
     write_token_folder(tmp_path / "other", list(pieces())[:-1], TOKENIZER, SPLIT)
@@ -192,7 +192,7 @@ def test_the_organisers_digest_is_in_the_manifest_and_other_tokens_are_refused(
         read_tokens(other, SPLIT, TOKENIZER, cache)
     wrong = config.model_copy(update={"data": config.data.with_sources((other,))})
     with pytest.raises(DataError, match=rf"data.digest is {named.digest}"):
-        with_tokens_named(wrong)
+        _with_tokens_named(wrong)
 
 
 # Data sets of token ids ----------------------------------------------------------------------------------------------

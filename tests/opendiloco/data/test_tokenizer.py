@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendiloco.cli.new_run import with_tokenizer_named
+from opendiloco.cli.run import _with_tokenizer_named
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer, byte_symbols, digest_of_tokenizer
@@ -171,20 +171,20 @@ def test_a_run_is_created_with_the_digest_of_its_tokenizer(
     small_content: dict[str, object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bytes_run = RunConfig.from_manifest_content(small_content)
-    assert with_tokenizer_named(bytes_run) == bytes_run
+    assert _with_tokenizer_named(bytes_run) == bytes_run
     section = write_tokenizer(tmp_path / "tokenizer.json", "</s>")
     config = bytes_run.model_copy(update={"tokenizer": section})
-    named = with_tokenizer_named(config)
+    named = _with_tokenizer_named(config)
     assert named.tokenizer.digest == digest_of_tokenizer(build_tokenizer(section))
-    assert with_tokenizer_named(named) == named
+    assert _with_tokenizer_named(named) == named
     other = section.model_copy(update={"digest": "ab" * 32})
     with pytest.raises(MachineError, match="ab" * 32):
-        with_tokenizer_named(config.model_copy(update={"tokenizer": other}))
+        _with_tokenizer_named(config.model_copy(update={"tokenizer": other}))
     nowhere = config.model_copy(update={"tokenizer": other.model_copy(update={"path": "/nowhere"})})
-    assert with_tokenizer_named(nowhere) == nowhere
+    assert _with_tokenizer_named(nowhere) == nowhere
     assert "the tokenizer is not held against its digest: tokenizer.path = '/nowhere' cannot be loaded" in caplog.text
     nameless = config.model_copy(update={"tokenizer": section.model_copy(update={"path": "/nowhere"})})
-    assert with_tokenizer_named(nameless) == nameless
+    assert _with_tokenizer_named(nameless) == nameless
     assert "gets no digest to hold volunteers' against" in caplog.text
 
 

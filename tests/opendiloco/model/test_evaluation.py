@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from opendiloco.cli.new_run import with_held_out_text_named
+from opendiloco.cli.run import _with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
@@ -170,16 +170,16 @@ def test_a_run_names_the_held_out_text_that_is_on_the_organisers_machine(
     def with_folder(folder: Path) -> RunConfig:
         return small_config.model_copy(update={"data": small_config.data.model_copy(update={"source": str(folder)})})
 
-    named = with_held_out_text_named(small_config)
+    named = _with_held_out_text_named(small_config)
     assert named.evaluation.digest is not None
-    assert with_held_out_text_named(named) == named
-    assert with_held_out_text_named(with_folder(tmp_path / "nowhere")).evaluation.digest is None
+    assert _with_held_out_text_named(named) == named
+    assert _with_held_out_text_named(with_folder(tmp_path / "nowhere")).evaluation.digest is None
     (tmp_path / "own.txt").write_text("a few words, too few")
-    assert with_held_out_text_named(with_folder(tmp_path)).evaluation.digest is None
+    assert _with_held_out_text_named(with_folder(tmp_path)).evaluation.digest is None
     assert "gets no digest" in caplog.text
     other = named.evaluation.model_copy(update={"digest": "cd" * 32})
     with pytest.raises(DataError, match="has the digest cdcd"):
-        with_held_out_text_named(named.model_copy(update={"evaluation": other}))
+        _with_held_out_text_named(named.model_copy(update={"evaluation": other}))
 
 
 def test_samples_are_the_same_for_the_same_seed(small_config: RunConfig) -> None:

@@ -17,7 +17,7 @@ import torch
 
 import opendiloco
 from opendiloco import shared_memory
-from opendiloco.cli.runs import needs_here
+from opendiloco.cli.status import _needs_here
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import OwnFiles
@@ -326,7 +326,7 @@ def test_what_lists_or_reads_a_strangers_run_opens_no_folder(
 ) -> None:
     run = Run.sign(of_folder(small_content, folder), Identity.generate())
     with pytest.raises(DataError, match="--model PATH"):
-        needs_here(run)
+        _needs_here(run)
     (tmp_path / "manifest").write_bytes(run.manifest.pack())
     with pytest.raises(DataError, match="--model PATH"):
         find_origin(tmp_path, manifest=tmp_path / "manifest")

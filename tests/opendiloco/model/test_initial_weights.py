@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opendiloco.cli.new_run import with_weights_named
+from opendiloco.cli.run import _with_weights_named
 from opendiloco.config.model import ModelSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
@@ -30,18 +30,18 @@ def pretrained(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def test_a_run_from_saved_weights_is_created_with_their_digest(small_content: dict[str, Any], tmp_path: Path) -> None:
     config = RunConfig.from_manifest_content(pretrained(small_content, tmp_path))
-    named = with_weights_named(config)
+    named = _with_weights_named(config)
     assert named.model.digest == digest_of_weights(initial_theta(config))
     assert named.model.digest == digest_of_weights(initial_theta(RunConfig.from_manifest_content(small_content)))
-    assert with_weights_named(named) == named
-    assert with_weights_named(RunConfig.from_manifest_content(small_content)).model.digest is None
+    assert _with_weights_named(named) == named
+    assert _with_weights_named(RunConfig.from_manifest_content(small_content)).model.digest is None
 
 
 def test_a_run_with_another_digest_is_not_created(small_content: dict[str, Any], tmp_path: Path) -> None:
     content = pretrained(small_content, tmp_path)
     content["model"]["digest"] = OTHER
     with pytest.raises(MachineError, match=OTHER):
-        with_weights_named(RunConfig.from_manifest_content(content))
+        _with_weights_named(RunConfig.from_manifest_content(content))
 
 
 def test_weights_that_differ_are_named_with_those_that_are_meant() -> None:

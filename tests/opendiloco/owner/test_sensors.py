@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from opendiloco.owner.facts import machine_line
-from opendiloco.owner.sensors import GpuState, Sensor, is_on_battery, read_gpus, read_sensors
+from opendiloco.owner.facts import GpuState, Sensor, is_on_battery, machine_line, read_gpus, read_sensors
 
 Reading = namedtuple("Reading", "label current high critical")  # as psutil's
 HEAT, BRAKE, LOST = 0x40, 0x80, "lost"

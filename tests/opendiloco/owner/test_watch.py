@@ -13,9 +13,7 @@ from opendiloco.owner import watch as owners_watch
 from opendiloco.owner.conditions import parse_conditions
 from opendiloco.owner.controls import Request
 from opendiloco.owner.facts import Facts
-from opendiloco.owner.sleep import SleepWatch
-from opendiloco.owner.watch import LONGEST_HOLD, LOOK_SECONDS, SHORTEST_HOLD, OwnersWatch
-from opendiloco.owner.wishes import CALM_SECONDS
+from opendiloco.owner.watch import CALM_SECONDS, LONGEST_HOLD, LOOK_SECONDS, SHORTEST_HOLD, OwnersWatch
 
 GRACE = 10.0
 NOON = datetime(2026, 11, 24, 12, 0)
@@ -70,7 +68,7 @@ def paused(grace: float = GRACE) -> Machine:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands come at the same time as the last look."""
-    monkeypatch.setattr("opendiloco.owner.watch.awake", lambda: 1000.0)
+    monkeypatch.setattr("opendiloco.owner.watch._awake", lambda: 1000.0)
 
 
 def test_a_condition_holds_the_training_from_the_second_look_on_and_until_it_has_been_gone_for_a_while() -> None:
@@ -315,8 +313,14 @@ def test_a_nap_that_others_wait_for_is_only_told_of() -> None:
 
 
 def test_only_the_difference_of_the_clocks_is_sleep() -> None:
-    watch = SleepWatch()
-    assert watch.tick(10.0, 500.0) == 0  # it may have slept before we began
-    assert watch.tick(4000.0, 4490.0) == 0  # a process that was stopped: both clocks went on
-    assert watch.tick(4001.0, 4492.5) == 0  # clocks are read one after the other
-    assert watch.tick(4002.0, 4593.5) == 100.0
+    said: list[str] = []
+    watch = OwnersWatch(say=said.append)
+    for awake, since_start in (
+        (10.0, 500.0),  # it may have slept before we began
+        (4000.0, 4490.0),  # a process that was stopped: both clocks went on
+        (4001.0, 4492.5),  # clocks are read one after the other
+    ):
+        watch.observe(Facts(NOON), awake, since_start)
+    assert said == []
+    watch.observe(Facts(NOON), 4002.0, 4593.5)
+    assert said == ["this machine has slept for 2 min"]

@@ -11,11 +11,11 @@ from click.testing import CliRunner, Result
 
 from opendiloco.cli.group import main
 from opendiloco.errors import SettingsError
-from opendiloco.settings.file import SettingsFile, unknown_variables, without_settings
+from opendiloco.settings.file import read_settings_file, unknown_variables, without_settings
 from opendiloco.settings.join_settings import FileSettings, JoinSettings
-from opendiloco.settings.reference import reference_page
 from opendiloco.settings.setting import settings_of
 from opendiloco.workers.options import WorkerOptions
+from tests.settings_reference import OPTIONS, reference_page
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = list(settings_of(FileSettings))
@@ -95,7 +95,7 @@ def test_a_wrong_file_names_key_value_and_remedy(tmp_path: Path, text: str, said
     path = tmp_path / "config.toml"
     path.write_text(text)
     with pytest.raises(SettingsError) as caught:
-        SettingsFile.read(path)
+        read_settings_file(path)
     assert said in str(caught.value)
     done = show(file=path)
     assert (done.exit_code, str(path) in done.stderr) == (2, True)
@@ -127,7 +127,7 @@ def test_a_folder_of_the_file_has_to_be_there_for_those_who_read_it(tmp_path: Pa
     """`pause` failed where a disk with data was not mounted."""
     file = tmp_path / "config.toml"
     file.write_text('data = ["/no/such/folder"]\n')
-    assert SettingsFile.read(file).values == {"data": ["/no/such/folder"]}
+    assert read_settings_file(file) == {"data": ["/no/such/folder"]}
     paused = CliRunner().invoke(main, ["--config", str(file), "pause", "--state", str(tmp_path)])
     assert paused.exit_code == 6, "there is no volunteer"
     joined = CliRunner().invoke(main, ["--config", str(file), "join", "--run", "tiny-x"])
@@ -157,7 +157,7 @@ def test_every_setting_has_a_section_and_each_spelling_is_one_settings_own() -> 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_setting_says_what_it_means(setting: Any) -> None:
-    assert setting.about.help.endswith(".")
+    assert setting.help.endswith(".")
 
 
 def test_workers_get_their_settings() -> None:
@@ -171,6 +171,5 @@ def test_a_process_that_goes_by_its_command_line_alone_sees_no_settings() -> Non
 
 
 def test_the_reference_page_is_what_the_settings_are() -> None:
-    made = reference_page()
-    remedy = "run `python -m opendiloco.settings.reference docs/options.md`"
-    assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == made, remedy
+    remedy = "run `python -m tests.settings_reference`"
+    assert OPTIONS.read_text(encoding="utf-8") == reference_page(), remedy

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from opendiloco.cli.new_run import check
+from opendiloco.cli.run import _check
 from opendiloco.config.optimizers import AdamWSection, InnerOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
@@ -186,7 +186,7 @@ def test_what_torch_does_not_have_is_refused(values: dict[str, Any], said: str) 
 def test_no_run_is_created_with_what_torch_does_not_have(small_content: dict[str, Any]) -> None:
     optimizer = {"kind": "torch", "name": "Adamm", "learning_rate": 1.0}
     with pytest.raises(ManifestError, match=r"inner_optimizer.name = 'Adamm'"):
-        check(RunConfig.from_manifest_content(small_content | {"inner_optimizer": optimizer}))
+        _check(RunConfig.from_manifest_content(small_content | {"inner_optimizer": optimizer}))
 
 
 @pytest.mark.parametrize("values", KINDS, ids=lambda values: values.get("name", values["kind"]))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from opendiloco.cli.status import picture, plain
+from opendiloco.cli.status import _picture, _plain
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.view.run_view import RunView, reachability
@@ -73,9 +73,9 @@ def test_peers_that_are_hard_to_reach_are_named() -> None:
 def test_status_shows_it_and_says_it_in_json(small_config: RunConfig) -> None:
     shown = beat(endpoints=(HOME,), relays=(NODE,), unreached=("tail0001",), trouble="others cannot reach you")
     run = Run.sign(small_config, Identity.generate())
-    lines = [str(part) for part in picture(RunView.of(run, [shown]), NOTHING_SIGNED).renderables]
+    lines = [str(part) for part in _picture(RunView.of(run, [shown]), NOTHING_SIGNED).renderables]
     assert any("cannot reach 1 (tail0001); others cannot reach you" in line for line in lines)
-    said = json.loads(json.dumps(plain(shown, small_config)))
+    said = json.loads(json.dumps(_plain(shown, small_config)))
     assert said["reach"] == "NAT"
     assert said["endpoints"] == [HOME]
     assert said["relays"] == [NODE]

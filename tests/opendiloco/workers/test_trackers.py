@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from opendiloco.cli.setting_options import join_settings
+from opendiloco.cli.options import join_settings
 from opendiloco.errors import MachineError
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.workers import trackers

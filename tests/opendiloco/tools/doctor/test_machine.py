@@ -19,7 +19,7 @@ from opendiloco.cli import main
 from opendiloco.errors import MachineError
 from opendiloco.kernels import self_test
 from opendiloco.owner.controls import Answer, serve_controls
-from opendiloco.owner.sensors import GpuState, Sensor
+from opendiloco.owner.facts import GpuState, Sensor
 from opendiloco.tools.doctor import machine
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
 from opendiloco.tools.doctor.machine import (

@@ -1,7 +1,8 @@
-"""`diloco-peer tokenize`: a run's text as token ids, in files that are mapped into memory."""
+"""What an organiser may do with a run.toml before the run: `plan` what it comes to, and `tokenize` what it reads."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,12 +10,58 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import FILE, NEW_FOLDER
+from opendiloco.cli.options import FILE, FOLDER, writing
+from opendiloco.errors import DataError
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
     from opendiloco.data.token_files import Piece
     from opendiloco.data.tokenizer import Tokenizer
+
+
+@click.command()
+@click.argument("run_toml", type=FILE)
+@click.option("--peers", "links_toml", type=FILE, required=True, help="The machines and their links: a TOML file.")
+@click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
+@click.pass_obj
+def plan(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
+    """Say what RUN_TOML would come to with given peers and links.
+
+    Nobody needs to rent a machine for it: how much of their time peers compute, what they send, how long joining
+    takes, memory, tokens a day, cost, and the bandwidth that computing for more of the time would need.
+    """
+    from opendiloco.config.run_config import RunConfig
+    from opendiloco.tools.plan.links import Links
+
+    log.start()
+    config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)
+
+    from rich.console import Console
+
+    from opendiloco.model.build import sized_skeleton
+    from opendiloco.tools.plan import report
+    from opendiloco.tools.plan.forecast import forecast, least_bandwidth
+    from opendiloco.tools.plan.setup import memory_of, plan_of
+
+    skeleton = sized_skeleton(config)
+    planned = plan_of(config, skeleton, links)
+    memory = [memory_of(config, skeleton, peer) for peer in planned.swarm.peers]
+    found = forecast(planned)
+    needed = {target: least_bandwidth(planned, target) for target in report.TARGETS}
+    console = Console()
+    console.print(report.headline(planned))
+    console.print(report.run_table(found))
+    console.print()
+    console.print(report.peers_table(planned, found, memory))
+    for line in filter(None, (report.cost_line(found), *report.warnings(planned, found, memory))):
+        console.print(line)
+    console.print()
+    console.print(report.bandwidth_table(needed))
+    if json_file:
+        text = json.dumps(report.plain(planned, found, memory, needed), indent=2) + "\n"
+        with writing(json_file, "Name another file."):
+            json_file.write_text(text, encoding="utf-8")
+
 
 READ_AT_ONCE = 1 << 22
 """Tokens."""
@@ -22,13 +69,8 @@ READ_AT_ONCE = 1 << 22
 
 @click.command(short_help="Turn what a run reads into a folder of token ids, once.")
 @click.argument("run_toml", type=FILE)
-@click.option("--out", type=NEW_FOLDER, required=True, help="A folder that is new or empty.")
-@click.option(
-    "--source",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Of several [[data.sources]], the N-th.",
-)
+@click.option("--out", type=FOLDER, required=True, help="A folder that is new or empty.")
+@click.option("--source", type=click.IntRange(min=1), metavar="N", help="Of several [[data.sources]], the N-th.")
 @click.option("--tokens", type=FILE, help="Not the run's text, but this file of token ids, one after another.")
 @click.option("--held-out", type=FILE, help="With --tokens: the same of the documents that are held out.")
 @click.option(
@@ -39,7 +81,7 @@ READ_AT_ONCE = 1 << 22
     help="With --tokens: the type of the ids in the files, little-endian.",
 )
 @click.pass_obj
-def command(
+def tokenize(
     log: LogOptions,
     run_toml: Path,
     out: Path,
@@ -66,15 +108,15 @@ def command(
     tokenizer = build_tokenizer(config.tokenizer)
     with new_folder(out), watched_by(StartUp().heard):
         if tokens is None or held_out is None:
-            pieces, split = pieces_of(config, source, tokenizer), config.data.held_out
+            pieces, split = _pieces_of(config, source, tokenizer), config.data.held_out
             about = write_token_folder(out, pieces, tokenizer, split)
         else:
-            about = write_token_folder(out, read_pieces(tokens, held_out, dtype), tokenizer)
+            about = write_token_folder(out, _read_pieces(tokens, held_out, dtype), tokenizer)
     click.echo(f"{about.training.tokens:,} tokens for training and {about.held_out.tokens:,} held out are in {out}")
     click.echo(f"data.digest: {about.digest}")
 
 
-def pieces_of(config: RunConfig, place: int | None, tokenizer: Tokenizer) -> Iterator[Piece]:
+def _pieces_of(config: RunConfig, place: int | None, tokenizer: Tokenizer) -> Iterator[Piece]:
     """Return the documents of a run's source. Raises: DataError when it cannot be read whole."""
     from opendiloco.data.token_cache import TokenCache
     from opendiloco.data.tokenized import TokenizedSource
@@ -89,11 +131,9 @@ def pieces_of(config: RunConfig, place: int | None, tokenizer: Tokenizer) -> Ite
     return TokenizedSource(whole, config.data.held_out, tokenizer, TokenCache()).pieces()
 
 
-def read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
+def _read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
     """Read files of token ids, a piece at a time. Raises: DataError."""
     import numpy as np
-
-    from opendiloco.errors import DataError
 
     kind: Any = np.dtype(dtype).newbyteorder("<")
     for path, is_held_out in ((training, False), (held_out, True)):

@@ -1,0 +1,240 @@
+"""Commands about this machine: `demo`, `doctor`, `config` and `identity`."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from opendiloco.cli.group import INTERRUPTED, UNFIT
+from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.options import (
+    FILE,
+    FOLDER,
+    PATH_KEY,
+    SettingsCommand,
+    is_typed,
+    join_option,
+    join_settings,
+    parse_run,
+    reader,
+    refuse_torchrun,
+)
+from peers.network.own_network import everywhere
+
+if TYPE_CHECKING:
+    from opendiloco.settings.join_settings import JoinSettings
+    from opendiloco.settings.setting import Setting
+    from opendiloco.tools.demo.screen import DemoScreen
+    from opendiloco.tools.demo.swarm import DemoResult
+    from opendiloco.tools.doctor.examination import Wishes
+    from opendiloco.tools.doctor.findings import Finding
+    from opendiloco.volunteer.interrupts import Interrupts
+
+
+@click.command(short_help="Watch a swarm train a small model on this machine.")
+@click.option(
+    "--peers", type=click.IntRange(min=1), metavar="N", default=3, show_default=True, help="Number of volunteers."
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0.5),
+    metavar="N",
+    default=3.0,
+    show_default=True,
+    help="How long it may take. Half way a volunteer is killed and another one joins, which takes up to a minute.",
+)
+@click.option("--run", type=FILE, help="The run.toml to train.  [default: a small Llama on Python's standard library]")
+@click.option("--out", type=FOLDER, help="New folder for model and logs.  [default: a temporary one]")
+@click.option("--plain", is_flag=True, help="Lines instead of a live screen.")
+@click.pass_obj
+def demo(log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
+    """Watch a swarm of volunteers train a small model on this machine."""
+    from opendiloco.tools.demo.screen import DemoScreen
+    from opendiloco.tools.demo.swarm import DemoOptions, run_demo
+    from opendiloco.volunteer.interrupts import run_interruptible
+
+    log.start()
+    options = DemoOptions(peers, minutes, run, out, plain)
+    with DemoScreen(minutes * 60, plain) as screen:
+        result = run_interruptible(lambda interrupts: run_demo(options, screen))
+    if result is None:
+        raise SystemExit(INTERRUPTED)
+    raise SystemExit(_conclude(result, screen))
+
+
+def _conclude(result: DemoResult, screen: DemoScreen) -> int:
+    """Print what came out. Return the exit code."""
+    facts = result.facts
+    summary = (
+        ("run", facts.run_id),
+        ("trained", f"{facts.outer_steps} outer steps, {facts.tokens:,} tokens"),
+        ("held-out loss", f"{result.before:.3f} before, {facts.held_out_loss:.3f} after (nats per token)"),
+        ("digests", str(result.agreement)),
+        ("model", f"{result.folder / 'model'} (for AutoModelForCausalLM.from_pretrained)"),
+        ("logs", str(result.folder / "logs")),
+    )
+    screen.say("\nwhat the model writes:\n")
+    for line in result.sample.splitlines():
+        screen.say(f"    {line}")
+    screen.say("")
+    for name, text in summary:
+        screen.say(f"{name:<15}{text}")
+    for problem in result.problems:
+        click.echo(f"error: {problem}", err=True)
+    return 1 if result.problems else 0
+
+
+@click.command(cls=SettingsCommand, short_help="Say whether this machine can train, and what keeps it from it.")
+@join_settings(needs_run=False)
+@click.option(
+    "--trial/--no-trial",
+    default=True,
+    show_default=True,
+    help="With --run: train for some seconds to measure the speed; else it is estimated, where it can be.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_obj
+def doctor(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool) -> None:
+    """Check this machine, and say what to do about what keeps it from training.
+
+    With --run, look whether it can take part in that run, how fast, and at what price in traffic. Takes the options
+    that `join` takes. Changes nothing, and trains nothing that counts.
+    """
+    from opendiloco.tools.doctor.examination import Wishes
+    from opendiloco.volunteer.admission import read_ticket
+
+    refuse_torchrun(os.environ)
+    log.start("error")
+    invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
+    is_named = is_typed(click.get_current_context(), "identity")  # else it may be in use by a volunteer
+    with reader(settings.identity if is_named else None) as key:
+        wishes = Wishes(
+            key=key,
+            listen=settings.listen or everywhere(0),
+            run_id=invite.run_id if invite else None,
+            addresses=invite.addresses if invite else settings.initial_peers,
+            announce=settings.announce,
+            data_port=settings.data_port,
+            state=settings.state,
+            data=settings.data,
+            own=settings.own_files,
+            ticket=None if settings.ticket is None else read_ticket(settings.ticket),
+            workers=settings.workers,
+            tries=trial,
+        )
+        raise SystemExit(_examine(wishes, as_json))
+
+
+def _examine(wishes: Wishes, as_json: bool) -> int:
+    """Make the checks, and show what they find. Return the exit code."""
+    from rich.console import Console
+
+    from opendiloco.tools.doctor import report
+    from opendiloco.tools.doctor.examination import Examination
+    from opendiloco.tools.doctor.findings import Verdict, worst
+    from opendiloco.volunteer.interrupts import run_interruptible
+
+    console = Console()
+    is_live = console.is_terminal and not as_json
+    with console.status("") if is_live else nullcontext() as status:
+
+        def tell(finding: Finding) -> None:
+            if not as_json:
+                report.show(console, finding)
+
+        def at(what: str) -> None:
+            if status is not None:
+                status.update(f"{what} …")
+
+        async def make(interrupts: Interrupts) -> bool:
+            await examination.run()
+            return True
+
+        examination = Examination(wishes, tell, at)
+        is_done = run_interruptible(make)
+    if not is_done:
+        return INTERRUPTED
+    conclude = report.as_json if as_json else report.conclusion
+    click.echo(conclude(examination.findings, wishes.run_id))
+    return UNFIT if worst(examination.findings) is Verdict.FAIL else 0
+
+
+_ORIGINS = {
+    ParameterSource.COMMANDLINE: "command line",
+    ParameterSource.ENVIRONMENT: "environment",
+    ParameterSource.DEFAULT_MAP: "file",
+}
+
+
+@click.group()
+def config_group() -> None:
+    """Look at the settings of this machine."""
+
+
+@config_group.command("show", short_help="Print each setting, and where it comes from.")
+@join_settings(needs_run=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: each setting's `value` and `from`.")
+@click.pass_context
+def show_config(context: click.Context, settings: JoinSettings, as_json: bool) -> None:
+    """Print what `join` would go by, given the same options, and where each value comes from: the command line, an
+    environment variable, the configuration file, or the default."""
+    from opendiloco.settings.file import unknown_variables
+    from opendiloco.settings.join_settings import SECTIONS, LogSettings
+    from opendiloco.settings.setting import settings_of
+
+    shown: dict[str, dict[str, Any]] = {}
+    lines = []
+    for section in SECTIONS:
+        where = context.find_root() if section is LogSettings else context
+        lines += ["", f"# {section.TITLE}"]
+        for setting in settings_of(section):
+            origin = _origin(where, setting)
+            value = where.params[setting.name] if section is LogSettings else getattr(settings, setting.name)
+            value = None if value == "" and setting.is_required else value
+            shown[setting.name] = {"value": value, "from": origin}
+            lines.append(_line(setting, value, origin))
+    if as_json:
+        click.echo(json.dumps(shown, indent=2, default=str))
+        return
+    path = context.meta[PATH_KEY]
+    click.echo(f"configuration file: {path}{'' if path.exists() else ' (there is none)'}")
+    click.echo("\n".join(lines))
+    for warning in unknown_variables(os.environ):
+        click.echo(f"warning: {warning}", err=True)
+
+
+def _origin(context: click.Context, setting: Setting) -> str:
+    source = context.get_parameter_source(setting.name)
+    origin = "default" if source is None else _ORIGINS.get(source, "default")
+    return f"environment, {setting.variable}" if source is ParameterSource.ENVIRONMENT else origin
+
+
+def _line(setting: Setting, value: Any, origin: str) -> str:
+    """Return a setting as a line of the configuration file; one without a value is commented out."""
+    if value is None or value == ():
+        unset = f"# {setting.name}"
+        return f"{unset}  ({setting.default_text})" if setting.default_text else unset
+    return f"{setting.name} = {json.dumps(value, default=str)}  # {origin}"
+
+
+@click.group()
+def identity_group() -> None:
+    """Show the key of this machine."""
+
+
+@identity_group.command("show", short_help="Print the peer id, and where the key is.")
+@join_option("identity", help="This machine's key file.")
+def show_identity(identity: Path | None) -> None:
+    """Print the peer id of this machine's key, and the key's file. Makes no key."""
+    from opendiloco.volunteer.identity_file import usable_path
+    from peers.values.identity import Identity
+
+    path = usable_path(identity)
+    click.echo(f"peer id:   {Identity.load(path).peer_id}")
+    click.echo(f"key file:  {path}")
