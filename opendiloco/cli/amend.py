@@ -62,7 +62,7 @@ async def give_amendment(
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
     from peers.errors import SwarmUnreachableError
-    from peers.network.amendments import give
+    from peers.network.known_runs import give
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)

@@ -118,7 +118,7 @@ async def look(addresses: tuple[str, ...], limit: int) -> list[ListedRun]:
     import asyncio
 
     from opendiloco.volunteer.volunteer import connected
-    from peers.network.catalogue import listed_runs
+    from peers.network.bootstrap import listed_runs
     from peers.values.identity import Identity
 
     async with connected(Identity.generate(), addresses, client_mode=True) as transport:

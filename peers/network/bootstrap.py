@@ -2,33 +2,35 @@
 
 A DHT forgets. The node keeps every manifest announced to it in a directory, puts them all into the DHT when it starts
 and again and again while it runs, and so keeps runs findable while none of their peers is there, through its own
-restarts, too.
+restarts, too. It lists the ids of its runs to anybody, except those by invitation. Peers repeat the manifest as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from peers import metrics
-from peers.errors import LocalNetworkError, ManifestError
+from peers.errors import LocalNetworkError, ManifestError, SwarmUnreachableError
 from peers.health import HEALTH
-from peers.network.catalogue import serve_catalogue
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.network.daemon import peer_id_of
+from peers.network.daemon import NETWORK_ERRORS, peer_id_of
+from peers.network.first_contact import RememberedPeers
 from peers.network.manifest_store import ManifestStore
 from peers.network.rating import RATING, Rater
 from peers.network.run_failures import RunFailures
 from peers.network.settings import LinkSettings
-from peers.network.transport import HivemindTransport
+from peers.network.transport import CallHandler, HivemindTransport
 from peers.presence.allowances import Allowances
-from peers.presence.heartbeat import PeerState
+from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.clock import now
 from peers.values.identity import Identity
-from peers.values.manifest import SignedManifest
+from peers.values.manifest import RUN_ID, SignedManifest
 from peers.values.signed_heads import SignedHeadsError, unpack_heads
 from peers.values.tickets import Ticket, TicketError
 from peers.values.wire import printable
@@ -250,3 +252,99 @@ async def _give_life_signs() -> None:
             await asyncio.sleep(LIFE_SIGN_INTERVAL)
     finally:
         HEALTH.over("bootstrap")
+
+
+LIST_RUNS = "list-runs"  # name of the call; payload: how many runs to leave out, in decimals; answer: a run id a line
+PAGE = 200  # runs in one answer
+RUNS_LIMIT = 1000
+"""Runs that are asked for at most."""
+ASK_TIMEOUT = 20.0  # seconds
+NUMBER = re.compile(rb"[0-9]{1,6}")
+
+
+class Serving(Protocol):
+    async def on_call(self, name: str, handler: CallHandler) -> None: ...
+
+
+class Asking(Protocol):
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
+
+
+async def serve_catalogue(transport: Serving, run_ids: Callable[[], Iterable[str]]) -> None:
+    """Answer whoever asks which runs there are. `run_ids` returns those that may be told, the newest first."""
+
+    async def answer(sender: str, payload: bytes) -> bytes:
+        if not NUMBER.fullmatch(payload):
+            raise RefusalError("the number of runs to leave out is malformed")
+        first = int(payload)
+        return "\n".join(list(run_ids())[first : first + PAGE]).encode()
+
+    await transport.on_call(LIST_RUNS, answer)
+
+
+async def listed_runs(transport: Asking, addresses: Sequence[str], limit: int = RUNS_LIMIT) -> list[str]:
+    """Return the ids of at most `limit` runs that the nodes at these addresses remember, each once.
+
+    Raises: SwarmUnreachableError when none of the nodes lists any runs.
+    """
+    found: dict[str, None] = {}
+    failures = []
+    for address in addresses:
+        try:
+            for run_id in await _list_of(transport, peer_id_of(address), limit):
+                found.setdefault(run_id)
+        except PeerUnreachableError as error:
+            failures.append(str(error).rstrip("."))
+    if len(failures) == len(addresses):
+        raise SwarmUnreachableError(
+            f"nobody at the given addresses says which runs there are: {'; '.join(failures)}.",
+            "Name a bootstrap node of this version; other peers remember no runs but their own.",
+        )
+    return list(found)[:limit]
+
+
+async def _list_of(transport: Asking, peer_id: str, limit: int) -> list[str]:
+    """Return what one node lists. Raises: PeerUnreachableError, also for an answer that is malformed."""
+    run_ids: list[str] = []
+    while len(run_ids) < limit:
+        answer = await transport.call(peer_id, LIST_RUNS, str(len(run_ids)).encode(), ASK_TIMEOUT)
+        page = answer.decode("ascii", errors="replace").split()
+        if len(page) > PAGE or not all(map(RUN_ID.fullmatch, page)):
+            raise PeerUnreachableError(peer_id, "its list of runs is malformed")
+        run_ids += page
+        if len(page) < PAGE:
+            break
+    return run_ids
+
+
+LOOK_INTERVAL = 10.0  # seconds
+
+
+class ManifestKeeper(Protocol):
+    async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None: ...
+
+
+async def keep_announced(
+    network: ManifestKeeper,
+    manifest: SignedManifest,
+    others: Callable[[], Iterable[Heartbeat]],
+    remembered: RememberedPeers | None = None,
+) -> None:
+    """Put the manifest into the DHT again and again, and remember where `others` are, until cancelled."""
+    repeated_at = -float("inf")
+    while True:
+        if time.monotonic() - repeated_at >= REPUBLISH_INTERVAL:
+            repeated_at = time.monotonic()
+            await _repeat(network, manifest)
+        if remembered is not None:
+            now = time.time()
+            remembered.observe(others(), now)
+            await asyncio.to_thread(remembered.save_when_due, now)
+        await asyncio.sleep(LOOK_INTERVAL)
+
+
+async def _repeat(network: ManifestKeeper, manifest: SignedManifest) -> None:
+    try:
+        await network.store_manifest(manifest, MANIFEST_LIFETIME)
+    except NETWORK_ERRORS as error:  # what to do about it is another's concern
+        logger.debug("the manifest is not in the DHT: %r", error)

@@ -31,7 +31,7 @@ from peers.errors import (
     quoted,
 )
 from peers.network.channel import PeerUnreachableError
-from peers.network.light import load_hivemind
+from peers.network.hivemind_lite import load_hivemind
 from peers.network.signals import signals_held_back
 from peers.values.identity import Identity, is_peer_id
 from peers.values.private_folders import open_private, sweep_folders, temporary_folder

@@ -7,9 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from peers.network.gateway import NatPmp, Pcp
-from peers.network.mappings import Mapping, Router
-from peers.network.upnp_router import Upnp
+from peers.network.gateway import Mapping, NatPmp, Pcp, Router
+from peers.network.upnp import Upnp
 
 logger = logging.getLogger(__name__)
 

@@ -26,16 +26,16 @@ from peers.network.channel import (
 )
 from peers.network.contacts import contacts_of, host_of, open_volunteers
 from peers.network.daemon import NETWORK_ERRORS, Daemon, peer_errors, to_peer_id
+from peers.network.dht_node import DhtNode
 from peers.network.dialling import MORE
+from peers.network.discovery import GOSSIP, PeerDiscovery
 from peers.network.first_contact import endpoint
 from peers.network.links import EAGER, Links
-from peers.network.node import HivemindNode
 from peers.network.opening import PROBED_PORTS
 from peers.network.probing import probe
 from peers.network.relays import LINK_INFO, LinkInfo
 from peers.network.settings import LinkSettings
 from peers.network.throttle import Caps, LinkTime, Throttle
-from peers.network.whereabouts import GOSSIP, Whereabouts
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.news import Request
@@ -58,7 +58,7 @@ CALL_TIMEOUT = 10.0  # seconds for messages of the transport's own
 ANSWER, REFUSAL = b"\x01", b"\x00"
 
 
-class HivemindTransport(HivemindNode):
+class HivemindTransport(DhtNode):
     """One peer's connection to the swarm. Made by `create`; `close` ends it.
 
     Where there is a link with a peer, messages and streams go over it; else over libp2p.
@@ -72,7 +72,7 @@ class HivemindTransport(HivemindNode):
         self._answers: dict[str, CallHandler] = {}
         self._links: Links | None = None
         self._is_eager = False
-        self._whereabouts: dict[str, Whereabouts] = {}
+        self._whereabouts: dict[str, PeerDiscovery] = {}
         self._unmet: dict[str, tuple[str, ...]] = {}  # addresses of peers of a large run, to be dialled when needed
         self.no_round = LinkTime()
         """Whether bulk data that is in no hurry may have the link to itself."""
@@ -90,7 +90,7 @@ class HivemindTransport(HivemindNode):
         public: bool | None = None,
         links: LinkSettings | None = None,
     ) -> Self:
-        """See `HivemindNode.create`. `links` says where bulk connections are accepted; a client accepts none."""
+        """See `DhtNode.create`. `links` says where bulk connections are accepted; a client accepts none."""
         transport = await super().create(
             identity, initial_peers, listen, announce, client_mode, local, remembered, public
         )
@@ -182,23 +182,23 @@ class HivemindTransport(HivemindNode):
             task.add_done_callback(self._serving.discard)
 
     # Who is there ---------------------------------------------------------------------------------------------
-    def whereabouts_of(self, run_id: str) -> Whereabouts:
+    def discovery_of(self, run_id: str) -> PeerDiscovery:
         if run_id not in self._whereabouts:
-            self._whereabouts[run_id] = Whereabouts(run_id, self)
+            self._whereabouts[run_id] = PeerDiscovery(run_id, self)
         self._whereabouts[run_id].gossip.admission = self.admissions.of(run_id)
         return self._whereabouts[run_id]
 
     def pace(self, run_id: str) -> Pace:
         """Return what the next thing that we say of ourselves in a run depends on."""
-        return self.whereabouts_of(run_id).pace()
+        return self.discovery_of(run_id).pace()
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
         """Tell a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
-        return await self.whereabouts_of(run_id).say(heartbeat, sign)
+        return await self.discovery_of(run_id).say(heartbeat, sign)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
-        found = await self.whereabouts_of(run_id).heartbeats()
+        found = await self.discovery_of(run_id).heartbeats()
         self.admissions.catch_up(self, run_id, found)
         self.head_store.hear(run_id, found)
         if self._links:
@@ -209,7 +209,7 @@ class HivemindTransport(HivemindNode):
 
     def silences(self, run_id: str) -> dict[str, float]:
         """Return for how many seconds nothing new was heard of each peer of a run."""
-        return self.whereabouts_of(run_id).silences()
+        return self.discovery_of(run_id).silences()
 
     async def _hear(self, sender: str, payload: bytes) -> bytes:
         request = Request.unpack(sender, payload)

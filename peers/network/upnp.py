@@ -1,16 +1,28 @@
-"""Asking a home router for a port with UPnP: the messages of an Internet Gateway Device, versions 1 and 2.
+"""A home router that speaks UPnP (Internet Gateway Device, versions 1 and 2), asked for a port.
 
-Bytes only, no sockets. Three formats are read here, all of them from whoever on the local network answers: a reply to a
-search (HTTP over UDP), a description of the device (XML), and answers to commands (SOAP). A device is talked to at the
-address from which it answered, and nowhere else.
+Three formats are read here, from any device on the local network that answers: a reply to a search (HTTP over UDP), a
+description of the device (XML), and answers to commands (SOAP). A device is talked to at the address from which it
+answered, and nowhere else.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from urllib.parse import SplitResult, urljoin, urlsplit
 from xml.parsers import expat
+
+import h11
+
+from peers.network.gateway import Mapping
+
+logger = logging.getLogger(__name__)
 
 SEARCH_TARGETS = tuple(f"urn:schemas-upnp-org:device:InternetGatewayDevice:{version}" for version in (1, 2))
 SERVICE_TYPES = tuple(
@@ -163,3 +175,189 @@ def _url_at(text: str, host: str, base: str = "") -> SplitResult | None:
     except ValueError:
         return None
     return url if url.scheme == "http" and url.hostname == host and port != 0 and "@" not in url.netloc else None
+
+
+SEARCH_ADDRESS = ("239.255.255.250", 1900)
+SEARCH_SECONDS = SEARCH_WAIT + 0.5
+DEVICE_LIMIT = 4  # devices that we talk to
+REPLIES_LIMIT = 64  # datagrams that we look at
+HTTP_SECONDS = 5.0  # for one request, all in all
+HTTP_LIMIT = 128 * 1024  # bytes of one answer
+PORT_TRIES = 3
+FREE_PORTS = (49152, 65535)  # for anybody's use
+DESCRIPTION = "diloco-peer"
+UNANSWERED = (OSError, NonsenseError, CommandError)
+
+
+class Upnp:
+    """The router as one that speaks UPnP. It is looked for again when it does not answer where it was."""
+
+    name = "UPnP"
+
+    def __init__(self, search_address: tuple[str, int] = SEARCH_ADDRESS, seconds: float = SEARCH_SECONDS) -> None:
+        self._search_address = search_address
+        self._seconds = seconds
+        self._service: Service | None = None
+        self._external_port = 0
+
+    async def open(self, port: int, lifetime: float) -> Mapping | None:
+        """Map a port; None when no router offers it. Raises: OSError."""
+        if self._service is not None:
+            with suppress(*UNANSWERED):
+                return await self._map(self._service, port, lifetime)
+        self._service, self._external_port = None, 0
+        async with aclosing(self._services()) as services:
+            async for service in services:
+                try:
+                    mapping = await self._map(service, port, lifetime)
+                except UNANSWERED as error:
+                    logger.debug("UPnP at %s: %r", service.url.netloc, error)
+                    continue
+                self._service = service
+                return mapping
+        return None
+
+    async def close(self, port: int) -> None:
+        """End the mapping, if there is one. Raises: OSError."""
+        service, external_port = self._service, self._external_port
+        self._service, self._external_port = None, 0
+        if service is not None:
+            arguments = {"NewRemoteHost": "", "NewExternalPort": str(external_port), "NewProtocol": "TCP"}
+            with suppress(NonsenseError, CommandError):
+                await _command(service, "DeletePortMapping", arguments)
+
+    async def _services(self) -> AsyncGenerator[Service, None]:
+        """Yield the services that map ports, as routers answer."""
+        async with aclosing(_search(self._search_address, self._seconds)) as locations:
+            async for location in locations:
+                try:
+                    status, description, _ = await _request(location, "GET")
+                    if status != 200:
+                        raise NonsenseError(f"status {status}")
+                    services = read_description(description, location)
+                except (OSError, NonsenseError) as error:
+                    logger.debug("UPnP at %s: %r", location.netloc, error)
+                    continue
+                for service in services[:DEVICE_LIMIT]:
+                    yield service
+
+    async def _map(self, service: Service, port: int, lifetime: float) -> Mapping:
+        """Map a port by this service. Raises: CommandError, NonsenseError, OSError."""
+        answer, own_address = await _command(service, "GetExternalIPAddress", {})
+        external = read_external_address(answer)
+        wanted = [self._external_port or port, *(random.randint(*FREE_PORTS) for _ in range(PORT_TRIES - 1))]
+        for external_port in wanted:
+            arguments = {
+                "NewRemoteHost": "",
+                "NewExternalPort": str(external_port),
+                "NewProtocol": "TCP",
+                "NewInternalPort": str(port),
+                "NewInternalClient": own_address,
+                "NewEnabled": "1",
+                "NewPortMappingDescription": DESCRIPTION,
+                "NewLeaseDuration": str(int(lifetime)),
+            }
+            try:
+                await _add_mapping(service, arguments)
+            except CommandError as error:
+                if error.code != CONFLICT:
+                    raise
+                continue
+            self._external_port = external_port
+            return Mapping(external, external_port, lifetime)
+        raise CommandError(CONFLICT)
+
+
+async def _add_mapping(service: Service, arguments: dict[str, str]) -> None:
+    """Map a port. Where a router knows only mappings for ever, it is one of those, which only `close` ends."""
+    try:
+        await _command(service, "AddPortMapping", arguments)
+    except CommandError as error:
+        if error.code != ONLY_PERMANENT_LEASES:
+            raise
+        await _command(service, "AddPortMapping", arguments | {"NewLeaseDuration": "0"})
+
+
+async def _command(service: Service, action: str, arguments: dict[str, str]) -> tuple[dict[str, str], str]:
+    """Return what a device answers, and our own address as it sees it. Raises: CommandError, NonsenseError, OSError."""
+    headers = [("SOAPAction", f'"{service.kind}#{action}"'), ("Content-Type", 'text/xml; charset="utf-8"')]
+    body = command_message(service, action, arguments)
+    status, answer, own_address = await _request(service.url, "POST", headers, body)
+    return read_command_answer(answer, action, status), own_address
+
+
+async def _search(where: tuple[str, int], seconds: float) -> AsyncGenerator[SplitResult, None]:
+    """Yield where devices that answer a search have their descriptions, each once. Raises: OSError."""
+    replies: asyncio.Queue[tuple[bytes, str]] = asyncio.Queue(REPLIES_LIMIT)
+    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
+        lambda: _Replies(replies), family=socket.AF_INET, local_addr=("0.0.0.0", 0)
+    )
+    seen: set[SplitResult] = set()
+    try:
+        for target in SEARCH_TARGETS:
+            transport.sendto(search_message(target), where)
+        deadline = asyncio.get_running_loop().time() + seconds
+        while len(seen) < DEVICE_LIMIT:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    data, sender = await replies.get()
+            except TimeoutError:
+                return
+            location = read_search_reply(data, sender)
+            if location is not None and location not in seen:
+                seen.add(location)
+                yield location
+    finally:
+        transport.abort()
+
+
+class _Replies(asyncio.DatagramProtocol):
+    def __init__(self, replies: asyncio.Queue[tuple[bytes, str]]) -> None:
+        self._replies = replies
+
+    def datagram_received(self, data: bytes, address: tuple[str, int]) -> None:
+        if not self._replies.full():
+            self._replies.put_nowait((data, address[0]))
+
+
+async def _request(
+    url: SplitResult, method: str, headers: list[tuple[str, str]] | None = None, body: bytes = b""
+) -> tuple[int, bytes, str]:
+    """Return the status and body of an HTTP answer, and our own address on that connection.
+
+    Raises: OSError (a TimeoutError is one), NonsenseError.
+    """
+    async with asyncio.timeout(HTTP_SECONDS):
+        reader, writer = await asyncio.open_connection(url.hostname, url.port or 80, limit=HTTP_LIMIT)
+        try:
+            connection = h11.Connection(h11.CLIENT)
+            target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+            fixed = [("Host", url.netloc), ("Connection", "close"), ("Content-Length", str(len(body)))]
+            request = h11.Request(method=method, target=target, headers=[*fixed, *(headers or [])])
+            for event in (request, h11.Data(data=body), h11.EndOfMessage()):
+                writer.write(connection.send(event) or b"")
+            status, answer = await _read_answer(connection, reader)
+            return status, answer, str(writer.get_extra_info("sockname")[0])
+        except h11.ProtocolError as error:
+            raise NonsenseError(str(error)) from error
+        finally:
+            writer.transport.abort()
+
+
+async def _read_answer(connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Return the status and body of an HTTP answer. Raises: h11.RemoteProtocolError, NonsenseError, OSError."""
+    status, body, received = 0, bytearray(), 0
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            data = await reader.read(HTTP_LIMIT)
+            received += len(data)
+            if received > HTTP_LIMIT:
+                raise NonsenseError(f"more than {HTTP_LIMIT} bytes")
+            connection.receive_data(data)
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            body += event.data
+        elif isinstance(event, h11.EndOfMessage):
+            return status, bytes(body)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from peers.network import dht_storage
-from peers.network.dht_storage import RECORDS, BoundedStorage
-from peers.network.light import load_hivemind
-from peers.network.records import heartbeats_key
+from peers.network.dht_storage import RECORDS, BoundedStorage, heartbeats_key
+from peers.network.hivemind_lite import load_hivemind
 from peers.presence.meeting_place import ELDERS, STORE_SHARE
 
 RUN = "tiny-" + "a" * 32

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from peers.network.channel import Buffer, PeerUnreachableError, Serve
-from peers.network.records import heartbeats_key
-from peers.network.whereabouts import GOSSIP
+from peers.network.dht_storage import heartbeats_key
+from peers.network.discovery import GOSSIP
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.news import News, Request, Whole
 from peers.protocol.averages import NO_TERMS, Averages

@@ -27,11 +27,11 @@ from peers.errors import (
     RemoteProtocolError,
     SwarmUnreachableError,
 )
-from peers.network import arranging, foothold
+from peers.network import arranging, dht_membership
 from peers.network.channel import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.contacts import Contact
 from peers.network.daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
-from peers.network.records import heartbeats_key
+from peers.network.dht_storage import heartbeats_key
 from peers.network.settings import LinkSettings
 from peers.network.throttle import Caps
 from peers.network.transport import PROTOCOL_PREFIX, HivemindTransport
@@ -718,7 +718,7 @@ def test_malformed_addresses_are_named() -> None:
 
 @pytest.mark.thorough
 def test_lost_bootstrap_node_is_greeted_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foothold, "LOOK_INTERVAL", 0.1)
+    monkeypatch.setattr(dht_membership, "LOOK_INTERVAL", 0.1)
 
     async def main() -> None:
         boot, volunteer = Identity.generate(), Identity.generate()

@@ -30,7 +30,7 @@ from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.network.head_store import HeadStore
+from peers.network.known_runs import HeadStore
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.voice import Pace

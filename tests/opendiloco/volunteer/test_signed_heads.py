@@ -16,7 +16,7 @@ from opendiloco.view.screen import plain_signed, signed_lines
 from opendiloco.volunteer import signed_heads as module
 from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from peers.network.channel import PeerUnreachableError
-from peers.network.head_store import HeadStore
+from peers.network.known_runs import HeadStore
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.signed_heads import SignedHead

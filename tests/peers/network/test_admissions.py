@@ -9,9 +9,9 @@ import msgpack
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.network.admissions import STRANGERS_LIMIT, Admissions, RevocationsRequest
 from peers.network.channel import RefusalError
-from peers.network.records import heartbeats_key, key_digest, manifest_key, record_is_valid
+from peers.network.dht_storage import heartbeats_key, key_digest, manifest_key, record_is_valid
+from peers.network.known_runs import STRANGERS_LIMIT, Admissions, RevocationsRequest
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -104,7 +104,7 @@ class TestRecords:
         asyncio.run(scenario())
 
     def test_runs_of_others_are_forgotten_and_ours_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("peers.network.admissions.STRANGERS_LIMIT", 2)
+        monkeypatch.setattr("peers.network.known_runs.STRANGERS_LIMIT", 2)
         assert STRANGERS_LIMIT > 2
         made = admissions(BY_INVITATION)
         others = [SignedManifest.create(ORGANISER, f"x{one}", {"admission": {"mode": "invite"}}) for one in range(4)]

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.network.amendments import AmendmentRequest, Amendments, give
 from peers.network.channel import RefusalError
+from peers.network.known_runs import AmendmentRequest, Amendments, give
 from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest

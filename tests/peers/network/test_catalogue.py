@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from peers.errors import SwarmUnreachableError
-from peers.network.catalogue import LIST_RUNS, PAGE, listed_runs, serve_catalogue
+from peers.network.bootstrap import LIST_RUNS, PAGE, listed_runs, serve_catalogue
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.transport import CallHandler
 from peers.values.identity import Identity

@@ -9,10 +9,9 @@ import pytest
 
 from peers.network import dht_storage
 from peers.network.daemon import Daemon
-from peers.network.dht_storage import BoundedStorage, bounded
-from peers.network.light import load_hivemind
-from peers.network.node import HivemindNode
-from peers.network.records import RECORD_OVERHEAD, SLACK, heartbeats_key
+from peers.network.dht_node import DhtNode
+from peers.network.dht_storage import RECORD_OVERHEAD, SLACK, BoundedStorage, bounded, heartbeats_key
+from peers.network.hivemind_lite import load_hivemind
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -118,7 +117,7 @@ def test_a_node_that_learns_a_manifest_names_those_that_it_names() -> None:
     storage = BoundedStorage()
     place = HIVEMIND.protocol.DHTID.generate(source=heartbeats_key(manifest.run_id))
     protocol = SimpleNamespace(storage=storage)
-    node = HivemindNode(cast(Daemon, SimpleNamespace(peer_id="me")), SimpleNamespace(protocol=protocol), ())
+    node = DhtNode(cast(Daemon, SimpleNamespace(peer_id="me")), SimpleNamespace(protocol=protocol), ())
     node.learn(manifest)
     assert storage._named == {place: {organiser.peer_id, archive}}
     node.forget(manifest.run_id)

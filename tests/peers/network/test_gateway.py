@@ -11,8 +11,7 @@ from typing import TypeVar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network.gateway import NatPmp, Pcp, Where, default_gateway, read_default_gateway
-from peers.network.mappings import Mapping
+from peers.network.gateway import Mapping, NatPmp, Pcp, Where, default_gateway, read_default_gateway
 from tests.peers.network.fake_routers import EXTERNAL, NatPmpRouter, PcpRouter, Respond, datagram_router
 
 Result = TypeVar("Result")

@@ -9,7 +9,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import RefusalError
-from peers.network.head_store import HeadsRequest, HeadStore
+from peers.network.known_runs import HeadsRequest, HeadStore
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest

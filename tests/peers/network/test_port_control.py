@@ -7,7 +7,7 @@ from ipaddress import IPv4Address, IPv6Address
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network.port_control import (
+from peers.network.gateway import (
     Granted,
     Refused,
     pack_nat_pmp_address,

@@ -9,7 +9,7 @@ from ipaddress import IPv4Address, IPv6Address
 import pytest
 
 from peers.network import port_mapping
-from peers.network.mappings import Mapping
+from peers.network.gateway import Mapping
 from peers.network.port_mapping import LOOK_AGAIN, RENEWAL, SHORTEST_RENEWAL, PortMapper, renewal_after
 
 PORT = 31338

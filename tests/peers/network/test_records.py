@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network.light import load_hivemind
-from peers.network.records import (
+from peers.network.dht_storage import (
     CLOCK_TOLERANCE,
     MANIFEST_LIFETIME_LIMIT,
     RECORD_OVERHEAD,
@@ -18,6 +17,7 @@ from peers.network.records import (
     manifest_key,
     record_is_valid,
 )
+from peers.network.hivemind_lite import load_hivemind
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from tests.peers.presence.test_heartbeat import IDENTITY, RUN, heartbeat

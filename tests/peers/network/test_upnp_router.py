@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import pytest
 
-from peers.network.mappings import Mapping
-from peers.network.upnp_router import HTTP_LIMIT, Upnp
+from peers.network.gateway import Mapping
+from peers.network.upnp import HTTP_LIMIT, Upnp
 from tests.peers.network.fake_routers import EXTERNAL, UpnpRouter, datagram_router
 
 Result = TypeVar("Result")

@@ -34,7 +34,7 @@ LIFETIME = 20.0  # seconds; of heartbeats, while none is known
 NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not find it"
 
 
-class WhereaboutsNetwork(Protocol):
+class DiscoveryNetwork(Protocol):
     peer_id: str
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
@@ -45,10 +45,10 @@ class WhereaboutsNetwork(Protocol):
     def prepare(self, peer_id: str) -> None: ...
 
 
-class Whereabouts:
+class PeerDiscovery:
     """What is known of one run's peers, and how it gets around."""
 
-    def __init__(self, run: str, network: WhereaboutsNetwork) -> None:
+    def __init__(self, run: str, network: DiscoveryNetwork) -> None:
         self._network = network
         self.gossip = Gossip(network.peer_id, run, os.urandom(16), time.time())
         self.dht = MeetingPlace(self.gossip, LIFETIME)

@@ -9,9 +9,9 @@ import pytest
 
 from peers.errors import LocalProtocolError
 from peers.health import Health
-from peers.network import whereabouts as module
+from peers.network import discovery as module
 from peers.network.channel import PeerUnreachableError
-from peers.network.whereabouts import GOSSIP, Whereabouts
+from peers.network.discovery import GOSSIP, PeerDiscovery
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import SAMPLE, SEARCH_LAST
 from peers.presence.news import Request
@@ -32,7 +32,7 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.broken = False
         monkeypatch.setattr(module, "now", lambda: 1000.0 + self.seconds)
-        monkeypatch.setattr("peers.network.whereabouts.time.time", lambda: self.wall)
+        monkeypatch.setattr("peers.network.discovery.time.time", lambda: self.wall)
 
     @property
     def wall(self) -> float:
@@ -50,7 +50,7 @@ class Node:
         self.stored = self.searched = 0
         self.takes = True
         self.connected: list[str] = []
-        self.whereabouts = Whereabouts(RUN, self)
+        self.whereabouts = PeerDiscovery(RUN, self)
         self.voice = Voice(self.identity)
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:

@@ -13,7 +13,7 @@ from peers.network.first_contact import endpoint, which_answer
 from peers.network.network_watch import NetworkChange
 
 if TYPE_CHECKING:
-    from peers.network.node import HivemindNode
+    from peers.network.dht_node import DhtNode
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +21,12 @@ LOOK_INTERVAL = 3.0  # seconds
 GREETING_WAIT = 3.0  # seconds
 
 
-class Foothold:
+class DhtMembership:
     """One node's place in the DHT. Unless it `may_serve`, it stays a client; a public node, or a local one, serves."""
 
     def __init__(
         self,
-        owner: HivemindNode,
+        owner: DhtNode,
         daemon: Daemon,
         node: Any,
         initial_peers: Sequence[str],

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from peers.network import foothold
+from peers.network import dht_membership
 from peers.network.daemon import to_peer_id
-from peers.network.foothold import Foothold
+from peers.network.dht_membership import DhtMembership
 from peers.network.network_watch import NetworkChange
 from peers.values.identity import Identity
 
@@ -103,22 +103,22 @@ class _Table:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foothold, "LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(dht_membership, "LOOK_INTERVAL", 0.0)
 
 
 @asynccontextmanager
 async def presence(
     world: World, monkeypatch: pytest.MonkeyPatch, may_serve: bool = True, remembered: Sequence[str] = ()
-) -> AsyncIterator[Foothold]:
+) -> AsyncIterator[DhtMembership]:
     async def which_answer(addresses: Sequence[str]) -> set[str]:
         await asyncio.sleep(0)
         for address in addresses:
             world.say("knock", address.rpartition("/")[2])
         return {address for address in addresses if address.rpartition("/")[2] in world.answering}
 
-    monkeypatch.setattr(foothold, "which_answer", which_answer)
+    monkeypatch.setattr(dht_membership, "which_answer", which_answer)
     node: Any = world
-    made = Foothold(node, node, node, ADDRESSES, lambda: remembered, may_serve)
+    made = DhtMembership(node, node, node, ADDRESSES, lambda: remembered, may_serve)
     made.start()
     try:
         yield made

@@ -16,8 +16,6 @@ from typing import Any, Self
 
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, RemoteProtocolError
-from peers.network.admissions import REVOCATIONS, Admissions
-from peers.network.amendments import AMENDMENTS, Amendments
 from peers.network.channel import PeerUnreachableError
 from peers.network.daemon import (
     HIVEMIND,
@@ -31,13 +29,12 @@ from peers.network.daemon import (
     to_peer_id,
     unreachable,
 )
-from peers.network.dht_storage import bounded
+from peers.network.dht_membership import DhtMembership
+from peers.network.dht_storage import bounded, heartbeats_key, manifest_key, record_is_valid
 from peers.network.first_contact import first_contacts, reach
-from peers.network.foothold import Foothold
-from peers.network.head_store import SIGNED_HEADS, HeadStore
+from peers.network.known_runs import AMENDMENTS, REVOCATIONS, SIGNED_HEADS, Admissions, Amendments, HeadStore
 from peers.network.network_watch import NetworkWatch
 from peers.network.own_network import is_behind_nat, network_at
-from peers.network.records import heartbeats_key, manifest_key, record_is_valid
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.values.amendments import Amendment
 from peers.values.identity import Identity
@@ -84,7 +81,7 @@ class EncodedAddress(bytes):
         return self
 
 
-class HivemindNode:
+class DhtNode:
     """One node of the DHT. Made by `create`; `close` ends it."""
 
     def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
@@ -96,7 +93,7 @@ class HivemindNode:
         """What organisers have given us to put into the logs of their runs."""
         self._daemon = daemon
         self._node = node
-        self._foothold: Foothold | None = None
+        self._membership: DhtMembership | None = None
         self._watching: asyncio.Task[None] | None = None
         self.peer_id = str(daemon.peer_id)
         self.addresses = addresses
@@ -156,11 +153,13 @@ class HivemindNode:
             if isinstance(error, HIVEMIND.protocol.ValidationError):
                 raise _not_admitted(str(error)) from error
             raise
-        foothold = Foothold(transport, daemon, node, initial_peers, remembered, may_serve=waits and not client_mode)
-        foothold.start()
-        transport._foothold = foothold
+        membership = DhtMembership(
+            transport, daemon, node, initial_peers, remembered, may_serve=waits and not client_mode
+        )
+        membership.start()
+        transport._membership = membership
         if exposure is not Exposure.LOCAL:
-            transport._watching = asyncio.create_task(NetworkWatch(foothold.network_changed).run())
+            transport._watching = asyncio.create_task(NetworkWatch(membership.network_changed).run())
         return transport
 
     async def close(self) -> None:
@@ -170,8 +169,8 @@ class HivemindNode:
             if self._watching is not None:
                 self._watching.cancel()
                 await asyncio.gather(self._watching, return_exceptions=True)
-            if self._foothold is not None:
-                await self._foothold.close()
+            if self._membership is not None:
+                await self._membership.close()
             if self._daemon._child.returncode is None:  # a dead daemon would leave the DHT node waiting for answers
                 async with asyncio.timeout(DHT_WAIT):
                     await self._node.shutdown()
