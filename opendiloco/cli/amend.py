@@ -71,7 +71,7 @@ async def give_amendment(
         signed = next_amendment(run, key, beats, learning_rate, momentum)
         at_work = sorted(RunView.of(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
-        told = await give(transport, run.run_id, signed, there)
+        told = await give(transport.call, run.run_id, signed, there)
     if not told:
         raise SwarmUnreachableError(
             f"nobody could be given {signed}.", "Amend again while a volunteer trains: nobody else keeps amendments."

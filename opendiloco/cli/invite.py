@@ -158,7 +158,7 @@ async def tell(
 
     async with connected(AnyIdentity.generate(), initial_peers, client_mode=True) as transport:
         transport.learn(run)
-        admission = transport.admissions.of(run.run_id)
+        admission = transport.runs.admissions.of(run.run_id)
         assert admission is not None
         nodes = dict.fromkeys(peer_id_of(address) for address in initial_peers)
         for beat in await transport.heartbeats(run.run_id):
@@ -166,12 +166,12 @@ async def tell(
                 nodes[beat.peer] = None
         for node in nodes:  # what another machine of the organiser's may have signed
             with suppress(PeerUnreachableError, RemoteProtocolError):
-                await transport.admissions.exchange(transport, run.run_id, node)
+                await transport.runs.admissions.exchange(transport.call, run.run_id, node)
         admission.revoke(pack(given.revoke(ids, key, admission.revocations)))
         told = 0
         for node in nodes:
             with suppress(PeerUnreachableError, RemoteProtocolError):
-                await transport.admissions.exchange(transport, run.run_id, node)
+                await transport.runs.admissions.exchange(transport.call, run.run_id, node)
                 told += 1
     if not told:
         raise SwarmUnreachableError(

@@ -124,14 +124,14 @@ async def run_bootstrap(
             logger.info("run %s was announced by %s, from %s", manifest.run_id, sender, network)
             return manifest.run_id.encode()
 
-        transport.admissions.on_revoked = store.keep_revocations
-        transport.head_store.on_news = store.keep_signed_heads
+        transport.runs.admissions.on_revoked = store.keep_revocations
+        transport.runs.heads.on_news = store.keep_signed_heads
         for manifest in store:
             with publishing.caught(manifest.run_id):
                 _learn(transport, store, manifest, shown)
         await transport.on_call(ANNOUNCE_MANIFEST, announced)
         await serve_catalogue(
-            transport, lambda: (run_id for run_id in store.run_ids() if transport.admissions.of(run_id) is None)
+            transport, lambda: (run_id for run_id in store.run_ids() if transport.runs.admissions.of(run_id) is None)
         )
         await transport.on_stream(RATING, Rater(transport.no_round).answer)
         await _publish(transport, store, publishing)
@@ -172,10 +172,10 @@ def _learn(
     transport.learn(manifest)
     try:
         if packed := store.signed_heads(manifest.run_id):
-            transport.head_store.take(manifest.run_id, unpack_heads(packed))
+            transport.runs.heads.take(manifest.run_id, unpack_heads(packed))
     except SignedHeadsError as error:
         logger.warning("what the archives of %s have signed: %s", manifest.run_id, error)
-    admission = transport.admissions.of(manifest.run_id)
+    admission = transport.runs.admissions.of(manifest.run_id)
     if admission is None:
         return
     admission.ticket = shown.get(manifest.run_id, b"")

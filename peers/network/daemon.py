@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from peers.errors import (
     DilocoPeerError,
@@ -32,7 +32,9 @@ from peers.errors import (
 )
 from peers.network.channel import PeerUnreachableError
 from peers.network.hivemind_lite import load_hivemind
+from peers.network.own_network import network_at
 from peers.network.signals import signals_held_back
+from peers.presence.heartbeat import ADDRESS_LENGTH
 from peers.values.identity import Identity, is_peer_id
 from peers.values.private_folders import open_private, sweep_folders, temporary_folder
 
@@ -48,6 +50,9 @@ SOCKETS = "diloco-peer-p2p-"
 """What the names of the sockets' folders begin with."""
 START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
 STOP_TIMEOUT = 5.0  # seconds
+REQUEST_TIMEOUT = 5.0  # seconds for one request to the daemon
+ADDRESS_LIMIT = 8
+UNKNOWN_NETWORK = "unknown"
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
 LOOPBACK = re.compile(r"/(ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
@@ -90,12 +95,83 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 
     def __init__(self) -> None:
         super().__init__()
+        self.addresses: tuple[str, ...] = ()
+        """Where others can reach us, by the last `refresh_addresses`."""
         _starting.get([]).append(self)
 
     @staticmethod
     def _make_process_args(*args: object, **options: object) -> list[str]:
         # With discovery on, libp2p looks for relays among strangers and asks the trusted ones minutes later.
         return [*IN_OWN_SESSION, *P2P._make_process_args(*args, **options, relayDiscovery=False)]
+
+    @property
+    def is_running(self) -> bool:
+        return self._child.returncode is None
+
+    async def failure(self) -> LocalNetworkError:
+        """Wait for as long as the daemon lives; return the error to end with once it has died."""
+        status = await self._child.wait()
+        return LocalNetworkError(f"libp2p's daemon ended unexpectedly (status {status}).", "Start the peer again.")
+
+    async def refresh_addresses(self) -> None:
+        """Ask the daemon where others can reach us now, loopback last. Raises: LocalNetworkError, NETWORK_ERRORS."""
+        try:
+            visible = [str(address) for address in await self.get_visible_maddrs(latest=True)]
+        except ValueError as error:
+            raise LocalNetworkError(
+                "libp2p's daemon listens nowhere.", "Check the listening addresses and the firewall."
+            ) from error
+        speakable = [address for address in visible if len(address) <= ADDRESS_LENGTH]  # a relay's may be too long
+        self.addresses = tuple(sorted(speakable, key=is_loopback)[:ADDRESS_LIMIT])
+
+    async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
+        """Connect to a peer at one of its addresses. Best effort: False when it is malformed or does not answer."""
+        try:
+            suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
+            parsed = parse_addresses(addresses, needs_peer_id=False)
+            async with asyncio.timeout(timeout):
+                encoded = [_EncodedAddress.of(address.decapsulate(suffix)) for address in parsed]
+                await self._client.connect(to_peer_id(peer_id), encoded)
+        except (*NETWORK_ERRORS, ManifestError, PeerUnreachableError, ValueError) as error:
+            logger.debug("no connection to %s: %r", peer_id, error)
+            return False
+        return True
+
+    async def drop_connection(self, peer_id: str) -> None:
+        """End the connection to a peer that does not answer, so that the next request dials anew.
+
+        The daemon itself notices only after half a minute that this machine, or the peer, is in another network now.
+        """
+        with suppress(*NETWORK_ERRORS, PeerUnreachableError):
+            async with asyncio.timeout(REQUEST_TIMEOUT):
+                await self._client.disconnect(to_peer_id(peer_id))
+
+    async def connections(self) -> dict[str, list[str]]:
+        """Return the peers that the daemon has connections to, dead ones included, and their addresses."""
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT):
+                return {str(peer.peer_id): list(map(str, peer.addrs)) for peer in await self.list_peers()}
+        except NETWORK_ERRORS as error:
+            logger.debug("no list of connections: %r", error)
+            return {}
+
+    async def network_of(self, peer_id: str) -> str:
+        """Return the network from which a peer has connected with us; UNKNOWN_NETWORK where it came through a relay."""
+        networks = map(network_at, (await self.connections()).get(peer_id, ()))
+        return min(filter(None, networks), default=UNKNOWN_NETWORK)
+
+
+class _EncodedAddress(bytes):
+    """A multiaddr as p2pd reads it: hivemind encodes peer ids inside (those of relays) as CIDs, p2pd wants hashes."""
+
+    AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")
+
+    @classmethod
+    def of(cls, address: Any) -> Self:
+        return cls(address.to_bytes().replace(cls.AS_CID, cls.AS_HASH))
+
+    def to_bytes(self) -> bytes:  # which hivemind calls
+        return self
 
 
 def is_loopback(address: str) -> bool:

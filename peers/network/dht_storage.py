@@ -113,6 +113,18 @@ OWN_BYTES = RECORDS * (SIZE_LIMIT + RECORD_OVERHEAD)  # for each key that this n
 OTHERS_BYTES = 64 << 20  # for everything else together
 
 
+class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[misc,name-defined]  # no types
+    """Keeps from this node's part of the DHT what does not prove itself."""
+
+    def __init__(self, admissions: Admissions) -> None:
+        self._admissions = admissions
+
+    def validate(self, record: Any) -> bool:
+        return record_is_valid(
+            record.key, record.subkey, record.value, record.expiration_time, time.time(), self._admissions
+        )
+
+
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
     """Refuses new records when they would take more memory than there is for them.
 

@@ -11,8 +11,8 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Annotated, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import Field
 
@@ -32,57 +32,49 @@ logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT = 10.0  # seconds
 PAUSE = 30.0  # seconds for which a peer is not asked again
-ASKED_LIMIT = 1000
-
-
-class AskingNetwork(Protocol):
-    peer_id: str
-
-    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
-
-
-class Asking:
-    """Remembers whom it has asked, so that a peer that has nothing to give is left alone for a while."""
-
-    def __init__(self) -> None:
-        self._asked: dict[str, float] = {}
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self, peers: Iterable[str], exchange: Callable[[str], Coroutine[None, None, None]]) -> None:
-        """Begin to ask one of these peers, unless another is being asked. `exchange` raises PeerUnreachableError and
-        RemoteProtocolError."""
-        if self._task is not None and not self._task.done():
-            return
-        now = time.monotonic()
-        if len(self._asked) > ASKED_LIMIT:
-            self._asked = {peer: at for peer, at in self._asked.items() if now - at < PAUSE}
-        due = [peer for peer in peers if now - self._asked.get(peer, -PAUSE) >= PAUSE]
-        if due:
-            peer = random.choice(due)
-            self._asked[peer] = now
-            self._task = asyncio.create_task(_ask(peer, exchange))
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-
-async def _ask(peer: str, exchange: Callable[[str], Coroutine[None, None, None]]) -> None:
-    try:
-        await exchange(peer)
-    except PeerUnreachableError as error:
-        logger.debug("%s", error)
-    except RemoteProtocolError as error:
-        metrics.DROPPED.labels("message").inc()
-        logger.warning("dropped %s", error)
-
-
 REVOCATIONS = "revocations"  # name of the call; payload: a RevocationsRequest, answer: a packed Revocations or nothing
 STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
 SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
+AMENDMENTS = "amendments"  # name of the call; payload: an AmendmentRequest, answer: nothing
+REQUEST_BYTES = 1024
+SIGNED_HEADS = "signed-heads"  # name of the call; payload: a HeadsRequest, answer: packed heads
 
+Call: TypeAlias = Callable[[str, str, bytes, float], Awaitable[bytes]]
+"""(peer, name, payload, timeout) -> answer: `HivemindTransport.call`."""
 Thing = TypeVar("Thing")
+
+
+class KnownRuns:
+    """What this node knows of the runs whose manifests it has."""
+
+    def __init__(self) -> None:
+        self.admissions = Admissions()
+        """Which peers are admitted."""
+        self.heads = HeadStore()
+        """What archives have signed."""
+        self.amendments = Amendments()
+        """What organisers have given us to put into the logs."""
+
+    def learn(self, manifest: SignedManifest) -> None:
+        """Take in the run of a manifest, until told to `forget` it."""
+        self.admissions.learn(manifest)
+        self.heads.learn(manifest)
+        self.amendments.learn(manifest)
+
+    def forget(self, run: str) -> None:
+        """Forget a run that was learned."""
+        self.admissions.forget(run)
+        self.heads.forget(run)
+        self.amendments.forget(run)
+
+    @property
+    def answers(self) -> dict[str, Callable[[str, bytes], Awaitable[bytes]]]:
+        """What answers the calls about these runs, by the call's name."""
+        return {
+            REVOCATIONS: self.admissions.answer,
+            SIGNED_HEADS: self.heads.answer,
+            AMENDMENTS: self.amendments.answer,
+        }
 
 
 class RevocationsRequest(Value):
@@ -99,7 +91,8 @@ class Admissions:
     def __init__(self) -> None:
         self._ours: dict[str, RunAdmission] = {}
         self._others: OrderedDict[str, RunAdmission] = OrderedDict()
-        self._asking = Asking()
+        self._asked: dict[str, float] = {}
+        self._asking: asyncio.Task[None] | None = None
         self._open: OrderedDict[str, None] = OrderedDict()
         self._sought: OrderedDict[str, float] = OrderedDict()
         self._seeking: asyncio.Task[None] | None = None
@@ -112,7 +105,7 @@ class Admissions:
         """Take in who may join a run. Of runs that are not `is_ours`, only the newest are remembered."""
         run = manifest.run_id
         if not manifest.is_by_invitation:
-            remember(self._open, run, None)
+            _remember(self._open, run, None)
             return
         if run in self._ours:
             return
@@ -120,7 +113,7 @@ class Admissions:
         if is_ours:
             self._ours[run] = admission
         else:
-            remember(self._others, run, admission)
+            _remember(self._others, run, admission)
 
     def forget(self, run: str) -> None:
         """Forget who may join a run."""
@@ -150,10 +143,10 @@ class Admissions:
     def _look_up(self, run: str) -> None:
         """Begin to look for the manifest of a run that is not known here, unless another one is looked for."""
         now = time.monotonic()
-        is_busy = self._seeking is not None and not self._seeking.done()
-        if self.find is None or is_busy or run in self._open or now - self._sought.get(run, -SEEK_AGAIN) < SEEK_AGAIN:
+        was_sought = now - self._sought.get(run, -SEEK_AGAIN) < SEEK_AGAIN
+        if self.find is None or _is_busy(self._seeking) or run in self._open or was_sought:
             return
-        remember(self._sought, run, now)
+        _remember(self._sought, run, now)
         self._seeking = asyncio.create_task(self._seek(run, self.find))
 
     async def _seek(self, run: str, find: Callable[[str], Coroutine[None, None, SignedManifest | None]]) -> None:
@@ -184,7 +177,7 @@ class Admissions:
         self._take_in(sender, request.run, request.known)
         return pack(admission.revocations) if admission.revocations else b""
 
-    async def exchange(self, network: AskingNetwork, run: str, peer: str) -> None:
+    async def exchange(self, call: Call, run: str, peer: str) -> None:
         """Tell a peer, or a node that remembers runs, of the newest list, and take in its own if that is newer.
 
         Raises: PeerUnreachableError, RemoteProtocolError.
@@ -193,7 +186,7 @@ class Admissions:
         if admission is None:
             return
         known = pack(admission.revocations) if admission.revocations else b""
-        answer = await network.call(peer, REVOCATIONS, pack(RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
+        answer = await call(peer, REVOCATIONS, pack(RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
         self._take_in(peer, run, answer)
 
     def _take_in(self, peer: str, run: str, packed: bytes) -> None:
@@ -204,34 +197,45 @@ class Admissions:
             except TicketError as error:
                 raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
 
-    def catch_up(self, network: AskingNetwork, run: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Begin to ask one of the peers that know of later revocations. Whoever has none to give is asked no more for a
-        while."""
+    def catch_up(self, call: Call, run: str, heartbeats: Iterable[Heartbeat]) -> None:
+        """Begin to ask one of the peers that know of later revocations, unless another one is being asked. A peer that
+        was asked is left alone for a while."""
         admission = self.of(run)
-        if admission is None:
+        if admission is None or _is_busy(self._asking):
             return
-        ahead = [
-            beat.peer for beat in heartbeats if beat.revocations > admission.number and beat.peer != network.peer_id
-        ]
-        self._asking.begin(ahead, lambda peer: self.exchange(network, run, peer))
+        now = time.monotonic()
+        self._asked = {peer: at for peer, at in self._asked.items() if now - at < PAUSE}
+        ahead = {beat.peer for beat in heartbeats if beat.revocations > admission.number} - self._asked.keys()
+        if ahead:
+            peer = random.choice(sorted(ahead))
+            self._asked[peer] = now
+            self._asking = asyncio.create_task(self._ask(call, run, peer))
+
+    async def _ask(self, call: Call, run: str, peer: str) -> None:
+        try:
+            await self.exchange(call, run, peer)
+        except PeerUnreachableError as error:
+            logger.debug("%s", error)
+        except RemoteProtocolError as error:
+            metrics.DROPPED.labels("message").inc()
+            logger.warning("dropped %s", error)
 
     async def close(self) -> None:
-        await self._asking.close()
-        if self._seeking is not None:
-            self._seeking.cancel()
-            await asyncio.gather(self._seeking, return_exceptions=True)
+        for task in filter(None, (self._asking, self._seeking)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
-def remember(known: OrderedDict[str, Thing], run: str, what: Thing) -> None:
+def _is_busy(task: asyncio.Task[None] | None) -> bool:
+    return task is not None and not task.done()
+
+
+def _remember(known: OrderedDict[str, Thing], run: str, what: Thing) -> None:
     """Note something about a run of others; only the newest are remembered."""
     known[run] = what
     known.move_to_end(run)
     if len(known) > STRANGERS_LIMIT:
         known.popitem(last=False)
-
-
-AMENDMENTS = "amendments"  # name of the call; payload: an AmendmentRequest, answer: nothing
-REQUEST_BYTES = 1024
 
 
 class AmendmentRequest(Value):
@@ -278,22 +282,19 @@ class Amendments:
         return b""
 
 
-async def give(network: AskingNetwork, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
+async def give(call: Call, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
     """Give an amendment to these peers. Returns how many took it."""
     request = pack(AmendmentRequest(run=run, amendment=amendment))
 
     async def tell(peer: str) -> bool:
         try:
-            await network.call(peer, AMENDMENTS, request, ASK_TIMEOUT)
+            await call(peer, AMENDMENTS, request, ASK_TIMEOUT)
         except (PeerUnreachableError, RemoteProtocolError) as error:
             logger.debug("%s", error)
             return False
         return True
 
     return sum(await asyncio.gather(*map(tell, peers)))
-
-
-SIGNED_HEADS = "signed-heads"  # name of the call; payload: a HeadsRequest, answer: packed heads
 
 
 class HeadsRequest(Value):
@@ -354,13 +355,13 @@ class HeadStore:
             raise RefusalError(f"no run called {request.run} is known here")
         return pack_heads(self.of(request.run).heads)
 
-    async def ask(self, network: AskingNetwork, run: str, peers: Iterable[str]) -> int:
+    async def ask(self, call: Call, run: str, peers: Iterable[str]) -> int:
         """Ask these peers what a run's archives have signed. Return how many answered."""
         request = pack(HeadsRequest(run=run))
 
         async def ask(peer: str) -> bool:
             try:
-                self.take(run, unpack_heads(await network.call(peer, SIGNED_HEADS, request, ASK_TIMEOUT)))
+                self.take(run, unpack_heads(await call(peer, SIGNED_HEADS, request, ASK_TIMEOUT)))
             except (PeerUnreachableError, RemoteProtocolError) as error:
                 logger.debug("%s", error)
             except SignedHeadsError as error:

@@ -199,7 +199,7 @@ class RecordFlood(Flood):
         beat = self._beat(who.peer_id)
         signed, key = beat.sign(who), heartbeats_key(self.run)
         if self.draw.random() < 0.5:
-            return await transport._node.store(key, signed, beat.expires, subkey=beat.peer)
+            return await transport.dht._node.store(key, signed, beat.expires, subkey=beat.peer)
         news = News(0, wholes=(Whole(signed=signed, slots=0, link=b""),)).packed
         return await transport.call(victim, GOSSIP, pack(Request(run=self.run, after=0, news=news)), TIMEOUT)
 

@@ -121,7 +121,7 @@ class TestRevocations:
             kept: list[tuple[str, bytes]] = []
             both[knows].revoke(RUN, pack(LIST))
             both[1 - knows].on_revoked = lambda run, packed, kept=kept: kept.append((run, packed))  # type: ignore[misc]
-            asyncio.run(both[0].exchange(Network("a", {"b": both[1]}), RUN, "b"))
+            asyncio.run(both[0].exchange(Network("a", {"b": both[1]}).call, RUN, "b"))
             assert [one.of(RUN).number for one in both] == [1, 1]  # type: ignore[union-attr]
             assert kept == [(RUN, pack(LIST))]
 
@@ -133,7 +133,7 @@ class TestRevocations:
         network = Network("a", {"b": other})
         network.meddle = lambda answer: false
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
-            asyncio.run(one.exchange(network, RUN, "b"))
+            asyncio.run(one.exchange(network.call, RUN, "b"))
         assert one.of(RUN).number == 0  # type: ignore[union-attr]
 
     @pytest.mark.parametrize("payload", [b"", b"x", bytes(100_000)], ids=len)
@@ -154,10 +154,10 @@ class TestRevocations:
             liar, honest = beat_of(STRANGER, revocations=99), beat_of(FRIEND, revocations=1)
             network = Network("a", {STRANGER.peer_id: admissions(BY_INVITATION), FRIEND.peer_id: other})
             for _ in range(20):
-                one.catch_up(network, RUN, [liar, honest])
+                one.catch_up(network.call, RUN, [liar, honest])
                 await asyncio.sleep(0)
-                if one._asking._task is not None:
-                    await one._asking._task
+                if one._asking is not None:
+                    await one._asking
             assert one.of(RUN).number == 1  # type: ignore[union-attr]
             assert network.calls.count(STRANGER.peer_id) <= 1
             assert network.calls.count(FRIEND.peer_id) == 1

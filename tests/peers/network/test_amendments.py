@@ -32,7 +32,7 @@ def node() -> Amendments:
 
 def test_it_is_given_to_all_that_answer() -> None:
     nodes = {"a": node(), "b": node()}
-    assert asyncio.run(give(Network("organiser", nodes), RUN, amendment(), ["a", "b", "gone"])) == 2
+    assert asyncio.run(give(Network("organiser", nodes).call, RUN, amendment(), ["a", "b", "gone"])) == 2
     assert [one.of(RUN) for one in nodes.values()] == [amendment()] * 2
 
 
@@ -40,7 +40,7 @@ def test_it_is_given_to_all_that_answer() -> None:
 def test_an_older_one_replaces_nothing(later: Amendment) -> None:
     one = node()
     for given in (amendment(2), later):
-        assert asyncio.run(give(Network("organiser", {"a": one}), RUN, given, ["a"])) == 1
+        assert asyncio.run(give(Network("organiser", {"a": one}).call, RUN, given, ["a"])) == 1
     assert one.of(RUN) == amendment(2)
 
 

@@ -12,6 +12,8 @@ from peers.network.daemon import Daemon
 from peers.network.dht_node import DhtNode
 from peers.network.dht_storage import RECORD_OVERHEAD, SLACK, BoundedStorage, bounded, heartbeats_key
 from peers.network.hivemind_lite import load_hivemind
+from peers.network.known_runs import KnownRuns
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -116,9 +118,9 @@ def test_a_node_that_learns_a_manifest_names_those_that_it_names() -> None:
     manifest = SignedManifest.create(organiser, "tiny", {"archives": [archive]})
     storage = BoundedStorage()
     place = HIVEMIND.protocol.DHTID.generate(source=heartbeats_key(manifest.run_id))
-    protocol = SimpleNamespace(storage=storage)
-    node = DhtNode(cast(Daemon, SimpleNamespace(peer_id="me")), SimpleNamespace(protocol=protocol), ())
-    node.learn(manifest)
+    node = DhtNode(SimpleNamespace(protocol=SimpleNamespace(storage=storage)))
+    transport = HivemindTransport(organiser, cast(Daemon, SimpleNamespace()), node, KnownRuns())
+    transport.learn(manifest)
     assert storage._named == {place: {organiser.peer_id, archive}}
-    node.forget(manifest.run_id)
+    transport.forget(manifest.run_id)
     assert storage._named == {}
