@@ -16,11 +16,11 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from urllib.parse import SplitResult, urljoin, urlsplit
-from xml.parsers import expat
+from xml.etree import ElementTree
 
 import h11
 
-from peers.network.gateway import Mapping
+from peers.network.gateway import Arrivals, Mapping
 
 logger = logging.getLogger(__name__)
 
@@ -31,162 +31,36 @@ SERVICE_TYPES = tuple(
 SEARCH_WAIT = 2  # seconds within which devices answer a search
 REPLY_LIMIT = 4096  # bytes of a reply to a search
 URL_LENGTH = 512  # characters
-DEPTH_LIMIT = 32  # elements in one another
 
-CONFLICT = 718
-ONLY_PERMANENT_LEASES = 725
-
-
-class NonsenseError(ValueError):
-    """What a device says is not what such a device says."""
-
-
-class CommandError(Exception):
-    """A device refused a command, with UPnP's own error code."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"UPnP error {code}")
-        self.code = code
-
-
-@dataclass(frozen=True)
-class Service:
-    """A connection to the internet that a router offers to configure: its type, and where commands for it go."""
-
-    kind: str
-    url: SplitResult
-
-
-def search_message(target: str) -> bytes:
-    """Return the datagram that asks devices of a kind to say where they are."""
-    lines = (
-        "M-SEARCH * HTTP/1.1",
-        "HOST: 239.255.255.250:1900",
-        'MAN: "ssdp:discover"',
-        f"MX: {SEARCH_WAIT}",
-        f"ST: {target}",
-    )
-    return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
-
-
-def read_search_reply(data: bytes, sender: str) -> SplitResult | None:
-    """Return the URL of the description of a device at `sender`; None: this is no reply of an internet gateway."""
-    if len(data) > REPLY_LIMIT:
-        return None
-    first, *lines = data.decode("latin-1").split("\r\n")
-    if first.split(" ")[:2] not in (["HTTP/1.1", "200"], ["HTTP/1.0", "200"]):
-        return None
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    if headers.get("st") not in SEARCH_TARGETS:
-        return None
-    return _url_at(headers.get("location", ""), sender)
-
-
-def read_description(data: bytes, location: SplitResult) -> list[Service]:
-    """Return the services of a device's description that can map ports, in its order.
-
-    Raises: NonsenseError.
-    """
-    services = []
-    for name, values in read_elements(data):
-        if name == "service" and values.get("serviceType") in SERVICE_TYPES:
-            url = _url_at(values.get("controlURL", ""), str(location.hostname), location.geturl())
-            if url is not None:
-                services.append(Service(values["serviceType"], url))
-    return services
-
-
-def command_message(service: Service, action: str, arguments: dict[str, str]) -> bytes:
-    """Return the body of a command. Arguments must be plain text that needs no escaping in XML."""
-    values = "".join(f"<{name}>{value}</{name}>" for name, value in arguments.items())
-    return (
-        '<?xml version="1.0"?>\r\n'
-        '<s:Envelope xmlns:s="http://schemas.xmlsoap.org/soap/envelope/" '
-        's:encodingStyle="http://schemas.xmlsoap.org/soap/encoding/">'
-        f'<s:Body><u:{action} xmlns:u="{service.kind}">{values}</u:{action}></s:Body></s:Envelope>\r\n'
-    ).encode()
-
-
-def read_command_answer(data: bytes, action: str, status: int) -> dict[str, str]:
-    """Return what a device answers to a command. Raises: CommandError, NonsenseError."""
-    elements = read_elements(data)
-    for name, values in elements:
-        if name == "UPnPError":
-            code = values.get("errorCode", "")
-            raise CommandError(int(code) if code.isascii() and code.isdigit() and len(code) < 5 else 0)
-    for name, values in elements:
-        if name == f"{action}Response" and status == 200:
-            return values
-    raise NonsenseError(f"status {status} and no {action}Response")
-
-
-def read_external_address(values: dict[str, str]) -> IPv4Address:
-    """Return the address in an answer to GetExternalIPAddress. Raises: NonsenseError."""
-    try:
-        return IPv4Address(values.get("NewExternalIPAddress", ""))
-    except ValueError as error:
-        raise NonsenseError(str(error)) from error
-
-
-def read_elements(data: bytes) -> list[tuple[str, dict[str, str]]]:
-    """Return each element's name, without its namespace, and its children's texts by their names.
-
-    A document type is refused: with it entities could be defined, which blow up or read files.
-    Raises: NonsenseError.
-    """
-    found: list[tuple[str, dict[str, str]]] = []
-    path: list[tuple[str, dict[str, str], list[str]]] = []
-
-    def start(name: str, attributes: object) -> None:
-        if len(path) >= DEPTH_LIMIT:
-            raise NonsenseError("too many elements in one another")
-        values: dict[str, str] = {}
-        path.append((name.rpartition(" ")[2], values, []))
-        found.append((path[-1][0], values))
-
-    def end(name: str) -> None:
-        own_name, _, texts = path.pop()
-        if path:
-            path[-1][1].setdefault(own_name, "".join(texts).strip())
-
-    def text(characters: str) -> None:
-        path[-1][2].append(characters)
-
-    def document_type(*arguments: object) -> None:
-        raise NonsenseError("a document type")
-
-    parser = expat.ParserCreate(encoding="utf-8", namespace_separator=" ")
-    parser.StartElementHandler, parser.EndElementHandler = start, end
-    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = text, document_type
-    try:
-        parser.Parse(data, True)
-    except expat.ExpatError as error:
-        raise NonsenseError(str(error)) from error
-    return found
-
-
-def _url_at(text: str, host: str, base: str = "") -> SplitResult | None:
-    """Return a URL, made whole with `base`, if it is one of plain HTTP at this address."""
-    if not text.isascii() or not text.isprintable() or " " in text or len(text) > URL_LENGTH:
-        return None
-    try:
-        url = urlsplit(urljoin(base, text))
-        port = url.port
-    except ValueError:
-        return None
-    return url if url.scheme == "http" and url.hostname == host and port != 0 and "@" not in url.netloc else None
-
+CONFLICT, ONLY_PERMANENT_LEASES = "718", "725"  # error codes
 
 SEARCH_ADDRESS = ("239.255.255.250", 1900)
 SEARCH_SECONDS = SEARCH_WAIT + 0.5
 DEVICE_LIMIT = 4  # devices that we talk to
-REPLIES_LIMIT = 64  # datagrams that we look at
 HTTP_SECONDS = 5.0  # for one request, all in all
 HTTP_LIMIT = 128 * 1024  # bytes of one answer
 PORT_TRIES = 3
 FREE_PORTS = (49152, 65535)  # for anybody's use
 DESCRIPTION = "diloco-peer"
-UNANSWERED = (OSError, NonsenseError, CommandError)
+
+
+class _UpnpError(Exception):
+    """A device refused a command, with UPnP's own error code, or said what no such device says: without a code."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+UNANSWERED = (OSError, _UpnpError)
+
+
+@dataclass(frozen=True)
+class _Service:
+    """A connection to the internet that a router offers to configure: its type, and where commands for it go."""
+
+    kind: str
+    url: SplitResult
 
 
 class Upnp:
@@ -197,7 +71,7 @@ class Upnp:
     def __init__(self, search_address: tuple[str, int] = SEARCH_ADDRESS, seconds: float = SEARCH_SECONDS) -> None:
         self._search_address = search_address
         self._seconds = seconds
-        self._service: Service | None = None
+        self._service: _Service | None = None
         self._external_port = 0
 
     async def open(self, port: int, lifetime: float) -> Mapping | None:
@@ -223,28 +97,31 @@ class Upnp:
         self._service, self._external_port = None, 0
         if service is not None:
             arguments = {"NewRemoteHost": "", "NewExternalPort": str(external_port), "NewProtocol": "TCP"}
-            with suppress(NonsenseError, CommandError):
+            with suppress(_UpnpError):
                 await _command(service, "DeletePortMapping", arguments)
 
-    async def _services(self) -> AsyncGenerator[Service, None]:
+    async def _services(self) -> AsyncGenerator[_Service, None]:
         """Yield the services that map ports, as routers answer."""
         async with aclosing(_search(self._search_address, self._seconds)) as locations:
             async for location in locations:
                 try:
                     status, description, _ = await _request(location, "GET")
                     if status != 200:
-                        raise NonsenseError(f"status {status}")
-                    services = read_description(description, location)
-                except (OSError, NonsenseError) as error:
+                        raise _UpnpError(f"status {status}")
+                    services = _read_description(description, location)
+                except (OSError, _UpnpError) as error:
                     logger.debug("UPnP at %s: %r", location.netloc, error)
                     continue
                 for service in services[:DEVICE_LIMIT]:
                     yield service
 
-    async def _map(self, service: Service, port: int, lifetime: float) -> Mapping:
-        """Map a port by this service. Raises: CommandError, NonsenseError, OSError."""
+    async def _map(self, service: _Service, port: int, lifetime: float) -> Mapping:
+        """Map a port by this service. Raises: _UpnpError, OSError."""
         answer, own_address = await _command(service, "GetExternalIPAddress", {})
-        external = read_external_address(answer)
+        try:
+            external = IPv4Address(answer.get("NewExternalIPAddress", ""))
+        except ValueError as error:
+            raise _UpnpError(str(error)) from error
         wanted = [self._external_port or port, *(random.randint(*FREE_PORTS) for _ in range(PORT_TRIES - 1))]
         for external_port in wanted:
             arguments = {
@@ -259,51 +136,50 @@ class Upnp:
             }
             try:
                 await _add_mapping(service, arguments)
-            except CommandError as error:
+            except _UpnpError as error:
                 if error.code != CONFLICT:
                     raise
                 continue
             self._external_port = external_port
             return Mapping(external, external_port, lifetime)
-        raise CommandError(CONFLICT)
+        raise _UpnpError("all ports that were tried are taken", CONFLICT)
 
 
-async def _add_mapping(service: Service, arguments: dict[str, str]) -> None:
+async def _add_mapping(service: _Service, arguments: dict[str, str]) -> None:
     """Map a port. Where a router knows only mappings for ever, it is one of those, which only `close` ends."""
     try:
         await _command(service, "AddPortMapping", arguments)
-    except CommandError as error:
+    except _UpnpError as error:
         if error.code != ONLY_PERMANENT_LEASES:
             raise
         await _command(service, "AddPortMapping", arguments | {"NewLeaseDuration": "0"})
 
 
-async def _command(service: Service, action: str, arguments: dict[str, str]) -> tuple[dict[str, str], str]:
-    """Return what a device answers, and our own address as it sees it. Raises: CommandError, NonsenseError, OSError."""
+async def _command(service: _Service, action: str, arguments: dict[str, str]) -> tuple[dict[str, str], str]:
+    """Return what a device answers, and our own address as it sees it. Raises: _UpnpError, OSError."""
     headers = [("SOAPAction", f'"{service.kind}#{action}"'), ("Content-Type", 'text/xml; charset="utf-8"')]
-    body = command_message(service, action, arguments)
+    body = _command_message(service, action, arguments)
     status, answer, own_address = await _request(service.url, "POST", headers, body)
-    return read_command_answer(answer, action, status), own_address
+    return _read_command_answer(answer, action, status), own_address
 
 
 async def _search(where: tuple[str, int], seconds: float) -> AsyncGenerator[SplitResult, None]:
     """Yield where devices that answer a search have their descriptions, each once. Raises: OSError."""
-    replies: asyncio.Queue[tuple[bytes, str]] = asyncio.Queue(REPLIES_LIMIT)
-    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-        lambda: _Replies(replies), family=socket.AF_INET, local_addr=("0.0.0.0", 0)
+    transport, arrivals = await asyncio.get_running_loop().create_datagram_endpoint(
+        Arrivals, family=socket.AF_INET, local_addr=("0.0.0.0", 0)
     )
     seen: set[SplitResult] = set()
     try:
         for target in SEARCH_TARGETS:
-            transport.sendto(search_message(target), where)
+            transport.sendto(_search_message(target), where)
         deadline = asyncio.get_running_loop().time() + seconds
         while len(seen) < DEVICE_LIMIT:
             try:
                 async with asyncio.timeout_at(deadline):
-                    data, sender = await replies.get()
+                    arrived = await arrivals.queue.get()
             except TimeoutError:
                 return
-            location = read_search_reply(data, sender)
+            location = _read_search_reply(*arrived) if arrived else None
             if location is not None and location not in seen:
                 seen.add(location)
                 yield location
@@ -311,21 +187,12 @@ async def _search(where: tuple[str, int], seconds: float) -> AsyncGenerator[Spli
         transport.abort()
 
 
-class _Replies(asyncio.DatagramProtocol):
-    def __init__(self, replies: asyncio.Queue[tuple[bytes, str]]) -> None:
-        self._replies = replies
-
-    def datagram_received(self, data: bytes, address: tuple[str, int]) -> None:
-        if not self._replies.full():
-            self._replies.put_nowait((data, address[0]))
-
-
 async def _request(
     url: SplitResult, method: str, headers: list[tuple[str, str]] | None = None, body: bytes = b""
 ) -> tuple[int, bytes, str]:
     """Return the status and body of an HTTP answer, and our own address on that connection.
 
-    Raises: OSError (a TimeoutError is one), NonsenseError.
+    Raises: OSError (a TimeoutError is one), _UpnpError.
     """
     async with asyncio.timeout(HTTP_SECONDS):
         reader, writer = await asyncio.open_connection(url.hostname, url.port or 80, limit=HTTP_LIMIT)
@@ -339,13 +206,13 @@ async def _request(
             status, answer = await _read_answer(connection, reader)
             return status, answer, str(writer.get_extra_info("sockname")[0])
         except h11.ProtocolError as error:
-            raise NonsenseError(str(error)) from error
+            raise _UpnpError(str(error)) from error
         finally:
             writer.transport.abort()
 
 
 async def _read_answer(connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Return the status and body of an HTTP answer. Raises: h11.RemoteProtocolError, NonsenseError, OSError."""
+    """Return the status and body of an HTTP answer. Raises: h11.RemoteProtocolError, _UpnpError, OSError."""
     status, body, received = 0, bytearray(), 0
     while True:
         event = connection.next_event()
@@ -353,7 +220,7 @@ async def _read_answer(connection: h11.Connection, reader: asyncio.StreamReader)
             data = await reader.read(HTTP_LIMIT)
             received += len(data)
             if received > HTTP_LIMIT:
-                raise NonsenseError(f"more than {HTTP_LIMIT} bytes")
+                raise _UpnpError(f"more than {HTTP_LIMIT} bytes")
             connection.receive_data(data)
         elif isinstance(event, h11.Response):
             status = event.status_code
@@ -361,3 +228,101 @@ async def _read_answer(connection: h11.Connection, reader: asyncio.StreamReader)
             body += event.data
         elif isinstance(event, h11.EndOfMessage):
             return status, bytes(body)
+
+
+# Messages -----------------------------------------------------------------------------------------------------
+def _search_message(target: str) -> bytes:
+    """Return the datagram that asks devices of a kind to say where they are."""
+    lines = (
+        "M-SEARCH * HTTP/1.1",
+        "HOST: 239.255.255.250:1900",
+        'MAN: "ssdp:discover"',
+        f"MX: {SEARCH_WAIT}",
+        f"ST: {target}",
+    )
+    return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+
+
+def _read_search_reply(data: bytes, sender: str) -> SplitResult | None:
+    """Return the URL of the description of a device at `sender`; None: this is no reply of an internet gateway."""
+    if len(data) > REPLY_LIMIT:
+        return None
+    first, *lines = data.decode("latin-1").split("\r\n")
+    if first.split(" ")[:2] not in (["HTTP/1.1", "200"], ["HTTP/1.0", "200"]):
+        return None
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if headers.get("st") not in SEARCH_TARGETS:
+        return None
+    return _url_at(headers.get("location", ""), sender)
+
+
+def _read_description(data: bytes, location: SplitResult) -> list[_Service]:
+    """Return the services of a device's description that can map ports, in its order.
+
+    Raises: _UpnpError.
+    """
+    services = []
+    for name, values in _read_elements(data):
+        if name == "service" and values.get("serviceType") in SERVICE_TYPES:
+            url = _url_at(values.get("controlURL", ""), str(location.hostname), location.geturl())
+            if url is not None:
+                services.append(_Service(values["serviceType"], url))
+    return services
+
+
+def _command_message(service: _Service, action: str, arguments: dict[str, str]) -> bytes:
+    """Return the body of a command. Arguments must be plain text that needs no escaping in XML."""
+    values = "".join(f"<{name}>{value}</{name}>" for name, value in arguments.items())
+    return (
+        '<?xml version="1.0"?>\r\n'
+        '<s:Envelope xmlns:s="http://schemas.xmlsoap.org/soap/envelope/" '
+        's:encodingStyle="http://schemas.xmlsoap.org/soap/encoding/">'
+        f'<s:Body><u:{action} xmlns:u="{service.kind}">{values}</u:{action}></s:Body></s:Envelope>\r\n'
+    ).encode()
+
+
+def _read_command_answer(data: bytes, action: str, status: int) -> dict[str, str]:
+    """Return what a device answers to a command. Raises: _UpnpError."""
+    elements = _read_elements(data)
+    for name, values in elements:
+        if name == "UPnPError":
+            raise _UpnpError("the command is refused", values.get("errorCode", ""))
+    for name, values in elements:
+        if name == f"{action}Response" and status == 200:
+            return values
+    raise _UpnpError(f"status {status} and no {action}Response")
+
+
+def _read_elements(data: bytes) -> list[tuple[str, dict[str, str]]]:
+    """Return each element's name, without its namespace, and its children's texts by their names.
+
+    A document type is refused: with it entities could be defined, which blow up or read files.
+    Raises: _UpnpError.
+    """
+    if b"<!DOCTYPE" in data:
+        raise _UpnpError("a document type")
+    try:
+        root = ElementTree.fromstring(data, ElementTree.XMLParser(encoding="utf-8"))  # of no other encoding
+    except (ElementTree.ParseError, ValueError) as error:
+        raise _UpnpError(str(error)) from error
+
+    def name(element: ElementTree.Element) -> str:
+        return element.tag.rpartition("}")[2]
+
+    # Of several children with a name the first counts.
+    return [
+        (name(element), {name(child): (child.text or "").strip() for child in reversed(element)})
+        for element in root.iter()
+    ]
+
+
+def _url_at(text: str, host: str, base: str = "") -> SplitResult | None:
+    """Return a URL, made whole with `base`, if it is one of plain HTTP at this address."""
+    if not text.isascii() or not text.isprintable() or " " in text or len(text) > URL_LENGTH:
+        return None
+    try:
+        url = urlsplit(urljoin(base, text))
+        port = url.port
+    except ValueError:
+        return None
+    return url if url.scheme == "http" and url.hostname == host and port != 0 and "@" not in url.netloc else None
