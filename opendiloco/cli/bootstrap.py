@@ -25,7 +25,7 @@ from opendiloco.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from peers.network.bootstrap import Beside
+    from peers.network.bootstrap import NodeTask
     from peers.values.tickets import Ticket
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338
@@ -109,7 +109,7 @@ def command(
     async def main(interrupts: Interrupts) -> None:
         stop = asyncio.Event()
         interrupts.polite = stop.set
-        beside: list[Beside] = []
+        beside: list[NodeTask] = []
         kept = None
         if archive is not None:
             from opendiloco.storage.archive import Archive

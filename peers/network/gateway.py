@@ -131,7 +131,9 @@ class Gateway:
         self, where: Where, port: int, lifetime: int, suggested: int
     ) -> Mapping | _Refused | None:
         """Raises: OSError."""
-        address = await _ask(where, lambda client: _pack_nat_pmp_address(), _read_nat_pmp_address, self._waits)
+        address: IPv4Address | _Refused | None = await _ask(
+            where, lambda client: _pack_nat_pmp_address(), _read_nat_pmp_address, self._waits
+        )
         if not isinstance(address, IPv4Address):
             return address
         request, external = _pack_nat_pmp_map(port, lifetime, suggested), address
