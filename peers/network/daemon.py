@@ -241,6 +241,8 @@ async def start_daemon(
     for address in listen:
         require_free_port(address)
     sweep_sockets()
+    is_local = exposure is Exposure.LOCAL
+    relays = list(initial_peers) if exposure in (Exposure.PRIVATE, Exposure.UNKNOWN) else []
     with ExitStack() as opened:
         try:
             folder = opened.enter_context(temporary_folder(TEMPORARY, SOCKETS))
@@ -249,7 +251,23 @@ async def start_daemon(
             raise LocalNetworkError(
                 f"cannot make a folder for sockets in {TEMPORARY}: {error.strerror}.", "Name another one with TMPDIR."
             ) from error
-        daemon = await _start(folder, key_file, initial_peers, listen, announce, client_mode, exposure)
+        daemon = await _start(
+            folder,
+            initial_peers=list(initial_peers),
+            host_maddrs=list(listen),
+            announce_maddrs=list(announce) or None,
+            dht_mode="client" if client_mode or exposure is Exposure.PRIVATE else "server",
+            identity_path=str(key_file),
+            check_if_identity_free=False,
+            startup_timeout=START_TIMEOUT,
+            idle_timeout=START_TIMEOUT,
+            use_relay=not is_local,
+            use_auto_relay=bool(relays),
+            nat_port_map=not is_local,
+            auto_nat=not is_local,
+            trusted_relays=relays,
+            force_reachability=exposure.value,  # which hivemind ignores unless it is public or private
+        )
         key_file.unlink()
         daemon.opened = opened.pop_all()
     control = daemon._client.control
@@ -259,40 +277,13 @@ async def start_daemon(
     return daemon
 
 
-async def _start(
-    folder: Path,
-    key_file: Path,
-    initial_peers: Sequence[str],
-    listen: Sequence[str],
-    announce: Sequence[str],
-    client_mode: bool,
-    exposure: Exposure,
-) -> Daemon:
+async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daemon:
     """Start p2pd with its sockets in `folder`. Raises: LocalNetworkError, SwarmUnreachableError."""
     place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})  # hivemind asks the class
     _starting.set(attempts := list[Daemon]())
-    local = exposure is Exposure.LOCAL
-    relays = list(initial_peers) if exposure in (Exposure.PRIVATE, Exposure.UNKNOWN) else []
     # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
     with signals_held_back():
-        starting = asyncio.ensure_future(
-            place.create(
-                initial_peers=list(initial_peers),
-                host_maddrs=list(listen),
-                announce_maddrs=list(announce) or None,
-                dht_mode="client" if client_mode or exposure is Exposure.PRIVATE else "server",
-                identity_path=str(key_file),
-                check_if_identity_free=False,
-                startup_timeout=START_TIMEOUT,
-                idle_timeout=START_TIMEOUT,
-                use_relay=not local,
-                use_auto_relay=bool(relays),
-                nat_port_map=not local,
-                auto_nat=not local,
-                trusted_relays=relays,
-                force_reachability=exposure.value,  # which hivemind ignores unless it is public or private
-            )
-        )
+        starting = asyncio.ensure_future(place.create(initial_peers=initial_peers, **options))
         try:
             daemon: Daemon = await asyncio.shield(starting)
             attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good

@@ -41,12 +41,12 @@ def heartbeats_key(run_id: str) -> bytes:
     return f"diloco-peer/heartbeats/{run_id}".encode()
 
 
-def key_digest(key: bytes) -> bytes:
+def _key_digest(key: bytes) -> bytes:
     """Where hivemind's DHT keeps a key: SHA-1 of the bytes, a place on the ring, not a proof of anything."""
     return hashlib.sha1(key, usedforsecurity=False).digest()
 
 
-def record_is_valid(
+def _record_is_valid(
     key: bytes, subkey: bytes, value: bytes, expiration: float, now: float, admissions: Admissions | None = None
 ) -> bool:
     """Whether a node may keep a record.
@@ -60,7 +60,7 @@ def record_is_valid(
             return False
         if owner is None:
             manifest = SignedManifest.unpack(data)
-            is_there = key == key_digest(manifest_key(manifest.run_id))
+            is_there = key == _key_digest(manifest_key(manifest.run_id))
             if is_there and admissions is not None:
                 admissions.learn(manifest, is_ours=False)
             return is_there and expiration <= now + MANIFEST_LIFETIME_LIMIT
@@ -69,11 +69,11 @@ def record_is_valid(
         return False
     # The DHT prefers what expires later: past the signed expiration, an old heartbeat could displace a newer one.
     timely = expiration <= heartbeat.expires <= now + CLOCK_TOLERANCE + heartbeat.lifetime
-    is_its_own = key == key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer
+    is_its_own = key == _key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer
     return is_its_own and timely and (admissions is None or admissions.admits(heartbeat, now))
 
 
-class RecordBudget:
+class _RecordBudget:
     """Memory for records: what is kept until it expires, and no more than `limit` bytes of it."""
 
     def __init__(self, limit: int) -> None:
@@ -120,12 +120,12 @@ class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[
         self._admissions = admissions
 
     def validate(self, record: Any) -> bool:
-        return record_is_valid(
+        return _record_is_valid(
             record.key, record.subkey, record.value, record.expiration_time, time.time(), self._admissions
         )
 
 
-class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
+class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
     """Refuses new records when they would take more memory than there is for them.
 
     What lies under a `favoured` key has room of its own, which strangers with made-up runs can't fill. Where one key
@@ -137,14 +137,14 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
     def __init__(self, chance: random.Random | None = None) -> None:
         super().__init__()
         self._chance = chance or random.Random()
-        self._favoured: dict[Any, RecordBudget] = {}
-        self._others = RecordBudget(OTHERS_BYTES)
+        self._favoured: dict[Any, _RecordBudget] = {}
+        self._others = _RecordBudget(OTHERS_BYTES)
         self._named: dict[Any, frozenset[Any]] = {}
         self._orders: WeakKeyDictionary[Any, dict[Any, None]] = WeakKeyDictionary()
         """The order in which the subkeys under a key came, by what hivemind keeps the records in."""
 
     def favour(self, key: Any) -> None:
-        self._favoured.setdefault(key, RecordBudget(OWN_BYTES))
+        self._favoured.setdefault(key, _RecordBudget(OWN_BYTES))
 
     def disfavour(self, key: Any) -> None:
         """Give a key no more room than all others: what lies there stays until it expires."""
@@ -199,7 +199,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
                 del order[gone]
         return order
 
-    def _budget(self, key: Any) -> RecordBudget:
+    def _budget(self, key: Any) -> _RecordBudget:
         return self._favoured.get(key, self._others)
 
 
@@ -210,9 +210,9 @@ def _forget_what_was_replaced(under: Any) -> None:
         heapq.heapify(under.expiration_heap)
 
 
-def bounded(storage: Any) -> BoundedStorage:
+def bounded(storage: Any) -> _BoundedStorage:
     """A bounded storage with the same records, as far as there is room."""
-    copy = BoundedStorage()
+    copy = _BoundedStorage()
     for key, (value, expiration) in list(storage.items()):
         if isinstance(value, HIVEMIND.protocol.DictionaryDHTValue):
             for subkey, (inner, inner_expiration) in list(value.items()):

@@ -35,7 +35,7 @@ LIFETIME = 20.0  # seconds; of heartbeats, while none is known
 NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not find it"
 
 
-class DiscoveryNetwork(Protocol):
+class _Network(Protocol):
     peer_id: str
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
@@ -47,7 +47,7 @@ class DiscoveryNetwork(Protocol):
 class PeerDiscovery:
     """What is known of one run's peers, and how it gets around."""
 
-    def __init__(self, run: str, network: DiscoveryNetwork, dht: DhtNode) -> None:
+    def __init__(self, run: str, network: _Network, dht: DhtNode) -> None:
         self._network = network
         self.gossip = Gossip(network.peer_id, run, os.urandom(16), time.time())
         self._dht = dht

@@ -7,14 +7,14 @@ libp2p's daemon tries one after the other, and gives each that does not answer f
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from peers.errors import SwarmUnreachableError
 from peers.network.contacts import is_public
@@ -25,28 +25,42 @@ from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "diloco-peer remembered peers, version 1"
 FILE_NAME = "peers.json"
 PEER_LIMIT = 32
 ADDRESS_LIMIT = 4  # of one peer
 FILE_LIMIT = 256 * 1024  # bytes; 32 peers with four addresses of 256 characters are 40 KB
 SAVE_INTERVAL = 60.0  # seconds
-HOUR = 3600.0
+HOUR = 3600
+Seconds = Annotated[int, Field(strict=True, ge=0, lt=10**12)]  # since the epoch
+T = TypeVar("T")
 
 
-@dataclass
-class _Known:
+class _Known(BaseModel):
     """A peer, its addresses, and when it was heard of for the first and the last time, in seconds since the epoch."""
 
     peer: str
     addresses: tuple[str, ...]
-    since: float
-    seen: float
+    since: Seconds
+    seen: Seconds
 
     @property
     def usefulness(self) -> tuple[bool, int, float]:
         """Sorts the most useful last. Among those seen lately, newcomers never push out peers known for longer."""
-        return any(map(_is_on_the_internet, self.addresses)), int(self.seen // HOUR), -self.since
+        return any(map(_is_on_the_internet, self.addresses)), self.seen // HOUR, -self.since
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        if self.addresses != _usable(self.peer, self.addresses):
+            raise ValueError("the addresses are not the peer's own")
+        return self
+
+
+class _File(BaseModel):
+    """What is written down of a run's peers, as JSON."""
+
+    format: Literal["diloco-peer remembered peers, version 1"] = "diloco-peer remembered peers, version 1"
+    run: str
+    peers: Annotated[list[_Known], Field(max_length=PEER_LIMIT)]
 
 
 class RememberedPeers:
@@ -88,7 +102,8 @@ class RememberedPeers:
             return
         self._saved_at = now
         try:
-            _write(self._path, self._run_id, self._peers.values())
+            content = _File(run=self._run_id, peers=list(self._peers.values()))
+            write_whole(self._path, [content.model_dump_json(indent=1).encode()], is_durable=True)
         except OSError as error:
             if not self._has_warned:
                 logger.warning("the addresses of other peers are not kept: %s: %s", self._path, error.strerror or error)
@@ -97,8 +112,8 @@ class RememberedPeers:
     def _see(self, peer: str, addresses: Iterable[str], now: float) -> None:
         usable = _usable(peer, addresses)
         if usable:
-            since = self._peers[peer].since if peer in self._peers else now
-            self._peers[peer] = _Known(peer, usable, since, now)
+            since = self._peers[peer].since if peer in self._peers else int(now)
+            self._peers[peer] = _Known(peer=peer, addresses=usable, since=since, seen=int(now))
 
 
 def _is_on_the_internet(address: str) -> bool:
@@ -127,42 +142,12 @@ def _read(path: Path, run_id: str) -> list[_Known]:
     if len(text) > FILE_LIMIT:
         raise ValueError(f"it has more than {FILE_LIMIT} bytes")
     try:
-        content = json.loads(text)
-        if content["format"] != FORMAT or content["run"] != run_id:
-            raise ValueError("it is of another run or version")
-        return [_known(entry) for entry in content["peers"][:PEER_LIMIT]]
-    except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("it is not what a peer writes") from error
-
-
-def _known(entry: Any) -> _Known:
-    """Raises: ValueError, LookupError, TypeError."""
-    peer, addresses, since, seen = (entry[field] for field in ("peer", "addresses", "since", "seen"))
-    if not isinstance(peer, str) or any(not isinstance(address, str) for address in addresses):
-        raise ValueError("a peer and its addresses are no text")
-    usable = _usable(peer, addresses)
-    if not usable:
-        raise ValueError(f"the addresses of {peer!r:.80} are not its own")
-    return _Known(peer, usable, _seconds(since), _seconds(seen))
-
-
-def _seconds(value: object) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < 1e12:  # neither infinite nor NaN
-        raise ValueError(f"{value!r:.80} is no time")
-    return float(value)
-
-
-def _write(path: Path, run_id: str, peers: Iterable[_Known]) -> None:
-    """Write the file, whole or not at all. Raises: OSError."""
-    entries = [
-        {"peer": known.peer, "addresses": known.addresses, "since": int(known.since), "seen": int(known.seen)}
-        for known in peers
-    ]
-    content = json.dumps({"format": FORMAT, "run": run_id, "peers": entries}, indent=1)
-    write_whole(path, [content.encode("ascii")], is_durable=True)
-
-
-T = TypeVar("T")
+        content = _File.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError("it is not what a peer of this version writes") from error
+    if content.run != run_id:
+        raise ValueError("it is of another run")
+    return content.peers
 
 
 ANSWER_SECONDS = 5.0

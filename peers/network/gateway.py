@@ -1,7 +1,8 @@
 """The default gateway asked for a port by PCP (RFC 6887), or by NAT-PMP (RFC 6886) where it speaks only that.
 
 PCP is the successor of NAT-PMP and shares its port; a router that knows only one of the two refuses the other's
-version. A reader of messages returns None for everything that is not a well-formed answer to our request.
+version. A reader of messages returns the protocol's own code, not 0, for an answer that says no, and None for everything
+that is not a well-formed answer to our request.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ PCP_ANSWER = struct.Struct("!BBxBII12x 12sB3xHH16s")
 PCP_ANSWER_START = struct.Struct("!BBxBII12x")
 NAT_PMP_MAP_REQUEST = struct.Struct("!BBxxHHI")
 NAT_PMP_MAP_ANSWER = struct.Struct("!BBHIHHI")
+NAT_PMP_ADDRESS_REQUEST = bytes((NAT_PMP_VERSION, EXTERNAL_ADDRESS))
 NAT_PMP_ADDRESS_ANSWER = struct.Struct("!BBHI4s")
 
 
@@ -57,13 +59,6 @@ class Mapping:
     @property
     def endpoint(self) -> str:
         return f"[{self.address}]:{self.port}" if self.address.version == 6 else f"{self.address}:{self.port}"
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """A well-formed answer that says no, with the protocol's own result code."""
-
-    code: int
 
 
 def default_gateway() -> Where | None:
@@ -127,12 +122,10 @@ class Gateway:
         self._external_port = answer.port
         return answer
 
-    async def _open_by_nat_pmp(
-        self, where: Where, port: int, lifetime: int, suggested: int
-    ) -> Mapping | _Refused | None:
+    async def _open_by_nat_pmp(self, where: Where, port: int, lifetime: int, suggested: int) -> Mapping | int | None:
         """Raises: OSError."""
-        address: IPv4Address | _Refused | None = await _ask(
-            where, lambda client: _pack_nat_pmp_address(), _read_nat_pmp_address, self._waits
+        address: IPv4Address | int | None = await _ask(
+            where, lambda client: NAT_PMP_ADDRESS_REQUEST, _read_nat_pmp_address, self._waits
         )
         if not isinstance(address, IPv4Address):
             return address
@@ -203,40 +196,35 @@ def _pack_pcp_map(nonce: bytes, client: Address, port: int, lifetime: int, sugge
     return PCP_REQUEST.pack(*start, nonce, TCP, port, suggested_port, any_address)
 
 
-def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | _Refused | None:
+def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | int | None:
     """Return what a PCP router answers to the request with this nonce and port."""
     if not 4 <= len(data) <= PCP_LIMIT:
         return None
     if data[0] == NAT_PMP_VERSION and data[1] & IS_ANSWER and data[2:4] == bytes((0, UNSUPPORTED_VERSION)):
-        return _Refused(UNSUPPORTED_VERSION)  # a router that knows only NAT-PMP answers as NAT-PMP does
+        return UNSUPPORTED_VERSION  # a router that knows only NAT-PMP answers as NAT-PMP does
     if len(data) < PCP_ANSWER_START.size:
         return None
     version, operation, code, lifetime, _ = PCP_ANSWER_START.unpack_from(data)
     if operation != PCP_MAP | IS_ANSWER:
         return None
     if code == UNSUPPORTED_VERSION:
-        return _Refused(code)  # whatever its version is
+        return code  # whatever its version is
     if version != PCP_VERSION or len(data) < PCP_ANSWER.size:
         return None
     *_, its_nonce, protocol, its_port, external_port, address = PCP_ANSWER.unpack_from(data)
     if (its_nonce, protocol, its_port) != (nonce, TCP, port):
         return None
     if code != SUCCESS:
-        return _Refused(code)
+        return code
     external = IPv6Address(address)
     return Mapping(external.ipv4_mapped or external, external_port, lifetime) if external_port else None
 
 
-def _pack_nat_pmp_address() -> bytes:
-    """Return a NAT-PMP request for the router's external address."""
-    return bytes((NAT_PMP_VERSION, EXTERNAL_ADDRESS))
-
-
-def _read_nat_pmp_address(data: bytes) -> IPv4Address | _Refused | None:
+def _read_nat_pmp_address(data: bytes) -> IPv4Address | int | None:
     """Return the router's external address."""
     code = _nat_pmp_code(data, EXTERNAL_ADDRESS)
     if code:
-        return _Refused(code)
+        return code
     if code is None or len(data) != NAT_PMP_ADDRESS_ANSWER.size:
         return None
     return IPv4Address(NAT_PMP_ADDRESS_ANSWER.unpack(data)[-1])
@@ -247,11 +235,11 @@ def _pack_nat_pmp_map(port: int, lifetime: int, suggested_port: int) -> bytes:
     return NAT_PMP_MAP_REQUEST.pack(NAT_PMP_VERSION, MAP_TCP, port, suggested_port, lifetime)
 
 
-def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping | _Refused | None:
+def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping | int | None:
     """Return what a NAT-PMP router with this external address answers to a request to map this port."""
     code = _nat_pmp_code(data, MAP_TCP)
     if code:
-        return _Refused(code)
+        return code
     if code is None or len(data) != NAT_PMP_MAP_ANSWER.size:
         return None
     *_, its_port, external_port, lifetime = NAT_PMP_MAP_ANSWER.unpack(data)

@@ -29,7 +29,7 @@ UTILITIES = {
 }
 
 
-class Hivemind(NamedTuple):
+class _Hivemind(NamedTuple):
     """The modules of hivemind that we use."""
 
     node: Any  # hivemind.dht.node
@@ -59,7 +59,7 @@ class _Unrun(ModuleType):
         return getattr(self, name)
 
 
-def load_hivemind() -> Hivemind:
+def load_hivemind() -> _Hivemind:
     """Import what we use of hivemind, and not torch. Its log messages then go through standard `logging`."""
     if "hivemind" not in sys.modules:
         for name in HEAVY_PACKAGES:
@@ -67,10 +67,10 @@ def load_hivemind() -> Hivemind:
         for module, names in UTILITIES.items():
             for name in names:
                 setattr(sys.modules["hivemind.utils"], name, getattr(importlib.import_module(module), name))
-    quiet_hivemind()
+    _quiet_hivemind()
     node, traverse = importlib.import_module("hivemind.dht.node"), importlib.import_module("hivemind.dht.traverse")
-    node.traverse_dht = ending_when_cancelled(traverse.traverse_dht)  # type: ignore[attr-defined]
-    return Hivemind(
+    node.traverse_dht = _ending_when_cancelled(traverse.traverse_dht)  # type: ignore[attr-defined]
+    return _Hivemind(
         node,
         importlib.import_module("hivemind.dht.protocol"),
         importlib.import_module("hivemind.dht.validation"),
@@ -79,7 +79,7 @@ def load_hivemind() -> Hivemind:
     )
 
 
-def quiet_hivemind() -> None:
+def _quiet_hivemind() -> None:
     """Take away hivemind's own handler (stderr, its own format): its records go to the root logger, warnings and up."""
     importlib.import_module("hivemind.utils.logging").use_hivemind_log_handler("nowhere")
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it to WARN for the whole process
@@ -98,7 +98,7 @@ def _enter_unrun(name: str) -> None:
         setattr(sys.modules[parent], child, package)
 
 
-def ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
+def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
     """Return hivemind's `traverse_dht` as a function whose cancellation ends all that it began."""
 
     async def search(*arguments: Any, **options: Any) -> Any:

@@ -77,7 +77,7 @@ class KnownRuns:
         }
 
 
-class RevocationsRequest(Value):
+class _RevocationsRequest(Value):
     """Asks for the list of a run's revoked tickets, and tells the one that its sender has (empty: none)."""
 
     run: RunId
@@ -170,7 +170,7 @@ class Admissions:
 
     async def answer(self, sender: str, payload: bytes) -> bytes:
         """Answer a RevocationsRequest, and take in what it tells. Raises: RemoteProtocolError, RefusalError."""
-        request = unpack_from(sender, RevocationsRequest, payload, LIST_BYTES + 256)
+        request = unpack_from(sender, _RevocationsRequest, payload, LIST_BYTES + 256)
         admission = self.of(request.run)
         if admission is None:
             raise RefusalError(f"no run by invitation called {request.run} is known here")
@@ -186,7 +186,7 @@ class Admissions:
         if admission is None:
             return
         known = pack(admission.revocations) if admission.revocations else b""
-        answer = await call(peer, REVOCATIONS, pack(RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
+        answer = await call(peer, REVOCATIONS, pack(_RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
         self._take_in(peer, run, answer)
 
     def _take_in(self, peer: str, run: str, packed: bytes) -> None:
@@ -238,7 +238,7 @@ def _remember(known: OrderedDict[str, Thing], run: str, what: Thing) -> None:
         known.popitem(last=False)
 
 
-class AmendmentRequest(Value):
+class _AmendmentRequest(Value):
     """Gives a peer an amendment of a run."""
 
     run: RunId
@@ -267,7 +267,7 @@ class Amendments:
 
     async def answer(self, sender: str, payload: bytes) -> bytes:
         """Take in an AmendmentRequest. Raises: RemoteProtocolError, RefusalError."""
-        request = unpack_from(sender, AmendmentRequest, payload, REQUEST_BYTES)
+        request = unpack_from(sender, _AmendmentRequest, payload, REQUEST_BYTES)
         organiser = self._organisers.get(request.run)
         if organiser is None:
             raise RefusalError(f"no run called {request.run} is known here")
@@ -284,7 +284,7 @@ class Amendments:
 
 async def give(call: Call, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
     """Give an amendment to these peers. Returns how many took it."""
-    request = pack(AmendmentRequest(run=run, amendment=amendment))
+    request = pack(_AmendmentRequest(run=run, amendment=amendment))
 
     async def tell(peer: str) -> bool:
         try:
@@ -297,7 +297,7 @@ async def give(call: Call, run: str, amendment: Amendment, peers: Iterable[str])
     return sum(await asyncio.gather(*map(tell, peers)))
 
 
-class HeadsRequest(Value):
+class _HeadsRequest(Value):
     """A question: what have the archives of this run signed?"""
 
     run: RunId
@@ -350,14 +350,14 @@ class HeadStore:
 
     async def answer(self, sender: str, payload: bytes) -> bytes:
         """Answer a HeadsRequest. Raises: RemoteProtocolError, RefusalError."""
-        request = unpack_from(sender, HeadsRequest, payload, REQUEST_BYTES)
+        request = unpack_from(sender, _HeadsRequest, payload, REQUEST_BYTES)
         if request.run not in self._known:
             raise RefusalError(f"no run called {request.run} is known here")
         return pack_heads(self.of(request.run).heads)
 
     async def ask(self, call: Call, run: str, peers: Iterable[str]) -> int:
         """Ask these peers what a run's archives have signed. Return how many answered."""
-        request = pack(HeadsRequest(run=run))
+        request = pack(_HeadsRequest(run=run))
 
         async def ask(peer: str) -> bool:
             try:

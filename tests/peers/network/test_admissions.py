@@ -10,8 +10,8 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import RefusalError
-from peers.network.dht_storage import heartbeats_key, key_digest, manifest_key, record_is_valid
-from peers.network.known_runs import STRANGERS_LIMIT, Admissions, RevocationsRequest
+from peers.network.dht_storage import _key_digest, _record_is_valid, heartbeats_key, manifest_key
+from peers.network.known_runs import STRANGERS_LIMIT, Admissions, _RevocationsRequest
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -64,9 +64,9 @@ class TestRecords:
 
     def keeps(self, made: Admissions, peer: Identity, ticket: bytes = b"") -> bool:
         said = beat_of(peer, ticket=ticket)
-        place, subkey = key_digest(heartbeats_key(RUN)), msgpack.packb(peer.peer_id)
+        place, subkey = _key_digest(heartbeats_key(RUN)), msgpack.packb(peer.peer_id)
         value = msgpack.packb(said.sign(peer))
-        return record_is_valid(place, subkey, value, said.expires, time.time(), made)
+        return _record_is_valid(place, subkey, value, said.expires, time.time(), made)
 
     def test_a_node_with_the_manifest_keeps_only_who_is_admitted(self) -> None:
         assert self.keeps(admissions(BY_INVITATION), FRIEND, TICKET.shown_by(FRIEND.peer_id))
@@ -76,11 +76,11 @@ class TestRecords:
 
     def test_a_node_learns_from_the_manifests_that_it_keeps(self) -> None:
         made, value = admissions(), msgpack.packb(BY_INVITATION.pack())
-        elsewhere = key_digest(manifest_key(OPEN.run_id))
-        assert not record_is_valid(elsewhere, msgpack.packb(None), value, 1.0, time.time(), made)
+        elsewhere = _key_digest(manifest_key(OPEN.run_id))
+        assert not _record_is_valid(elsewhere, msgpack.packb(None), value, 1.0, time.time(), made)
         assert self.keeps(made, STRANGER)
-        place = key_digest(manifest_key(RUN))
-        assert record_is_valid(place, msgpack.packb(None), value, 1.0, time.time(), made)
+        place = _key_digest(manifest_key(RUN))
+        assert _record_is_valid(place, msgpack.packb(None), value, 1.0, time.time(), made)
         assert not self.keeps(made, STRANGER)
 
     def test_a_node_without_the_manifest_looks_for_it(self) -> None:
@@ -129,7 +129,7 @@ class TestRevocations:
         false = pack(Revocations.sign(RUN, 9, (), STRANGER))
         one, other = admissions(BY_INVITATION), admissions(BY_INVITATION)
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
-            asyncio.run(one.answer("b", pack(RevocationsRequest(run=RUN, known=false))))
+            asyncio.run(one.answer("b", pack(_RevocationsRequest(run=RUN, known=false))))
         network = Network("a", {"b": other})
         network.meddle = lambda answer: false
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
@@ -143,7 +143,7 @@ class TestRevocations:
 
     def test_a_run_that_is_not_known(self) -> None:
         with pytest.raises(RefusalError, match="is known here"):
-            asyncio.run(admissions(OPEN).answer("b", pack(RevocationsRequest(run=RUN, known=b""))))
+            asyncio.run(admissions(OPEN).answer("b", pack(_RevocationsRequest(run=RUN, known=b""))))
 
     def test_whoever_knows_of_later_ones_is_asked_once(self) -> None:
         """A liar that claims to have a later list costs one question in a while."""

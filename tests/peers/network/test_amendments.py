@@ -8,7 +8,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import RefusalError
-from peers.network.known_runs import AmendmentRequest, Amendments, give
+from peers.network.known_runs import Amendments, _AmendmentRequest, give
 from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -47,14 +47,14 @@ def test_an_older_one_replaces_nothing(later: Amendment) -> None:
 def test_another_one_of_the_same_number_is_refused() -> None:
     """Regression: whoever amended twice at once was told that both were taken."""
     one = node()
-    asyncio.run(one.answer("organiser", pack(AmendmentRequest(run=RUN, amendment=amendment(2)))))
+    asyncio.run(one.answer("organiser", pack(_AmendmentRequest(run=RUN, amendment=amendment(2)))))
     with pytest.raises(RefusalError, match="was given here already"):
-        asyncio.run(one.answer("organiser", pack(AmendmentRequest(run=RUN, amendment=amendment(2, 0.5)))))
+        asyncio.run(one.answer("organiser", pack(_AmendmentRequest(run=RUN, amendment=amendment(2, 0.5)))))
     assert one.of(RUN) == amendment(2)
 
 
 def test_what_nobody_signed_is_refused() -> None:
-    one, forged = node(), pack(AmendmentRequest(run=RUN, amendment=amendment(by=STRANGER)))
+    one, forged = node(), pack(_AmendmentRequest(run=RUN, amendment=amendment(by=STRANGER)))
     with pytest.raises(RefusalError, match=f"the organiser of {RUN} has not signed"):
         asyncio.run(one.answer("stranger", forged))
     assert one.of(RUN) is None
@@ -62,7 +62,7 @@ def test_what_nobody_signed_is_refused() -> None:
 
 def test_a_run_that_is_not_known_is_refused() -> None:
     one = node()
-    request = pack(AmendmentRequest(run=RUN, amendment=amendment()))
+    request = pack(_AmendmentRequest(run=RUN, amendment=amendment()))
     asyncio.run(one.answer("organiser", request))
     one.forget(RUN)
     assert one.of(RUN) is None

@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.network.gateway import (
+    NAT_PMP_ADDRESS_REQUEST,
     Mapping,
-    _pack_nat_pmp_address,
     _pack_nat_pmp_map,
     _pack_pcp_map,
     _read_nat_pmp_address,
     _read_nat_pmp_map,
     _read_pcp_map,
-    _Refused,
 )
 
 EXTERNAL = IPv4Address("11.77.0.9")
@@ -34,7 +33,7 @@ def test_requests_are_laid_out_as_the_rfcs_say() -> None:
     header = bytes.fromhex("02010000 00000e10") + MAPPED_CLIENT
     mapping = NONCE + bytes.fromhex("06000000 1234 1234 00000000000000000000ffff00000000")
     assert _pack_pcp_map(NONCE, CLIENT, PORT, 3600, PORT) == header + mapping
-    assert _pack_nat_pmp_address() == b"\0\0"
+    assert NAT_PMP_ADDRESS_REQUEST == b"\0\0"
     assert _pack_nat_pmp_map(PORT, 3600, PORT) == bytes.fromhex("0002 0000 1234 1234 00000e10")
 
 
@@ -52,10 +51,10 @@ def test_answers_are_read() -> None:
 
 def test_refusals_are_read() -> None:
     refused = ANSWER_START[:3] + b"\x08" + ANSWER_START[4:]
-    assert _read_pcp_map(refused + ANSWER_END, NONCE, PORT) == _Refused(8)
-    assert _read_pcp_map(bytes.fromhex("0081 0001 00000007"), NONCE, PORT) == _Refused(1)
-    assert _read_nat_pmp_map(bytes.fromhex("0082 0002 00000007"), PORT, EXTERNAL) == _Refused(2)
-    assert _read_nat_pmp_address(bytes.fromhex("0080 0003 00000007 00000000")) == _Refused(3)
+    assert _read_pcp_map(refused + ANSWER_END, NONCE, PORT) == 8
+    assert _read_pcp_map(bytes.fromhex("0081 0001 00000007"), NONCE, PORT) == 1
+    assert _read_nat_pmp_map(bytes.fromhex("0082 0002 00000007"), PORT, EXTERNAL) == 2
+    assert _read_nat_pmp_address(bytes.fromhex("0080 0003 00000007 00000000")) == 3
 
 
 def test_answers_to_somebody_else_are_none() -> None:
@@ -85,5 +84,5 @@ def test_whatever_arrives_is_read_or_ignored(data: st.DataObject) -> None:
         if damaged:
             damaged[place] = data.draw(st.integers(0, 255))
     answer = _read_pcp_map(bytes(damaged), NONCE, PORT) or _read_nat_pmp_map(bytes(damaged), PORT, EXTERNAL)
-    assert answer is None or isinstance(answer, _Refused) or (answer.port and 0 <= answer.lifetime < 1 << 32)
+    assert answer is None or isinstance(answer, int) or (answer.port and 0 <= answer.lifetime < 1 << 32)
     _read_nat_pmp_address(bytes(damaged))

@@ -9,7 +9,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import RefusalError
-from peers.network.known_runs import HeadsRequest, HeadStore
+from peers.network.known_runs import HeadStore, _HeadsRequest
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -91,7 +91,7 @@ def test_what_is_no_request(payload: bytes) -> None:
 
 def test_a_run_that_is_not_known() -> None:
     with pytest.raises(RefusalError, match="is known here"):
-        asyncio.run(HeadStore().answer("b", pack(HeadsRequest(run=RUN))))
+        asyncio.run(HeadStore().answer("b", pack(_HeadsRequest(run=RUN))))
     made = HeadStore()
     made.take(RUN, [head(3)])
     assert made.of(RUN).heads == ()
