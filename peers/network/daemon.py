@@ -67,7 +67,7 @@ IN_OWN_SESSION = (
     str(GO_THREADS),
 )
 """p2pd takes no notice of signals that are blocked or ignored when it starts. In a session of its own it gets neither
-the Ctrl-C nor the hang-up of our terminal, which would end it before we can tell anybody that we leave."""
+the Ctrl-C nor the hang-up of our terminal, which would end it before we can say goodbye."""
 
 
 class Exposure(StrEnum):
@@ -76,7 +76,7 @@ class Exposure(StrEnum):
     LOCAL = "local"
     """On one machine with all others: there is nothing to traverse."""
     PUBLIC = "public"
-    """Others can dial it. It relays for those that nobody can dial."""
+    """Others can dial it. It relays for those that cannot be dialled."""
     PRIVATE = "private"
     """Behind a NAT: it is reached through the initial peers."""
     UNKNOWN = "unknown"
@@ -211,7 +211,7 @@ def to_peer_id(peer_id: str) -> Any:
 
 @contextmanager
 def peer_errors(peer_id: str) -> Iterator[None]:
-    """Have whatever goes wrong on the way to a peer be, to the caller, that peer's failure."""
+    """Raise errors on the way to a peer as PeerUnreachableError."""
     try:
         yield
     except RemoteProtocolError as error:
@@ -298,7 +298,7 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
 
 
 def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Have a stream that another peer takes back, before it has begun, end without a traceback of asyncio's."""
+    """Return the handler so that a stream that breaks before it begins ends without a traceback of asyncio's."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -311,7 +311,7 @@ def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., A
 
 
 def _take_exception(task: asyncio.Task[None]) -> None:
-    """A dead daemon breaks its control connection; nobody awaits those tasks, and asyncio would print a traceback."""
+    """Log why the control connection ended: asyncio prints a traceback for a failed task that is not awaited."""
     if not task.cancelled() and task.exception() is not None:
         logger.debug("the control connection to libp2p's daemon broke: %r", task.exception())
 
@@ -323,7 +323,7 @@ async def _give_up(starting: asyncio.Future[Daemon]) -> None:
 
 
 async def _wait_for_end(failed: Daemon) -> None:
-    """Until the process is gone, so that nobody hears of its end when our event loop is closed.
+    """Wait until the process is gone, so that its end is not reported to an event loop that is closed.
 
     It ends by itself. A signal to a process that is just ending would have asyncio (before 3.12.8) warn of a child that
     it does not know: `Popen.send_signal` and asyncio's own watcher both want to be told its exit status.

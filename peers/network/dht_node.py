@@ -243,7 +243,7 @@ class DhtMembership:
                     if await self._protocol.call_ping(peer_id) is not None:
                         return
             await self._daemon.drop_connection(peer)
-        # After each failure the daemon waits longer, minutes in the end: it dials once we know that somebody answers.
+        # After each failure the daemon waits longer, minutes in the end: it dials once we know that the peer answers.
         silent = {address for address in addresses if endpoint(address)} - await which_answer(addresses)
         answering = [address for address in addresses if address not in silent]
         if answering and await self._daemon.connect(peer, answering):

@@ -2,8 +2,8 @@
 
 A node refuses every record that does not prove itself: a manifest under the key that its own digest gives it, a
 heartbeat signed by the peer that its subkey names, under the key of the run that it is about. Where the node has the
-manifest of a run by invitation, the peer must be admitted, too. Nothing else can be stored, and nobody can overwrite
-what is somebody else's.
+manifest of a run by invitation, the peer must be admitted, too. Nothing else can be stored, and no node can overwrite
+another's records.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ class _RecordBudget:
 
 
 DHTLocalStorage: Any = HIVEMIND.protocol.DHTLocalStorage
-RECORDS = 256  # under one key: whoever asks for it is sent them all. Of a run's peers a sample is enough
+RECORDS = 256  # under one key: all are sent to each node that asks. Of a run's peers a sample is enough
 OWN_BYTES = RECORDS * (SIZE_LIMIT + RECORD_OVERHEAD)  # for each key that this node has a part in
 OTHERS_BYTES = 64 << 20  # for everything else together
 
 
 class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[misc,name-defined]  # no types
-    """Keeps from this node's part of the DHT what does not prove itself."""
+    """A check that keeps records without a proof out of this node's part of the DHT."""
 
     def __init__(self, admissions: Admissions) -> None:
         self._admissions = admissions
@@ -129,9 +129,9 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
     """Refuses new records when they would take more memory than there is for them.
 
     What lies under a `favoured` key has room of its own, which strangers with made-up runs can't fill. Where one key
-    has all the records that it may, a new one replaces another, so that nobody keeps all others out by coming first:
+    has all the records that it may, a new one replaces another, so that the first to come cannot keep all others out:
     one of the half that was there for the shorter time, drawn by chance. The other half stays, as do those of the peers
-    that the run's manifest names, for as long as they are renewed in time: whoever floods a key came later.
+    that the run's manifest names, for as long as they are renewed in time: a flood came later.
     """
 
     def __init__(self, chance: random.Random | None = None) -> None:
@@ -151,7 +151,7 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         self._favoured.pop(key, None)
 
     def name(self, key: Any, subkeys: Collection[Any]) -> None:
-        """Never replace the records of these under a key; of none: of nobody any more."""
+        """Never replace the records of these subkeys under a key. Those named before are no longer kept."""
         if subkeys:
             self._named[key] = frozenset(subkeys)
         else:

@@ -1,4 +1,4 @@
-"""Who is in a run: by gossip among its peers, and by the DHT, which has a few of them for whoever knows nobody yet."""
+"""Discovery of a run's peers: by gossip among them, and by the DHT, which has a few for a newcomer to begin with."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GOSSIP = "gossip"  # name of the call; payload: a Request, answer: News
 LOOK = 0.125  # seconds between two looks at which exchanges are due
 ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a partner has to answer
 FIRST_LIMIT = 2.0  # seconds that a newcomer waits for the first answers
-LOOK_LIMIT = 5.0  # seconds that somebody outside the run takes to ask who is in it
+LOOK_LIMIT = 5.0  # seconds in which a node outside the run asks who is in it
 LIFETIME = 20.0  # seconds; of heartbeats, while none is known
 NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not find it"
 
@@ -45,7 +45,7 @@ class _Network(Protocol):
 
 
 class PeerDiscovery:
-    """What is known of one run's peers, and how it gets around."""
+    """The peers of one run, as far as they are known, and the exchanges that make them known."""
 
     def __init__(self, run: str, network: _Network, dht: DhtNode) -> None:
         self._network = network
@@ -61,7 +61,7 @@ class PeerDiscovery:
 
     @property
     def is_member(self) -> bool:
-        """Whether we are in the run ourselves, and not only looking."""
+        """Whether we are a peer of the run, and not only looking."""
         return self.gossip.own is not None
 
     @property
@@ -76,8 +76,8 @@ class PeerDiscovery:
         return Pace(len(self.gossip.others(now())), is_whole, self.gossip.copies.highest)
 
     async def say(self, signed: bytes | None, sign: LifeSign | None) -> bool:
-        """Tell others of ourselves: those that gossip has us tell, and now and then the DHT. A farewell has been told
-        when this returns. Returns whether a DHT node took it, if it was to.
+        """Send our heartbeat or sign of life to the peers that are due, and now and then to the DHT. A farewell has
+        been sent when this returns. Returns whether a DHT node took it, if it was to.
 
         Raises: LocalProtocolError when the heartbeat is no newer than the one before.
         """
@@ -140,7 +140,7 @@ class PeerDiscovery:
             logger.warning("dropped what a peer told us of others: %s", error)
 
     def answer(self, sender: str, request: Request) -> bytes:
-        """Answer an exchange that somebody else has begun. Raises: RemoteProtocolError, RefusalError."""
+        """Answer an exchange that another peer has begun. Raises: RemoteProtocolError, RefusalError."""
         try:
             return self.gossip.answer(sender, request, now(), time.time())
         except AdmissionError as error:

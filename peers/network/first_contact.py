@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -25,6 +25,7 @@ from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
+FORMAT = "diloco-peer remembered peers, version 1"
 FILE_NAME = "peers.json"
 PEER_LIMIT = 32
 ADDRESS_LIMIT = 4  # of one peer
@@ -58,7 +59,7 @@ class _Known(BaseModel):
 class _File(BaseModel):
     """What is written down of a run's peers, as JSON."""
 
-    format: Literal["diloco-peer remembered peers, version 1"] = "diloco-peer remembered peers, version 1"
+    format: Annotated[str, Field(pattern=f"^{FORMAT}$")] = FORMAT
     run: str
     peers: Annotated[list[_Known], Field(max_length=PEER_LIMIT)]
 

@@ -1,7 +1,7 @@
 """The default gateway asked for a port by PCP (RFC 6887), or by NAT-PMP (RFC 6886) where it speaks only that.
 
 PCP is the successor of NAT-PMP and shares its port; a router that knows only one of the two refuses the other's
-version. A reader of messages returns the protocol's own code, not 0, for an answer that says no, and None for everything
+version. A reader of messages returns the protocol's result code for a refusal, which is not 0, and None for everything
 that is not a well-formed answer to our request.
 """
 
@@ -204,6 +204,7 @@ def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | int | None:
         return UNSUPPORTED_VERSION  # a router that knows only NAT-PMP answers as NAT-PMP does
     if len(data) < PCP_ANSWER_START.size:
         return None
+    code: int
     version, operation, code, lifetime, _ = PCP_ANSWER_START.unpack_from(data)
     if operation != PCP_MAP | IS_ANSWER:
         return None
@@ -223,10 +224,8 @@ def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | int | None:
 def _read_nat_pmp_address(data: bytes) -> IPv4Address | int | None:
     """Return the router's external address."""
     code = _nat_pmp_code(data, EXTERNAL_ADDRESS)
-    if code:
-        return code
-    if code is None or len(data) != NAT_PMP_ADDRESS_ANSWER.size:
-        return None
+    if code != SUCCESS or len(data) != NAT_PMP_ADDRESS_ANSWER.size:
+        return code or None
     return IPv4Address(NAT_PMP_ADDRESS_ANSWER.unpack(data)[-1])
 
 
@@ -238,10 +237,8 @@ def _pack_nat_pmp_map(port: int, lifetime: int, suggested_port: int) -> bytes:
 def _read_nat_pmp_map(data: bytes, port: int, address: IPv4Address) -> Mapping | int | None:
     """Return what a NAT-PMP router with this external address answers to a request to map this port."""
     code = _nat_pmp_code(data, MAP_TCP)
-    if code:
-        return code
-    if code is None or len(data) != NAT_PMP_MAP_ANSWER.size:
-        return None
+    if code != SUCCESS or len(data) != NAT_PMP_MAP_ANSWER.size:
+        return code or None
     *_, its_port, external_port, lifetime = NAT_PMP_MAP_ANSWER.unpack(data)
     return Mapping(address, external_port, lifetime) if its_port == port and external_port else None
 

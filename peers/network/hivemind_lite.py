@@ -131,7 +131,7 @@ class _Search:
                 request.cancel()
             await asyncio.wait([searching])
             with suppress(asyncio.CancelledError):
-                searching.exception()  # nobody wants to hear of it
+                searching.exception()  # which need not be reported
             raise
 
     async def _ask(self, node: Any, queries: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
@@ -147,7 +147,7 @@ class _Search:
             await self._unless_ended(self._found(*found))
 
     async def _unless_ended(self, work: Awaitable[Any]) -> Any:
-        """What comes of it; None when the search has been ended meanwhile."""
+        """Return the result of a request; None when the search has been ended meanwhile."""
         request = asyncio.ensure_future(work)
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)

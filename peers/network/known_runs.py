@@ -134,7 +134,7 @@ class Admissions:
                 raise RefusalError(str(error)) from error
 
     def admits(self, heartbeat: Heartbeat, wall: float) -> bool:
-        """Whether a peer may say that it is in its run."""
+        """Return whether a peer is admitted to the run that its heartbeat names."""
         admission = self.of(heartbeat.run)
         if admission is None:
             self._look_up(heartbeat.run)
@@ -314,7 +314,7 @@ class HeadStore:
     def learn(self, manifest: SignedManifest) -> None:
         """Take in which archives a run has, and remember them until told to `forget`.
 
-        A limit of our own would let whoever announces many runs push out what the archives of another have signed.
+        A limit of our own would let a stranger who announces many runs push out what the archives of another signed.
         """
         self._known.setdefault(manifest.run_id, SignedHeads(manifest.run_id, manifest.archives))
 

@@ -1,4 +1,4 @@
-"""Keeping a port of the home router open for this peer, where the router offers it. Nobody waits for it."""
+"""A port of the home router kept open for this peer, in the background, where the router offers it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Router(Protocol):
 
 
 class PortMapper:
-    """Has a TCP port of ours mapped while `run` goes on, and tells when what others can dial changes."""
+    """A TCP port of ours, mapped while `run` goes on. Its owner is told when the external endpoint changes."""
 
     def __init__(
         self,

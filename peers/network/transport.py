@@ -68,7 +68,7 @@ CallHandler: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 
 PROTOCOL_PREFIX = "/diloco-peer/1"
 OPEN_TIMEOUT = 15.0  # seconds to reach a peer
-CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream; nobody reads a byte a minute for ever
+CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream, however slowly it reads
 CALL_TIMEOUT = 10.0  # seconds for messages of the transport's own
 ANSWER, REFUSAL = b"\x01", b"\x00"
 
@@ -83,7 +83,7 @@ class HivemindTransport:
         self.peer_id = identity.peer_id
         self.dht = dht
         self.runs = runs
-        """The runs of which the manifests are known here."""
+        """The runs whose manifests are known here."""
         self.cap(Caps())
         self.no_round = LinkTime()
         """Whether bulk data that is in no hurry may have the link to itself."""
@@ -240,14 +240,15 @@ class HivemindTransport:
         return self._links.relay_addresses
 
     def reach(self) -> dict[str, Reach]:
-        """How we reach those peers of which that is known."""
+        """Return how each peer is reached, as far as that is known."""
         return self._links.reach()
 
     def sought(self) -> frozenset[str]:
-        """The peers to which a way is still looked for."""
+        """Return the peers to which a way is still looked for."""
         return self._links.sought()
 
     def reach_of(self, peer_id: str) -> Reach | None:
+        """Return how a peer is reached; None: nothing is known yet."""
         return self._links.reach_of(peer_id)
 
     def hard_to_reach(self) -> set[str]:
@@ -321,7 +322,7 @@ class HivemindTransport:
         return self.discovery_of(run_id).pace()
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
-        """Tell a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
+        """Send a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
         return await self.discovery_of(run_id).say(heartbeat, sign)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
@@ -346,7 +347,7 @@ class HivemindTransport:
         return discovery.answer(sender, request)
 
     async def _meet(self, peer_id: str, timeout: float) -> None:
-        """Connect to a peer of a large run, in which nobody connects to all others beforehand."""
+        """Connect to a peer of a large run, where peers do not connect to all others beforehand."""
         if addresses := self._unmet.pop(peer_id, ()):
             await self._daemon.connect(peer_id, addresses, timeout)
 
@@ -363,7 +364,7 @@ class HivemindTransport:
         return None
 
     async def _is_there(self, peer_id: str) -> bool:
-        """Whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""
+        """Return whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""
         try:
             await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
         except PeerUnreachableError:
@@ -374,7 +375,7 @@ class HivemindTransport:
         return pack(self._links.info)
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
-        """Have the conversation that another peer has opened on a link. Raises what breaks it."""
+        """Serve a stream that another peer has opened on a link. Raises what breaks it."""
         conversation = self._conversations.get(protocol)
         if conversation is None:
             raise RemoteProtocolError(channel.peer, f"there is no conversation {protocol!r:.40}")
@@ -427,7 +428,7 @@ class HivemindTransport:
         await self._daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer)
 
     async def _answer(self, sender: str, name: str, payload: bytes) -> bytes:
-        """Whatever goes wrong is a refusal to the sender, and a line in our log. Raises: RefusalError."""
+        """Answer a call. An error becomes a refusal to the sender and a line in our log. Raises: RefusalError."""
         try:
             if name not in self._answers:
                 raise RemoteProtocolError(sender, f"there is no message {name!r:.40}")
@@ -449,7 +450,7 @@ class HivemindTransport:
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
-        """Fetch data from a peer: header and data of its answer.
+        """Return the header and data of a peer's answer.
 
         Raises: PeerUnreachableError, PeerRefusedError.
         """
@@ -492,7 +493,7 @@ class HivemindTransport:
             channel.close()
 
     async def on_stream(self, protocol: str, conversation: Conversation) -> None:
-        """Have this conversation with whoever opens a stream of this protocol."""
+        """Serve the streams of this protocol that peers open."""
         self._conversations[protocol] = conversation
 
         async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -40,7 +40,7 @@ DEVICE_LIMIT = 4  # devices that we talk to
 HTTP_SECONDS = 5.0  # for one request, all in all
 HTTP_LIMIT = 128 * 1024  # bytes of one answer
 PORT_TRIES = 3
-FREE_PORTS = (49152, 65535)  # for anybody's use
+FREE_PORTS = (49152, 65535)  # which any program may use
 DESCRIPTION = "diloco-peer"
 
 
