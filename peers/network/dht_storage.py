@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection, Hashable
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from peers.errors import DilocoPeerError
 from peers.network.daemon import HIVEMIND
@@ -140,8 +139,6 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         self._favoured: dict[Any, _RecordBudget] = {}
         self._others = _RecordBudget(OTHERS_BYTES)
         self._named: dict[Any, frozenset[Any]] = {}
-        self._orders: WeakKeyDictionary[Any, dict[Any, None]] = WeakKeyDictionary()
-        """The order in which the subkeys under a key came, by what hivemind keeps the records in."""
 
     def favour(self, key: Any) -> None:
         self._favoured.setdefault(key, _RecordBudget(OWN_BYTES))
@@ -166,19 +163,14 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
 
     def store_subkey(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
         under = self._under(key)
-        is_new = subkey not in under
-        leaving = self._leaving(key, under) if is_new and len(under) >= RECORDS else None
+        leaving = self._leaving(key, under) if subkey not in under and len(under) >= RECORDS else None
         instead_of = None if leaving is None else (key, leaving)
         if not self._budget(key).admit((key, subkey), len(value), expiration_time, time.time(), instead_of):
             return False
         if leaving is not None:
-            del under[leaving], self._orders[under][leaving]
+            del under[leaving]
             _forget_what_was_replaced(under)
         is_stored: bool = super().store_subkey(key, subkey, value, expiration_time)
-        if is_new and is_stored:
-            order = self._order(self._under(key))
-            order.pop(subkey, None)  # it was here before, and away since
-            order[subkey] = None
         return is_stored
 
     def _under(self, key: Any) -> Any:
@@ -188,16 +180,9 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         return held.value if is_dictionary else {}
 
     def _leaving(self, key: Any, under: Any) -> Any:
-        """Return whose record a new one replaces."""
-        named = self._named.get(key, frozenset())
-        return self._chance.choice([one for one in list(self._order(under))[RECORDS // 2 :] if one not in named])
-
-    def _order(self, under: Any) -> dict[Any, None]:
-        order = self._orders.setdefault(under, {})
-        if len(order) > len(under):
-            for gone in [subkey for subkey in order if subkey not in under]:
-                del order[gone]
-        return order
+        """Return whose record a new one replaces. hivemind keeps them in the order in which they came."""
+        newer = [subkey for subkey, _ in under.items()][RECORDS // 2 :]
+        return self._chance.choice([one for one in newer if one not in self._named.get(key, ())])
 
     def _budget(self, key: Any) -> _RecordBudget:
         return self._favoured.get(key, self._others)

@@ -195,29 +195,22 @@ async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T
 
 async def which_answer(addresses: Sequence[str]) -> set[str]:
     """Return the addresses at which a libp2p node answers, when all that answer soon have done so."""
-    tasks = {
-        asyncio.create_task(_answers(*where)): address
-        for address in addresses
-        if (where := endpoint(address)) is not None
-    }
-    answering: set[str] = set()
-    pending = set(tasks)
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + ANSWER_SECONDS
+    tasks = [asyncio.create_task(_answering(address)) for address in addresses]
+    found: set[str] = set()
     try:
-        while pending and loop.time() < deadline:
-            done, pending = await asyncio.wait(
-                pending, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
-            )
-            found = {tasks[task] for task in done if task.result()}
-            if found and not answering:
-                deadline = min(deadline, loop.time() + MORE_SECONDS)
-            answering |= found
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS) as limit:
+                for answer in asyncio.as_completed(tasks):
+                    if address := await answer:
+                        if not found:
+                            soon = asyncio.get_running_loop().time() + MORE_SECONDS
+                            limit.reschedule(min(soon, limit.when() or soon))
+                        found.add(address)
     finally:
-        for task in pending:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-    return answering
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found
 
 
 def endpoint(address: str) -> tuple[str, int] | None:
@@ -226,11 +219,14 @@ def endpoint(address: str) -> tuple[str, int] | None:
     return (match["host"], int(match["port"])) if match and int(match["port"]) < 65536 else None
 
 
-async def _answers(host: str, port: int) -> bool:
+async def _answering(address: str) -> str | None:
+    """Return the address if a libp2p node answers there."""
+    if (where := endpoint(address)) is None:
+        return None
     with suppress(OSError, asyncio.IncompleteReadError, UnicodeError):  # a host's name may be none
-        reader, writer = await asyncio.open_connection(host, port)
+        reader, writer = await asyncio.open_connection(*where)
         try:
-            return await reader.readexactly(len(GREETING)) == GREETING
+            return address if await reader.readexactly(len(GREETING)) == GREETING else None
         finally:
             writer.transport.abort()
-    return False
+    return None
