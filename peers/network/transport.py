@@ -312,6 +312,7 @@ class HivemindTransport:
 
     # Who is there ---------------------------------------------------------------------------------------------
     def discovery_of(self, run_id: str) -> PeerDiscovery:
+        """Return what finds the peers of a run, with the admission that is known now."""
         if run_id not in self._discoveries:
             self._discoveries[run_id] = PeerDiscovery(run_id, self, self.dht)
         self._discoveries[run_id].gossip.admission = self.runs.admissions.of(run_id)
