@@ -13,7 +13,6 @@ STILL_LARGE = {
     "peers.driver.replication.Replication",
     "peers.network.links.Links",
     "peers.network.tls.TlsTransport",
-    "peers.network.transport.HivemindTransport",
     "peers.presence.presence.Presence",
     "peers.protocol.exchange.Exchange",
     "peers.protocol.gathering.Gathering",

@@ -20,7 +20,7 @@ from opendiloco.cli.options import (
 from peers.network.own_network import everywhere
 
 if TYPE_CHECKING:
-    from peers.network.bootstrap import Beside
+    from peers.network.bootstrap import NodeTask
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338
 RELAY_MEGABITS = 100.0
@@ -108,7 +108,7 @@ def bootstrap(
     async def main(interrupts: Interrupts) -> None:
         stop = asyncio.Event()
         interrupts.polite = stop.set
-        beside: list[Beside] = []
+        beside: list[NodeTask] = []
         kept = None
         if archive is not None:
             from opendiloco.storage.archive import Archive

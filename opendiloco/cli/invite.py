@@ -153,7 +153,7 @@ async def _tell(
 
     async with connected(Identity.generate(), initial_peers, client_mode=True) as transport:
         transport.learn(run)
-        admission = transport.admissions.of(run.run_id)
+        admission = transport.runs.admissions.of(run.run_id)
         assert admission is not None
         nodes = dict.fromkeys(peer_id_of(address) for address in initial_peers)
         for beat in await transport.heartbeats(run.run_id):
@@ -162,7 +162,7 @@ async def _tell(
 
         async def exchange(node: str) -> bool:
             with suppress(PeerUnreachableError, RemoteProtocolError):
-                await transport.admissions.exchange(transport, run.run_id, node)
+                await transport.runs.admissions.exchange(transport.call, run.run_id, node)
                 return True
             return False
 

@@ -367,7 +367,7 @@ async def _give_amendment(
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
-    from peers.network.amendments import give
+    from peers.network.known_runs import give
 
     async with connected(key, invite.addresses, client_mode=True) as transport:
         run = await find_run(transport, invite.run_id)
@@ -376,7 +376,7 @@ async def _give_amendment(
         signed = _next_amendment(run, key, beats, learning_rate, momentum)
         at_work = sorted(RunView.of(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
-        told = await give(transport, run.run_id, signed, there)
+        told = await give(transport.call, run.run_id, signed, there)
     if not told:
         raise SwarmUnreachableError(
             f"nobody could be given {signed}.", "Amend again while a volunteer trains: nobody else keeps amendments."

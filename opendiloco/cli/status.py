@@ -140,7 +140,7 @@ async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
     from opendiloco.run import find_run
     from opendiloco.view.run_view import RunView
     from opendiloco.volunteer.volunteer import connected
-    from peers.network.catalogue import listed_runs
+    from peers.network.bootstrap import listed_runs
     from peers.values.identity import Identity
 
     async with connected(Identity.generate(), addresses, client_mode=True) as transport:

@@ -228,10 +228,10 @@ class ArchivedRun:
         """Sign the newest head that we have checked, if we are one of the run's archives, at most once a minute."""
         if self._signer is None or self.log.first or now() < self._signs_at or not (self._peers or self._has_asked):
             return
-        run, store = self.run.run_id, self._transport.head_store
+        run, store = self.run.run_id, self._transport.runs.heads
         self._signs_at = now() + SIGNING_RETRY
         if not self._has_asked:  # a disk that was set back knows less than others do of what this key has signed
-            self._has_asked = await store.ask(self._transport, run, sorted(self._peers)[:ASKED]) > 0
+            self._has_asked = await store.ask(self._transport.call, run, sorted(self._peers)[:ASKED]) > 0
         if not self._has_asked:
             logger.info("run %s: nobody says what this archive has signed before: it signs nothing yet", run)
             return

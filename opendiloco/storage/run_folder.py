@@ -12,8 +12,7 @@ from pathlib import Path
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
 from peers.errors import ManifestError
-from peers.network.first_contact import CONTACT_LIMIT
-from peers.network.remembered import FILE_NAME, RememberedPeers
+from peers.network.first_contact import CONTACT_LIMIT, FILE_NAME, RememberedPeers
 from peers.values.manifest import SignedManifest
 from peers.values.private_folders import make_private_folder
 from peers.values.whole_files import write_whole

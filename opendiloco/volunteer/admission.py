@@ -69,7 +69,7 @@ async def enter(
     Raises: AdmissionError.
     """
     transport.learn(run.manifest)
-    admission = transport.admissions.of(run.run_id)
+    admission = transport.runs.admissions.of(run.run_id)
     if admission is None:
         if ticket is not None:
             logger.info("the run %s is open to everybody: the ticket is not needed", run.run_id)
@@ -78,7 +78,7 @@ async def enter(
         _keep_revocations(transport, admission, folder.path / REVOCATIONS_FILE)
     for address in addresses:
         with suppress(PeerUnreachableError, RemoteProtocolError):
-            await transport.admissions.exchange(transport, run.run_id, peer_id_of(address))
+            await transport.runs.admissions.exchange(transport.call, run.run_id, peer_id_of(address))
     show_ticket(admission, key.peer_id, folder.path / TICKET_FILE if folder else None, ticket)
     return admission
 
@@ -135,7 +135,7 @@ def _keep_revocations(transport: HivemindTransport, admission: RunAdmission, pat
             with suppress(OSError):  # others have it, too
                 path.write_bytes(packed)
 
-    transport.admissions.on_revoked = keep
+    transport.runs.admissions.on_revoked = keep
 
 
 # An organiser's tickets ---------------------------------------------------------------------------------------

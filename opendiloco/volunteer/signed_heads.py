@@ -28,13 +28,13 @@ async def ask_for_signed_heads(
         _keep_heads(transport, run.run_id, folder)
     with suppress(TimeoutError):
         async with asyncio.timeout(ASK_LIMIT):
-            await transport.head_store.ask(transport, run.run_id, map(peer_id_of, addresses))
+            await transport.runs.heads.ask(transport.call, run.run_id, map(peer_id_of, addresses))
 
 
 def _keep_heads(transport: HivemindTransport, run_id: str, folder: RunFolder) -> None:
     path = folder.signed_heads
     try:
-        transport.head_store.take(run_id, unpack_heads(path.read_bytes()))
+        transport.runs.heads.take(run_id, unpack_heads(path.read_bytes()))
     except FileNotFoundError:
         pass
     except (OSError, SignedHeadsError) as error:
@@ -45,4 +45,4 @@ def _keep_heads(transport: HivemindTransport, run_id: str, folder: RunFolder) ->
             with suppress(OSError):  # others have it, too
                 write_whole(path, [packed])
 
-    transport.head_store.on_news = keep
+    transport.runs.heads.on_news = keep

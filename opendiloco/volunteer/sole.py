@@ -29,7 +29,7 @@ class ListeningTransport(Protocol):
     peer_id: str
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
-    def whereabouts_of(self, run_id: str) -> Heard: ...
+    def discovery_of(self, run_id: str) -> Heard: ...
 
 
 @asynccontextmanager
@@ -51,7 +51,7 @@ async def listen(transport: ListeningTransport, run_id: str) -> None:
 
     Raises: CopiedKeyError when somebody does.
     """
-    copies, has_told = transport.whereabouts_of(run_id).copies, False
+    copies, has_told = transport.discovery_of(run_id).copies, False
     await transport.heartbeats(run_id)
     while copies.may_live(now()):
         if not has_told:
@@ -64,7 +64,7 @@ async def listen(transport: ListeningTransport, run_id: str) -> None:
 
 def check(transport: ListeningTransport, run_id: str) -> None:
     """Raises: CopiedKeyError when another machine certainly speaks with our key."""
-    if (other := transport.whereabouts_of(run_id).copies.living(now())) is not None:
+    if (other := transport.discovery_of(run_id).copies.living(now())) is not None:
         raise copied(transport.peer_id, other)
 
 
@@ -80,7 +80,7 @@ async def doubled(
     me = transport.peer_id
     while True:
         await asyncio.sleep(LOOK_LATER)
-        other = transport.whereabouts_of(run_id).copies.living(now())
+        other = transport.discovery_of(run_id).copies.living(now())
         if other is None:
             continue
         ours = incarnation()

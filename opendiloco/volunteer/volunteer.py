@@ -39,8 +39,8 @@ from peers.errors import DilocoPeerError
 from peers.health import HEALTH
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
-from peers.network.findable import keep_findable
-from peers.network.remembered import RememberedPeers
+from peers.network.bootstrap import keep_announced
+from peers.network.first_contact import RememberedPeers
 from peers.network.settings import LinkSettings
 from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
@@ -135,7 +135,7 @@ class Volunteer:
     async def take_part(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
         driving = asyncio.create_task(self._driver.run())
-        keeping = asyncio.create_task(keep_findable(self._transport, self.run.manifest, self.others, self._remembered))
+        keeping = asyncio.create_task(keep_announced(self._transport, self.run.manifest, self.others, self._remembered))
         beside: list[asyncio.Task[None]] = [keeping, asyncio.create_task(self._listen_for_losses())]
         for aside in beside:
             aside.add_done_callback(_report_failure)
@@ -254,7 +254,7 @@ async def connected(
     links: LinkSettings | None = None,
     remembered: Callable[[], Sequence[str]] = tuple,
 ) -> AsyncIterator[HivemindTransport]:
-    """Connect to the swarm, as `HivemindNode.create` does.
+    """Connect to the swarm, as `DhtNode.create` does.
 
     Raises: SwarmUnreachableError, LocalNetworkError, ManifestError.
     """

@@ -30,7 +30,8 @@ and others must still see it in time: one machine that is frozen must not make a
 
 
 class PulseTransport(Protocol):
-    addresses: tuple[str, ...]
+    @property
+    def addresses(self) -> tuple[str, ...]: ...
 
     @property
     def endpoints(self) -> tuple[str, ...]: ...

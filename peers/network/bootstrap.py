@@ -2,39 +2,47 @@
 
 A DHT forgets. The node keeps every manifest announced to it in a directory, puts them all into the DHT when it starts
 and again and again while it runs, and so keeps runs findable while none of their peers is there, through its own
-restarts, too.
+restarts, too. It lists the ids of its runs to anybody, except those by invitation. Peers repeat the manifest as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from peers import metrics
-from peers.errors import LocalNetworkError, ManifestError
+from peers.errors import LocalNetworkError, ManifestError, SwarmUnreachableError
 from peers.health import HEALTH
-from peers.network.catalogue import serve_catalogue
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.network.daemon import peer_id_of
+from peers.network.daemon import NETWORK_ERRORS, peer_id_of
+from peers.network.first_contact import RememberedPeers
 from peers.network.manifest_store import ManifestStore
 from peers.network.rating import RATING, Rater
 from peers.network.run_failures import RunFailures
 from peers.network.settings import LinkSettings
 from peers.network.transport import HivemindTransport
 from peers.presence.allowances import Allowances
-from peers.presence.heartbeat import PeerState
+from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.clock import now
 from peers.values.identity import Identity
-from peers.values.manifest import SignedManifest
+from peers.values.manifest import RUN_ID, SignedManifest
 from peers.values.signed_heads import SignedHeadsError, unpack_heads
 from peers.values.tickets import Ticket, TicketError
 from peers.values.wire import printable
 
 logger = logging.getLogger(__name__)
 
+LIST_RUNS = "list-runs"  # name of the call; payload: how many runs to leave out, in decimals; answer: a run id a line
+PAGE = 200  # runs in one answer
+RUNS_LIMIT = 1000
+"""Runs that are asked for at most."""
+ASK_TIMEOUT = 20.0  # seconds
+NUMBER = re.compile(rb"[0-9]{1,6}")
 ANNOUNCE_MANIFEST = "announce-manifest"  # name of the call; payload: a packed SignedManifest, answer: its run id
 MANIFEST_LIFETIME = 3600.0  # seconds that the DHT keeps a manifest
 REPUBLISH_INTERVAL = 300.0  # seconds; several chances within a lifetime
@@ -43,33 +51,11 @@ NETWORKS_TOGETHER = 20  # times that, for all networks together
 MANY = 10**6  # peers are not limited together: keys cost nothing
 LIFE_SIGN_INTERVAL = 5.0  # seconds
 LIFE_SIGN_LIMIT = 30.0  # seconds without one, after which the node hangs
+LOOK_INTERVAL = 10.0  # seconds
 
 
-class Announcements:
-    """Limits for those that announce runs: one peer, and one network, may do so now and then only."""
-
-    def __init__(self, transport: HivemindTransport) -> None:
-        self._transport = transport
-        self._peers = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, MANY)
-        self._networks = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, NETWORKS_TOGETHER)
-
-    async def network_of(self, sender: str) -> str:
-        """Return the network from which a peer may announce a run now. Raises: RefusalError when it may not."""
-        _spend(self._peers, sender, "you have")
-        network = await self._transport.network_of(sender)
-        _spend(self._networks, network, f"your network, {network}, has")
-        return network
-
-
-def _spend(allowances: Allowances, name: str, who: str) -> None:
-    """Raises: RefusalError."""
-    if not allowances.has_some(name, now()):
-        raise RefusalError(f"{who} announced many runs lately; try again in {1 / ANNOUNCEMENTS_RATE:.0f} seconds")
-    allowances.spend(name, 1.0)
-
-
-class Beside(Protocol):
-    """What a bootstrap node does besides with the runs that it remembers."""
+class NodeTask(Protocol):
+    """Work that a bootstrap node does with the runs that it remembers."""
 
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Do it until cancelled. `manifests` may be gone through again and again."""
@@ -84,7 +70,7 @@ async def run_bootstrap(
     on_ready: Callable[[tuple[str, ...]], None],
     stop: asyncio.Event,
     check: Callable[[SignedManifest], object] = lambda manifest: None,
-    beside: Sequence[Beside] = (),
+    beside: Sequence[NodeTask] = (),
     links: LinkSettings | None = None,
     tickets: Sequence[Ticket] = (),
 ) -> None:
@@ -97,56 +83,168 @@ async def run_bootstrap(
     libp2p's daemon dies.
     """
     store = ManifestStore(manifest_directory, check)
-    publishing = RunFailures("publishing")
     shown = {ticket.run: ticket.shown_by(identity.peer_id) for ticket in tickets}
     transport = await HivemindTransport.create(identity, initial_peers, listen, announce, public=True, links=links)
-    announcements = Announcements(transport)
     try:
-
-        async def announced(sender: str, payload: bytes) -> bytes:
-            network = await announcements.network_of(sender)
-            try:
-                manifest = SignedManifest.unpack(payload)
-                if store.knows(manifest.run_id):
-                    return manifest.run_id.encode()
-                for run in store.add(manifest, network):
-                    transport.forget(run)
-                    publishing.forget(run)
-            except ManifestError as error:
-                raise RefusalError(printable(error.message)) from error
-            except LocalNetworkError as error:
-                logger.error("run %s is not kept: %s", manifest.run_id, error)
-                raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
-            _learn(transport, store, manifest, shown)
-            await transport.store_manifest(manifest, MANIFEST_LIFETIME)
-            logger.info("run %s was announced by %s, from %s", manifest.run_id, sender, network)
-            return manifest.run_id.encode()
-
-        transport.admissions.on_revoked = store.keep_revocations
-        transport.head_store.on_news = store.keep_signed_heads
-        for manifest in store:
-            with publishing.caught(manifest.run_id):
-                _learn(transport, store, manifest, shown)
-        await transport.on_call(ANNOUNCE_MANIFEST, announced)
-        await serve_catalogue(
-            transport, lambda: (run_id for run_id in store.run_ids() if transport.admissions.of(run_id) is None)
-        )
-        await transport.on_stream(RATING, Rater(transport.no_round).answer)
-        await _publish(transport, store, publishing)
+        node = _BootstrapNode(transport, store, shown)
+        await node.begin()
         on_ready(transport.addresses)
-        keeping = [asyncio.create_task(one.keep(transport, store)) for one in beside]
-        for task in keeping:
-            task.add_done_callback(_report_failure)
-        try:
-            await _until_stopped(transport, store, stop, publishing)
-        finally:
-            for task in keeping:
-                task.cancel()
-            await asyncio.gather(*keeping, return_exceptions=True)
+        await _work_until_stopped(node, beside, stop)
     finally:
         await transport.close()
 
 
+class _BootstrapNode:
+    """The runs that are announced to a node, kept in its store and in the DHT."""
+
+    def __init__(self, transport: HivemindTransport, store: ManifestStore, shown: Mapping[str, bytes]) -> None:
+        """`shown`: our tickets to runs by invitation, by run."""
+        self.transport = transport
+        self.store = store
+        self._shown = shown
+        self._failures = RunFailures("publishing")
+        # One peer, and one network, may announce runs now and then only.
+        self._of_peers = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, MANY)
+        self._of_networks = Allowances(ANNOUNCEMENTS_BURST, ANNOUNCEMENTS_RATE, NETWORKS_TOGETHER)
+
+    async def begin(self) -> None:
+        """Learn all runs in the store, answer peers, and put the manifests into the DHT."""
+        self.transport.runs.admissions.on_revoked = self.store.keep_revocations
+        self.transport.runs.heads.on_news = self.store.keep_signed_heads
+        for manifest in self.store:
+            with self._failures.caught(manifest.run_id):
+                self._learn(manifest)
+        await self.transport.on_call(ANNOUNCE_MANIFEST, self.on_announcement)
+        await self.transport.on_call(LIST_RUNS, self.on_list)
+        await self.transport.on_stream(RATING, Rater(self.transport.no_round).answer)
+        await self.publish()
+
+    def _learn(self, manifest: SignedManifest) -> None:
+        """Learn who may come into a run, what admits ourselves, and what its archives have signed."""
+        run, runs = manifest.run_id, self.transport.runs
+        self.transport.learn(manifest)
+        try:
+            if packed := self.store.signed_heads(run):
+                runs.heads.take(run, unpack_heads(packed))
+        except SignedHeadsError as error:
+            logger.warning("what the archives of %s have signed: %s", run, error)
+        admission = runs.admissions.of(run)
+        if admission is None:
+            return
+        admission.ticket = self._shown.get(run, b"")
+        if revoked := self.store.revocations(run):
+            try:
+                admission.revoke(revoked)
+            except TicketError as error:
+                logger.warning("a list of revoked tickets of %s: %s", run, error)
+
+    async def on_announcement(self, sender: str, payload: bytes) -> bytes:
+        """Remember an announced run. Raises: RefusalError."""
+        _spend(self._of_peers, sender, "you have")
+        network = await self.transport.network_of(sender)
+        _spend(self._of_networks, network, f"your network, {network}, has")
+        try:
+            manifest = SignedManifest.unpack(payload)
+            if self.store.knows(manifest.run_id):
+                return manifest.run_id.encode()
+            for run in self.store.add(manifest, network):
+                self.transport.forget(run)
+                self._failures.forget(run)
+        except ManifestError as error:
+            raise RefusalError(printable(error.message)) from error
+        except LocalNetworkError as error:
+            logger.error("run %s is not kept: %s", manifest.run_id, error)
+            raise RefusalError("the node's disk takes no manifest now; its operator can see why") from error
+        self._learn(manifest)
+        await self.transport.store_manifest(manifest, MANIFEST_LIFETIME)
+        logger.info("run %s was announced by %s, from %s", manifest.run_id, sender, network)
+        return manifest.run_id.encode()
+
+    async def on_list(self, sender: str, payload: bytes) -> bytes:
+        """Return a page of the open runs, the newest first. Those by invitation are not listed."""
+        if not NUMBER.fullmatch(payload):
+            raise RefusalError("the number of runs to leave out is malformed")
+        first, admissions = int(payload), self.transport.runs.admissions
+        run_ids = [run_id for run_id in self.store.run_ids() if admissions.of(run_id) is None]
+        return "\n".join(run_ids[first : first + PAGE]).encode()
+
+    async def keep_publishing(self) -> None:
+        """Publish all manifests again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(REPUBLISH_INTERVAL)
+            await self.publish()
+
+    async def publish(self) -> None:
+        """Put every manifest into the DHT again, and see which of the runs are in use."""
+        manifests = list(self.store)
+        metrics.KNOWN_RUNS.set(len(manifests))
+        _is_publishing()
+        for manifest in manifests:
+            if self._failures.is_due(manifest.run_id):
+                with self._failures.caught(manifest.run_id):
+                    await self._publish_one(manifest)
+            _is_publishing()
+
+    async def _publish_one(self, manifest: SignedManifest) -> None:
+        await self.transport.store_manifest(manifest, MANIFEST_LIFETIME)
+        heartbeats = await self.transport.heartbeats(manifest.run_id)
+        live = sum(beat.state not in (PeerState.LEAVING, PeerState.ARCHIVING) for beat in heartbeats)
+        if live:
+            self.store.touch(manifest.run_id)
+        metrics.RUN_LIVE_PEERS.labels(manifest.run_id).set(live)
+
+
+def _spend(allowances: Allowances, name: str, who: str) -> None:
+    """Raises: RefusalError."""
+    if not allowances.has_some(name, now()):
+        raise RefusalError(f"{who} announced many runs lately; try again in {1 / ANNOUNCEMENTS_RATE:.0f} seconds")
+    allowances.spend(name, 1.0)
+
+
+def _is_publishing() -> None:
+    """Give a sign of life after each run: all of a thousand take longer than they may keep us waiting."""
+    HEALTH.expect("publishing", 3 * REPUBLISH_INTERVAL, "no manifest was put into the DHT again")
+
+
+async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], stop: asyncio.Event) -> None:
+    """Publish the runs and do the work beside that, until `stop` is set. Raises: LocalNetworkError."""
+    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(node.transport.failure())
+    publishing, living = asyncio.create_task(node.keep_publishing()), asyncio.create_task(_give_life_signs())
+    others = [asyncio.create_task(one.keep(node.transport, node.store)) for one in beside]
+    for task in others:
+        task.add_done_callback(_report_failure)
+    try:
+        await asyncio.wait({stopped, failed, publishing}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            raise failed.result()
+        if publishing.done():
+            publishing.result()
+    finally:
+        tasks = (stopped, failed, publishing, living, *others)
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        HEALTH.over("publishing")
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    """Report work that has ended although it should go on for as long as the node does."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a part of this node has failed: restart it", exc_info=error)
+        HEALTH.failing("bootstrap", f"a part of this node has failed: {error}")
+
+
+async def _give_life_signs() -> None:
+    """Show that this process still turns to its work."""
+    try:
+        while True:
+            HEALTH.expect("bootstrap", LIFE_SIGN_LIMIT, "this node has not come to its work")
+            await asyncio.sleep(LIFE_SIGN_INTERVAL)
+    finally:
+        HEALTH.over("bootstrap")
+
+
+# What others ask of such nodes --------------------------------------------------------------------------------
 async def announce_manifest(
     transport: HivemindTransport, manifest: SignedManifest, bootstrap_addresses: Sequence[str], timeout: float = 20.0
 ) -> tuple[str, ...]:
@@ -163,90 +261,61 @@ async def announce_manifest(
     return tuple(kept)
 
 
-def _learn(
-    transport: HivemindTransport, store: ManifestStore, manifest: SignedManifest, shown: Mapping[str, bytes]
-) -> None:
-    """Learn who may come into a run, what admits ourselves, should we keep it, and what its archives have signed."""
-    transport.learn(manifest)
-    try:
-        if packed := store.signed_heads(manifest.run_id):
-            transport.head_store.take(manifest.run_id, unpack_heads(packed))
-    except SignedHeadsError as error:
-        logger.warning("what the archives of %s have signed: %s", manifest.run_id, error)
-    admission = transport.admissions.of(manifest.run_id)
-    if admission is None:
-        return
-    admission.ticket = shown.get(manifest.run_id, b"")
-    if revoked := store.revocations(manifest.run_id):
+async def listed_runs(transport: HivemindTransport, addresses: Sequence[str], limit: int = RUNS_LIMIT) -> list[str]:
+    """Return the ids of at most `limit` runs that the nodes at these addresses remember, each once.
+
+    Raises: SwarmUnreachableError when none of the nodes lists any runs.
+    """
+    found: dict[str, None] = {}
+    failures = []
+    for address in addresses:
         try:
-            admission.revoke(revoked)
-        except TicketError as error:
-            logger.warning("a list of revoked tickets of %s: %s", manifest.run_id, error)
+            for run_id in await _list_of(transport, peer_id_of(address), limit):
+                found.setdefault(run_id)
+        except PeerUnreachableError as error:
+            failures.append(str(error).rstrip("."))
+    if len(failures) == len(addresses):
+        raise SwarmUnreachableError(
+            f"nobody at the given addresses says which runs there are: {'; '.join(failures)}.",
+            "Name a bootstrap node of this version; other peers remember no runs but their own.",
+        )
+    return list(found)[:limit]
 
 
-async def _publish(transport: HivemindTransport, store: ManifestStore, failures: RunFailures) -> None:
-    """Put every manifest into the DHT again, and see which of the runs are in use."""
-    manifests = list(store)
-    metrics.KNOWN_RUNS.set(len(manifests))
-    _is_publishing()
-    for manifest in manifests:
-        if failures.is_due(manifest.run_id):
-            with failures.caught(manifest.run_id):
-                await _publish_one(transport, store, manifest)
-        _is_publishing()
+async def _list_of(transport: HivemindTransport, peer_id: str, limit: int) -> list[str]:
+    """Return what one node lists. Raises: PeerUnreachableError, also for an answer that is malformed."""
+    run_ids: list[str] = []
+    while len(run_ids) < limit:
+        answer = await transport.call(peer_id, LIST_RUNS, str(len(run_ids)).encode(), ASK_TIMEOUT)
+        page = answer.decode("ascii", errors="replace").split()
+        if len(page) > PAGE or not all(map(RUN_ID.fullmatch, page)):
+            raise PeerUnreachableError(peer_id, "its list of runs is malformed")
+        run_ids += page
+        if len(page) < PAGE:
+            break
+    return run_ids
 
 
-async def _publish_one(transport: HivemindTransport, store: ManifestStore, manifest: SignedManifest) -> None:
-    await transport.store_manifest(manifest, MANIFEST_LIFETIME)
-    heartbeats = await transport.heartbeats(manifest.run_id)
-    live = sum(beat.state not in (PeerState.LEAVING, PeerState.ARCHIVING) for beat in heartbeats)
-    if live:
-        store.touch(manifest.run_id)
-    metrics.RUN_LIVE_PEERS.labels(manifest.run_id).set(live)
-
-
-def _is_publishing() -> None:
-    """Give a sign of life after each run: all of a thousand take longer than they may keep us waiting."""
-    HEALTH.expect("publishing", 3 * REPUBLISH_INTERVAL, "no manifest was put into the DHT again")
-
-
-async def _until_stopped(
-    transport: HivemindTransport, store: ManifestStore, stop: asyncio.Event, failures: RunFailures
+async def keep_announced(
+    network: HivemindTransport,
+    manifest: SignedManifest,
+    others: Callable[[], Iterable[Heartbeat]],
+    remembered: RememberedPeers | None = None,
 ) -> None:
-    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(transport.failure())
-    publishing = asyncio.create_task(_keep_publishing(transport, store, failures))
-    living = asyncio.create_task(_give_life_signs())
-    try:
-        await asyncio.wait({stopped, failed, publishing}, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            raise failed.result()
-        if publishing.done():
-            publishing.result()
-    finally:
-        for task in (stopped, failed, publishing, living):
-            task.cancel()
-        await asyncio.gather(stopped, failed, publishing, living, return_exceptions=True)
-        HEALTH.over("publishing")
+    """Put the manifest into the DHT again and again, and remember where `others` are, until cancelled.
 
-
-async def _keep_publishing(transport: HivemindTransport, store: ManifestStore, failures: RunFailures) -> None:
+    So a run is found without its bootstrap nodes.
+    """
+    repeated_at = -float("inf")
     while True:
-        await asyncio.sleep(REPUBLISH_INTERVAL)
-        await _publish(transport, store, failures)
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    """Tell of what ended although it should go on for as long as the node does."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a part of this node has failed: restart it", exc_info=error)
-        HEALTH.failing("bootstrap", f"a part of this node has failed: {error}")
-
-
-async def _give_life_signs() -> None:
-    """Show that this process still turns to its work."""
-    try:
-        while True:
-            HEALTH.expect("bootstrap", LIFE_SIGN_LIMIT, "this node has not come to its work")
-            await asyncio.sleep(LIFE_SIGN_INTERVAL)
-    finally:
-        HEALTH.over("bootstrap")
+        if time.monotonic() - repeated_at >= REPUBLISH_INTERVAL:
+            repeated_at = time.monotonic()
+            try:
+                await network.store_manifest(manifest, MANIFEST_LIFETIME)
+            except NETWORK_ERRORS as error:  # what to do about it is another's concern
+                logger.debug("the manifest is not in the DHT: %r", error)
+        if remembered is not None:
+            wall = time.time()
+            remembered.observe(others(), wall)
+            await asyncio.to_thread(remembered.save_when_due, wall)
+        await asyncio.sleep(LOOK_INTERVAL)

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from peers.errors import (
     DilocoPeerError,
@@ -31,8 +31,10 @@ from peers.errors import (
     quoted,
 )
 from peers.network.channel import PeerUnreachableError
-from peers.network.light import load_hivemind
+from peers.network.hivemind_lite import load_hivemind
+from peers.network.own_network import network_at
 from peers.network.signals import signals_held_back
+from peers.presence.heartbeat import ADDRESS_LENGTH
 from peers.values.identity import Identity, is_peer_id
 from peers.values.private_folders import open_private, sweep_folders, temporary_folder
 
@@ -48,6 +50,9 @@ SOCKETS = "diloco-peer-p2p-"
 """What the names of the sockets' folders begin with."""
 START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
 STOP_TIMEOUT = 5.0  # seconds
+REQUEST_TIMEOUT = 5.0  # seconds for one request to the daemon
+ADDRESS_LIMIT = 8
+UNKNOWN_NETWORK = "unknown"
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
 LOOPBACK = re.compile(r"/(ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
@@ -62,7 +67,7 @@ IN_OWN_SESSION = (
     str(GO_THREADS),
 )
 """p2pd takes no notice of signals that are blocked or ignored when it starts. In a session of its own it gets neither
-the Ctrl-C nor the hang-up of our terminal, which would end it before we can tell anybody that we leave."""
+the Ctrl-C nor the hang-up of our terminal, which would end it before we can say goodbye."""
 
 
 class Exposure(StrEnum):
@@ -71,7 +76,7 @@ class Exposure(StrEnum):
     LOCAL = "local"
     """On one machine with all others: there is nothing to traverse."""
     PUBLIC = "public"
-    """Others can dial it. It relays for those that nobody can dial."""
+    """Others can dial it. It relays for those that cannot be dialled."""
     PRIVATE = "private"
     """Behind a NAT: it is reached through the initial peers."""
     UNKNOWN = "unknown"
@@ -90,12 +95,83 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 
     def __init__(self) -> None:
         super().__init__()
+        self.addresses: tuple[str, ...] = ()
+        """Where others can reach us, by the last `refresh_addresses`."""
         _starting.get([]).append(self)
 
     @staticmethod
     def _make_process_args(*args: object, **options: object) -> list[str]:
         # With discovery on, libp2p looks for relays among strangers and asks the trusted ones minutes later.
         return [*IN_OWN_SESSION, *P2P._make_process_args(*args, **options, relayDiscovery=False)]
+
+    @property
+    def is_running(self) -> bool:
+        return self._child.returncode is None
+
+    async def failure(self) -> LocalNetworkError:
+        """Wait for as long as the daemon lives; return the error to end with once it has died."""
+        status = await self._child.wait()
+        return LocalNetworkError(f"libp2p's daemon ended unexpectedly (status {status}).", "Start the peer again.")
+
+    async def refresh_addresses(self) -> None:
+        """Ask the daemon where others can reach us now, loopback last. Raises: LocalNetworkError, NETWORK_ERRORS."""
+        try:
+            visible = [str(address) for address in await self.get_visible_maddrs(latest=True)]
+        except ValueError as error:
+            raise LocalNetworkError(
+                "libp2p's daemon listens nowhere.", "Check the listening addresses and the firewall."
+            ) from error
+        speakable = [address for address in visible if len(address) <= ADDRESS_LENGTH]  # a relay's may be too long
+        self.addresses = tuple(sorted(speakable, key=is_loopback)[:ADDRESS_LIMIT])
+
+    async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
+        """Connect to a peer at one of its addresses. Best effort: False when it is malformed or does not answer."""
+        try:
+            suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
+            parsed = parse_addresses(addresses, needs_peer_id=False)
+            async with asyncio.timeout(timeout):
+                encoded = [_EncodedAddress.of(address.decapsulate(suffix)) for address in parsed]
+                await self._client.connect(to_peer_id(peer_id), encoded)
+        except (*NETWORK_ERRORS, ManifestError, PeerUnreachableError, ValueError) as error:
+            logger.debug("no connection to %s: %r", peer_id, error)
+            return False
+        return True
+
+    async def drop_connection(self, peer_id: str) -> None:
+        """End the connection to a peer that does not answer, so that the next request dials anew.
+
+        The daemon itself notices only after half a minute that this machine, or the peer, is in another network now.
+        """
+        with suppress(*NETWORK_ERRORS, PeerUnreachableError):
+            async with asyncio.timeout(REQUEST_TIMEOUT):
+                await self._client.disconnect(to_peer_id(peer_id))
+
+    async def connections(self) -> dict[str, list[str]]:
+        """Return the peers that the daemon has connections to, dead ones included, and their addresses."""
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT):
+                return {str(peer.peer_id): list(map(str, peer.addrs)) for peer in await self.list_peers()}
+        except NETWORK_ERRORS as error:
+            logger.debug("no list of connections: %r", error)
+            return {}
+
+    async def network_of(self, peer_id: str) -> str:
+        """Return the network from which a peer has connected with us; UNKNOWN_NETWORK where it came through a relay."""
+        networks = map(network_at, (await self.connections()).get(peer_id, ()))
+        return min(filter(None, networks), default=UNKNOWN_NETWORK)
+
+
+class _EncodedAddress(bytes):
+    """A multiaddr as p2pd reads it: hivemind encodes peer ids inside (those of relays) as CIDs, p2pd wants hashes."""
+
+    AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")
+
+    @classmethod
+    def of(cls, address: Any) -> Self:
+        return cls(address.to_bytes().replace(cls.AS_CID, cls.AS_HASH))
+
+    def to_bytes(self) -> bytes:  # which hivemind calls
+        return self
 
 
 def is_loopback(address: str) -> bool:
@@ -135,7 +211,7 @@ def to_peer_id(peer_id: str) -> Any:
 
 @contextmanager
 def peer_errors(peer_id: str) -> Iterator[None]:
-    """Have whatever goes wrong on the way to a peer be, to the caller, that peer's failure."""
+    """Raise errors on the way to a peer as PeerUnreachableError."""
     try:
         yield
     except RemoteProtocolError as error:
@@ -165,6 +241,8 @@ async def start_daemon(
     for address in listen:
         require_free_port(address)
     sweep_sockets()
+    is_local = exposure is Exposure.LOCAL
+    relays = list(initial_peers) if exposure in (Exposure.PRIVATE, Exposure.UNKNOWN) else []
     with ExitStack() as opened:
         try:
             folder = opened.enter_context(temporary_folder(TEMPORARY, SOCKETS))
@@ -173,7 +251,23 @@ async def start_daemon(
             raise LocalNetworkError(
                 f"cannot make a folder for sockets in {TEMPORARY}: {error.strerror}.", "Name another one with TMPDIR."
             ) from error
-        daemon = await _start(folder, key_file, initial_peers, listen, announce, client_mode, exposure)
+        daemon = await _start(
+            folder,
+            initial_peers=list(initial_peers),
+            host_maddrs=list(listen),
+            announce_maddrs=list(announce) or None,
+            dht_mode="client" if client_mode or exposure is Exposure.PRIVATE else "server",
+            identity_path=str(key_file),
+            check_if_identity_free=False,
+            startup_timeout=START_TIMEOUT,
+            idle_timeout=START_TIMEOUT,
+            use_relay=not is_local,
+            use_auto_relay=bool(relays),
+            nat_port_map=not is_local,
+            auto_nat=not is_local,
+            trusted_relays=relays,
+            force_reachability=exposure.value,  # which hivemind ignores unless it is public or private
+        )
         key_file.unlink()
         daemon.opened = opened.pop_all()
     control = daemon._client.control
@@ -183,40 +277,13 @@ async def start_daemon(
     return daemon
 
 
-async def _start(
-    folder: Path,
-    key_file: Path,
-    initial_peers: Sequence[str],
-    listen: Sequence[str],
-    announce: Sequence[str],
-    client_mode: bool,
-    exposure: Exposure,
-) -> Daemon:
+async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daemon:
     """Start p2pd with its sockets in `folder`. Raises: LocalNetworkError, SwarmUnreachableError."""
     place: Any = type("Daemon", (Daemon,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})  # hivemind asks the class
     _starting.set(attempts := list[Daemon]())
-    local = exposure is Exposure.LOCAL
-    relays = list(initial_peers) if exposure in (Exposure.PRIVATE, Exposure.UNKNOWN) else []
     # What asks us to leave is sent to our children, too: until p2pd has its own session, it waits, for both of us.
     with signals_held_back():
-        starting = asyncio.ensure_future(
-            place.create(
-                initial_peers=list(initial_peers),
-                host_maddrs=list(listen),
-                announce_maddrs=list(announce) or None,
-                dht_mode="client" if client_mode or exposure is Exposure.PRIVATE else "server",
-                identity_path=str(key_file),
-                check_if_identity_free=False,
-                startup_timeout=START_TIMEOUT,
-                idle_timeout=START_TIMEOUT,
-                use_relay=not local,
-                use_auto_relay=bool(relays),
-                nat_port_map=not local,
-                auto_nat=not local,
-                trusted_relays=relays,
-                force_reachability=exposure.value,  # which hivemind ignores unless it is public or private
-            )
-        )
+        starting = asyncio.ensure_future(place.create(initial_peers=initial_peers, **options))
         try:
             daemon: Daemon = await asyncio.shield(starting)
             attempts.clear()  # or our context would keep the daemon, and all that has listened to it, for good
@@ -231,7 +298,7 @@ async def _start(
 
 
 def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Have a stream that another peer takes back, before it has begun, end without a traceback of asyncio's."""
+    """Return the handler so that a stream that breaks before it begins ends without a traceback of asyncio's."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -244,7 +311,7 @@ def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., A
 
 
 def _take_exception(task: asyncio.Task[None]) -> None:
-    """A dead daemon breaks its control connection; nobody awaits those tasks, and asyncio would print a traceback."""
+    """Log why the control connection ended: asyncio prints a traceback for a failed task that is not awaited."""
     if not task.cancelled() and task.exception() is not None:
         logger.debug("the control connection to libp2p's daemon broke: %r", task.exception())
 
@@ -256,7 +323,7 @@ async def _give_up(starting: asyncio.Future[Daemon]) -> None:
 
 
 async def _wait_for_end(failed: Daemon) -> None:
-    """Until the process is gone, so that nobody hears of its end when our event loop is closed.
+    """Wait until the process is gone, so that its end is not reported to an event loop that is closed.
 
     It ends by itself. A signal to a process that is just ending would have asyncio (before 3.12.8) warn of a child that
     it does not know: `Popen.send_signal` and asyncio's own watcher both want to be told its exit status.

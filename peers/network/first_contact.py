@@ -1,20 +1,155 @@
-"""Which of many addresses lead to a libp2p node now. libp2p's daemon tries one after the other, and gives each of those
-that nobody answers at five seconds; we ask all of them at once."""
+"""Addresses to begin with: those of peers that a file remembers, and which of many a libp2p node answers at now.
+
+Addresses come from signed heartbeats. What is remembered proves nothing all the same: it is a list of places to try.
+libp2p's daemon tries one after the other, and gives each that does not answer five seconds; here all are tried at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, Self, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from peers.errors import SwarmUnreachableError
-
-T = TypeVar("T")
+from peers.network.contacts import is_public
+from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat, PeerState
+from peers.values.identity import is_peer_id
+from peers.values.manifest import ADDRESS
+from peers.values.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
+
+FORMAT = "diloco-peer remembered peers, version 1"
+FILE_NAME = "peers.json"
+PEER_LIMIT = 32
+ADDRESS_LIMIT = 4  # of one peer
+FILE_LIMIT = 256 * 1024  # bytes; 32 peers with four addresses of 256 characters are 40 KB
+SAVE_INTERVAL = 60.0  # seconds
+HOUR = 3600
+Seconds = Annotated[int, Field(strict=True, ge=0, lt=10**12)]  # since the epoch
+T = TypeVar("T")
+
+
+class _Known(BaseModel):
+    """A peer, its addresses, and when it was heard of for the first and the last time, in seconds since the epoch."""
+
+    peer: str
+    addresses: tuple[str, ...]
+    since: Seconds
+    seen: Seconds
+
+    @property
+    def usefulness(self) -> tuple[bool, int, float]:
+        """Sorts the most useful last. Among those seen lately, newcomers never push out peers known for longer."""
+        return any(map(_is_on_the_internet, self.addresses)), self.seen // HOUR, -self.since
+
+    @model_validator(mode="after")
+    def _check_addresses(self) -> Self:
+        if self.addresses != _usable(self.peer, self.addresses):
+            raise ValueError("the addresses are not the peer's own")
+        return self
+
+
+class _File(BaseModel):
+    """What is written down of a run's peers, as JSON."""
+
+    format: Annotated[str, Field(pattern=f"^{FORMAT}$")] = FORMAT
+    run: str
+    peers: Annotated[list[_Known], Field(max_length=PEER_LIMIT)]
+
+
+class RememberedPeers:
+    """The peers of one run that others can dial, in memory and in a file. Times are seconds since the epoch."""
+
+    def __init__(self, path: Path, run_id: str) -> None:
+        """Begin with what the file has. One that can't be read, or is another's, is passed over with a warning."""
+        self._path = path
+        self._run_id = run_id
+        self._peers: dict[str, _Known] = {}
+        self._saved_at = -float("inf")
+        self._has_warned = False
+        try:
+            self._peers = {known.peer: known for known in _read(path, run_id)}
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            logger.warning("%s is passed over: %s", path, error)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return multiaddrs that end in /p2p/<peer id>, the most useful first."""
+        ordered = sorted(self._peers.values(), key=lambda known: known.usefulness, reverse=True)
+        return tuple(address for known in ordered for address in known.addresses)
+
+    def observe(self, heartbeats: Iterable[Heartbeat], now: float) -> None:
+        """Take in what other peers say of themselves and of the nodes that introduce them."""
+        for beat in heartbeats:
+            if beat.state is PeerState.LEAVING:
+                continue
+            self._see(beat.peer, beat.addresses, now)
+            for relay in beat.relays:
+                self._see(relay.rstrip("/").rpartition("/p2p/")[2], (relay,), now)
+        best = sorted(self._peers.values(), key=lambda known: known.usefulness, reverse=True)[:PEER_LIMIT]
+        self._peers = {known.peer: known for known in best}
+
+    def save_when_due(self, now: float) -> None:
+        """Write the file if it was not written within the last minute."""
+        if not self._peers or 0 <= now - self._saved_at < SAVE_INTERVAL:
+            return
+        self._saved_at = now
+        try:
+            content = _File(run=self._run_id, peers=list(self._peers.values()))
+            write_whole(self._path, [content.model_dump_json(indent=1).encode()], is_durable=True)
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("the addresses of other peers are not kept: %s: %s", self._path, error.strerror or error)
+            self._has_warned = True
+
+    def _see(self, peer: str, addresses: Iterable[str], now: float) -> None:
+        usable = _usable(peer, addresses)
+        if usable:
+            since = self._peers[peer].since if peer in self._peers else int(now)
+            self._peers[peer] = _Known(peer=peer, addresses=usable, since=since, seen=int(now))
+
+
+def _is_on_the_internet(address: str) -> bool:
+    """Whether a multiaddr is a public IP address, or a name."""
+    kind, host = address.split("/")[1:3]
+    return is_public(host) if kind in ("ip4", "ip6") else True
+
+
+def _usable(peer: str, addresses: Iterable[str]) -> tuple[str, ...]:
+    """Return the addresses at which this very peer can be dialled without a relay, public ones first."""
+    dialled = [
+        address
+        for address in addresses
+        if len(address) <= ADDRESS_LENGTH
+        and ADDRESS.fullmatch(address)
+        and address.count("/p2p/") == 1
+        and address.endswith(f"/p2p/{peer}")
+    ]
+    return tuple(sorted(dialled, key=_is_on_the_internet, reverse=True)[:ADDRESS_LIMIT]) if is_peer_id(peer) else ()
+
+
+def _read(path: Path, run_id: str) -> list[_Known]:
+    """Raises: OSError; ValueError for content that we have not written."""
+    with path.open("rb") as file:
+        text = file.read(FILE_LIMIT + 1)
+    if len(text) > FILE_LIMIT:
+        raise ValueError(f"it has more than {FILE_LIMIT} bytes")
+    try:
+        content = _File.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError("it is not what a peer of this version writes") from error
+    if content.run != run_id:
+        raise ValueError("it is of another run")
+    return content.peers
+
 
 ANSWER_SECONDS = 5.0
 MORE_SECONDS = 1.0  # for the others, once one has answered
@@ -60,29 +195,22 @@ async def reach(start: Callable[[], Awaitable[T]], contacts: Sequence[str]) -> T
 
 async def which_answer(addresses: Sequence[str]) -> set[str]:
     """Return the addresses at which a libp2p node answers, when all that answer soon have done so."""
-    tasks = {
-        asyncio.create_task(_answers(*where)): address
-        for address in addresses
-        if (where := endpoint(address)) is not None
-    }
-    answering: set[str] = set()
-    pending = set(tasks)
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + ANSWER_SECONDS
+    tasks = [asyncio.create_task(_answering(address)) for address in addresses]
+    found: set[str] = set()
     try:
-        while pending and loop.time() < deadline:
-            done, pending = await asyncio.wait(
-                pending, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
-            )
-            found = {tasks[task] for task in done if task.result()}
-            if found and not answering:
-                deadline = min(deadline, loop.time() + MORE_SECONDS)
-            answering |= found
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS) as limit:
+                for answer in asyncio.as_completed(tasks):
+                    if address := await answer:
+                        if not found:
+                            soon = asyncio.get_running_loop().time() + MORE_SECONDS
+                            limit.reschedule(min(soon, limit.when() or soon))
+                        found.add(address)
     finally:
-        for task in pending:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-    return answering
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return found
 
 
 def endpoint(address: str) -> tuple[str, int] | None:
@@ -91,11 +219,14 @@ def endpoint(address: str) -> tuple[str, int] | None:
     return (match["host"], int(match["port"])) if match and int(match["port"]) < 65536 else None
 
 
-async def _answers(host: str, port: int) -> bool:
+async def _answering(address: str) -> str | None:
+    """Return the address if a libp2p node answers there."""
+    if (where := endpoint(address)) is None:
+        return None
     with suppress(OSError, asyncio.IncompleteReadError, UnicodeError):  # a host's name may be none
-        reader, writer = await asyncio.open_connection(host, port)
+        reader, writer = await asyncio.open_connection(*where)
         try:
-            return await reader.readexactly(len(GREETING)) == GREETING
+            return address if await reader.readexactly(len(GREETING)) == GREETING else None
         finally:
             writer.transport.abort()
-    return False
+    return None

@@ -1,4 +1,4 @@
-"""Keeping a port of the home router open for this peer, where the router offers it. Nobody waits for it."""
+"""A port of the home router kept open for this peer, in the background, where the router offers it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
-from peers.network.gateway import NatPmp, Pcp
-from peers.network.mappings import Mapping, Router
-from peers.network.upnp_router import Upnp
+from peers.network.gateway import Gateway, Mapping
+from peers.network.upnp import Upnp
 
 logger = logging.getLogger(__name__)
 
@@ -20,20 +20,32 @@ LOOK_AGAIN = 1800.0  # seconds between looks for a router that maps ports
 CLOSING_SECONDS = 2.0
 
 
+class _Router(Protocol):
+    """One way of asking the router. It remembers what it was given, so that asking again renews that."""
+
+    name: str
+
+    async def open(self, port: int, lifetime: float) -> Mapping | None:
+        """Map a port; None when the router does not offer it. Raises: OSError when the network fails."""
+
+    async def close(self, port: int) -> None:
+        """End the mapping, if there is one. Raises: OSError when the network fails."""
+
+
 class PortMapper:
-    """Has a TCP port of ours mapped while `run` goes on, and tells when what others can dial changes."""
+    """A TCP port of ours, mapped while `run` goes on. Its owner is told when the external endpoint changes."""
 
     def __init__(
         self,
         port: int,
         on_change: Callable[[str | None], None] = lambda endpoint: None,
-        routers: Sequence[Router] | None = None,
+        routers: Sequence[_Router] = (),
     ) -> None:
         """`on_change` gets the external endpoint, "ip:port", or None when there is none any more."""
         self._port = port
         self._on_change = on_change
-        self._routers: Sequence[Router] = (Pcp(), NatPmp(), Upnp()) if routers is None else routers
-        self._router: Router | None = None
+        self._routers: Sequence[_Router] = routers or (Gateway(), Upnp())
+        self._router: _Router | None = None
         self._again = asyncio.Event()
         self.endpoint: str | None = None
 
@@ -49,7 +61,7 @@ class PortMapper:
                 mapping = await self._map()
                 self._tell(mapping)
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(renewal_after(mapping)):
+                    async with asyncio.timeout(_renewal_after(mapping)):
                         await self._again.wait()
         finally:
             with suppress(TimeoutError):
@@ -92,7 +104,7 @@ class PortMapper:
             self._on_change(endpoint)
 
 
-def renewal_after(mapping: Mapping | None) -> float:
+def _renewal_after(mapping: Mapping | None) -> float:
     """Return the seconds after which the router is asked again: half a mapping's lifetime, within limits."""
     if mapping is None:
         return LOOK_AGAIN

@@ -38,7 +38,7 @@ class RunFailures:
         """Catch and log what the work for one run raises."""
         try:
             yield
-        except Exception as error:  # also one that nobody has thought of: a stranger may have made the run
+        except Exception as error:  # of any kind: a stranger may have made the run
             count = self._failed[run].count if run in self._failed else 0
             self._failed[run] = _Failure(count + 1, self._clock() + min(RETRY_LAST, RETRY_FIRST * 2**count))
             if count:

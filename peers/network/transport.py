@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Self, TypeAlias
 
 from peers import metrics
-from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
+from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, RemoteProtocolError
 from peers.network.arranging import INTRODUCE, MEET
 from peers.network.channel import (
     Channel,
@@ -25,23 +26,38 @@ from peers.network.channel import (
     serve_pull,
 )
 from peers.network.contacts import contacts_of, host_of, open_volunteers
-from peers.network.daemon import NETWORK_ERRORS, Daemon, peer_errors, to_peer_id
+from peers.network.daemon import (
+    NETWORK_ERRORS,
+    Daemon,
+    Exposure,
+    is_loopback,
+    parse_addresses,
+    peer_errors,
+    start_daemon,
+    stop_daemon,
+    to_peer_id,
+)
+from peers.network.dht_node import DhtMembership, DhtNode
 from peers.network.dialling import MORE
-from peers.network.first_contact import endpoint
+from peers.network.discovery import GOSSIP, PeerDiscovery
+from peers.network.first_contact import endpoint, first_contacts, reach
+from peers.network.known_runs import KnownRuns
 from peers.network.links import EAGER, Links
-from peers.network.node import HivemindNode
 from peers.network.opening import PROBED_PORTS
+from peers.network.own_network import is_behind_nat
 from peers.network.probing import probe
 from peers.network.relays import LINK_INFO, LinkInfo
 from peers.network.settings import LinkSettings
 from peers.network.throttle import Caps, LinkTime, Throttle
-from peers.network.whereabouts import GOSSIP, Whereabouts
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.news import Request
 from peers.presence.voice import Pace
+from peers.values.amendments import Amendment
 from peers.values.identity import Identity
+from peers.values.manifest import SignedManifest
 from peers.values.reach import Reach
+from peers.values.signed_heads import SignedHeads
 from peers.values.wire import MESSAGE_LIMIT, pack, printable, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -50,64 +66,32 @@ Conversation: TypeAlias = Callable[[Channel], Awaitable[None]]
 CallHandler: TypeAlias = Callable[[str, bytes], Awaitable[bytes]]
 """(sender, payload) -> answer; RefusalError refuses."""
 
-ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 PROTOCOL_PREFIX = "/diloco-peer/1"
 OPEN_TIMEOUT = 15.0  # seconds to reach a peer
-CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream; nobody reads a byte a minute for ever
+CONVERSATION_TIMEOUT = 3600.0  # seconds that a peer may take for one stream, however slowly it reads
 CALL_TIMEOUT = 10.0  # seconds for messages of the transport's own
 ANSWER, REFUSAL = b"\x01", b"\x00"
 
 
-class HivemindTransport(HivemindNode):
+class HivemindTransport:
     """One peer's connection to the swarm. Made by `create`; `close` ends it.
 
     Where there is a link with a peer, messages and streams go over it; else over libp2p.
     """
 
-    def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
-        super().__init__(daemon, node, addresses)
-        self._serving: set[asyncio.Task[None]] = set()
+    def __init__(self, identity: Identity, daemon: Daemon, dht: DhtNode, runs: KnownRuns) -> None:
+        self.peer_id = identity.peer_id
+        self.dht = dht
+        self.runs = runs
+        """The runs whose manifests are known here."""
         self.cap(Caps())
-        self._conversations: dict[str, Conversation] = {}
-        self._answers: dict[str, CallHandler] = {}
-        self._links: Links | None = None
-        self._is_eager = False
-        self._whereabouts: dict[str, Whereabouts] = {}
-        self._unmet: dict[str, tuple[str, ...]] = {}  # addresses of peers of a large run, to be dialled when needed
         self.no_round = LinkTime()
         """Whether bulk data that is in no hurry may have the link to itself."""
-
-    @classmethod
-    async def create(
-        cls,
-        identity: Identity,
-        initial_peers: Sequence[str] = (),
-        listen: Sequence[str] = ANY_PORT,
-        announce: Sequence[str] = (),
-        client_mode: bool = False,
-        local: bool | None = None,
-        remembered: Callable[[], Sequence[str]] = tuple,
-        public: bool | None = None,
-        links: LinkSettings | None = None,
-    ) -> Self:
-        """See `HivemindNode.create`. `links` says where bulk connections are accepted; a client accepts none."""
-        transport = await super().create(
-            identity, initial_peers, listen, announce, client_mode, local, remembered, public
-        )
-        try:
-            settings = None if client_mode else links or LinkSettings()
-            await transport._open_links(identity, initial_peers, listen, settings)
-        except BaseException:
-            await transport.close()
-            raise
-        return transport
-
-    async def _open_links(
-        self, identity: Identity, initial_peers: Sequence[str], listen: Sequence[str], settings: LinkSettings | None
-    ) -> None:
-        """Have direct connections with other peers, and accept them at the hosts of `listen`. Without settings none are
-        accepted, nor made before they are needed. Raises: LocalNetworkError when the port can't be used."""
-        links = Links(
+        self._daemon = daemon
+        self._serving: set[asyncio.Task[None]] = set()
+        self._conversations: dict[str, Conversation] = {}
+        self._answers: dict[str, CallHandler] = {}
+        self._links = Links(
             identity,
             self._converse,
             self._answer,
@@ -115,54 +99,157 @@ class HivemindTransport(HivemindNode):
             self._is_there,
             lambda: (self.upload, self.download),
         )
-        self._links = links
-        if settings is not None:
-            links.listen([host for address in listen if (host := host_of(address))], settings)
-            self._is_eager = True
-        answers: dict[str, CallHandler] = {LINK_INFO: self._tell_link_info, MORE: links.dialling.on_more}
-        answers |= {INTRODUCE: links.arranging.on_introduce, MEET: links.arranging.on_meet}
-        for name, answer in (answers | self.told | {GOSSIP: self._hear}).items():
+        self._membership: DhtMembership | None = None
+        self._discoveries: dict[str, PeerDiscovery] = {}
+        self._unmet: dict[str, tuple[str, ...]] = {}  # addresses of peers of a large run, to be dialled when needed
+
+    @classmethod
+    async def create(
+        cls,
+        identity: Identity,
+        initial_peers: Sequence[str] = (),
+        listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        announce: Sequence[str] = (),
+        client_mode: bool = False,
+        local: bool | None = None,
+        remembered: Callable[[], Sequence[str]] = tuple,
+        public: bool | None = None,
+        links: LinkSettings | None = None,
+    ) -> Self:
+        """Join the swarm of `initial_peers` (or be its first node).
+
+        Where none of them is in the swarm any more, it is looked for at the `remembered` addresses, now and later.
+
+        Addresses are multiaddrs; port 0 is any free one. `announce` replaces the addresses that others are told. A
+        client stores nothing for others, and accepts no links. `links` says where others accept them. `local`: no NAT
+        traversal; by default when all initial peers, or without any all listening addresses, are on the loopback
+        interface.
+
+        `public`: whether others can dial us, as a bootstrap node takes for granted. A node that is not public is a
+        client at first, and reached through the initial peers. By default, that is found out.
+
+        Raises: ManifestError, LocalNetworkError, SwarmUnreachableError (see start_daemon).
+        """
+        if local is None:
+            local = all(map(is_loopback, initial_peers or listen))
+        parse_addresses(initial_peers, needs_peer_id=True)
+        contacts = await first_contacts(initial_peers, remembered())
+        exposure = _exposure(local, public)
+        waits = bool(initial_peers) and exposure in (Exposure.PRIVATE, Exposure.UNKNOWN)
+        start = partial(start_daemon, identity, contacts, listen, announce, client_mode, exposure)
+        daemon = await reach(start, contacts)
+        try:
+            runs = KnownRuns()
+            dht = await DhtNode.create(daemon, contacts, client_mode or waits, runs.admissions)
+            await daemon.refresh_addresses()
+        except BaseException:
+            await stop_daemon(daemon)
+            raise
+        transport = cls(identity, daemon, dht, runs)
+        try:
+            if not client_mode:
+                hosts = [host for address in listen if (host := host_of(address))]
+                transport._links.listen(hosts, links or LinkSettings())
+            await transport._answer_others()
+        except BaseException:
+            await transport.close()
+            raise
+        transport._links.use_relays(initial_peers)
+        transport._membership = DhtMembership(
+            daemon,
+            dht.protocol,
+            initial_peers,
+            remembered,
+            waits and not client_mode,
+            transport.can_be_dialled,
+            transport._links.drop_all,
+        )
+        transport._membership.start(watches=exposure is not Exposure.LOCAL)
+        return transport
+
+    async def _answer_others(self) -> None:
+        """Answer the calls of the transport's own."""
+        answers: dict[str, CallHandler] = {LINK_INFO: self._tell_link_info, MORE: self._links.dialling.on_more}
+        answers |= {INTRODUCE: self._links.arranging.on_introduce, MEET: self._links.arranging.on_meet}
+        for name, answer in (answers | self.runs.answers | {GOSSIP: self._hear}).items():
             await self.on_call(name, answer)
-        self.on_move = links.drop_all
-        links.use_relays(initial_peers)
 
     def cap(self, caps: Caps) -> None:
         """Let all streams together use no more than this of the link."""
         self.caps, self.upload, self.download = caps, Throttle(caps.upload), Throttle(caps.download)
 
     async def close(self) -> None:
-        for whereabouts in self._whereabouts.values():
-            await whereabouts.close()
-        if self._links:
-            await self._links.close()
+        """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
+        for discovery in self._discoveries.values():
+            await discovery.close()
+        await self._links.close()
         for task in self._serving:
             task.cancel()
         try:
             await asyncio.gather(*self._serving, return_exceptions=True)
+            await self.runs.admissions.close()
+            if self._membership is not None:
+                await self._membership.close()
+            if self._daemon.is_running:  # a dead daemon would leave the DHT node waiting for answers
+                await self.dht.close()
         finally:
-            await super().close()
+            await stop_daemon(self._daemon)
 
-    # Links ----------------------------------------------------------------------------------------------------
+    async def failure(self) -> LocalNetworkError:
+        """Wait for as long as libp2p's daemon lives; return the error to end with once it has died."""
+        return await self._daemon.failure()
+
+    # Addresses and links --------------------------------------------------------------------------------------
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others can reach us over libp2p."""
+        return self._daemon.addresses
+
+    async def refresh_addresses(self) -> tuple[str, ...]:
+        """Ask the daemon where others can reach us now (relays and port mappings come with time).
+
+        When it does not say, we keep to what it said before.
+        """
+        try:
+            await self._daemon.refresh_addresses()
+        except (*NETWORK_ERRORS, LocalNetworkError) as error:
+            logger.debug("addresses not refreshed: %r", error)
+        return self.addresses
+
+    async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
+        """Connect to a peer at one of its addresses. Best effort: False when it is malformed or does not answer."""
+        return await self._daemon.connect(peer_id, addresses, timeout)
+
+    async def network_of(self, peer_id: str) -> str:
+        """Return the network from which a peer has connected with us."""
+        return await self._daemon.network_of(peer_id)
+
+    @property
+    def _is_eager(self) -> bool:
+        """Whether links are made before they are needed: a client, which accepts none, makes none either."""
+        return self._links.info.port > 0
+
     @property
     def endpoints(self) -> tuple[str, ...]:
         """Where others may dial bulk connections to us."""
-        return self._links.endpoints(self.addresses) if self._links else ()
+        return self._links.endpoints(self.addresses)
 
     @property
     def relays(self) -> tuple[str, ...]:
         """Addresses of the nodes that introduce us to others."""
-        return self._links.relay_addresses if self._links else ()
+        return self._links.relay_addresses
 
     def reach(self) -> dict[str, Reach]:
-        """How we reach those peers of which that is known."""
-        return self._links.reach() if self._links else {}
+        """Return how each peer is reached, as far as that is known."""
+        return self._links.reach()
 
     def sought(self) -> frozenset[str]:
-        """The peers to which a way is still looked for."""
-        return self._links.sought() if self._links else frozenset()
+        """Return the peers to which a way is still looked for."""
+        return self._links.sought()
 
     def reach_of(self, peer_id: str) -> Reach | None:
-        return self._links.reach_of(peer_id) if self._links else None
+        """Return how a peer is reached; None: nothing is known yet."""
+        return self._links.reach_of(peer_id)
 
     def hard_to_reach(self) -> set[str]:
         """Return the peers that are reached through a relay only, or not at all."""
@@ -170,74 +257,115 @@ class HivemindTransport(HivemindNode):
 
     def prepare(self, peer_id: str) -> None:
         """Begin to make a link with a peer that will be told something again and again."""
-        if self._links and self._is_eager:
+        if self._is_eager:
             self._links.prepare(peer_id)
+
+    # Runs -----------------------------------------------------------------------------------------------------
+    def learn(self, manifest: SignedManifest) -> None:
+        """Take in who may join this run: only they are heard from now on. Those that the manifest names keep their
+        places under the run's key."""
+        self.runs.learn(manifest)
+        self.dht.keep_places(manifest.run_id, {manifest.organiser, *manifest.archives})
 
     def forget(self, run_id: str) -> None:
         """Forget a run that was learned, and its peers."""
-        super().forget(run_id)
-        if whereabouts := self._whereabouts.pop(run_id, None):
-            task = asyncio.create_task(whereabouts.close())
+        self.runs.forget(run_id)
+        self.dht.forget(run_id)
+        if discovery := self._discoveries.pop(run_id, None):
+            task = asyncio.create_task(discovery.close())
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
+    async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
+        """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
+        self.learn(manifest)
+        await self.dht.store_manifest(manifest, ttl)
+
+    async def find_manifest(self, run_id: str) -> SignedManifest | None:
+        """Return the run's manifest, all checks done; None when it is not found."""
+        manifest = await self.dht.search_manifest(run_id)
+        if manifest is not None:
+            self.learn(manifest)
+        return manifest
+
+    def check_admitted(self, run_id: str, peer_id: str) -> None:
+        """Raises: RefusalError unless the peer may take part in the run, as far as we know."""
+        self.runs.admissions.check(run_id, peer_id)
+
+    def credentials(self, run_id: str) -> tuple[bytes, int]:
+        """Return what our heartbeats show where a ticket is needed: our own, and the number of our list of revoked
+        ones."""
+        admission = self.runs.admissions.of(run_id)
+        return (admission.ticket, admission.number) if admission else (b"", 0)
+
+    def signed_heads_of(self, run_id: str) -> SignedHeads:
+        """Return what is known of what a run's archives have signed."""
+        return self.runs.heads.of(run_id)
+
+    def amendment_of(self, run_id: str) -> Amendment | None:
+        """Return the newest amendment that a run's organiser has given us."""
+        return self.runs.amendments.of(run_id)
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """Do without a DHT node, for a while, that takes longer to answer. Never waits longer than by default."""
+        self.dht.expect_answers_within(seconds)
+
     # Who is there ---------------------------------------------------------------------------------------------
-    def whereabouts_of(self, run_id: str) -> Whereabouts:
-        if run_id not in self._whereabouts:
-            self._whereabouts[run_id] = Whereabouts(run_id, self)
-        self._whereabouts[run_id].gossip.admission = self.admissions.of(run_id)
-        return self._whereabouts[run_id]
+    def discovery_of(self, run_id: str) -> PeerDiscovery:
+        """Return what finds the peers of a run, with the admission that is known now."""
+        if run_id not in self._discoveries:
+            self._discoveries[run_id] = PeerDiscovery(run_id, self, self.dht)
+        self._discoveries[run_id].gossip.admission = self.runs.admissions.of(run_id)
+        return self._discoveries[run_id]
 
     def pace(self, run_id: str) -> Pace:
         """Return what the next thing that we say of ourselves in a run depends on."""
-        return self.whereabouts_of(run_id).pace()
+        return self.discovery_of(run_id).pace()
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
-        """Tell a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
-        return await self.whereabouts_of(run_id).say(heartbeat, sign)
+        """Send a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
+        return await self.discovery_of(run_id).say(heartbeat, sign)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
-        found = await self.whereabouts_of(run_id).heartbeats()
-        self.admissions.catch_up(self, run_id, found)
-        self.head_store.hear(run_id, found)
-        if self._links:
-            self._links.observe(contacts_of(found), self._is_eager)
-            self._links.arranging.volunteers = open_volunteers(found, self.peer_id)
+        found = await self.discovery_of(run_id).heartbeats()
+        self.runs.admissions.catch_up(self.call, run_id, found)
+        self.runs.heads.hear(run_id, found)
+        self._links.observe(contacts_of(found), self._is_eager)
+        self._links.arranging.volunteers = open_volunteers(found, self.peer_id)
         self._unmet = {one.peer: one.addresses for one in found} if self._is_eager and len(found) > EAGER else {}
         return found
 
     def silences(self, run_id: str) -> dict[str, float]:
         """Return for how many seconds nothing new was heard of each peer of a run."""
-        return self.whereabouts_of(run_id).silences()
+        return self.discovery_of(run_id).silences()
 
     async def _hear(self, sender: str, payload: bytes) -> bytes:
         request = Request.unpack(sender, payload)
-        whereabouts = self._whereabouts.get(request.run)
-        if whereabouts is None or not whereabouts.is_member:
+        discovery = self._discoveries.get(request.run)
+        if discovery is None or not discovery.is_member:
             raise RefusalError(f"we are not in the run {request.run}")
-        return whereabouts.answer(sender, request)
+        return discovery.answer(sender, request)
 
     async def _meet(self, peer_id: str, timeout: float) -> None:
-        """Connect to a peer of a large run, in which nobody connects to all others beforehand."""
+        """Connect to a peer of a large run, where peers do not connect to all others beforehand."""
         if addresses := self._unmet.pop(peer_id, ()):
-            await self.connect(peer_id, addresses, timeout)
+            await self._daemon.connect(peer_id, addresses, timeout)
 
     async def _ask_link_info(self, peer_id: str, address: str) -> LinkInfo:
-        await self.connect(peer_id, [address])
+        await self._daemon.connect(peer_id, [address])
         return unpack_from(peer_id, LinkInfo, await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT))
 
     async def can_be_dialled(self) -> bool | None:
         """Return whether a node that introduces us can dial our libp2p port; None while there is none to try."""
         ports = {port for address in self.addresses if (where := endpoint(address)) for port in where[1:]}
-        nodes = self._links.arranging.nodes if self._links else ()
-        for node in nodes:
+        for node in self._links.arranging.nodes:
             with suppress(OSError, RemoteProtocolError):
                 return bool((await probe(node, tuple(ports)[:PROBED_PORTS])).open)
         return None
 
     async def _is_there(self, peer_id: str) -> bool:
-        """Whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""
+        """Return whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""
         try:
             await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
         except PeerUnreachableError:
@@ -245,10 +373,10 @@ class HivemindTransport(HivemindNode):
         return True
 
     async def _tell_link_info(self, sender: str, payload: bytes) -> bytes:
-        return pack(self._links.info if self._links else LinkInfo(port=0))
+        return pack(self._links.info)
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
-        """Have the conversation that another peer has opened on a link. Raises what breaks it."""
+        """Serve a stream that another peer has opened on a link. Raises what breaks it."""
         conversation = self._conversations.get(protocol)
         if conversation is None:
             raise RemoteProtocolError(channel.peer, f"there is no conversation {protocol!r:.40}")
@@ -263,7 +391,7 @@ class HivemindTransport(HivemindNode):
         """
         if len(payload) > MESSAGE_LIMIT:
             raise LocalProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {MESSAGE_LIMIT}")
-        if self._links and self._links.is_up(peer_id):
+        if self._links.is_up(peer_id):
             try:
                 return await self._links.link(peer_id).call(name, payload, timeout)
             except PeerRefusedError:
@@ -301,7 +429,7 @@ class HivemindTransport(HivemindNode):
         await self._daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer)
 
     async def _answer(self, sender: str, name: str, payload: bytes) -> bytes:
-        """Whatever goes wrong is a refusal to the sender, and a line in our log. Raises: RefusalError."""
+        """Answer a call. An error becomes a refusal to the sender and a line in our log. Raises: RefusalError."""
         try:
             if name not in self._answers:
                 raise RemoteProtocolError(sender, f"there is no message {name!r:.40}")
@@ -323,7 +451,7 @@ class HivemindTransport(HivemindNode):
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]:
-        """Fetch data from a peer: header and data of its answer.
+        """Return the header and data of a peer's answer.
 
         Raises: PeerUnreachableError, PeerRefusedError.
         """
@@ -346,7 +474,7 @@ class HivemindTransport(HivemindNode):
 
         Raises: PeerUnreachableError, PeerRefusedError, also for what goes wrong inside.
         """
-        link = await self._links.link_with(peer_id) if self._links else None
+        link = await self._links.link_with(peer_id)
         if link is None:
             await self._meet(peer_id, CALL_TIMEOUT)
         with peer_errors(peer_id):
@@ -366,7 +494,7 @@ class HivemindTransport(HivemindNode):
             channel.close()
 
     async def on_stream(self, protocol: str, conversation: Conversation) -> None:
-        """Have this conversation with whoever opens a stream of this protocol."""
+        """Serve the streams of this protocol that peers open."""
         self._conversations[protocol] = conversation
 
         async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -391,3 +519,11 @@ class HivemindTransport(HivemindNode):
                 self._serving.discard(task)
 
         await self._daemon.add_binary_stream_handler(f"{PROTOCOL_PREFIX}/{protocol}", serve)
+
+
+def _exposure(local: bool, public: bool | None) -> Exposure:
+    if local:
+        return Exposure.LOCAL
+    if public is None:
+        return Exposure.PRIVATE if is_behind_nat() else Exposure.UNKNOWN
+    return Exposure.PUBLIC if public else Exposure.PRIVATE

@@ -1,16 +1,28 @@
-"""Asking a home router for a port with UPnP: the messages of an Internet Gateway Device, versions 1 and 2.
+"""A home router that speaks UPnP (Internet Gateway Device, versions 1 and 2), asked for a port.
 
-Bytes only, no sockets. Three formats are read here, all of them from whoever on the local network answers: a reply to a
-search (HTTP over UDP), a description of the device (XML), and answers to commands (SOAP). A device is talked to at the
-address from which it answered, and nowhere else.
+Three formats are read here, from any device on the local network that answers: a reply to a search (HTTP over UDP), a
+description of the device (XML), and answers to commands (SOAP). A device is talked to at the address from which it
+answered, and nowhere else.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from urllib.parse import SplitResult, urljoin, urlsplit
-from xml.parsers import expat
+from xml.etree import ElementTree
+
+import h11
+
+from peers.network.gateway import Arrivals, Mapping
+
+logger = logging.getLogger(__name__)
 
 SEARCH_TARGETS = tuple(f"urn:schemas-upnp-org:device:InternetGatewayDevice:{version}" for version in (1, 2))
 SERVICE_TYPES = tuple(
@@ -19,33 +31,207 @@ SERVICE_TYPES = tuple(
 SEARCH_WAIT = 2  # seconds within which devices answer a search
 REPLY_LIMIT = 4096  # bytes of a reply to a search
 URL_LENGTH = 512  # characters
-DEPTH_LIMIT = 32  # elements in one another
 
-CONFLICT = 718
-ONLY_PERMANENT_LEASES = 725
+CONFLICT, ONLY_PERMANENT_LEASES = "718", "725"  # error codes
+
+SEARCH_ADDRESS = ("239.255.255.250", 1900)
+SEARCH_SECONDS = SEARCH_WAIT + 0.5
+DEVICE_LIMIT = 4  # devices that we talk to
+HTTP_SECONDS = 5.0  # for one request, all in all
+HTTP_LIMIT = 128 * 1024  # bytes of one answer
+PORT_TRIES = 3
+FREE_PORTS = (49152, 65535)  # which any program may use
+DESCRIPTION = "diloco-peer"
 
 
-class NonsenseError(ValueError):
-    """What a device says is not what such a device says."""
+class _UpnpError(Exception):
+    """A device refused a command, with UPnP's own error code, or said what no such device says: without a code."""
 
-
-class CommandError(Exception):
-    """A device refused a command, with UPnP's own error code."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"UPnP error {code}")
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
         self.code = code
 
 
+UNANSWERED = (OSError, _UpnpError)
+
+
 @dataclass(frozen=True)
-class Service:
+class _Service:
     """A connection to the internet that a router offers to configure: its type, and where commands for it go."""
 
     kind: str
     url: SplitResult
 
 
-def search_message(target: str) -> bytes:
+class Upnp:
+    """The router as one that speaks UPnP. It is looked for again when it does not answer where it was."""
+
+    name = "UPnP"
+
+    def __init__(self, search_address: tuple[str, int] = SEARCH_ADDRESS, seconds: float = SEARCH_SECONDS) -> None:
+        self._search_address = search_address
+        self._seconds = seconds
+        self._service: _Service | None = None
+        self._external_port = 0
+
+    async def open(self, port: int, lifetime: float) -> Mapping | None:
+        """Map a port; None when no router offers it. Raises: OSError."""
+        if self._service is not None:
+            with suppress(*UNANSWERED):
+                return await self._map(self._service, port, lifetime)
+        self._service, self._external_port = None, 0
+        async with aclosing(self._services()) as services:
+            async for service in services:
+                try:
+                    mapping = await self._map(service, port, lifetime)
+                except UNANSWERED as error:
+                    logger.debug("UPnP at %s: %r", service.url.netloc, error)
+                    continue
+                self._service = service
+                return mapping
+        return None
+
+    async def close(self, port: int) -> None:
+        """End the mapping, if there is one. Raises: OSError."""
+        service, external_port = self._service, self._external_port
+        self._service, self._external_port = None, 0
+        if service is not None:
+            arguments = {"NewRemoteHost": "", "NewExternalPort": str(external_port), "NewProtocol": "TCP"}
+            with suppress(_UpnpError):
+                await _command(service, "DeletePortMapping", arguments)
+
+    async def _services(self) -> AsyncGenerator[_Service, None]:
+        """Yield the services that map ports, as routers answer."""
+        async with aclosing(_search(self._search_address, self._seconds)) as locations:
+            async for location in locations:
+                try:
+                    status, description, _ = await _request(location, "GET")
+                    if status != 200:
+                        raise _UpnpError(f"status {status}")
+                    services = _read_description(description, location)
+                except (OSError, _UpnpError) as error:
+                    logger.debug("UPnP at %s: %r", location.netloc, error)
+                    continue
+                for service in services[:DEVICE_LIMIT]:
+                    yield service
+
+    async def _map(self, service: _Service, port: int, lifetime: float) -> Mapping:
+        """Map a port by this service. Raises: _UpnpError, OSError."""
+        answer, own_address = await _command(service, "GetExternalIPAddress", {})
+        try:
+            external = IPv4Address(answer.get("NewExternalIPAddress", ""))
+        except ValueError as error:
+            raise _UpnpError(str(error)) from error
+        wanted = [self._external_port or port, *(random.randint(*FREE_PORTS) for _ in range(PORT_TRIES - 1))]
+        for external_port in wanted:
+            arguments = {
+                "NewRemoteHost": "",
+                "NewExternalPort": str(external_port),
+                "NewProtocol": "TCP",
+                "NewInternalPort": str(port),
+                "NewInternalClient": own_address,
+                "NewEnabled": "1",
+                "NewPortMappingDescription": DESCRIPTION,
+                "NewLeaseDuration": str(int(lifetime)),
+            }
+            try:
+                await _add_mapping(service, arguments)
+            except _UpnpError as error:
+                if error.code != CONFLICT:
+                    raise
+                continue
+            self._external_port = external_port
+            return Mapping(external, external_port, lifetime)
+        raise _UpnpError("all ports that were tried are taken", CONFLICT)
+
+
+async def _add_mapping(service: _Service, arguments: dict[str, str]) -> None:
+    """Map a port. Where a router knows only mappings for ever, it is one of those, which only `close` ends."""
+    try:
+        await _command(service, "AddPortMapping", arguments)
+    except _UpnpError as error:
+        if error.code != ONLY_PERMANENT_LEASES:
+            raise
+        await _command(service, "AddPortMapping", arguments | {"NewLeaseDuration": "0"})
+
+
+async def _command(service: _Service, action: str, arguments: dict[str, str]) -> tuple[dict[str, str], str]:
+    """Return what a device answers, and our own address as it sees it. Raises: _UpnpError, OSError."""
+    headers = [("SOAPAction", f'"{service.kind}#{action}"'), ("Content-Type", 'text/xml; charset="utf-8"')]
+    body = _command_message(service, action, arguments)
+    status, answer, own_address = await _request(service.url, "POST", headers, body)
+    return _read_command_answer(answer, action, status), own_address
+
+
+async def _search(where: tuple[str, int], seconds: float) -> AsyncGenerator[SplitResult, None]:
+    """Yield where devices that answer a search have their descriptions, each once. Raises: OSError."""
+    transport, arrivals = await asyncio.get_running_loop().create_datagram_endpoint(
+        Arrivals, family=socket.AF_INET, local_addr=("0.0.0.0", 0)
+    )
+    seen: set[SplitResult] = set()
+    try:
+        for target in SEARCH_TARGETS:
+            transport.sendto(_search_message(target), where)
+        deadline = asyncio.get_running_loop().time() + seconds
+        while len(seen) < DEVICE_LIMIT:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    arrived = await arrivals.queue.get()
+            except TimeoutError:
+                return
+            location = _read_search_reply(*arrived) if arrived else None
+            if location is not None and location not in seen:
+                seen.add(location)
+                yield location
+    finally:
+        transport.abort()
+
+
+async def _request(
+    url: SplitResult, method: str, headers: list[tuple[str, str]] | None = None, body: bytes = b""
+) -> tuple[int, bytes, str]:
+    """Return the status and body of an HTTP answer, and our own address on that connection.
+
+    Raises: OSError (a TimeoutError is one), _UpnpError.
+    """
+    async with asyncio.timeout(HTTP_SECONDS):
+        reader, writer = await asyncio.open_connection(url.hostname, url.port or 80, limit=HTTP_LIMIT)
+        try:
+            connection = h11.Connection(h11.CLIENT)
+            target = (url.path or "/") + (f"?{url.query}" if url.query else "")
+            fixed = [("Host", url.netloc), ("Connection", "close"), ("Content-Length", str(len(body)))]
+            request = h11.Request(method=method, target=target, headers=[*fixed, *(headers or [])])
+            for event in (request, h11.Data(data=body), h11.EndOfMessage()):
+                writer.write(connection.send(event) or b"")
+            status, answer = await _read_answer(connection, reader)
+            return status, answer, str(writer.get_extra_info("sockname")[0])
+        except h11.ProtocolError as error:
+            raise _UpnpError(str(error)) from error
+        finally:
+            writer.transport.abort()
+
+
+async def _read_answer(connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Return the status and body of an HTTP answer. Raises: h11.RemoteProtocolError, _UpnpError, OSError."""
+    status, body, received = 0, bytearray(), 0
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            data = await reader.read(HTTP_LIMIT)
+            received += len(data)
+            if received > HTTP_LIMIT:
+                raise _UpnpError(f"more than {HTTP_LIMIT} bytes")
+            connection.receive_data(data)
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            body += event.data
+        elif isinstance(event, h11.EndOfMessage):
+            return status, bytes(body)
+
+
+# Messages -----------------------------------------------------------------------------------------------------
+def _search_message(target: str) -> bytes:
     """Return the datagram that asks devices of a kind to say where they are."""
     lines = (
         "M-SEARCH * HTTP/1.1",
@@ -57,7 +243,7 @@ def search_message(target: str) -> bytes:
     return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
 
 
-def read_search_reply(data: bytes, sender: str) -> SplitResult | None:
+def _read_search_reply(data: bytes, sender: str) -> SplitResult | None:
     """Return the URL of the description of a device at `sender`; None: this is no reply of an internet gateway."""
     if len(data) > REPLY_LIMIT:
         return None
@@ -70,21 +256,21 @@ def read_search_reply(data: bytes, sender: str) -> SplitResult | None:
     return _url_at(headers.get("location", ""), sender)
 
 
-def read_description(data: bytes, location: SplitResult) -> list[Service]:
+def _read_description(data: bytes, location: SplitResult) -> list[_Service]:
     """Return the services of a device's description that can map ports, in its order.
 
-    Raises: NonsenseError.
+    Raises: _UpnpError.
     """
     services = []
-    for name, values in read_elements(data):
+    for name, values in _read_elements(data):
         if name == "service" and values.get("serviceType") in SERVICE_TYPES:
             url = _url_at(values.get("controlURL", ""), str(location.hostname), location.geturl())
             if url is not None:
-                services.append(Service(values["serviceType"], url))
+                services.append(_Service(values["serviceType"], url))
     return services
 
 
-def command_message(service: Service, action: str, arguments: dict[str, str]) -> bytes:
+def _command_message(service: _Service, action: str, arguments: dict[str, str]) -> bytes:
     """Return the body of a command. Arguments must be plain text that needs no escaping in XML."""
     values = "".join(f"<{name}>{value}</{name}>" for name, value in arguments.items())
     return (
@@ -95,62 +281,43 @@ def command_message(service: Service, action: str, arguments: dict[str, str]) ->
     ).encode()
 
 
-def read_command_answer(data: bytes, action: str, status: int) -> dict[str, str]:
-    """Return what a device answers to a command. Raises: CommandError, NonsenseError."""
-    elements = read_elements(data)
+def _read_command_answer(data: bytes, action: str, status: int) -> dict[str, str]:
+    """Return what a device answers to a command. Raises: _UpnpError."""
+    elements = _read_elements(data)
     for name, values in elements:
         if name == "UPnPError":
-            code = values.get("errorCode", "")
-            raise CommandError(int(code) if code.isascii() and code.isdigit() and len(code) < 5 else 0)
+            raise _UpnpError("the command is refused", values.get("errorCode", ""))
     for name, values in elements:
         if name == f"{action}Response" and status == 200:
             return values
-    raise NonsenseError(f"status {status} and no {action}Response")
+    raise _UpnpError(f"status {status} and no {action}Response")
 
 
-def read_external_address(values: dict[str, str]) -> IPv4Address:
-    """Return the address in an answer to GetExternalIPAddress. Raises: NonsenseError."""
-    try:
-        return IPv4Address(values.get("NewExternalIPAddress", ""))
-    except ValueError as error:
-        raise NonsenseError(str(error)) from error
+class _TreeBuilder(ElementTree.TreeBuilder):
+    """Refuses a document type: with it entities could be defined, which blow up or read files."""
+
+    def doctype(self, *arguments: object) -> None:
+        raise _UpnpError("a document type")
 
 
-def read_elements(data: bytes) -> list[tuple[str, dict[str, str]]]:
+def _read_elements(data: bytes) -> list[tuple[str, dict[str, str]]]:
     """Return each element's name, without its namespace, and its children's texts by their names.
 
-    A document type is refused: with it entities could be defined, which blow up or read files.
-    Raises: NonsenseError.
+    Raises: _UpnpError.
     """
-    found: list[tuple[str, dict[str, str]]] = []
-    path: list[tuple[str, dict[str, str], list[str]]] = []
-
-    def start(name: str, attributes: object) -> None:
-        if len(path) >= DEPTH_LIMIT:
-            raise NonsenseError("too many elements in one another")
-        values: dict[str, str] = {}
-        path.append((name.rpartition(" ")[2], values, []))
-        found.append((path[-1][0], values))
-
-    def end(name: str) -> None:
-        own_name, _, texts = path.pop()
-        if path:
-            path[-1][1].setdefault(own_name, "".join(texts).strip())
-
-    def text(characters: str) -> None:
-        path[-1][2].append(characters)
-
-    def document_type(*arguments: object) -> None:
-        raise NonsenseError("a document type")
-
-    parser = expat.ParserCreate(encoding="utf-8", namespace_separator=" ")
-    parser.StartElementHandler, parser.EndElementHandler = start, end
-    parser.CharacterDataHandler, parser.StartDoctypeDeclHandler = text, document_type
     try:
-        parser.Parse(data, True)
-    except expat.ExpatError as error:
-        raise NonsenseError(str(error)) from error
-    return found
+        root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_TreeBuilder(), encoding="utf-8"))
+    except (ElementTree.ParseError, ValueError) as error:
+        raise _UpnpError(str(error)) from error
+
+    def name(element: ElementTree.Element) -> str:
+        return element.tag.rpartition("}")[2]
+
+    # Of several children with a name the first counts.
+    return [
+        (name(element), {name(child): (child.text or "").strip() for child in reversed(element)})
+        for element in root.iter()
+    ]
 
 
 def _url_at(text: str, host: str, base: str = "") -> SplitResult | None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from peers.network import dht_storage
-from peers.network.dht_storage import RECORDS, BoundedStorage
-from peers.network.light import load_hivemind
-from peers.network.records import heartbeats_key
+from peers.network.dht_storage import RECORDS, _BoundedStorage, heartbeats_key
+from peers.network.hivemind_lite import load_hivemind
 from peers.presence.meeting_place import ELDERS, STORE_SHARE
 
 RUN = "tiny-" + "a" * 32
@@ -28,7 +27,7 @@ class Scene:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        self.nodes = [BoundedStorage(random.Random(number)) for number in range(REPLICAS)]
+        self.nodes = [_BoundedStorage(random.Random(number)) for number in range(REPLICAS)]
         self.crowd: Iterator[int] = count()
         clock = SimpleNamespace(time=lambda: self.seconds, monotonic=lambda: self.seconds)
         monkeypatch.setattr(dht_storage, "time", clock)

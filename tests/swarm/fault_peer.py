@@ -25,8 +25,7 @@ from peers.driver.keeping import Keeping
 from peers.driver.messenger import CALL
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.network import foothold
-from peers.network.daemon import Daemon
+from peers.network import dht_node
 from peers.network.transport import HivemindTransport
 from peers.protocol.events import ChunkSent, Event, ReducedArrived
 from peers.protocol.messages import Commit
@@ -91,8 +90,8 @@ class Fault:
 class FaultyTransport(HivemindTransport):
     """Sends commits one after another while a fault between them is awaited."""
 
-    def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
-        super().__init__(daemon, node, addresses)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.fault = Fault()
         self._commits = asyncio.Lock()
 
@@ -176,7 +175,7 @@ async def run_peer(identity: Identity, listen: str, contact: str | None) -> None
 @click.option("--contact", help="Address of the bootstrap node.")
 def main(identity: Path, listen: str, contact: str | None) -> None:
     terms.let_none_end()
-    foothold.LOOK_INTERVAL = 1.0  # a network that is back is noticed sooner than any user needs
+    dht_node.LOOK_INTERVAL = 1.0  # a network that is back is noticed sooner than any user needs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     asyncio.run(run_peer(Identity.load_or_create(identity), listen, contact))
 

@@ -24,7 +24,6 @@ from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.log.settings import RunSettings, Timing
 from peers.network.channel import Buffer, PeerUnreachableError, Serve
-from peers.network.daemon import Daemon
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.protocol.peer import Peer
@@ -94,8 +93,8 @@ def chunk_of(name: str, header: bytes) -> int | None:
 class WatchedTransport(HivemindTransport):
     """Remembers of whom it has asked chunks, who gave some, and who failed to."""
 
-    def __init__(self, daemon: Daemon, node: Any, addresses: tuple[str, ...]) -> None:
-        super().__init__(daemon, node, addresses)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.asked, self.given = Counter[str](), Counter[str]()
         self.before_each: Callable[[str], Any] | None = None
         self.after_each: Callable[[str, int], Any] | None = None

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from peers.network.channel import Buffer, PeerUnreachableError, Serve
-from peers.network.records import heartbeats_key
-from peers.network.whereabouts import GOSSIP
+from peers.network.dht_storage import heartbeats_key
+from peers.network.discovery import GOSSIP
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.news import News, Request, Whole
 from peers.protocol.averages import NO_TERMS, Averages
@@ -199,7 +199,7 @@ class RecordFlood(Flood):
         beat = self._beat(who.peer_id)
         signed, key = beat.sign(who), heartbeats_key(self.run)
         if self.draw.random() < 0.5:
-            return await transport._node.store(key, signed, beat.expires, subkey=beat.peer)
+            return await transport.dht._node.store(key, signed, beat.expires, subkey=beat.peer)
         news = News(0, wholes=(Whole(signed=signed, slots=0, link=b""),)).packed
         return await transport.call(victim, GOSSIP, pack(Request(run=self.run, after=0, news=news)), TIMEOUT)
 

@@ -27,11 +27,11 @@ from peers.errors import (
     RemoteProtocolError,
     SwarmUnreachableError,
 )
-from peers.network import arranging, foothold
+from peers.network import arranging, dht_node
 from peers.network.channel import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.contacts import Contact
 from peers.network.daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
-from peers.network.records import heartbeats_key
+from peers.network.dht_storage import heartbeats_key
 from peers.network.settings import LinkSettings
 from peers.network.throttle import Caps
 from peers.network.transport import PROTOCOL_PREFIX, HivemindTransport
@@ -189,12 +189,12 @@ def test_a_stranger_is_told_of_all_peers_though_the_dht_has_only_some() -> None:
                 return all([len(await node.heartbeats(RUN)) == len(nodes) for node in nodes])
 
             await eventually(all_know_all, "the peers do not find each other")
-            one = await reader.find_heartbeats(RUN)
+            one = await reader.dht.find_heartbeats(RUN)
 
             async def find_one(run_id: str) -> list[bytes]:
                 return one[:1]
 
-            reader.find_heartbeats = find_one  # type: ignore[method-assign]
+            reader.dht.find_heartbeats = find_one  # type: ignore[method-assign]
             seen = await reader.heartbeats(RUN)
             assert {item.peer for item in seen} == {identity.peer_id for identity in identities}
             assert reader.peer_id not in {item.peer for node in nodes for item in await node.heartbeats(RUN)}
@@ -237,14 +237,14 @@ def test_nodes_refuse_records_that_do_not_prove_themselves() -> None:
         async with swarm(2) as (node, attacker):
             now = milliseconds()
             key, forged = heartbeats_key(RUN), heartbeat(forger, now)
-            store = attacker._node.store
+            store = attacker.dht._node.store
             assert not await store(key, forged.sign(forger), forged.expires, subkey=victim.peer_id)
             assert not await store(key, b"garbage", forged.expires, subkey=victim.peer_id)
             assert not await store(key, forged.sign(forger), forged.expires + 100, subkey=forger.peer_id)
             assert not await store(key, b"garbage", forged.expires)
             assert not await store(b"anything", b"else", forged.expires)
             assert await node.heartbeats(RUN) == []
-            assert len(node._node.protocol.storage) == 0
+            assert len(node.dht._node.protocol.storage) == 0
 
     asyncio.run(main())
 
@@ -341,14 +341,12 @@ async def linked(*nodes: HivemindTransport) -> None:
     """Have each know of the others where their bulk connections are dialled, and wait until all links are up."""
     contacts = {node.peer_id: Contact(node.peer_id, node.endpoints) for node in nodes}
     for node in nodes:
-        assert node._links is not None
         node._links.observe(contacts, eagerly=True)
     for node in nodes:
         await eventually(lambda node=node: are_open(node, len(nodes) - 1), "there is a way to all")  # type: ignore[misc]
 
 
 async def has_been_seen(node: HivemindTransport) -> bool:
-    assert node._links is not None
     return bool(node._links.arranging.seen)
 
 
@@ -366,19 +364,19 @@ def test_in_a_large_run_a_peer_is_dialled_when_there_is_something_to_say_to_it(m
 
     async def main() -> None:
         async with swarm(3, identities) as (_, left, right):
-            left._is_eager = True
+            monkeypatch.setattr(HivemindTransport, "_is_eager", property(lambda node: node is left))
             await right.on_call("echo", echo)
             said = heartbeat(identities[1], milliseconds(), addresses=right.addresses)
             await right.publish(said.sign(identities[1]), RUN)
             await left.publish(heartbeat(identities[0], milliseconds()).sign(identities[0]), RUN)
             dialled: list[str] = []
-            connect = left.connect
+            connect = left._daemon.connect
 
             async def count(peer_id: str, addresses: Sequence[str], timeout: float = TIMEOUT) -> bool:
                 dialled.append(peer_id)
                 return await connect(peer_id, addresses, timeout)
 
-            monkeypatch.setattr(left, "connect", count)
+            monkeypatch.setattr(left._daemon, "connect", count)
 
             async def knows() -> bool:
                 return len(await left.heartbeats(RUN)) == 2
@@ -444,8 +442,6 @@ def test_when_a_link_breaks_libp2p_is_used_until_it_is_there_again(monkeypatch: 
             await right.on_stream("chunks", Inbox().receive)
             await right.on_call("echo", echo)
             await linked(left, right)
-            assert left._links is not None
-            assert right._links is not None
             # A look at its bootstrap node that is still under way would link it again.
             await eventually(lambda: has_been_seen(right), "the right one knows how the left one sees it")
             left._links.observe({}, eagerly=False)  # nobody knows where to dial
@@ -619,7 +615,7 @@ def test_close_can_be_cancelled_at_any_moment(step: str, monkeypatch: pytest.Mon
 
     async def main() -> None:
         node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
-        ending, reached = getattr(node, f"_{step}"), asyncio.Event()
+        ending, reached = node.dht._node if step == "node" else node._daemon, asyncio.Event()
         shutdown = ending.shutdown
 
         async def watched() -> None:
@@ -718,7 +714,7 @@ def test_malformed_addresses_are_named() -> None:
 
 @pytest.mark.thorough
 def test_lost_bootstrap_node_is_greeted_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foothold, "LOOK_INTERVAL", 0.1)
+    monkeypatch.setattr(dht_node, "LOOK_INTERVAL", 0.1)
 
     async def main() -> None:
         boot, volunteer = Identity.generate(), Identity.generate()

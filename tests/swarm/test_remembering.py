@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peers.network.node import HivemindNode
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -21,8 +21,8 @@ MANIFEST = SignedManifest.create(Identity.generate(), "tiny", {"name": "tiny"})
 
 
 @asynccontextmanager
-async def node(**options: Any) -> AsyncIterator[HivemindNode]:
-    made = await HivemindNode.create(Identity.generate(), listen=LOOPBACK, local=True, **options)
+async def node(**options: Any) -> AsyncIterator[HivemindTransport]:
+    made = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK, local=True, **options)
     try:
         yield made
     finally:
@@ -36,7 +36,7 @@ def nobody() -> str:
         return f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
 
 
-async def is_found_by(reader: HivemindNode) -> None:
+async def is_found_by(reader: HivemindTransport) -> None:
     """Wait until a node finds the manifest."""
     async with asyncio.timeout(240):
         while await reader.find_manifest(MANIFEST.run_id) is None:
@@ -57,7 +57,7 @@ def test_a_node_that_is_alone_looks_where_it_remembers() -> None:
     async def scenario() -> None:
         known: list[str] = []
         async with node() as bootstrap:
-            alone = await HivemindNode.create(
+            alone = await HivemindTransport.create(
                 Identity.generate(), bootstrap.addresses, LOOPBACK, local=True, remembered=lambda: known
             )
         try:

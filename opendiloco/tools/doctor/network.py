@@ -233,7 +233,7 @@ async def _with_clock(transport: HivemindTransport, node: Node) -> Node:
     told = []
     with suppress(PeerUnreachableError):
         for _ in range(CLOCK_TRIES if node.answers else 0):
-            ahead, seconds = await transport.clock_of(peer_id_of(node.address))
+            ahead, seconds = await transport.dht.clock_of(peer_id_of(node.address))
             told.append((seconds, ahead))
     return Node(node.address, node.answers, *min(told)) if told else node
 

@@ -19,8 +19,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.view.run_view import Amended
 from peers.errors import ManifestError, SwarmUnreachableError
-from peers.network.amendments import Amendments
 from peers.network.channel import PeerUnreachableError
+from peers.network.known_runs import Amendments
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.amendments import Amendment
 from peers.values.identity import Identity

@@ -28,7 +28,7 @@ from opendiloco.volunteer import volunteer
 from peers.errors import DilocoPeerError
 from peers.log.folder import MemoryLog
 from peers.network.channel import PeerUnreachableError
-from peers.network.head_store import HeadStore
+from peers.network.known_runs import KnownRuns
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.headers import HEADERS, HeadersRequest, serve_headers
@@ -89,7 +89,7 @@ class Network(FakeTransport):
         self.said = said
         self.beats: list[Heartbeat] = []
         self.published: list[bytes] = []
-        self.head_store = HeadStore()
+        self.runs = KnownRuns()
 
     def learn(self, manifest: SignedManifest) -> None:
         """Everybody may come in."""

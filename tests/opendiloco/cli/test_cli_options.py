@@ -17,7 +17,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.settings.join_settings import JoinSettings
 from peers.network import neighbours
-from peers.network.remembered import FILE_NAME, FORMAT
+from peers.network.first_contact import FILE_NAME, FORMAT
 from peers.values.identity import Identity
 
 OF_INVITE, OF_OPTION, FIRST, SECOND = (

@@ -30,7 +30,7 @@ from peers.log.header import Header, Member
 from peers.log.payload import Payload
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.network.head_store import HeadStore
+from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.voice import Pace
@@ -60,8 +60,8 @@ class Network:
 
     def __init__(self, manifest: SignedManifest) -> None:
         self.published: list[Heartbeat] = []
-        self.head_store = HeadStore()
-        self.head_store.learn(manifest)
+        self.runs = KnownRuns()
+        self.runs.heads.learn(manifest)
         self.heard = 0
         """The latest sequence of our own key that others have."""
         self.told: bytes | None = pack_heads([])
@@ -73,7 +73,7 @@ class Network:
         return self.told
 
     def signed_heads_of(self, run_id: str) -> SignedHeads:
-        return self.head_store.of(run_id)
+        return self.runs.heads.of(run_id)
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"ticket", 7
@@ -536,7 +536,7 @@ def test_an_archive_goes_by_what_others_have_signed_until_it_has_signed_itself(
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
     kept = archive(run, tmp_path)
     head = positions(kept, 2)[1].position.head
-    store = cast(Any, kept._transport).head_store
+    store = cast(Any, kept._transport).runs.heads
     assert not kept._is_astray
     store.take(run.run_id, [SignedHead.sign(run.run_id, 2, bytes(32), other.peer_id, IdentityKeys(other))])
     assert kept._is_astray

@@ -33,7 +33,7 @@ class Network:
         monkeypatch.setattr(module, "LOOK", 0.0)
         monkeypatch.setattr(module, "LOOK_LATER", 0.0)
 
-    def whereabouts_of(self, run_id: str) -> Network:
+    def discovery_of(self, run_id: str) -> Network:
         return self
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:

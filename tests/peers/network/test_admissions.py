@@ -9,9 +9,9 @@ import msgpack
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.network.admissions import STRANGERS_LIMIT, Admissions, RevocationsRequest
 from peers.network.channel import RefusalError
-from peers.network.records import heartbeats_key, key_digest, manifest_key, record_is_valid
+from peers.network.dht_storage import _key_digest, _record_is_valid, heartbeats_key, manifest_key
+from peers.network.known_runs import STRANGERS_LIMIT, Admissions, _RevocationsRequest
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -64,9 +64,9 @@ class TestRecords:
 
     def keeps(self, made: Admissions, peer: Identity, ticket: bytes = b"") -> bool:
         said = beat_of(peer, ticket=ticket)
-        place, subkey = key_digest(heartbeats_key(RUN)), msgpack.packb(peer.peer_id)
+        place, subkey = _key_digest(heartbeats_key(RUN)), msgpack.packb(peer.peer_id)
         value = msgpack.packb(said.sign(peer))
-        return record_is_valid(place, subkey, value, said.expires, time.time(), made)
+        return _record_is_valid(place, subkey, value, said.expires, time.time(), made)
 
     def test_a_node_with_the_manifest_keeps_only_who_is_admitted(self) -> None:
         assert self.keeps(admissions(BY_INVITATION), FRIEND, TICKET.shown_by(FRIEND.peer_id))
@@ -76,11 +76,11 @@ class TestRecords:
 
     def test_a_node_learns_from_the_manifests_that_it_keeps(self) -> None:
         made, value = admissions(), msgpack.packb(BY_INVITATION.pack())
-        elsewhere = key_digest(manifest_key(OPEN.run_id))
-        assert not record_is_valid(elsewhere, msgpack.packb(None), value, 1.0, time.time(), made)
+        elsewhere = _key_digest(manifest_key(OPEN.run_id))
+        assert not _record_is_valid(elsewhere, msgpack.packb(None), value, 1.0, time.time(), made)
         assert self.keeps(made, STRANGER)
-        place = key_digest(manifest_key(RUN))
-        assert record_is_valid(place, msgpack.packb(None), value, 1.0, time.time(), made)
+        place = _key_digest(manifest_key(RUN))
+        assert _record_is_valid(place, msgpack.packb(None), value, 1.0, time.time(), made)
         assert not self.keeps(made, STRANGER)
 
     def test_a_node_without_the_manifest_looks_for_it(self) -> None:
@@ -104,7 +104,7 @@ class TestRecords:
         asyncio.run(scenario())
 
     def test_runs_of_others_are_forgotten_and_ours_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("peers.network.admissions.STRANGERS_LIMIT", 2)
+        monkeypatch.setattr("peers.network.known_runs.STRANGERS_LIMIT", 2)
         assert STRANGERS_LIMIT > 2
         made = admissions(BY_INVITATION)
         others = [SignedManifest.create(ORGANISER, f"x{one}", {"admission": {"mode": "invite"}}) for one in range(4)]
@@ -121,7 +121,7 @@ class TestRevocations:
             kept: list[tuple[str, bytes]] = []
             both[knows].revoke(RUN, pack(LIST))
             both[1 - knows].on_revoked = lambda run, packed, kept=kept: kept.append((run, packed))  # type: ignore[misc]
-            asyncio.run(both[0].exchange(Network("a", {"b": both[1]}), RUN, "b"))
+            asyncio.run(both[0].exchange(Network("a", {"b": both[1]}).call, RUN, "b"))
             assert [one.of(RUN).number for one in both] == [1, 1]  # type: ignore[union-attr]
             assert kept == [(RUN, pack(LIST))]
 
@@ -129,11 +129,11 @@ class TestRevocations:
         false = pack(Revocations.sign(RUN, 9, (), STRANGER))
         one, other = admissions(BY_INVITATION), admissions(BY_INVITATION)
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
-            asyncio.run(one.answer("b", pack(RevocationsRequest(run=RUN, known=false))))
+            asyncio.run(one.answer("b", pack(_RevocationsRequest(run=RUN, known=false))))
         network = Network("a", {"b": other})
         network.meddle = lambda answer: false
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
-            asyncio.run(one.exchange(network, RUN, "b"))
+            asyncio.run(one.exchange(network.call, RUN, "b"))
         assert one.of(RUN).number == 0  # type: ignore[union-attr]
 
     @pytest.mark.parametrize("payload", [b"", b"x", bytes(100_000)], ids=len)
@@ -143,7 +143,7 @@ class TestRevocations:
 
     def test_a_run_that_is_not_known(self) -> None:
         with pytest.raises(RefusalError, match="is known here"):
-            asyncio.run(admissions(OPEN).answer("b", pack(RevocationsRequest(run=RUN, known=b""))))
+            asyncio.run(admissions(OPEN).answer("b", pack(_RevocationsRequest(run=RUN, known=b""))))
 
     def test_whoever_knows_of_later_ones_is_asked_once(self) -> None:
         """A liar that claims to have a later list costs one question in a while."""
@@ -154,10 +154,10 @@ class TestRevocations:
             liar, honest = beat_of(STRANGER, revocations=99), beat_of(FRIEND, revocations=1)
             network = Network("a", {STRANGER.peer_id: admissions(BY_INVITATION), FRIEND.peer_id: other})
             for _ in range(20):
-                one.catch_up(network, RUN, [liar, honest])
+                one.catch_up(network.call, RUN, [liar, honest])
                 await asyncio.sleep(0)
-                if one._asking._task is not None:
-                    await one._asking._task
+                if one._asking is not None:
+                    await one._asking
             assert one.of(RUN).number == 1  # type: ignore[union-attr]
             assert network.calls.count(STRANGER.peer_id) <= 1
             assert network.calls.count(FRIEND.peer_id) == 1

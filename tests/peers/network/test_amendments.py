@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.network.amendments import AmendmentRequest, Amendments, give
 from peers.network.channel import RefusalError
+from peers.network.known_runs import Amendments, _AmendmentRequest, give
 from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -32,7 +32,7 @@ def node() -> Amendments:
 
 def test_it_is_given_to_all_that_answer() -> None:
     nodes = {"a": node(), "b": node()}
-    assert asyncio.run(give(Network("organiser", nodes), RUN, amendment(), ["a", "b", "gone"])) == 2
+    assert asyncio.run(give(Network("organiser", nodes).call, RUN, amendment(), ["a", "b", "gone"])) == 2
     assert [one.of(RUN) for one in nodes.values()] == [amendment()] * 2
 
 
@@ -40,21 +40,21 @@ def test_it_is_given_to_all_that_answer() -> None:
 def test_an_older_one_replaces_nothing(later: Amendment) -> None:
     one = node()
     for given in (amendment(2), later):
-        assert asyncio.run(give(Network("organiser", {"a": one}), RUN, given, ["a"])) == 1
+        assert asyncio.run(give(Network("organiser", {"a": one}).call, RUN, given, ["a"])) == 1
     assert one.of(RUN) == amendment(2)
 
 
 def test_another_one_of_the_same_number_is_refused() -> None:
     """Regression: whoever amended twice at once was told that both were taken."""
     one = node()
-    asyncio.run(one.answer("organiser", pack(AmendmentRequest(run=RUN, amendment=amendment(2)))))
+    asyncio.run(one.answer("organiser", pack(_AmendmentRequest(run=RUN, amendment=amendment(2)))))
     with pytest.raises(RefusalError, match="was given here already"):
-        asyncio.run(one.answer("organiser", pack(AmendmentRequest(run=RUN, amendment=amendment(2, 0.5)))))
+        asyncio.run(one.answer("organiser", pack(_AmendmentRequest(run=RUN, amendment=amendment(2, 0.5)))))
     assert one.of(RUN) == amendment(2)
 
 
 def test_what_nobody_signed_is_refused() -> None:
-    one, forged = node(), pack(AmendmentRequest(run=RUN, amendment=amendment(by=STRANGER)))
+    one, forged = node(), pack(_AmendmentRequest(run=RUN, amendment=amendment(by=STRANGER)))
     with pytest.raises(RefusalError, match=f"the organiser of {RUN} has not signed"):
         asyncio.run(one.answer("stranger", forged))
     assert one.of(RUN) is None
@@ -62,7 +62,7 @@ def test_what_nobody_signed_is_refused() -> None:
 
 def test_a_run_that_is_not_known_is_refused() -> None:
     one = node()
-    request = pack(AmendmentRequest(run=RUN, amendment=amendment()))
+    request = pack(_AmendmentRequest(run=RUN, amendment=amendment()))
     asyncio.run(one.answer("organiser", request))
     one.forget(RUN)
     assert one.of(RUN) is None

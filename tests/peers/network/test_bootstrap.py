@@ -10,7 +10,7 @@ import pytest
 
 from peers.health import Health
 from peers.network import bootstrap
-from peers.network.bootstrap import ANNOUNCEMENTS_BURST, Announcements
+from peers.network.bootstrap import ANNOUNCEMENTS_BURST, _BootstrapNode
 from peers.network.channel import RefusalError
 from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -38,7 +38,7 @@ def test_a_node_that_publishes_a_thousand_runs_is_well_meanwhile(monkeypatch: py
 
     store: Any = [FIRST] * 1000
     transport: Any = Transport()
-    asyncio.run(bootstrap._publish(transport, store, RunFailures("publishing")))
+    asyncio.run(_BootstrapNode(transport, store, {}).publish())
     assert ill == []
     seconds += 4 * bootstrap.REPUBLISH_INTERVAL
     assert health.reasons, "and what has stopped is told"
@@ -50,6 +50,9 @@ class Store(list[SignedManifest]):
     def __init__(self, *manifests: SignedManifest) -> None:
         super().__init__(manifests)
         self.touched: list[str] = []
+
+    def knows(self, run_id: str) -> bool:
+        return True
 
     def touch(self, run_id: str) -> None:
         self.touched.append(run_id)
@@ -70,10 +73,11 @@ def test_a_run_that_cannot_be_published_keeps_no_other_from_it(caplog: pytest.Lo
 
     store: Any = Store(FIRST, SECOND)
     transport: Any = Transport()
-    failures = RunFailures("publishing", lambda: seconds)
+    node = _BootstrapNode(transport, store, {})
+    node._failures = RunFailures("publishing", lambda: seconds)
     for pause in (0.0, 4.0, 1.0, 9.0, 1.0):
         seconds += pause
-        asyncio.run(bootstrap._publish(transport, store, failures))
+        asyncio.run(node.publish())
     assert tried.count("second") == 5
     assert tried.count("first") == 3, "after no, 5 and 15 seconds"
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -101,7 +105,7 @@ def test_only_peers_that_are_there_keep_a_run_from_being_forgotten(states: list[
 
     store: Any = Store(FIRST)
     transport: Any = Transport()
-    asyncio.run(bootstrap._publish(transport, store, RunFailures("publishing")))
+    asyncio.run(_BootstrapNode(transport, store, {}).publish())
     assert store.touched == ([FIRST.run_id] if is_used else [])
 
 
@@ -116,10 +120,11 @@ def test_one_network_announces_no_more_than_its_share(monkeypatch: pytest.Monkey
             return peer.partition("-")[0]
 
     transport: Any = Transport()
-    announcements = Announcements(transport)
+    node = _BootstrapNode(transport, Store(FIRST), {})  # type: ignore[arg-type]
 
     async def announce(peer: str) -> str:
-        return await announcements.network_of(peer)
+        assert await node.on_announcement(peer, FIRST.pack()) == FIRST.run_id.encode()
+        return lookups[-1].partition("-")[0]
 
     async def refusal(peer: str) -> str:
         try:

@@ -9,7 +9,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import RefusalError
-from peers.network.head_store import HeadsRequest, HeadStore
+from peers.network.known_runs import HeadStore, _HeadsRequest
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -42,7 +42,7 @@ def beat_of(peer: Identity, signed: SignedHead | None) -> Heartbeat:
 def test_what_others_know_is_asked_for_and_kept() -> None:
     one, other, kept = store(head(3)), store(head(5)), list[tuple[str, bytes]]()
     one.on_news = lambda run, known: kept.append((run, known))
-    assert asyncio.run(one.ask(Network("a", {"b": other}), RUN, ["b", "nobody"])) == 1
+    assert asyncio.run(one.ask(Network("a", {"b": other}).call, RUN, ["b", "nobody"])) == 1
     assert [signed.index for signed in one.of(RUN).heads] == [3, 5]
     assert kept == [(RUN, pack_heads(one.of(RUN).heads))]
     one.take(RUN, unpack_heads(kept[0][1]))
@@ -77,7 +77,7 @@ def test_whoever_announces_many_runs_pushes_nothing_out() -> None:
 def test_what_no_archive_has_signed_is_dropped(false: bytes) -> None:
     one, network = store(), Network("a", {"b": store()})
     network.meddle = lambda answer: false
-    assert asyncio.run(one.ask(network, RUN, ["b"])) == 0
+    assert asyncio.run(one.ask(network.call, RUN, ["b"])) == 0
     assert one.of(RUN).heads == ()
     with pytest.raises(SignedHeadsError, match="is no archive of the run"):
         one.take(RUN, [head(9, by=STRANGER)])
@@ -91,7 +91,7 @@ def test_what_is_no_request(payload: bytes) -> None:
 
 def test_a_run_that_is_not_known() -> None:
     with pytest.raises(RefusalError, match="is known here"):
-        asyncio.run(HeadStore().answer("b", pack(HeadsRequest(run=RUN))))
+        asyncio.run(HeadStore().answer("b", pack(_HeadsRequest(run=RUN))))
     made = HeadStore()
     made.take(RUN, [head(3)])
     assert made.of(RUN).heads == ()

@@ -9,8 +9,8 @@ from ipaddress import IPv4Address, IPv6Address
 import pytest
 
 from peers.network import port_mapping
-from peers.network.mappings import Mapping
-from peers.network.port_mapping import LOOK_AGAIN, RENEWAL, SHORTEST_RENEWAL, PortMapper, renewal_after
+from peers.network.gateway import Mapping
+from peers.network.port_mapping import LOOK_AGAIN, RENEWAL, SHORTEST_RENEWAL, PortMapper, _renewal_after
 
 PORT = 31338
 PUBLIC = Mapping(IPv4Address("11.77.0.9"), 40000, 3600)
@@ -158,8 +158,8 @@ def test_mappings_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     ("lifetime", "seconds"), [(120, 60), (3600, RENEWAL), (0, SHORTEST_RENEWAL), (2**32 - 1, RENEWAL)]
 )
 def test_renewal_is_at_half_the_lifetime_within_limits(lifetime: float, seconds: float) -> None:
-    assert renewal_after(Mapping(PUBLIC.address, 1, lifetime)) == seconds
-    assert renewal_after(None) == LOOK_AGAIN
+    assert _renewal_after(Mapping(PUBLIC.address, 1, lifetime)) == seconds
+    assert _renewal_after(None) == LOOK_AGAIN
 
 
 def test_endpoints_are_written_as_heartbeats_want_them() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network.remembered import FILE_LIMIT, HOUR, PEER_LIMIT, SAVE_INTERVAL, RememberedPeers
+from peers.network.first_contact import FILE_LIMIT, HOUR, PEER_LIMIT, SAVE_INTERVAL, RememberedPeers
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from tests.peers.builders import LOG, RUN, beat

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import pytest
 
-from peers.network.mappings import Mapping
-from peers.network.upnp_router import HTTP_LIMIT, Upnp
+from peers.network.gateway import Mapping
+from peers.network.upnp import HTTP_LIMIT, Upnp
 from tests.peers.network.fake_routers import EXTERNAL, UpnpRouter, datagram_router
 
 Result = TypeVar("Result")
@@ -105,8 +105,9 @@ def test_a_description_that_is_nonsense_is_no_router(description: str) -> None:
     assert within_a_minute(mapping_of(router, BRIEFLY)) is None
 
 
-def test_an_address_that_is_nonsense_is_no_mapping() -> None:
-    router = UpnpRouter(external="the internet")
+@pytest.mark.parametrize("text", ["", "the internet", "1.2.3", "::1", "1.2.3.4.5", "999.1.1.1"])
+def test_an_address_that_is_nonsense_is_no_mapping(text: str) -> None:
+    router = UpnpRouter(external=text)
     assert within_a_minute(mapping_of(router, BRIEFLY)) is None
     assert router.mappings == {}
 

@@ -1,4 +1,4 @@
-"""Who is in a run: by gossip among its peers, and by the DHT, which has a few of them for whoever knows nobody yet."""
+"""Discovery of a run's peers: by gossip among them, and by the DHT, which has a few for a newcomer to begin with."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from peers import metrics
 from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
 from peers.health import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
+from peers.network.dht_node import DhtNode
 from peers.presence.copies import Copies
 from peers.presence.gossip import Gossip
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -29,29 +30,28 @@ GOSSIP = "gossip"  # name of the call; payload: a Request, answer: News
 LOOK = 0.125  # seconds between two looks at which exchanges are due
 ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a partner has to answer
 FIRST_LIMIT = 2.0  # seconds that a newcomer waits for the first answers
-LOOK_LIMIT = 5.0  # seconds that somebody outside the run takes to ask who is in it
+LOOK_LIMIT = 5.0  # seconds in which a node outside the run asks who is in it
 LIFETIME = 20.0  # seconds; of heartbeats, while none is known
 NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not find it"
 
 
-class WhereaboutsNetwork(Protocol):
+class _Network(Protocol):
     peer_id: str
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
-    async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool: ...
-    async def find_heartbeats(self, run_id: str) -> list[bytes]: ...
     def hard_to_reach(self) -> Collection[str]: ...
     def prepare(self, peer_id: str) -> None: ...
 
 
-class Whereabouts:
-    """What is known of one run's peers, and how it gets around."""
+class PeerDiscovery:
+    """The peers of one run, as far as they are known, and the exchanges that make them known."""
 
-    def __init__(self, run: str, network: WhereaboutsNetwork) -> None:
+    def __init__(self, run: str, network: _Network, dht: DhtNode) -> None:
         self._network = network
         self.gossip = Gossip(network.peer_id, run, os.urandom(16), time.time())
-        self.dht = MeetingPlace(self.gossip, LIFETIME)
+        self._dht = dht
+        self.meeting_place = MeetingPlace(self.gossip, LIFETIME)
         self._run = run
         self._published = 0
         self._exchanging: set[asyncio.Task[None]] = set()
@@ -61,7 +61,7 @@ class Whereabouts:
 
     @property
     def is_member(self) -> bool:
-        """Whether we are in the run ourselves, and not only looking."""
+        """Whether we are a peer of the run, and not only looking."""
         return self.gossip.own is not None
 
     @property
@@ -72,12 +72,12 @@ class Whereabouts:
     # What we say ----------------------------------------------------------------------------------------------
     def pace(self) -> Pace:
         """Return what the next thing that we say of ourselves depends on."""
-        is_whole = self.dht.is_to_be_stored(now(), time.time())
+        is_whole = self.meeting_place.is_to_be_stored(now(), time.time())
         return Pace(len(self.gossip.others(now())), is_whole, self.gossip.copies.highest)
 
     async def say(self, signed: bytes | None, sign: LifeSign | None) -> bool:
-        """Tell others of ourselves: those that gossip has us tell, and now and then the DHT. A farewell has been told
-        when this returns. Returns whether a DHT node took it, if it was to.
+        """Send our heartbeat or sign of life to the peers that are due, and now and then to the DHT. A farewell has
+        been sent when this returns. Returns whether a DHT node took it, if it was to.
 
         Raises: LocalProtocolError when the heartbeat is no newer than the one before.
         """
@@ -91,9 +91,9 @@ class Whereabouts:
             self._telling = asyncio.create_task(self._keep_telling())
         if said is None or signed is None:
             return True
-        self._published, self.dht.lifetime = said.sequence, said.lifetime
+        self._published, self.meeting_place.lifetime = said.sequence, said.lifetime
         is_farewell = said.state is PeerState.LEAVING
-        is_for_dht = is_farewell or self.dht.is_to_be_stored(now(), time.time())
+        is_for_dht = is_farewell or self.meeting_place.is_to_be_stored(now(), time.time())
         is_stored = not is_for_dht or await self._store(said, signed)
         if is_farewell:
             await asyncio.gather(*self._exchanging)
@@ -102,8 +102,8 @@ class Whereabouts:
         return is_stored
 
     async def _store(self, said: Heartbeat, signed: bytes) -> bool:
-        self.dht.stored(now())
-        is_stored = await self._network.store_heartbeat(said, signed)
+        self.meeting_place.stored(now())
+        is_stored = await self._dht.store_heartbeat(said, signed)
         if is_stored:
             HEALTH.well(f"dht {self._run}")
         else:
@@ -127,7 +127,7 @@ class Whereabouts:
         try:
             request = self.gossip.request(peer, now())
             self._network.prepare(peer)
-            answer = await self._network.call(peer, GOSSIP, request, ANSWER_SHARE * self.dht.lifetime / 2)
+            answer = await self._network.call(peer, GOSSIP, request, ANSWER_SHARE * self.meeting_place.lifetime / 2)
             self.gossip.answer_of(peer, answer, now(), time.time())
         except asyncio.CancelledError:
             self.gossip.failed(peer, now())  # else it would seem to be under way for ever
@@ -140,7 +140,7 @@ class Whereabouts:
             logger.warning("dropped what a peer told us of others: %s", error)
 
     def answer(self, sender: str, request: Request) -> bytes:
-        """Answer an exchange that somebody else has begun. Raises: RemoteProtocolError, RefusalError."""
+        """Answer an exchange that another peer has begun. Raises: RemoteProtocolError, RefusalError."""
         try:
             return self.gossip.answer(sender, request, now(), time.time())
         except AdmissionError as error:
@@ -156,7 +156,7 @@ class Whereabouts:
     # What is known --------------------------------------------------------------------------------------------
     async def heartbeats(self) -> list[Heartbeat]:
         """Return the newest heartbeat of every peer of the run, ours included, by peer id."""
-        if self.dht.is_search_due(now()):
+        if self.meeting_place.is_search_due(now()):
             await self._search()
         if not self.is_member:
             with suppress(TimeoutError):
@@ -173,9 +173,9 @@ class Whereabouts:
 
     async def _search(self) -> None:
         """Take in what the DHT has of the run's peers."""
-        self.dht.searched(now())
+        self.meeting_place.searched(now())
         self.gossip.heard.forget(time.time())
-        for signed in await self._network.find_heartbeats(self._run):
+        for signed in await self._dht.find_heartbeats(self._run):
             self.gossip.found(signed, now(), time.time())
 
     async def _meet(self) -> None:

@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from peers.network import foothold
+from peers.network import dht_node
 from peers.network.daemon import to_peer_id
-from peers.network.foothold import Foothold
+from peers.network.dht_node import DhtMembership
 from peers.network.network_watch import NetworkChange
 from peers.values.identity import Identity
 
@@ -89,8 +88,8 @@ class World:
         self.connected.discard(peer)
 
     # the daemon
-    async def list_peers(self) -> list[Any]:
-        return [SimpleNamespace(peer_id=to_peer_id(peer)) for peer in self.connected]
+    async def connections(self) -> dict[str, list[str]]:
+        return {peer: [] for peer in self.connected}
 
 
 class _Table:
@@ -103,23 +102,23 @@ class _Table:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foothold, "LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(dht_node, "LOOK_INTERVAL", 0.0)
 
 
 @asynccontextmanager
 async def presence(
     world: World, monkeypatch: pytest.MonkeyPatch, may_serve: bool = True, remembered: Sequence[str] = ()
-) -> AsyncIterator[Foothold]:
+) -> AsyncIterator[DhtMembership]:
     async def which_answer(addresses: Sequence[str]) -> set[str]:
         await asyncio.sleep(0)
         for address in addresses:
             world.say("knock", address.rpartition("/")[2])
         return {address for address in addresses if address.rpartition("/")[2] in world.answering}
 
-    monkeypatch.setattr(foothold, "which_answer", which_answer)
+    monkeypatch.setattr(dht_node, "which_answer", which_answer)
     node: Any = world
-    made = Foothold(node, node, node, ADDRESSES, lambda: remembered, may_serve)
-    made.start()
+    made = DhtMembership(node, node, ADDRESSES, lambda: remembered, may_serve, world.can_be_dialled, world.on_move)
+    made.start(watches=False)
     try:
         yield made
     finally:

@@ -10,14 +10,15 @@ module object. Other code can `import hivemind` as usual, before or after, and s
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import sys
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from contextlib import suppress
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any, NamedTuple
-
-from peers.network.search import ending_when_cancelled
 
 HEAVY_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
 # What torch-free modules take from the package hivemind.utils instead of from its submodules.
@@ -28,7 +29,7 @@ UTILITIES = {
 }
 
 
-class Hivemind(NamedTuple):
+class _Hivemind(NamedTuple):
     """The modules of hivemind that we use."""
 
     node: Any  # hivemind.dht.node
@@ -58,7 +59,7 @@ class _Unrun(ModuleType):
         return getattr(self, name)
 
 
-def load_hivemind() -> Hivemind:
+def load_hivemind() -> _Hivemind:
     """Import what we use of hivemind, and not torch. Its log messages then go through standard `logging`."""
     if "hivemind" not in sys.modules:
         for name in HEAVY_PACKAGES:
@@ -66,10 +67,10 @@ def load_hivemind() -> Hivemind:
         for module, names in UTILITIES.items():
             for name in names:
                 setattr(sys.modules["hivemind.utils"], name, getattr(importlib.import_module(module), name))
-    quiet_hivemind()
+    _quiet_hivemind()
     node, traverse = importlib.import_module("hivemind.dht.node"), importlib.import_module("hivemind.dht.traverse")
-    node.traverse_dht = ending_when_cancelled(traverse.traverse_dht)  # type: ignore[attr-defined]
-    return Hivemind(
+    node.traverse_dht = _ending_when_cancelled(traverse.traverse_dht)  # type: ignore[attr-defined]
+    return _Hivemind(
         node,
         importlib.import_module("hivemind.dht.protocol"),
         importlib.import_module("hivemind.dht.validation"),
@@ -78,7 +79,7 @@ def load_hivemind() -> Hivemind:
     )
 
 
-def quiet_hivemind() -> None:
+def _quiet_hivemind() -> None:
     """Take away hivemind's own handler (stderr, its own format): its records go to the root logger, warnings and up."""
     importlib.import_module("hivemind.utils.logging").use_hivemind_log_handler("nowhere")
     logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it to WARN for the whole process
@@ -95,3 +96,68 @@ def _enter_unrun(name: str) -> None:
     parent, _, child = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], child, package)
+
+
+def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return hivemind's `traverse_dht` as a function whose cancellation ends all that it began."""
+
+    async def search(*arguments: Any, **options: Any) -> Any:
+        return await _Search(options.pop("get_neighbors"), options.pop("found_callback", None)).run(
+            traverse, *arguments, **options
+        )
+
+    return search
+
+
+class _Search:
+    """One search, and the requests to other nodes that it waits for."""
+
+    def __init__(
+        self, get_neighbors: Callable[..., Awaitable[Any]], found: Callable[..., Awaitable[Any]] | None
+    ) -> None:
+        self._get_neighbors = get_neighbors
+        self._found = found
+        self._requests: set[asyncio.Future[Any]] = set()
+        self._is_ended = False
+
+    async def run(self, traverse: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, **options: Any) -> Any:
+        callbacks = {"get_neighbors": self._ask, "found_callback": self._found and self._tell}
+        searching = asyncio.create_task(traverse(*arguments, **callbacks, **options))
+        try:
+            return await asyncio.shield(searching)
+        except asyncio.CancelledError:
+            self._is_ended = True
+            for request in self._requests:
+                request.cancel()
+            await asyncio.wait([searching])
+            with suppress(asyncio.CancelledError):
+                searching.exception()  # which need not be reported
+            raise
+
+    async def _ask(self, node: Any, queries: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
+        """The neighbors that a node knows for each query, and whether the search for that is over."""
+        answer: dict[Any, tuple[tuple[Any, ...], bool]] | None = None
+        if not self._is_ended:
+            answer = await self._unless_ended(self._get_neighbors(node, queries))
+        return dict.fromkeys(queries, ((), True)) if answer is None else answer
+
+    async def _tell(self, *found: Any) -> None:
+        assert self._found is not None
+        if not self._is_ended:
+            await self._unless_ended(self._found(*found))
+
+    async def _unless_ended(self, work: Awaitable[Any]) -> Any:
+        """Return the result of a request; None when the search has been ended meanwhile."""
+        request = asyncio.ensure_future(work)
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+        try:
+            await asyncio.wait([request])
+        except asyncio.CancelledError:
+            request.cancel()
+            raise
+        if self._is_ended:
+            with suppress(asyncio.CancelledError):
+                request.exception()
+            return None
+        return request.result()

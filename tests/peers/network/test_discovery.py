@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from typing import cast
 
 import pytest
 
 from peers.errors import LocalProtocolError
 from peers.health import Health
-from peers.network import whereabouts as module
+from peers.network import discovery as module
 from peers.network.channel import PeerUnreachableError
-from peers.network.whereabouts import GOSSIP, Whereabouts
+from peers.network.dht_node import DhtNode
+from peers.network.discovery import GOSSIP, PeerDiscovery
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import SAMPLE, SEARCH_LAST
 from peers.presence.news import Request
@@ -32,7 +34,7 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.broken = False
         monkeypatch.setattr(module, "now", lambda: 1000.0 + self.seconds)
-        monkeypatch.setattr("peers.network.whereabouts.time.time", lambda: self.wall)
+        monkeypatch.setattr("peers.network.discovery.time.time", lambda: self.wall)
 
     @property
     def wall(self) -> float:
@@ -50,15 +52,15 @@ class Node:
         self.stored = self.searched = 0
         self.takes = True
         self.connected: list[str] = []
-        self.whereabouts = Whereabouts(RUN, self)
+        self.discovery = PeerDiscovery(RUN, self, cast(DhtNode, self))
         self.voice = Voice(self.identity)
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
         assert name == GOSSIP
         there = self.world.nodes.get(peer_id)
-        if there is None or self.world.broken or not there.whereabouts.is_member:
+        if there is None or self.world.broken or not there.discovery.is_member:
             raise PeerUnreachableError(peer_id, "no answer in time")
-        return there.whereabouts.answer(self.peer_id, Request.unpack(self.peer_id, payload))
+        return there.discovery.answer(self.peer_id, Request.unpack(self.peer_id, payload))
 
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
         self.connected.append(peer_id)
@@ -83,18 +85,18 @@ class Node:
     async def says(self, state: PeerState = PeerState.TRAINING) -> set[str]:
         """A beat of its pulse. Returns the peers that it then knows."""
         heartbeat = beat(self.peer_id, LOG, state, int(self.world.wall * 1000), run=RUN, lifetime=20.0)
-        signed, sign = self.voice.say(heartbeat, self.whereabouts.pace(), 1000.0 + self.world.seconds)
-        await self.whereabouts.say(signed, sign)
+        signed, sign = self.voice.say(heartbeat, self.discovery.pace(), 1000.0 + self.world.seconds)
+        await self.discovery.say(signed, sign)
         return await self.sees()
 
     async def sees(self) -> set[str]:
-        found = {one.peer for one in await self.whereabouts.heartbeats() if one.state is not PeerState.LEAVING}
+        found = {one.peer for one in await self.discovery.heartbeats() if one.state is not PeerState.LEAVING}
         for _ in range(20):  # exchanges that are under way come to their end
             await asyncio.sleep(0)
         return found
 
     async def looks_again(self) -> None:
-        self.whereabouts._tell()
+        self.discovery._tell()
         await self.sees()
 
 
@@ -116,7 +118,7 @@ async def beats(world: World, nodes: list[Node], count: int) -> list[set[str]]:
 
 async def closed(*nodes: Node) -> None:
     for node in nodes:
-        await node.whereabouts.close()
+        await node.discovery.close()
 
 
 def test_a_peer_whose_heartbeats_no_node_takes_is_ill_until_one_does(
@@ -148,7 +150,7 @@ def test_a_newcomer_is_known_to_all_at_its_first_beat(world: World) -> None:
         await new.looks_again()
         for node in nodes:
             await node.looks_again()
-            assert new.peer_id in {one.peer for one in node.whereabouts.gossip.heartbeats(1000.0 + world.seconds)}
+            assert new.peer_id in {one.peer for one in node.discovery.gossip.heartbeats(1000.0 + world.seconds)}
         await closed(*nodes, new)
 
     asyncio.run(scenario())
@@ -214,12 +216,12 @@ def test_the_dht_has_a_sample_of_a_large_run(world: World) -> None:
         chosen = 0
         for minute in range(40):
             world.seconds = 60.0 * minute
-            node.whereabouts.gossip.answered_at = -float("inf")
+            node.discovery.gossip.answered_at = -float("inf")
             sequence = int(world.wall * 1000)
             for identity in crowd:
                 signed = beat(identity.peer_id, LOG, sequence=sequence, run=RUN, lifetime=30.0).sign(identity)
-                node.whereabouts.gossip.found(signed, 1000.0 + world.seconds, world.wall)
-            chosen += node.whereabouts.pace().is_whole
+                node.discovery.gossip.found(signed, 1000.0 + world.seconds, world.wall)
+            chosen += node.discovery.pace().is_whole
         assert chosen < 40 * 4 * SAMPLE / 300, "each is in it as often as any other"
 
     asyncio.run(scenario())
@@ -227,12 +229,12 @@ def test_the_dht_has_a_sample_of_a_large_run(world: World) -> None:
 
 def test_a_large_run_is_searched_for_rarely(world: World) -> None:
     node = Node(world)
-    node.whereabouts.gossip.others = lambda now: ["x"] * 5000  # type: ignore[method-assign]
-    node.whereabouts.dht.searched(1000.0)
+    node.discovery.gossip.others = lambda now: ["x"] * 5000  # type: ignore[method-assign]
+    node.discovery.meeting_place.searched(1000.0)
     world.seconds = SEARCH_LAST - 100.0
-    assert not node.whereabouts.dht.is_search_due(1000.0 + world.seconds)
+    assert not node.discovery.meeting_place.is_search_due(1000.0 + world.seconds)
     world.seconds = SEARCH_LAST
-    assert node.whereabouts.dht.is_search_due(1000.0 + world.seconds)
+    assert node.discovery.meeting_place.is_search_due(1000.0 + world.seconds)
 
 
 def test_a_stranger_asks_until_it_is_told_of_all(world: World) -> None:
@@ -243,7 +245,7 @@ def test_a_stranger_asks_until_it_is_told_of_all(world: World) -> None:
             del world.dht[peer]
         stranger = Node(world)
         assert await stranger.sees() == {node.peer_id for node in nodes}
-        assert not stranger.whereabouts.is_member
+        assert not stranger.discovery.is_member
         assert stranger.stored == 0
         world.seconds += 2.0
         for node in nodes:
@@ -288,7 +290,7 @@ def test_whoever_only_looks_asks_again_after_it_was_interrupted(world: World, mo
         world.seconds += 2.0
         world.dht.clear()
         await stranger.sees()
-        assert stranger.whereabouts.gossip.answered_at == 1000.0 + world.seconds
+        assert stranger.discovery.gossip.answered_at == 1000.0 + world.seconds
         await closed(*nodes)
 
     asyncio.run(scenario())
@@ -299,9 +301,9 @@ def test_nothing_goes_backwards(world: World) -> None:
         node = Node(world)
         heartbeat = beat(node.peer_id, LOG, sequence=int(world.wall * 1000), run=RUN)
         signed = heartbeat.sign(node.identity)
-        await node.whereabouts.say(signed, None)
+        await node.discovery.say(signed, None)
         with pytest.raises(LocalProtocolError):
-            await node.whereabouts.say(signed, None)
+            await node.discovery.say(signed, None)
         await closed(node)
 
     asyncio.run(scenario())

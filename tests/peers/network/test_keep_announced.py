@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from peers.network import findable
-from peers.network.findable import keep_findable
-from peers.network.remembered import RememberedPeers
+from peers.network import bootstrap
+from peers.network.bootstrap import keep_announced
+from peers.network.first_contact import RememberedPeers
+from peers.network.transport import HivemindTransport
+from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from tests.peers.builders import LOG, beat
@@ -43,15 +47,23 @@ async def until(condition: object, why: str) -> None:
         raise AssertionError(why) from None
 
 
+def keep(
+    network: Network, others: Callable[[], Iterable[Heartbeat]], remembered: RememberedPeers | None = None
+) -> Coroutine[None, None, None]:
+    return keep_announced(cast(HivemindTransport, network), MANIFEST, others, remembered)
+
+
 def test_the_manifest_is_repeated_and_peers_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findable, "LOOK_INTERVAL", 0.0)
-    monkeypatch.setattr(findable, "REPUBLISH_INTERVAL", 0.0)
+    monkeypatch.setattr(bootstrap, "LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(bootstrap, "REPUBLISH_INTERVAL", 0.0)
     path, network = tmp_path / "peers.json", Network()
     others = [beat(OTHER, LOG).model_copy(update={"addresses": (ADDRESS,)})]
 
     async def scenario() -> None:
         remembered = RememberedPeers(path, MANIFEST.run_id)
-        task = asyncio.create_task(keep_findable(network, MANIFEST, lambda: others, remembered))
+        task = asyncio.create_task(
+            keep_announced(cast(HivemindTransport, network), MANIFEST, lambda: others, remembered)
+        )
         await until(lambda: len(network.stored) >= 2, "the manifest is not repeated")
         await until(path.exists, "nothing is remembered")
         task.cancel()
@@ -64,11 +76,11 @@ def test_the_manifest_is_repeated_and_peers_are_remembered(tmp_path: Path, monke
 
 
 def test_nothing_need_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findable, "LOOK_INTERVAL", 0.0)
+    monkeypatch.setattr(bootstrap, "LOOK_INTERVAL", 0.0)
     network = Network()
 
     async def scenario() -> None:
-        task = asyncio.create_task(keep_findable(network, MANIFEST, lambda: ()))
+        task = asyncio.create_task(keep_announced(cast(HivemindTransport, network), MANIFEST, lambda: ()))
         await until(lambda: network.attempts, "the manifest is not stored")
         await asyncio.sleep(0)
         task.cancel()

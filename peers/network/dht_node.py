@@ -1,0 +1,274 @@
+"""This machine's node of hivemind's DHT, in which runs are found: records searched and stored, and its place kept.
+
+Everything runs in the caller's asyncio loop. Only records that prove themselves get into this node's part of the DHT,
+or out of what others answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from peers import metrics
+from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError, RemoteProtocolError
+from peers.network.channel import PeerUnreachableError
+from peers.network.daemon import HIVEMIND, NETWORK_ERRORS, Daemon, peer_id_of, to_peer_id, unreachable
+from peers.network.dht_storage import RecordValidator, bounded, heartbeats_key, manifest_key
+from peers.network.first_contact import endpoint, which_answer
+from peers.network.known_runs import Admissions
+from peers.network.network_watch import NetworkChange, NetworkWatch
+from peers.presence.heartbeat import Heartbeat
+from peers.values.manifest import SignedManifest
+
+logger = logging.getLogger(__name__)
+
+DHT_WAIT = 5.0  # seconds for one request to one DHT node
+LOOK_INTERVAL = 3.0  # seconds
+GREETING_WAIT = 3.0  # seconds
+DHT_OPTIONS = {
+    "wait_timeout": DHT_WAIT,
+    # No caches: a heartbeat is worth something only while it is the latest one.
+    "cache_locally": False,
+    "cache_nearest": 0,
+    "cache_on_store": False,
+}
+
+
+class DhtNode:
+    """One node of the DHT. Made by `create`; `close` ends it."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self.protocol = node.protocol
+        self._storage = node.protocol.storage
+
+    @classmethod
+    async def create(cls, daemon: Daemon, contacts: Sequence[str], client_mode: bool, admissions: Admissions) -> Self:
+        """Join the DHT of `contacts`, or begin one. A client stores nothing for others.
+
+        Raises: LocalNetworkError when the clock is wrong or the contacts can't reach us; SwarmUnreachableError.
+        """
+        try:
+            node = await HIVEMIND.node.DHTNode.create(
+                p2p=daemon,
+                initial_peers=contacts,
+                client_mode=client_mode,
+                record_validator=RecordValidator(admissions),
+                **DHT_OPTIONS,
+            )
+        except HIVEMIND.protocol.ValidationError as error:
+            raise _not_admitted(str(error)) from error
+        except RuntimeError as error:
+            if "none of the initial_peers" in str(error):
+                raise unreachable(contacts) from error
+            raise
+        node.protocol.storage, node.protocol.cache = bounded(node.protocol.storage), bounded(node.protocol.cache)
+        made = cls(node)
+        admissions.find = made.search_manifest
+        return made
+
+    async def close(self) -> None:
+        """Leave the DHT. When it takes too long, or the daemon is dead, leave without a word."""
+        try:
+            async with asyncio.timeout(DHT_WAIT):
+                await self._node.shutdown()
+        except NETWORK_ERRORS as error:
+            logger.debug("the DHT node did not shut down: %r", error)
+
+    def expect_answers_within(self, seconds: float) -> None:
+        """Do without a DHT node, for a while, that takes longer to answer. Never waits longer than by default."""
+        self.protocol.wait_timeout = min(seconds, DHT_WAIT)
+
+    async def clock_of(self, peer_id: str) -> tuple[float, float]:
+        """Return by how many seconds a node's clock is ahead of ours, and those of the round trip that told: the answer
+        was written somewhere within it. Raises: PeerUnreachableError."""
+        stub, request = self.protocol.get_stub(to_peer_id(peer_id)), HIVEMIND.protocol.dht_pb2.PingRequest()
+        asked, began = time.time(), time.monotonic()
+        try:
+            answer = await stub.rpc_ping(request, timeout=self.protocol.wait_timeout)
+        except NETWORK_ERRORS as error:
+            raise PeerUnreachableError(peer_id, str(error) or type(error).__name__) from error
+        took = time.monotonic() - began
+        return answer.dht_time - asked - took / 2, took
+
+    # Records --------------------------------------------------------------------------------------------------
+    def keep_places(self, run_id: str, peers: Collection[str]) -> None:
+        """Never replace the heartbeats of these peers of a run by those of others."""
+        self._storage.name(HIVEMIND.protocol.DHTID.generate(heartbeats_key(run_id)), peers)
+
+    def forget(self, run_id: str) -> None:
+        """Give the records of a run no more room than those of any other."""
+        self.keep_places(run_id, ())
+        for key in (manifest_key(run_id), heartbeats_key(run_id)):
+            self._storage.disfavour(HIVEMIND.protocol.DHTID.generate(key))
+
+    async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
+        """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
+        key, expiration = manifest_key(manifest.run_id), time.time() + ttl
+        packed, place = self.protocol.serializer.dumps(manifest.pack()), HIVEMIND.protocol.DHTID.generate(key)
+        self._storage.favour(place)
+        self._storage.store(place, packed, expiration)
+        await self._node.store(key, manifest.pack(), expiration)
+
+    async def search_manifest(self, run_id: str) -> SignedManifest | None:
+        """Return the run's manifest, all checks done; None when it is not found."""
+        found = await self._node.get(manifest_key(run_id))
+        if found is None or not isinstance(found.value, bytes):
+            return None
+        try:
+            return SignedManifest.unpack(found.value, run_id)
+        except ManifestError as error:
+            logger.warning("dropped a manifest for %s: %s", run_id, error)
+            return None
+
+    async def store_heartbeat(self, heartbeat: Heartbeat, signed: bytes) -> bool:
+        """Keep a signed heartbeat in the DHT until it expires. Returns whether any node took it."""
+        key = heartbeats_key(heartbeat.run)
+        self._storage.favour(HIVEMIND.protocol.DHTID.generate(key))
+        stored: bool = await self._node.store(key, signed, heartbeat.expires, subkey=heartbeat.peer)
+        return stored
+
+    async def find_heartbeats(self, run_id: str) -> list[bytes]:
+        """Search the DHT for signed heartbeats of a run's peers: of all of them, or in a large run of some."""
+        found = await self._node.get(heartbeats_key(run_id), latest=True)
+        entries = found.value if found is not None and isinstance(found.value, dict) else {}
+        proven = []
+        for subkey, entry in entries.items():
+            try:
+                heartbeat = Heartbeat.verify(entry.value, run_id)
+                if heartbeat.peer != subkey:
+                    raise RemoteProtocolError(heartbeat.peer, f"its heartbeat lies under {subkey!r:.80}")
+                proven.append(entry.value)
+            except (RemoteProtocolError, TypeError) as error:
+                metrics.DROPPED.labels("heartbeat").inc()
+                logger.warning("dropped a heartbeat: %s", error)
+        return proven
+
+
+def _not_admitted(reason: str) -> DilocoPeerError:
+    """Return the error for a bootstrap node that answered, where hivemind found something wrong with us."""
+    if "local time" in reason:
+        return LocalNetworkError(
+            "this machine's clock is more than 3 seconds off.", "Switch on time synchronisation (NTP)."
+        )
+    return LocalNetworkError("the bootstrap node cannot reach this machine.", "Check the firewall, then try again.")
+
+
+class DhtMembership:
+    """A node's place in the DHT: found again when it is lost, and served once others can dial us.
+
+    Unless it `may_serve`, the node stays what it is. `can_be_dialled` says whether others can dial us; None while that
+    is not known. `on_move` is called when this machine is in another network, where all connections are broken.
+    """
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        protocol: Any,
+        initial_peers: Sequence[str],
+        remembered: Callable[[], Sequence[str]],
+        may_serve: bool,
+        can_be_dialled: Callable[[], Awaitable[bool | None]],
+        on_move: Callable[[], None],
+    ) -> None:
+        self._daemon = daemon
+        self._protocol = protocol
+        self._initial_peers = initial_peers
+        self._remembered = remembered
+        self._may_serve = may_serve
+        self._can_be_dialled = can_be_dialled
+        self._on_move = on_move
+        self._is_settled = not may_serve
+        self._watching: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    def start(self, watches: bool) -> None:
+        """Keep the place from now on, and with `watches` see when this machine changes its network."""
+        self._keeping = asyncio.create_task(self._keep())
+        if watches:
+            self._watching = asyncio.create_task(NetworkWatch(self.network_changed).run())
+
+    async def close(self) -> None:
+        for task in filter(None, (self._watching, self._keeping)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def network_changed(self, change: NetworkChange) -> None:
+        """Begin anew: what was connected is not any more, and what is being waited for does not come."""
+        if change.breaks_connections and self._keeping is not None:
+            self._on_move()
+            self._keeping.cancel()
+            self._keeping = asyncio.create_task(self._keep_anew(self._keeping))
+
+    async def _keep_anew(self, before: asyncio.Task[None]) -> None:
+        await asyncio.gather(before, return_exceptions=True)
+        await asyncio.gather(*map(self._daemon.drop_connection, await self._daemon.connections()))
+        if self._may_serve:
+            self._is_settled = False
+            await self._serve(False)
+        await self._greet(self._initial_peers)
+        await self._keep()
+
+    async def _keep(self) -> None:
+        """Greet initial peers that we have lost whenever they are back, and others when we are alone in the DHT.
+
+        The DHT forgets a node at its first failure; a bootstrap node that restarts would stay alone with the newcomers
+        that it welcomes.
+        """
+        table = self._protocol.routing_table
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL)
+            lost = {address for address in self._initial_peers if to_peer_id(peer_id_of(address)) not in table}
+            others = set() if table.uid_to_peer_id else await which_answer(self._remembered())
+            await self._greet(lost | others)
+            if not self._is_settled:
+                await self._settle()
+
+    async def _greet(self, addresses: Iterable[str]) -> None:
+        by_peer: dict[str, list[str]] = {}
+        for address in addresses:
+            by_peer.setdefault(peer_id_of(address), []).append(address)
+        await asyncio.gather(*(self._greet_peer(peer, known) for peer, known in by_peer.items()))
+
+    async def _greet_peer(self, peer: str, addresses: Sequence[str]) -> None:
+        """Ask for an answer over the connection that there is, else over a new one."""
+        peer_id = to_peer_id(peer)
+        if peer in await self._daemon.connections():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GREETING_WAIT):
+                    if await self._protocol.call_ping(peer_id) is not None:
+                        return
+            await self._daemon.drop_connection(peer)
+        # After each failure the daemon waits longer, minutes in the end: it dials once we know that the peer answers.
+        silent = {address for address in addresses if endpoint(address)} - await which_answer(addresses)
+        answering = [address for address in addresses if address not in silent]
+        if answering and await self._daemon.connect(peer, answering):
+            await self._protocol.call_ping(peer_id)
+
+    async def _settle(self) -> None:
+        """Serve the DHT if others can dial us. A server that they can't would cost each of them seconds."""
+        answer = await self._can_be_dialled()
+        if answer is not None:
+            self._is_settled = True
+            await self._serve(answer)
+
+    async def _serve(self, serves: bool) -> None:
+        """Become a server of the DHT, or a client, which no node asks for anything."""
+        protocol = self._protocol
+        if protocol.client_mode is not serves:
+            return
+        logger.info("others can%s dial this machine", "" if serves else "not")
+        protocol.client_mode = not serves
+        service = HIVEMIND.protocol.AuthRPCWrapper(protocol, HIVEMIND.protocol.AuthRole.SERVICER, protocol.authorizer)
+        if serves:
+            await protocol.add_p2p_handlers(self._daemon, service)
+            protocol.node_info = HIVEMIND.protocol.dht_pb2.NodeInfo(node_id=protocol.node_id.to_bytes())
+            await asyncio.gather(*map(protocol.call_ping, list(protocol.routing_table.peer_id_to_uid)))
+        else:
+            protocol.node_info = HIVEMIND.protocol.dht_pb2.NodeInfo()
+            with suppress(*NETWORK_ERRORS):
+                await protocol.remove_p2p_handlers(self._daemon)

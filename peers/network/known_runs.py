@@ -1,0 +1,373 @@
+"""The runs whose manifests this node has: who is admitted, and what their organisers and archives have signed since.
+
+Lists of revoked tickets and signed heads are exchanged with peers whose heartbeats name newer ones; an amendment is
+given to some peers by the one who signs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Annotated, TypeAlias, TypeVar
+
+from pydantic import Field
+
+from peers import metrics
+from peers.errors import AdmissionError, RemoteProtocolError
+from peers.network.channel import PeerUnreachableError, RefusalError
+from peers.network.daemon import NETWORK_ERRORS
+from peers.presence.admission import RunAdmission
+from peers.presence.heartbeat import Heartbeat
+from peers.values.amendments import Amendment, newest
+from peers.values.manifest import SignedManifest
+from peers.values.signed_heads import SignedHead, SignedHeads, SignedHeadsError, pack_heads, unpack_heads
+from peers.values.tickets import LIST_BYTES, TicketError
+from peers.values.wire import RunId, Value, pack, unpack_from
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT = 10.0  # seconds
+PAUSE = 30.0  # seconds for which a peer is not asked again
+REVOCATIONS = "revocations"  # name of the call; payload: a RevocationsRequest, answer: a packed Revocations or nothing
+STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
+SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
+AMENDMENTS = "amendments"  # name of the call; payload: an AmendmentRequest, answer: nothing
+REQUEST_BYTES = 1024
+SIGNED_HEADS = "signed-heads"  # name of the call; payload: a HeadsRequest, answer: packed heads
+
+Call: TypeAlias = Callable[[str, str, bytes, float], Awaitable[bytes]]
+"""(peer, name, payload, timeout) -> answer: `HivemindTransport.call`."""
+Thing = TypeVar("Thing")
+
+
+class KnownRuns:
+    """What this node knows of the runs whose manifests it has."""
+
+    def __init__(self) -> None:
+        self.admissions = Admissions()
+        """Which peers are admitted."""
+        self.heads = HeadStore()
+        """What archives have signed."""
+        self.amendments = Amendments()
+        """What organisers have given us to put into the logs."""
+
+    def learn(self, manifest: SignedManifest) -> None:
+        """Take in the run of a manifest, until told to `forget` it."""
+        self.admissions.learn(manifest)
+        self.heads.learn(manifest)
+        self.amendments.learn(manifest)
+
+    def forget(self, run: str) -> None:
+        """Forget a run that was learned."""
+        self.admissions.forget(run)
+        self.heads.forget(run)
+        self.amendments.forget(run)
+
+    @property
+    def answers(self) -> dict[str, Callable[[str, bytes], Awaitable[bytes]]]:
+        """What answers the calls about these runs, by the call's name."""
+        return {
+            REVOCATIONS: self.admissions.answer,
+            SIGNED_HEADS: self.heads.answer,
+            AMENDMENTS: self.amendments.answer,
+        }
+
+
+class _RevocationsRequest(Value):
+    """Asks for the list of a run's revoked tickets, and tells the one that its sender has (empty: none)."""
+
+    run: RunId
+    known: Annotated[bytes, Field(strict=True, max_length=LIST_BYTES)]
+
+
+class Admissions:
+    """Admission to every run that this node knows. A run whose manifest is not known here is taken for an open one, and
+    its manifest is looked for, one at a time."""
+
+    def __init__(self) -> None:
+        self._ours: dict[str, RunAdmission] = {}
+        self._others: OrderedDict[str, RunAdmission] = OrderedDict()
+        self._asked: dict[str, float] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._open: OrderedDict[str, None] = OrderedDict()
+        self._sought: OrderedDict[str, float] = OrderedDict()
+        self._seeking: asyncio.Task[None] | None = None
+        self.find: Callable[[str], Coroutine[None, None, SignedManifest | None]] | None = None
+        """Looks for the manifest of a run in the DHT."""
+        self.on_revoked: Callable[[str, bytes], None] = lambda run, packed: None
+        """Told of each newer list of revoked tickets, so that it is kept."""
+
+    def learn(self, manifest: SignedManifest, is_ours: bool = True) -> None:
+        """Take in who may join a run. Of runs that are not `is_ours`, only the newest are remembered."""
+        run = manifest.run_id
+        if not manifest.is_by_invitation:
+            _remember(self._open, run, None)
+            return
+        if run in self._ours:
+            return
+        admission = self._others.pop(run, None) or RunAdmission(run, manifest.organiser)
+        if is_ours:
+            self._ours[run] = admission
+        else:
+            _remember(self._others, run, admission)
+
+    def forget(self, run: str) -> None:
+        """Forget who may join a run."""
+        for known in (self._ours, self._others, self._open):
+            known.pop(run, None)
+
+    def of(self, run: str) -> RunAdmission | None:
+        """Return the admission to a run; None: it is open, as far as is known here."""
+        return self._ours.get(run) or self._others.get(run)
+
+    def check(self, run: str, peer: str) -> None:
+        """Raises: RefusalError unless the peer may take part in the run."""
+        admission = self.of(run)
+        if admission is not None:
+            try:
+                admission.check(peer, time.time())
+            except AdmissionError as error:
+                raise RefusalError(str(error)) from error
+
+    def admits(self, heartbeat: Heartbeat, wall: float) -> bool:
+        """Return whether a peer is admitted to the run that its heartbeat names."""
+        admission = self.of(heartbeat.run)
+        if admission is None:
+            self._look_up(heartbeat.run)
+        return admission is None or not admission.admit(heartbeat.peer, heartbeat.ticket, wall)
+
+    def _look_up(self, run: str) -> None:
+        """Begin to look for the manifest of a run that is not known here, unless another one is looked for."""
+        now = time.monotonic()
+        was_sought = now - self._sought.get(run, -SEEK_AGAIN) < SEEK_AGAIN
+        if self.find is None or _is_busy(self._seeking) or run in self._open or was_sought:
+            return
+        _remember(self._sought, run, now)
+        self._seeking = asyncio.create_task(self._seek(run, self.find))
+
+    async def _seek(self, run: str, find: Callable[[str], Coroutine[None, None, SignedManifest | None]]) -> None:
+        try:
+            manifest = await find(run)
+        except NETWORK_ERRORS as error:
+            logger.debug("the manifest of %s was not found: %r", run, error)
+            return
+        if manifest is not None:
+            self.learn(manifest, is_ours=False)
+
+    # Revoked tickets ------------------------------------------------------------------------------------------
+    def revoke(self, run: str, packed: bytes) -> bool:
+        """Take in a list of revoked tickets. Returns whether it is new here. Raises: TicketError."""
+        admission = self.of(run)
+        is_new = admission is not None and admission.revoke(packed)
+        if is_new:
+            logger.info("run %s: its organiser has revoked tickets", run)
+            self.on_revoked(run, packed)
+        return is_new
+
+    async def answer(self, sender: str, payload: bytes) -> bytes:
+        """Answer a RevocationsRequest, and take in what it tells. Raises: RemoteProtocolError, RefusalError."""
+        request = unpack_from(sender, _RevocationsRequest, payload, LIST_BYTES + 256)
+        admission = self.of(request.run)
+        if admission is None:
+            raise RefusalError(f"no run by invitation called {request.run} is known here")
+        self._take_in(sender, request.run, request.known)
+        return pack(admission.revocations) if admission.revocations else b""
+
+    async def exchange(self, call: Call, run: str, peer: str) -> None:
+        """Tell a peer, or a node that remembers runs, of the newest list, and take in its own if that is newer.
+
+        Raises: PeerUnreachableError, RemoteProtocolError.
+        """
+        admission = self.of(run)
+        if admission is None:
+            return
+        known = pack(admission.revocations) if admission.revocations else b""
+        answer = await call(peer, REVOCATIONS, pack(_RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
+        self._take_in(peer, run, answer)
+
+    def _take_in(self, peer: str, run: str, packed: bytes) -> None:
+        """Take in the list that a peer has told us, if it has any. Raises: RemoteProtocolError."""
+        if packed:
+            try:
+                self.revoke(run, packed)
+            except TicketError as error:
+                raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
+
+    def catch_up(self, call: Call, run: str, heartbeats: Iterable[Heartbeat]) -> None:
+        """Begin to ask one of the peers that know of later revocations, unless another one is being asked. A peer that
+        was asked is left alone for a while."""
+        admission = self.of(run)
+        if admission is None or _is_busy(self._asking):
+            return
+        now = time.monotonic()
+        self._asked = {peer: at for peer, at in self._asked.items() if now - at < PAUSE}
+        ahead = {beat.peer for beat in heartbeats if beat.revocations > admission.number} - self._asked.keys()
+        if ahead:
+            peer = random.choice(sorted(ahead))
+            self._asked[peer] = now
+            self._asking = asyncio.create_task(self._ask(call, run, peer))
+
+    async def _ask(self, call: Call, run: str, peer: str) -> None:
+        try:
+            await self.exchange(call, run, peer)
+        except PeerUnreachableError as error:
+            logger.debug("%s", error)
+        except RemoteProtocolError as error:
+            metrics.DROPPED.labels("message").inc()
+            logger.warning("dropped %s", error)
+
+    async def close(self) -> None:
+        for task in filter(None, (self._asking, self._seeking)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _is_busy(task: asyncio.Task[None] | None) -> bool:
+    return task is not None and not task.done()
+
+
+def _remember(known: OrderedDict[str, Thing], run: str, what: Thing) -> None:
+    """Note something about a run of others; only the newest are remembered."""
+    known[run] = what
+    known.move_to_end(run)
+    if len(known) > STRANGERS_LIMIT:
+        known.popitem(last=False)
+
+
+class _AmendmentRequest(Value):
+    """Gives a peer an amendment of a run."""
+
+    run: RunId
+    amendment: Amendment
+
+
+class Amendments:
+    """The newest amendments that were given to this node, of those runs whose manifests are known here."""
+
+    def __init__(self) -> None:
+        self._organisers: dict[str, str] = {}
+        self._given: dict[str, Amendment] = {}
+
+    def learn(self, manifest: SignedManifest) -> None:
+        """Take in who may amend a run, until told to `forget` it."""
+        self._organisers[manifest.run_id] = manifest.organiser
+
+    def forget(self, run: str) -> None:
+        """Forget a run and its amendment."""
+        self._organisers.pop(run, None)
+        self._given.pop(run, None)
+
+    def of(self, run: str) -> Amendment | None:
+        """Return the newest amendment of a run that was given to this node."""
+        return self._given.get(run)
+
+    async def answer(self, sender: str, payload: bytes) -> bytes:
+        """Take in an AmendmentRequest. Raises: RemoteProtocolError, RefusalError."""
+        request = unpack_from(sender, _AmendmentRequest, payload, REQUEST_BYTES)
+        organiser = self._organisers.get(request.run)
+        if organiser is None:
+            raise RefusalError(f"no run called {request.run} is known here")
+        if not request.amendment.is_signed(request.run, organiser):
+            raise RefusalError(f"the organiser of {request.run} has not signed that amendment")
+        known = self._given.get(request.run)
+        if known is not None and known.number == request.amendment.number and known != request.amendment:
+            raise RefusalError(f"{known} was given here already")
+        if newest(known, request.amendment) is not known:
+            self._given[request.run] = request.amendment
+            logger.info("run %s: its organiser gives us %s", request.run, request.amendment)
+        return b""
+
+
+async def give(call: Call, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
+    """Give an amendment to these peers. Returns how many took it."""
+    request = pack(_AmendmentRequest(run=run, amendment=amendment))
+
+    async def tell(peer: str) -> bool:
+        try:
+            await call(peer, AMENDMENTS, request, ASK_TIMEOUT)
+        except (PeerUnreachableError, RemoteProtocolError) as error:
+            logger.debug("%s", error)
+            return False
+        return True
+
+    return sum(await asyncio.gather(*map(tell, peers)))
+
+
+class _HeadsRequest(Value):
+    """A question: what have the archives of this run signed?"""
+
+    run: RunId
+
+
+class HeadStore:
+    """The signed heads of those runs whose manifests are known here."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, SignedHeads] = {}
+        self.on_news: Callable[[str, bytes], None] = lambda run, packed: None
+        """Called with all packed heads of a run whenever there are new ones, so that they are kept."""
+
+    def learn(self, manifest: SignedManifest) -> None:
+        """Take in which archives a run has, and remember them until told to `forget`.
+
+        A limit of our own would let a stranger who announces many runs push out what the archives of another signed.
+        """
+        self._known.setdefault(manifest.run_id, SignedHeads(manifest.run_id, manifest.archives))
+
+    def forget(self, run: str) -> None:
+        """Forget a run and what its archives have signed."""
+        self._known.pop(run, None)
+
+    def of(self, run: str) -> SignedHeads:
+        """Return what is known of a run's signed heads."""
+        return self._known.get(run, SignedHeads(run))
+
+    def take(self, run: str, heads: Iterable[SignedHead]) -> None:
+        """Take in heads of a run. Raises: SignedHeadsError."""
+        if run not in self._known:
+            return
+        known = self._known[run]
+        taken = self._known[run] = known.taking(heads)
+        for key, index in taken.disbelieved.items():
+            if known.disbelieved.get(key) != index:
+                text = "run %s: outer step %d is signed in two ways: the archive %s is not believed from there on"
+                logger.error(text, run, index, key)
+        if taken is not known:
+            self.on_news(run, pack_heads(taken.heads))
+
+    def hear(self, run: str, heartbeats: Iterable[Heartbeat]) -> None:
+        """Take in what archives say in their heartbeats that they have signed."""
+        for beat in heartbeats:
+            if beat.signed is not None:
+                try:
+                    self.take(run, [beat.signed])
+                except SignedHeadsError as error:
+                    logger.debug("a signed head in a heartbeat of %s: %s", beat.peer, error)
+
+    async def answer(self, sender: str, payload: bytes) -> bytes:
+        """Answer a HeadsRequest. Raises: RemoteProtocolError, RefusalError."""
+        request = unpack_from(sender, _HeadsRequest, payload, REQUEST_BYTES)
+        if request.run not in self._known:
+            raise RefusalError(f"no run called {request.run} is known here")
+        return pack_heads(self.of(request.run).heads)
+
+    async def ask(self, call: Call, run: str, peers: Iterable[str]) -> int:
+        """Ask these peers what a run's archives have signed. Return how many answered."""
+        request = pack(_HeadsRequest(run=run))
+
+        async def ask(peer: str) -> bool:
+            try:
+                self.take(run, unpack_heads(await call(peer, SIGNED_HEADS, request, ASK_TIMEOUT)))
+            except (PeerUnreachableError, RemoteProtocolError) as error:
+                logger.debug("%s", error)
+            except SignedHeadsError as error:
+                logger.warning("dropped the signed heads that %s tells: %s", peer, error)
+            else:
+                return True
+            return False
+
+        return sum(await asyncio.gather(*map(ask, peers)))
