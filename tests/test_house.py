@@ -13,7 +13,7 @@ STILL_LARGE = {
     "opendiloco.workers.inner_loops.InnerLoops",
     "peers.driver.replication.Replication",
     "peers.network.links.Links",
-    "peers.network.tls.TlsTransport",
+    "peers.network.direct_io.TlsTransport",
     "peers.network.transport.HivemindTransport",
     "peers.presence.presence.Presence",
     "peers.protocol.exchange.Exchange",
@@ -22,7 +22,7 @@ STILL_LARGE = {
     "peers.protocol.replica.Replica",
     "peers.protocol.slot.Slot",
     "peers.protocol.trainer.Trainer",
-    "peers.network.direct_reads.DirectReads",
+    "peers.network.direct_io.DirectReads",
 }
 """Classes that had more attributes when the rule came. The list only shrinks."""
 

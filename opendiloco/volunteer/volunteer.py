@@ -40,8 +40,8 @@ from peers.health import HEALTH
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.network.findable import keep_findable
+from peers.network.links import LinkSettings
 from peers.network.remembered import RememberedPeers
-from peers.network.settings import LinkSettings
 from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat

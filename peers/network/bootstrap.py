@@ -19,10 +19,10 @@ from peers.health import HEALTH
 from peers.network.catalogue import serve_catalogue
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.daemon import peer_id_of
+from peers.network.links import LinkSettings
 from peers.network.manifest_store import ManifestStore
 from peers.network.rating import RATING, Rater
 from peers.network.run_failures import RunFailures
-from peers.network.settings import LinkSettings
 from peers.network.transport import HivemindTransport
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import PeerState

@@ -1,4 +1,4 @@
-"""Bulk data on a byte stream between two peers: framing, permission before data, confirmation after it.
+"""A byte stream between two peers: framing, permission before data, confirmation after it.
 
 A stream starts with a prelude (magic, version, header length, data length) and the header. The other side reads no data
 before it has answered with a verdict, so that nothing is allocated for data that nobody asked for:
@@ -14,21 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from typing import TypeAlias
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.network.direct_reads import DirectReads
+from peers.network.direct_io import DirectReads
 from peers.network.throttle import UNLIMITED, GivingWay, LinkTime, Throttle
+from peers.values.clock import now
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
-
 MAGIC = b"DLCP"
 VERSION = 1
 PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
@@ -45,6 +47,12 @@ STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts
 ANSWER_TIMEOUT = 600.0  # seconds: all that is under way to a slow peer must first arrive; the dead are seen otherwise
 DISCARDED_AT_ONCE = 1 << 16  # bytes
 CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
+
+Item = TypeVar("Item")
+
+PLACE_WAIT = 20.0  # seconds that a peer may wait for a place
+FEW_PLACES = 2  # of a peer while they are scarce: one, and one that it has given up, whose end is not seen here yet
+LONGEST_HELD = 600.0  # seconds for which one may be held: no reader waits longer for what it has asked for
 
 
 class PeerUnreachableError(DilocoPeerError):
@@ -307,3 +315,164 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
         await channel.accept()
         await channel.send_prelude(answer, memoryview(data).nbytes)
         await channel.read_digest(await channel.send_data(data))
+
+
+@dataclass(frozen=True)
+class Frame(Generic[Item]):
+    """What goes on the stream, and whatever the sender knows it by."""
+
+    item: Item
+    header: bytes
+    data: Buffer
+
+
+class ChunkSender(Generic[Item]):
+    """The sending end. `pending` are the items that were written and not confirmed."""
+
+    def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
+        """`under_way` returns from how many bytes on, sent and not confirmed, no third frame is sent. With one alone a
+        stream would stand still until that is confirmed."""
+        self._channel = channel
+        self._under_way = under_way
+        self._sizes: deque[int] = deque()  # of what is pending
+        self._begun: deque[float] = deque()  # when the writing of each began
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._written = asyncio.Semaphore(0)
+        self._is_finished = False
+        self.pending: deque[Item] = deque()
+
+    async def run(
+        self,
+        header: bytes,
+        following: Callable[[], Awaitable[Frame[Item] | None]],
+        answered: Callable[[Item, bool, float], None],
+    ) -> None:
+        """Send what `following` gives until that is None, and wait until all of it is answered.
+
+        `answered` is told of each item whether it is taken, and how many seconds of the stream it took.
+
+        The first frames follow the header at once: on a long link, waiting for a yes would cost as much as they do.
+
+        Raises: PeerUnreachableError when the other side says no, and whatever breaks the stream.
+        """
+        reading = asyncio.create_task(self._read_answers(answered))
+        writing = asyncio.create_task(self._write(header, following))
+        try:
+            done, _ = await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await reading
+            self._channel.is_finished = True
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+
+    async def _write(self, header: bytes, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
+        """The first frame goes with the prelude in one packet. When BBR has not measured a delay for ten seconds, and
+        the first packet is a small one, whose answer may have been delayed, it stops for 0.2 seconds to measure."""
+        await self._channel.send_prelude(header, 0)
+        while True:
+            await self._has_room.wait()
+            frame = await following()
+            if frame is None:
+                await self._channel.send_last_frame()
+                self._is_finished = True
+                self._written.release()
+                return
+            self.pending.append(frame.item)
+            self._sizes.append(memoryview(frame.data).nbytes)
+            self._begun.append(now())
+            self._look_for_room()
+            await self._channel.send_frame(frame.header, frame.data)
+            self._written.release()
+
+    async def _read_answers(self, answered: Callable[[Item, bool, float], None]) -> None:
+        try:
+            await self._channel.read_verdict()
+        except PeerRefusedError as error:  # frames are under way: the connection is of no more use
+            raise PeerUnreachableError(error.peer, error.reason) from error
+        answered_at = 0.0
+        while True:
+            await self._written.acquire()
+            if self._is_finished and not self.pending:
+                return
+            is_taken = await self._channel.read_answer()
+            self._sizes.popleft()
+            self._look_for_room()
+            began, answered_at = max(self._begun.popleft(), answered_at), now()
+            answered(self.pending.popleft(), is_taken, answered_at - began)
+
+    def _look_for_room(self) -> None:
+        count = len(self._sizes)
+        if count < 2 or (count < FRAMES_UNDER_WAY and sum(self._sizes) < self._under_way()):
+            self._has_room.set()
+        else:
+            self._has_room.clear()
+
+
+class Arrivals(Protocol):
+    """What becomes of the chunks of one stream."""
+
+    def expect(self, header: bytes, length: int) -> bytearray:
+        """Memory of this length for the data of the next frame. Raises: RemoteProtocolError, which ends the stream."""
+
+    def arrived(self) -> bool:
+        """That memory is filled. Whether it is of use here, and needs not be sent again."""
+
+
+async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[Arrivals]]) -> None:
+    """The receiving end, until the sender has sent its last frame or closes the stream.
+
+    `admit` is asked with the sender and the stream's header, and returns when the sender may begin; RefusalError
+    refuses.
+    """
+    header, _ = await channel.read_prelude()
+    try:
+        arrivals = await admit(channel.peer, header)
+    except RefusalError as refusal:
+        await channel.refuse_all(str(refusal))
+    await channel.accept()
+    while frame := await channel.read_frame_header():
+        await channel.read_frame_data(arrivals.expect(*frame))
+        await channel.answer_frame(arrivals.arrived())
+
+
+class Places:
+    """Limits on what is given away at once: `count` places in all, `each` for one peer.
+
+    While less than half are free a peer has only `FEW_PLACES`: a slow one holds them for long, and few such would have
+    them all.
+    """
+
+    def __init__(self, count: int, each: int) -> None:
+        self._free = asyncio.Semaphore(count)
+        self._count = count
+        self._each = each
+        self._taken: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def one_for(self, peer: str) -> AsyncIterator[None]:
+        """Raises: RefusalError when there is none for long, or the peer has its share; TimeoutError when it is held for
+        too long.
+        """
+        is_scarce = 2 * (self._count - self._taken.total()) < self._count
+        if self._taken[peer] >= (min(FEW_PLACES, self._each) if is_scarce else self._each):
+            raise RefusalError("other parts are on their way to you")
+        self._taken[peer] += 1
+        try:
+            try:
+                async with asyncio.timeout(PLACE_WAIT):
+                    await self._free.acquire()
+            except TimeoutError:
+                raise RefusalError("too many fetch from here now") from None
+            try:
+                async with asyncio.timeout(LONGEST_HELD):
+                    yield
+            finally:
+                self._free.release()
+        finally:
+            self._taken[peer] -= 1
+            if not self._taken[peer]:
+                del self._taken[peer]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from peers.network.daemon import HIVEMIND, NETWORK_ERRORS, Daemon, peer_id_of, to_peer_id
 from peers.network.first_contact import endpoint, which_answer
-from peers.network.network_watch import NetworkChange
+from peers.network.own_network import NetworkChange
 
 if TYPE_CHECKING:
     from peers.network.node import HivemindNode

@@ -35,8 +35,7 @@ from peers.network.dht_storage import bounded
 from peers.network.first_contact import first_contacts, reach
 from peers.network.foothold import Foothold
 from peers.network.head_store import SIGNED_HEADS, HeadStore
-from peers.network.network_watch import NetworkWatch
-from peers.network.own_network import is_behind_nat, network_at
+from peers.network.own_network import NetworkWatch, is_behind_nat, network_at
 from peers.network.records import heartbeats_key, manifest_key, record_is_valid
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.values.amendments import Amendment

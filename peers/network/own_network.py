@@ -1,19 +1,35 @@
-"""Where this machine is, as far as it can tell by itself; and in which networks others are."""
+"""This machine's place in the network: its addresses, and noticing that it slept, lost its network or is in another.
+
+A sleeping machine's CLOCK_MONOTONIC stands still, and asyncio's with it; CLOCK_BOOTTIME goes on. Which networks a
+machine is in follows from the addresses that its packets to the internet would bear. The kernel says which these are
+without sending any.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ipaddress import IPv6Address, ip_address, ip_network
+from dataclasses import dataclass
+from ipaddress import IPv6Address, IPv6Interface, ip_address, ip_network
+
+from peers.network.gateway import default_gateway
+
+logger = logging.getLogger(__name__)
 
 SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
 """Addresses on the internet, one of each version; any would do, and nothing is sent to them."""
-
 HOST = re.compile(r"/ip[46]/(?P<host>[^/]+)/(?!.*/p2p-circuit)")
 NETWORK_BITS = {4: 24, 6: 48}
 """Of an address, that one customer of a provider has in common with its own others, more or less."""
+
+INTERVAL = 1.0  # seconds between two looks
+LONG_SLEEP = 30.0  # seconds, also of being stopped: the others have given us up
+LONG_OFFLINE = 10.0  # seconds: what was sent meanwhile is sent again much later
 
 
 def network_at(address: str) -> str | None:
@@ -55,3 +71,103 @@ def _has_ipv6() -> bool:
         probe.bind(("::", 0))
         return True
     return False
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one look shows. `clock` counts seconds, also those that the machine slept."""
+
+    clock: float
+    networks: frozenset[str]
+
+
+@dataclass(frozen=True)
+class NetworkChange:
+    """What has happened. It is over when it is told: the machine is awake, and has a network.
+
+    `slept` and `offline` are in seconds, 0 if it was not long. `has_moved`: an address that connections used is gone.
+    """
+
+    slept: float = 0.0
+    offline: float = 0.0
+    has_moved: bool = False
+
+    @property
+    def breaks_connections(self) -> bool:
+        """Whether what was connected is to be connected anew. If not, there is only one more network than before."""
+        return self.has_moved or self.slept > 0 or self.offline > 0
+
+    def __str__(self) -> str:
+        parts = [f"it slept for {self.slept:.0f} s"] if self.slept else []
+        parts += [f"it had no network for {self.offline:.0f} s"] if self.offline else []
+        parts += ["it is in another network"] if self.has_moved else []
+        return ", ".join(parts) or "it has one more network"
+
+
+class NetworkDetector:
+    """Tells changes from looks. It says nothing while there is no network: there is nothing to be done about it."""
+
+    def __init__(self) -> None:
+        self._last: Observation | None = None
+        self._networks: frozenset[str] = frozenset()  # the last ones that there were
+        self._offline_since: float | None = None
+        self._slept = 0.0
+
+    def see(self, now: Observation) -> NetworkChange | None:
+        """Take in one look."""
+        last, self._last = self._last, now
+        if last is None:
+            self._networks = now.networks
+            return None
+        gap = now.clock - last.clock - INTERVAL
+        if gap >= LONG_SLEEP:
+            self._slept += gap
+        if not now.networks:
+            if self._offline_since is None:
+                self._offline_since = now.clock
+            return None
+        offline = 0.0 if self._offline_since is None else now.clock - self._offline_since
+        before, self._networks = self._networks, now.networks
+        change = NetworkChange(self._slept, offline if offline >= LONG_OFFLINE else 0.0, bool(before - now.networks))
+        self._slept, self._offline_since = 0.0, None
+        return change if change.breaks_connections or now.networks > before else None
+
+
+class NetworkWatch:
+    """Looks again and again, and calls `on_change` when something has changed."""
+
+    def __init__(
+        self, on_change: Callable[[NetworkChange], None], look: Callable[[], Observation] | None = None
+    ) -> None:
+        self._on_change = on_change
+        self._look = observe if look is None else look
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        detector = NetworkDetector()
+        while True:
+            change = detector.see(self._look())
+            if change is not None:
+                logger.info("the network of this machine has changed: %s", change)
+                self._on_change(change)
+            await asyncio.sleep(INTERVAL)
+
+
+def observe(targets: Sequence[str] = SOMEWHERE) -> Observation:
+    """Look at this machine."""
+    networks = filter(None, map(network_towards, targets))
+    return Observation(time.clock_gettime(time.CLOCK_BOOTTIME), frozenset(networks))
+
+
+def network_towards(target: str) -> str | None:
+    """Return a name of the network by which packets to `target` would leave; None: there is no way there.
+
+    That is our address and the gateway's. Of an IPv6 address it is the first half: the other changes from day to day.
+    """
+    own = address_towards(target)
+    if own is None:
+        return None
+    if ":" in own:
+        return None if IPv6Address(own).is_loopback else str(IPv6Interface(f"{own}/64").network)
+    gateway = default_gateway()
+    return f"{own} by {gateway[0]}" if gateway else own

@@ -14,7 +14,6 @@ from typing import Any, Self, TypeAlias
 
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.network.arranging import INTRODUCE, MEET
 from peers.network.channel import (
     Channel,
     PeerRefusedError,
@@ -26,14 +25,12 @@ from peers.network.channel import (
 )
 from peers.network.contacts import contacts_of, host_of, open_volunteers
 from peers.network.daemon import NETWORK_ERRORS, Daemon, peer_errors, to_peer_id
-from peers.network.dialling import MORE
+from peers.network.data_port import PROBED_PORTS, probe
 from peers.network.first_contact import endpoint
-from peers.network.links import EAGER, Links
+from peers.network.introductions import INTRODUCE, MEET
+from peers.network.links import EAGER, MORE, Links, LinkSettings
 from peers.network.node import HivemindNode
-from peers.network.opening import PROBED_PORTS
-from peers.network.probing import probe
 from peers.network.relays import LINK_INFO, LinkInfo
-from peers.network.settings import LinkSettings
 from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.network.whereabouts import GOSSIP, Whereabouts
 from peers.presence.heartbeat import Heartbeat

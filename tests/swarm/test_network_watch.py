@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 
 WATCH = """
 import asyncio, dataclasses, json
-from peers.network.network_watch import NetworkWatch, observe
+from peers.network.own_network import NetworkWatch, observe
 
 def say(what):
     print(json.dumps(what), flush=True)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
-from peers.network.calls import ASKED_AT_ONCE, HELD_BYTES, Answer, Caller, Question, Verdict, answer_calls
 from peers.network.channel import STALL_TIMEOUT, Channel, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.network.link import ASKED_AT_ONCE, HELD_BYTES, Answer, Caller, Question, Verdict, answer_calls
 from peers.values.wire import MESSAGE_LIMIT, pack, unpack
 from tests.peers.network.test_channel import channels, send_raw
 from tests.peers.network.test_throttle import now, simulate

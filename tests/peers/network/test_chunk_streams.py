@@ -20,11 +20,13 @@ from peers.network.channel import (
     REFUSED,
     STALL_TIMEOUT,
     Channel,
+    ChunkSender,
+    Frame,
     PeerRefusedError,
     PeerUnreachableError,
     RefusalError,
+    receive_chunks,
 )
-from peers.network.chunk_streams import ChunkSender, Frame, receive_chunks
 from peers.network.throttle import PIECE, Throttle
 from tests.peers.network.test_channel import BROKEN, channels, converse, rest_of, send_raw
 from tests.peers.network.test_throttle import now, simulate

@@ -15,11 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
-from peers.network import credentials
-from peers.network.connection import Connection, greet, welcome
-from peers.network.credentials import Credentials, NotItsCertificateError, peer_id_of_certificate
-from peers.network.opening import Hello, read_opening
-from peers.network.tls import TlsTransport, start_tls
+from peers.network import connection
+from peers.network.connection import (
+    Connection,
+    Credentials,
+    NotItsCertificateError,
+    greet,
+    peer_id_of_certificate,
+    welcome,
+)
+from peers.network.data_port import CERTIFICATE_BYTES, Hello, read_opening
+from peers.network.direct_io import TlsTransport, start_tls
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 from tests.peers.network.pairs import connected, credentials_of, open_files, socket_pair
@@ -29,7 +35,7 @@ ME, OTHER, IMPOSTOR = (credentials_of(name) for name in ("me", "other", "imposto
 
 
 def certificate_of(key: object, signed_by: object, digest: SHA256 | None = None) -> bytes:
-    builder = x509.CertificateBuilder().subject_name(credentials.NAME).issuer_name(credentials.NAME).serial_number(1)
+    builder = x509.CertificateBuilder().subject_name(connection.NAME).issuer_name(connection.NAME).serial_number(1)
     builder = builder.not_valid_before(datetime(2000, 1, 1)).not_valid_after(datetime(9999, 1, 1))
     made = builder.public_key(key.public_key()).sign(signed_by, digest)  # type: ignore[attr-defined,arg-type]
     return made.public_bytes(Encoding.DER)
@@ -113,7 +119,7 @@ def test_a_certificate_is_of_an_ed25519_key_and_small() -> None:
     with pytest.raises(NotItsCertificateError, match="Ed25519"):
         peer_id_of_certificate(certificate_of(key, key, SHA256()))
     with pytest.raises(NotItsCertificateError, match="exceeds"):
-        peer_id_of_certificate(bytes(credentials.CERTIFICATE_BYTES + 1))
+        peer_id_of_certificate(bytes(CERTIFICATE_BYTES + 1))
     key_of_peer = Ed25519PrivateKey.generate()
     assert peer_id_of_certificate(certificate_of(key_of_peer, key_of_peer)) == Identity(key_of_peer).peer_id
 
@@ -148,7 +154,7 @@ def test_a_connection_that_proves_nothing_is_nobodys() -> None:
         ours, theirs = await connected(ME, OTHER)
         assert isinstance(ours, Connection)
         with pytest.raises(NotItsCertificateError):
-            credentials.check(ours.writer.get_extra_info("ssl_object"), IMPOSTOR.peer_id)
+            connection.check(ours.writer.get_extra_info("ssl_object"), IMPOSTOR.peer_id)
         ours.close()
         theirs.close()
 

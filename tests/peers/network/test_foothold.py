@@ -14,7 +14,7 @@ import pytest
 from peers.network import foothold
 from peers.network.daemon import to_peer_id
 from peers.network.foothold import Foothold
-from peers.network.network_watch import NetworkChange
+from peers.network.own_network import NetworkChange
 from peers.values.identity import Identity
 
 DEADLINE = 120.0  # seconds

@@ -11,20 +11,15 @@ from typing import Any
 
 import pytest
 
-from peers.network import arranging, introductions, links, listener
-from peers.network import link as link_module
-from peers.network.arranging import INTRODUCE, MEET
+from peers.network import data_port, introductions, link, links
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError
-from peers.network.connection import Connection, greet
+from peers.network.connection import Connection, Credentials, greet
 from peers.network.contacts import Contact
-from peers.network.credentials import Credentials
-from peers.network.dialling import MORE, More
-from peers.network.introductions import Introduce, Meeting, Ports, Seats, meet
+from peers.network.data_port import Seen, probe
+from peers.network.introductions import INTRODUCE, MEET, Introduce, Meeting, Ports, Seats, meet
 from peers.network.link import CONNECTIONS, Link
-from peers.network.links import LINK_TIMEOUT, UNKNOWN, Links
-from peers.network.probing import Seen, probe
+from peers.network.links import LINK_TIMEOUT, MORE, UNKNOWN, Links, LinkSettings, More
 from peers.network.relays import LinkInfo
-from peers.network.settings import LinkSettings
 from peers.network.sockets import dial, listen
 from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
@@ -139,7 +134,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for others who will not come."""
     monkeypatch.setattr(links, "HEAD_START", 0.01)
-    monkeypatch.setattr(arranging, "MEETING_TIMEOUT", 0.01)
+    monkeypatch.setattr(introductions, "MEETING_TIMEOUT", 0.01)
     monkeypatch.setattr(introductions, "PUNCH_TIMEOUT", 0.0)  # on one machine there is nothing to punch through
 
 
@@ -384,7 +379,7 @@ async def is_ended(connection: Connection) -> None:
 
 def test_made_up_peers_are_few_and_drive_out_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: 400 links of made-up peers were accepted in six seconds."""
-    monkeypatch.setattr(listener, "UNKNOWN_OF_ONE_NETWORK", 10)
+    monkeypatch.setattr(data_port, "UNKNOWN_OF_ONE_NETWORK", 10)
 
     async def scenario() -> None:
         async with nodes(3) as (member, late, node):
@@ -418,7 +413,7 @@ def test_made_up_peers_are_few_and_drive_out_none_that_is_known(monkeypatch: pyt
     ids=["binary", "no prelude", "http", "half of one"],
 )
 def test_a_malformed_opening_ends_the_connection_and_harms_nobody(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(link_module, "OPEN_TIMEOUT", 0.2)
+    monkeypatch.setattr(link, "OPEN_TIMEOUT", 0.2)
 
     async def scenario() -> None:
         async with nodes(2) as (other, node):
@@ -571,7 +566,7 @@ def test_who_is_in_another_network_begins_to_meet_those_it_left(monkeypatch: pyt
         async with around_a_relay() as (one, other, relay):
             one.know(other.contact((REFUSING,), (relay.address,)))
             await asyncio.gather(one.until_up(other), other.until_up(one))
-            monkeypatch.setattr(arranging, "MEETING_TIMEOUT", DEADLINE)
+            monkeypatch.setattr(introductions, "MEETING_TIMEOUT", DEADLINE)
             one.know(eagerly=False)
             other.links.drop_all()
             assert not other.links.is_up(one.peer)
@@ -695,7 +690,7 @@ def test_a_look_at_a_relay_that_fails_is_not_the_last(monkeypatch: pytest.Monkey
 
     async def scenario() -> None:
         async with nodes(2, relay_limit=1e9) as (one, relay):
-            monkeypatch.setattr(arranging, "LOOK_INTERVAL", 0.01)
+            monkeypatch.setattr(introductions, "LOOK_INTERVAL", 0.01)
             errors = [ZeroDivisionError(), ValueError()]
             find = one.links.relays.find
 

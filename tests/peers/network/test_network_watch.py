@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network import network_watch
-from peers.network.network_watch import (
+from peers.network import own_network
+from peers.network.own_network import (
     INTERVAL,
     LONG_OFFLINE,
     LONG_SLEEP,
@@ -128,7 +128,7 @@ def test_changes_are_said_in_words() -> None:
 
 
 def test_the_watch_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_watch, "INTERVAL", 0.0)
+    monkeypatch.setattr(own_network, "INTERVAL", 0.0)
     looks = iter([Observation(0, frozenset({HOME})), Observation(1, frozenset({CAFE}))])
     last = Observation(2, frozenset({CAFE}))
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
-from peers.network.opening import (
+from peers.network.data_port import (
     BODY_BYTES,
     KINDS,
     MAGIC,
