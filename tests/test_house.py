@@ -12,7 +12,6 @@ STILL_LARGE = {
     "opendiloco.training.reference.Member",
     "opendiloco.workers.inner_loops.InnerLoops",
     "peers.driver.replication.Replication",
-    "peers.network.links.Links",
     "peers.network.direct_io.TlsTransport",
     "peers.network.transport.HivemindTransport",
     "peers.presence.presence.Presence",

@@ -1,7 +1,7 @@
 """How two peers meet that can't dial each other: a node that both can dial tells each where the other is seen.
 
-    A ── Introduce(B, where I am seen) ──► node ── Meeting(A, where it is seen) ──► B
-    A ◄──── Introduced(where B is seen) ── node ◄── where I am seen ─────────────── B
+    A ── _Introduce(B, where I am seen) ──► node ── _Meeting(A, where it is seen) ──► B
+    A ◄──── _Introduced(where B is seen) ── node ◄── where I am seen ─────────────── B
 
 Then both dial at once, each from the ports at which the node saw it: to their routers it looks as if they had asked for
 what comes in. Where a router gives every connection another port, that fails, and the node joins two connections that
@@ -14,7 +14,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -23,10 +23,10 @@ from pydantic import Field
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.network.connection import Connection, Credentials, greet, welcome
+from peers.network.connection import greet, welcome
 from peers.network.contacts import Contact, public_only
 from peers.network.data_port import Hello, Splice, Token, pack_opening, probe, read_opening, send
-from peers.network.relays import Relay
+from peers.network.relays import AskInfo, Relay, Relays, Splicer
 from peers.network.sockets import can_dial, closed_on_failure, dial, parse_endpoint
 from peers.presence.heartbeat import Endpoint
 from peers.values.reach import Reach
@@ -45,7 +45,7 @@ SPLICE_TIMEOUT = 10.0  # seconds
 HELLO_TIMEOUT = 10.0  # seconds
 REFUSED_PAUSE = 0.25  # seconds before a port that nobody opens yet is dialled again
 NO_ROUTE = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as IPv6 where there is none
-Add = Callable[[Connection], None]
+
 Places = Annotated[tuple[Endpoint, ...], Field(max_length=MOST)]
 
 INTRODUCE, MEET = "introduce", "meet"  # names of the calls
@@ -56,7 +56,7 @@ MEETINGS = 32  # that we take part in at once because others want them
 INTRODUCING = 3  # nodes that introduce us
 
 
-class Introduce(Value):
+class _Introduce(Value):
     """Asked of a node: bring me together with this peer."""
 
     to: PeerId
@@ -64,8 +64,8 @@ class Introduce(Value):
     connections: Count
 
 
-class Meeting(Value):
-    """Told by a node: this peer wants to meet you, and is seen there. The answer is `Seats`."""
+class _Meeting(Value):
+    """Told by a node: this peer wants to meet you, and is seen there. The answer is `_Seats`."""
 
     peer: PeerId
     endpoints: Places
@@ -73,13 +73,13 @@ class Meeting(Value):
     token: Token | None
 
 
-class Seats(Value):
+class _Seats(Value):
     """Where who answers is seen."""
 
     endpoints: Places
 
 
-class Introduced(Value):
+class _Introduced(Value):
     """The node's answer: where the other one is seen, and the token to be spliced with, if the node relays."""
 
     endpoints: Places
@@ -87,112 +87,25 @@ class Introduced(Value):
 
 
 @dataclass(frozen=True)
-class Ports:
+class _Ports:
     """Local ports, and where a node sees them."""
 
     local: Sequence[int]
     seen: tuple[str, ...]
 
 
-NOWHERE = Ports((), ())
-"""Of who wants to be relayed at once: nothing is to be dialled."""
-
-
-async def look(node: str, count: int) -> Ports:
-    """Find out where the node at this endpoint sees `count` new ports of ours. Raises: OSError, RemoteProtocolError."""
-    ports = _free_ports(min(count, MOST))
-    seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
-    return Ports(ports, tuple(one.endpoint for one in seen))
-
-
-async def meet(
-    credentials: Credentials,
-    add: Add,
-    peer: str,
-    mine: Ports,
-    theirs: Sequence[str],
-    node: str,
-    token: bytes | None,
-    count: int,
-) -> None:
-    """Make connections with a peer that does the same now, and `add` each as soon as it is there.
-
-    `node` is the endpoint of the one that introduced us.
-    """
-    pairs = zip(mine.local, theirs, strict=False)
-    tries = (
-        _dial_at_once(credentials, add, peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs)
-    )
-    if not any(await asyncio.gather(*tries)) and token is not None:
-        numbers = range(min(count, MOST))
-        await asyncio.gather(*(_splice(credentials, add, peer, node, Splice(token=token, number=n)) for n in numbers))
-
-
-async def _dial_at_once(credentials: Credentials, add: Add, peer: str, port: int, endpoint: str, place: int) -> bool:
-    """Dial from a port that the other side dials at the same time, again and again until both are let through."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + PUNCH_TIMEOUT
-    while loop.time() < end:
-        try:
-            sock = await dial(endpoint, ATTEMPT_TIMEOUT, port)
-        except OSError as error:
-            logger.debug("no way yet from port %d to %s at %s: %s", port, peer, endpoint, error)
-            if error.errno in NO_ROUTE:
-                return False
-            if "no answer" not in str(error):  # refused at once: not before the other side dials, too
-                await asyncio.sleep(REFUSED_PAUSE)
-            continue
-        return await _begin(sock, credentials, add, peer, place, Reach.PUNCHED)
-    return False
-
-
-async def _splice(credentials: Credentials, add: Add, peer: str, node: str, opening: Splice) -> bool:
-    try:
-        sock = await dial(node, SPLICE_TIMEOUT)
-        with closed_on_failure(sock):
-            await send(sock, pack_opening(opening))
-    except OSError as error:
-        logger.debug("no relay to %s at %s: %s", peer, node, error)
-        return False
-    return await _begin(sock, credentials, add, peer, opening.number, Reach.RELAYED)
-
-
-async def _begin(sock: socket.socket, credentials: Credentials, add: Add, peer: str, place: int, reach: Reach) -> bool:
-    """Begin a connection of which neither end is the one that dialled: the smaller id speaks first."""
-    try:
-        if credentials.peer_id < peer:
-            add(await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach))
-            return True
-        with closed_on_failure(sock):
-            async with asyncio.timeout(HELLO_TIMEOUT):
-                opening = await read_opening(sock, peer)
-            if not isinstance(opening, Hello):
-                raise RemoteProtocolError(peer, "its connection does not begin with a greeting")
-        connection = await welcome(sock, credentials, opening, reach)
-        if connection.peer != peer:
-            connection.close()
-            raise RemoteProtocolError(connection.peer, f"it came in the place of {peer}")
-        add(connection)
-        return True
-    except (OSError, TimeoutError, RemoteProtocolError) as error:
-        logger.debug("no %s connection with %s: %r", reach, peer, error)
-        return False
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return different ports, each free a moment ago. Raises: OSError."""
-    with ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in socks:
-            sock.bind(("", 0))
-        return [sock.getsockname()[1] for sock in socks]
+NOWHERE = _Ports((), ())
+"""Of a peer that wants to be relayed at once: nothing is to be dialled."""
 
 
 class Arranging:
-    """The part of `Links` that goes through third parties."""
+    """The part of `Links` that goes through third parties: our nodes, both ends of an introduction, and our own."""
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: Links, ask_info: AskInfo) -> None:
         self._links = links
+        self._relays = Relays(ask_info)
+        self.splicer: Splicer | None = None
+        """Relays for others, if this node does."""
         self._ours: dict[str, Relay] = {}  # by address: a node may have several
         self.volunteers: tuple[str, ...] = ()
         """Multiaddrs of volunteers that can introduce us, too: bootstrap nodes come and go."""
@@ -218,7 +131,7 @@ class Arranging:
         return tuple(dict.fromkeys(endpoint for relay in self._ours.values() for endpoint in relay.seen or ()))
 
     def look_again(self) -> None:
-        self._links.relays.forget_reach()
+        self._relays.forget_reach()
         for relay in self._ours.values():
             relay.seen = None
         self._changed.set()
@@ -238,7 +151,7 @@ class Arranging:
                 continue
 
     async def _greet_node(self, address: str) -> None:
-        relay = await self._links.relays.find(address)
+        relay = await self._relays.find(address)
         if relay is None or relay.peer == self._links.me:
             return
         was_up = self._links.is_up(relay.peer)
@@ -247,10 +160,9 @@ class Arranging:
         if not was_up:
             relay.seen = None
         self._ours[relay.address] = relay
-        await self._links.dialling.complete(relay.peer)
-        if relay.seen is None and self._links.info.port:
-            await self._links.relays.look_at_us(relay, self._links.info.port)
-            self._links.on_change()
+        await self._links.way(relay.peer).complete()
+        if relay.seen is None and self._links.port:
+            await self._relays.look_at_us(relay, self._links.port)
 
     async def _is_linked(self, relay: Relay) -> bool:
         """Whether a link with the node is up, made now if it was not, and its endpoint is one that we can dial.
@@ -259,11 +171,11 @@ class Arranging:
         """
         assert relay.endpoint is not None
         if not self._links.is_up(relay.peer):
-            await self._links.dialling.dial_first(Contact(relay.peer, (relay.endpoint,)))
+            await self._links.way(relay.peer).dial_first(Contact(relay.peer, (relay.endpoint,)))
         if self._links.is_up(relay.peer) and not relay.is_reached:
             relay.is_reached = await can_dial(relay.endpoint)
         if not self._links.is_up(relay.peer) or not relay.is_reached:
-            self._links.relays.forget(relay)
+            self._relays.forget(relay)
             self._ours.pop(relay.address, None)
             return False
         return True
@@ -282,7 +194,7 @@ class Arranging:
             if self._links.is_up(contact.peer):
                 return
         for address in dict.fromkeys((*contact.relays, *self.addresses)):
-            relay = await self._links.relays.find(address)
+            relay = await self._relays.find(address)
             if relay is None or not await self._is_linked(relay):
                 continue
             try:
@@ -298,22 +210,16 @@ class Arranging:
         assert relay.endpoint is not None
         is_relayed = self._links.is_up(peer) and self._links.reach_of(peer) is Reach.RELAYED
         # Where dialling at once has failed before, it would cost each widening of the link seconds.
-        ports = NOWHERE if is_relayed else await look(relay.endpoint, connections)
-        asked = Introduce(to=peer, endpoints=ports.seen, connections=connections)
+        ports = NOWHERE if is_relayed else await _look(relay.endpoint, connections)
+        asked = _Introduce(to=peer, endpoints=ports.seen, connections=connections)
         answer = await self._links.link(relay.peer).call(INTRODUCE, pack(asked), CALL_TIMEOUT)
-        introduced = unpack_from(relay.peer, Introduced, answer)
+        introduced = unpack_from(relay.peer, _Introduced, answer)
         await self._go(peer, ports, introduced.endpoints, relay.endpoint, introduced.token, connections)
-
-    async def _go(
-        self, peer: str, ports: Ports, theirs: Sequence[str], node: str, token: bytes | None, connections: int
-    ) -> None:
-        places = public_only(theirs, node)
-        await meet(self._links.credentials, self._links.add, peer, ports, places, node, token, connections)
 
     # Who is asked to meet -------------------------------------------------------------------------------------
     async def on_meet(self, sender: str, payload: bytes) -> bytes:
         """A node brings somebody together with us."""
-        meeting = unpack_from(sender, Meeting, payload)
+        meeting = unpack_from(sender, _Meeting, payload)
         relay = next((relay for relay in self._ours.values() if relay.peer == sender), None)
         if relay is None or relay.endpoint is None:
             raise RefusalError("we did not ask you to introduce us")
@@ -324,7 +230,7 @@ class Arranging:
         is_met.add_done_callback(lambda _: self._meetings.pop(meeting.peer))
         self._meetings[meeting.peer] = is_met
         try:
-            ports = await look(relay.endpoint, connections) if meeting.endpoints else NOWHERE
+            ports = await _look(relay.endpoint, connections) if meeting.endpoints else NOWHERE
         except BaseException as error:
             is_met.set_result(None)
             if isinstance(error, OSError | RemoteProtocolError):
@@ -332,28 +238,104 @@ class Arranging:
             raise
         going = self._go(meeting.peer, ports, meeting.endpoints, relay.endpoint, meeting.token, connections)
         self._links.start(going).add_done_callback(lambda _: is_met.set_result(None))
-        return pack(Seats(endpoints=ports.seen))
+        return pack(_Seats(endpoints=ports.seen))
 
     # The node that brings two together ------------------------------------------------------------------------
     async def on_introduce(self, sender: str, payload: bytes) -> bytes:
         """Only whoever is connected here is brought together, and only where we see them: nobody has others dial."""
-        asked = unpack_from(sender, Introduce, payload)
+        asked = unpack_from(sender, _Introduce, payload)
         for peer in (sender, asked.to):
             if asked.to == sender or not self._links.is_up(peer):
                 raise RefusalError(f"{peer} is not connected here")
-        token = self._links.splicer.expect(sender) if self._links.splicer else None
+        token = self.splicer.expect(sender) if self.splicer else None
         places = self._seen_here(sender, asked.endpoints)
-        meeting = Meeting(peer=sender, endpoints=places, connections=asked.connections, token=token)
+        meeting = _Meeting(peer=sender, endpoints=places, connections=asked.connections, token=token)
         try:
             answer = await self._links.link(asked.to).call(MEET, pack(meeting), CALL_TIMEOUT / 2)
-            seats = unpack_from(asked.to, Seats, answer)
+            seats = unpack_from(asked.to, _Seats, answer)
         except (PeerUnreachableError, RemoteProtocolError) as error:
-            if self._links.splicer and token:
-                self._links.splicer.cancel(token)
+            if self.splicer and token:
+                self.splicer.cancel(token)
             raise RefusalError(f"{asked.to} does not come: {error}") from error
-        return pack(Introduced(endpoints=self._seen_here(asked.to, seats.endpoints), token=token))
+        return pack(_Introduced(endpoints=self._seen_here(asked.to, seats.endpoints), token=token))
 
     def _seen_here(self, peer: str, endpoints: Sequence[str]) -> tuple[str, ...]:
         """Return those of the endpoints that are at an address from which the peer is connected here."""
         hosts = self._links.link(peer).hosts
         return tuple(endpoint for endpoint in endpoints if parse_endpoint(endpoint)[0] in hosts)
+
+    # Both dial ------------------------------------------------------------------------------------------------
+    async def _go(
+        self, peer: str, mine: _Ports, theirs: Sequence[str], node: str, token: bytes | None, connections: int
+    ) -> None:
+        """Make connections with a peer that does the same now. `node` is the endpoint of the one that introduced us."""
+        pairs = zip(mine.local, public_only(theirs, node), strict=False)
+        tries = (self._dial_at_once(peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
+        if not any(await asyncio.gather(*tries)) and token is not None:
+            numbers = range(connections)
+            await asyncio.gather(*(self._splice(peer, node, Splice(token=token, number=number)) for number in numbers))
+
+    async def _dial_at_once(self, peer: str, port: int, endpoint: str, place: int) -> bool:
+        """Dial from a port that the other side dials at the same time, again and again until both are let through."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + PUNCH_TIMEOUT
+        while loop.time() < end:
+            try:
+                sock = await dial(endpoint, ATTEMPT_TIMEOUT, port)
+            except OSError as error:
+                logger.debug("no way yet from port %d to %s at %s: %s", port, peer, endpoint, error)
+                if error.errno in NO_ROUTE:
+                    return False
+                if "no answer" not in str(error):  # refused at once: not before the other side dials, too
+                    await asyncio.sleep(REFUSED_PAUSE)
+                continue
+            return await self._begin(sock, peer, place, Reach.PUNCHED)
+        return False
+
+    async def _splice(self, peer: str, node: str, opening: Splice) -> None:
+        try:
+            sock = await dial(node, SPLICE_TIMEOUT)
+            with closed_on_failure(sock):
+                await send(sock, pack_opening(opening))
+        except OSError as error:
+            logger.debug("no relay to %s at %s: %s", peer, node, error)
+        else:
+            await self._begin(sock, peer, opening.number, Reach.RELAYED)
+
+    async def _begin(self, sock: socket.socket, peer: str, place: int, reach: Reach) -> bool:
+        """Begin a connection of which neither end is the one that dialled: the smaller id speaks first."""
+        credentials = self._links.credentials
+        try:
+            if credentials.peer_id < peer:
+                connection = await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach)
+            else:
+                with closed_on_failure(sock):
+                    async with asyncio.timeout(HELLO_TIMEOUT):
+                        opening = await read_opening(sock, peer)
+                    if not isinstance(opening, Hello):
+                        raise RemoteProtocolError(peer, "its connection does not begin with a greeting")
+                connection = await welcome(sock, credentials, opening, reach)
+            if connection.peer != peer:
+                connection.close()
+                raise RemoteProtocolError(connection.peer, f"it came in the place of {peer}")
+        except (OSError, TimeoutError, RemoteProtocolError) as error:
+            logger.debug("no %s connection with %s: %r", reach, peer, error)
+            return False
+        self._links.add(connection)
+        return True
+
+
+async def _look(node: str, count: int) -> _Ports:
+    """Find out where the node at this endpoint sees `count` new ports of ours. Raises: OSError, RemoteProtocolError."""
+    ports = _free_ports(count)
+    seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
+    return _Ports(ports, tuple(one.endpoint for one in seen))
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return different ports, each free a moment ago. Raises: OSError."""
+    with ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind(("", 0))
+        return [sock.getsockname()[1] for sock in socks]

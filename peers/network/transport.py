@@ -27,8 +27,7 @@ from peers.network.contacts import contacts_of, host_of, open_volunteers
 from peers.network.daemon import NETWORK_ERRORS, Daemon, peer_errors, to_peer_id
 from peers.network.data_port import PROBED_PORTS, probe
 from peers.network.first_contact import endpoint
-from peers.network.introductions import INTRODUCE, MEET
-from peers.network.links import EAGER, MORE, Links, LinkSettings
+from peers.network.links import EAGER, Links, LinkSettings
 from peers.network.node import HivemindNode
 from peers.network.relays import LINK_INFO, LinkInfo
 from peers.network.throttle import Caps, LinkTime, Throttle
@@ -39,7 +38,7 @@ from peers.presence.news import Request
 from peers.presence.voice import Pace
 from peers.values.identity import Identity
 from peers.values.reach import Reach
-from peers.values.wire import MESSAGE_LIMIT, pack, printable, unpack_from
+from peers.values.wire import MESSAGE_LIMIT, printable, unpack_from
 
 logger = logging.getLogger(__name__)
 
@@ -116,12 +115,10 @@ class HivemindTransport(HivemindNode):
         if settings is not None:
             links.listen([host for address in listen if (host := host_of(address))], settings)
             self._is_eager = True
-        answers: dict[str, CallHandler] = {LINK_INFO: self._tell_link_info, MORE: links.dialling.on_more}
-        answers |= {INTRODUCE: links.arranging.on_introduce, MEET: links.arranging.on_meet}
-        for name, answer in (answers | self.told | {GOSSIP: self._hear}).items():
+        for name, answer in (links.handlers | self.told | {GOSSIP: self._hear}).items():
             await self.on_call(name, answer)
         self.on_move = links.drop_all
-        links.use_relays(initial_peers)
+        links.start(links.arranging.keep(initial_peers))
 
     def cap(self, caps: Caps) -> None:
         """Let all streams together use no more than this of the link."""
@@ -148,7 +145,7 @@ class HivemindTransport(HivemindNode):
     @property
     def relays(self) -> tuple[str, ...]:
         """Addresses of the nodes that introduce us to others."""
-        return self._links.relay_addresses if self._links else ()
+        return self._links.arranging.addresses if self._links else ()
 
     def reach(self) -> dict[str, Reach]:
         """How we reach those peers of which that is known."""
@@ -240,9 +237,6 @@ class HivemindTransport(HivemindNode):
         except PeerUnreachableError:
             return False
         return True
-
-    async def _tell_link_info(self, sender: str, payload: bytes) -> bytes:
-        return pack(self._links.info if self._links else LinkInfo(port=0))
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
         """Have the conversation that another peer has opened on a link. Raises what breaks it."""
