@@ -10,8 +10,8 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from collections.abc import Callable
+from contextlib import closing
 from datetime import datetime
 from functools import lru_cache
 
@@ -37,10 +37,6 @@ HANDSHAKE_TIMEOUT = 10.0  # seconds
 WRITE_BUFFER = 1 << 19  # bytes that wait for the kernel at most
 
 
-class NotItsCertificateError(Exception):
-    """A certificate that is not the one of the peer that it should be of."""
-
-
 class Credentials:
     """One peer's certificate, and what it takes to prove that it is ours. No two are alike: see `Link.add`."""
 
@@ -55,7 +51,7 @@ class Credentials:
             Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
         )
         self.dialling = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        """Context of the end that dials. Who answers is checked by `check` before anything is sent."""
+        """Context of the end that dials. The other end is checked by `_check` before anything is sent."""
         self.accepting = lru_cache(CONTEXTS)(self._accepting)
         """Return a context that accepts only who shows, and has the key of, this certificate (DER)."""
 
@@ -77,29 +73,6 @@ class Credentials:
             file.flush()
             context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
         return context
-
-
-def check(connection: ssl.SSLObject, peer_id: str) -> None:
-    """Raises: NotItsCertificateError unless it is this peer that the other end of a connection has proven to be."""
-    try:
-        certificate = connection.getpeercert(binary_form=True)
-    except ValueError as error:
-        raise NotItsCertificateError("the connection ended before anybody had proven anything") from error
-    if certificate is None or peer_id_of_certificate(certificate) != peer_id:
-        raise NotItsCertificateError(f"whoever answers is not peer {peer_id}")
-
-
-def peer_id_of_certificate(certificate: bytes) -> str:
-    """Return the peer id that a certificate (DER) is of. Raises: NotItsCertificateError."""
-    if len(certificate) > CERTIFICATE_BYTES:
-        raise NotItsCertificateError(f"a certificate of {len(certificate)} bytes exceeds {CERTIFICATE_BYTES}")
-    try:
-        key = x509.load_der_x509_certificate(certificate).public_key()
-    except Exception as error:  # the parser of a stranger's bytes raises many kinds
-        raise NotItsCertificateError(f"not a certificate: {error}") from error
-    if not isinstance(key, Ed25519PublicKey):
-        raise NotItsCertificateError("its certificate is not of an Ed25519 key")
-    return peer_id_of_key(key)
 
 
 class Connection:
@@ -149,14 +122,7 @@ async def greet(sock: socket.socket, credentials: Credentials, peer: str, is_our
     """
     hello = Hello(to=peer, certificate=credentials.certificate, is_yours=not is_ours)
     with closed_on_failure(sock):
-        async with _in_time():
-            await send(sock, pack_opening(hello))
-            transport = await start_tls(sock, credentials.dialling, server_side=False)
-    try:
-        check(transport.tls, peer)
-    except NotItsCertificateError as error:
-        transport.abort()
-        raise RemoteProtocolError(peer, str(error)) from error
+        transport = await _handshake(sock, peer, credentials.dialling, pack_opening(hello))
     return Connection(peer, transport, is_ours, reach)
 
 
@@ -165,25 +131,55 @@ async def welcome(sock: socket.socket, credentials: Credentials, hello: Hello, r
     with closed_on_failure(sock):
         if hello.to != credentials.peer_id:
             raise RemoteProtocolError("unknown", f"it wants to talk to {hello.to}, not to us")
+        peer = _peer_of(hello.certificate)
         try:
-            peer = peer_id_of_certificate(hello.certificate)
-            async with _in_time():
-                transport = await start_tls(sock, credentials.accepting(hello.certificate), server_side=True)
-        except (NotItsCertificateError, ssl.SSLError) as error:
-            raise RemoteProtocolError("unknown", f"it does not prove who it is: {error}") from error
-    try:
-        check(transport.tls, peer)
-    except NotItsCertificateError as error:
-        transport.abort()
-        raise RemoteProtocolError("unknown", f"it does not prove who it is: {error}") from error
+            transport = await _handshake(sock, peer, credentials.accepting(hello.certificate))
+        except ssl.SSLError as error:
+            raise _unproven(error) from error
     return Connection(peer, transport, hello.is_yours, reach)
 
 
-@asynccontextmanager
-async def _in_time() -> AsyncIterator[None]:
-    """Raises: OSError when the handshake takes too long."""
+async def _handshake(sock: socket.socket, peer: str, context: ssl.SSLContext, opening: bytes = b"") -> TlsTransport:
+    """Have the handshake with this peer, and no other, after an opening if we dial.
+
+    Raises: OSError, also when it takes too long; RemoteProtocolError.
+    """
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            yield
+            await send(sock, opening)
+            transport = await start_tls(sock, context, server_side=not opening)
     except TimeoutError as error:
         raise OSError("no TLS handshake in time") from error
+    try:
+        _check(transport.tls, peer)
+    except RemoteProtocolError:
+        transport.abort()
+        raise
+    return transport
+
+
+def _check(tls: ssl.SSLObject, peer: str) -> None:
+    """Raises: RemoteProtocolError unless it is this peer that the other end of a connection has proven to be."""
+    try:
+        certificate = tls.getpeercert(binary_form=True)
+    except ValueError as error:
+        raise RemoteProtocolError(peer, "the connection ended before anything was proven") from error
+    if certificate is None or _peer_of(certificate) != peer:
+        raise RemoteProtocolError(peer, f"the other end is not peer {peer}")
+
+
+def _peer_of(certificate: bytes) -> str:
+    """Return the id of the peer that a certificate (DER) is of. Raises: RemoteProtocolError."""
+    if len(certificate) > CERTIFICATE_BYTES:
+        raise _unproven(f"a certificate of {len(certificate)} bytes exceeds {CERTIFICATE_BYTES}")
+    try:
+        key = x509.load_der_x509_certificate(certificate).public_key()
+    except Exception as error:  # the parser of a stranger's bytes raises many kinds
+        raise _unproven(f"not a certificate: {error}") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise _unproven("its certificate is not of an Ed25519 key")
+    return peer_id_of_key(key)
+
+
+def _unproven(reason: object) -> RemoteProtocolError:
+    return RemoteProtocolError("unknown", f"it does not prove who it is: {reason}")

@@ -63,12 +63,11 @@ class TlsTransport(asyncio.Transport):
         super().__init__({"socket": sock, "ssl_object": tls, "sslcontext": tls.context})
         self._loop = asyncio.get_running_loop()
         self._socket = sock
-        self._fd = sock.fileno()
         self.tls = tls
         self._incoming, self._outgoing = incoming, outgoing
         self._protocol = asyncio.BufferedProtocol()
         self._unsent = memoryview(b"")  # taken from `outgoing`
-        self._high, self._low = HIGH_WATER, HIGH_WATER // 4
+        self._high = HIGH_WATER
         self._is_reading = self._is_watched = False
         self._is_to_send = self._is_waiting_to_send = self._has_paused_writer = False
         self._is_closing = self._is_closed = False
@@ -94,14 +93,14 @@ class TlsTransport(asyncio.Transport):
         self._is_reading = True
         if not self._is_watched:
             self._is_watched = True
-            self._loop.add_reader(self._fd, self._take_in)
+            self._loop.add_reader(self._socket, self._take_in)
         if self._incoming.pending or self.tls.pending():  # what was left when it was paused
             self._loop.call_soon(self._decrypt)
 
     def _stop_watching(self) -> None:
         if self._is_watched:
             self._is_watched = False
-            self._loop.remove_reader(self._fd)
+            self._loop.remove_reader(self._socket)
 
     def _take_in(self) -> None:
         if not self._is_reading:
@@ -196,19 +195,19 @@ class TlsTransport(asyncio.Transport):
             self._end(error)
         else:
             self._all_is_sent()
-        if self._has_paused_writer and self.get_write_buffer_size() <= self._low:
+        if self._has_paused_writer and self.get_write_buffer_size() <= self._high // 4:
             self._has_paused_writer = False
             self._protocol.resume_writing()
 
     def _wait_to_send(self) -> None:
         if not self._is_waiting_to_send:
             self._is_waiting_to_send = True
-            self._loop.add_writer(self._fd, self._send)
+            self._loop.add_writer(self._socket, self._send)
 
     def _stop_waiting_to_send(self) -> None:
         if self._is_waiting_to_send:
             self._is_waiting_to_send = False
-            self._loop.remove_writer(self._fd)
+            self._loop.remove_writer(self._socket)
 
     def _all_is_sent(self) -> None:
         self._stop_waiting_to_send()
@@ -218,12 +217,9 @@ class TlsTransport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return len(self._unsent) + self._outgoing.pending
 
-    def get_write_buffer_limits(self) -> tuple[int, int]:
-        return self._low, self._high
-
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """The lower limit is always a quarter of the higher one."""
         self._high = HIGH_WATER if high is None else high
-        self._low = self._high // 4 if low is None else low
 
     # The end --------------------------------------------------------------------------------------------------
     def is_closing(self) -> bool:
@@ -284,8 +280,7 @@ class DirectReads(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport = writer.transport  # type: ignore[assignment]  # it reads, too
         self._writing = self._transport.get_protocol()
         self._transport.set_protocol(self)
-        self._socket = self._transport.get_extra_info("socket")
-        self._can_wait = self._transport.get_extra_info("sslcontext") is not None  # over TCP, that is
+        self._is_tls = self._transport.get_extra_info("sslcontext") is not None  # over TCP, that is
         self._low_water = 1
         self._take(0)
 
@@ -328,10 +323,11 @@ class DirectReads(asyncio.BufferedProtocol):
         self._wake_after(max(1, min(LOW_WATER, len(self._memory) - self._count - RECORD)))
 
     def _wake_after(self, wanted: int) -> None:
-        if wanted != self._low_water and self._can_wait:
+        if wanted != self._low_water and self._is_tls:
             self._low_water = wanted
             with suppress(OSError):
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+                sock = self._transport.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _take(self, count: int) -> bytes:
         """From what was put aside."""
@@ -408,7 +404,7 @@ class DirectReads(asyncio.BufferedProtocol):
         """Whether we may go on writing. TLS has no half-closed connections."""
         self._has_ended = True
         self._end(self._incomplete())
-        return self._transport.get_extra_info("sslcontext") is None
+        return not self._is_tls
 
     def connection_lost(self, error: Exception | None) -> None:
         self._has_ended, self._error = True, error

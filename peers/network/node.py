@@ -35,7 +35,7 @@ from peers.network.dht_storage import bounded
 from peers.network.first_contact import first_contacts, reach
 from peers.network.foothold import Foothold
 from peers.network.head_store import SIGNED_HEADS, HeadStore
-from peers.network.own_network import NetworkWatch, is_behind_nat, network_at
+from peers.network.own_network import is_behind_nat, network_at, watch_network
 from peers.network.records import heartbeats_key, manifest_key, record_is_valid
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
 from peers.values.amendments import Amendment
@@ -159,7 +159,7 @@ class HivemindNode:
         foothold.start()
         transport._foothold = foothold
         if exposure is not Exposure.LOCAL:
-            transport._watching = asyncio.create_task(NetworkWatch(foothold.network_changed).run())
+            transport._watching = asyncio.create_task(watch_network(foothold.network_changed))
         return transport
 
     async def close(self) -> None:

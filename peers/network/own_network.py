@@ -12,7 +12,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv6Address, IPv6Interface, ip_address, ip_network
@@ -44,17 +44,15 @@ def network_at(address: str) -> str | None:
 
 def is_behind_nat() -> bool:
     """Return whether packets to the internet leave with addresses that nobody there can dial."""
-    return not any(ip_address(address).is_global for address in _own_addresses())
+    return not any((own := address_towards(target)) and ip_address(own).is_global for target in SOMEWHERE)
 
 
 def everywhere(port: int) -> tuple[str, ...]:
     """Return the multiaddrs of a port on all addresses of this machine, in each version of IP that it has."""
-    found = (f"/ip4/0.0.0.0/tcp/{port}",)
-    return (*found, f"/ip6/::/tcp/{port}") if _has_ipv6() else found
-
-
-def _own_addresses() -> Sequence[str]:
-    return [own for target in SOMEWHERE if (own := address_towards(target))]
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        return f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"
+    return (f"/ip4/0.0.0.0/tcp/{port}",)
 
 
 def address_towards(target: str) -> str | None:
@@ -64,21 +62,6 @@ def address_towards(target: str) -> str | None:
         probe.connect((target, 9))  # of UDP: nothing is sent
         return str(probe.getsockname()[0]).partition("%")[0]
     return None
-
-
-def _has_ipv6() -> bool:
-    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::", 0))
-        return True
-    return False
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What one look shows. `clock` counts seconds, also those that the machine slept."""
-
-    clock: float
-    networks: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -104,62 +87,55 @@ class NetworkChange:
         return ", ".join(parts) or "it has one more network"
 
 
-class NetworkDetector:
-    """Tells changes from looks. It says nothing while there is no network: there is nothing to be done about it."""
+class _NetworkDetector:
+    """Changes, as they follow from looks. None is told while there is no network: nothing could be done about it."""
 
     def __init__(self) -> None:
-        self._last: Observation | None = None
+        self._last_clock: float | None = None
         self._networks: frozenset[str] = frozenset()  # the last ones that there were
         self._offline_since: float | None = None
         self._slept = 0.0
 
-    def see(self, now: Observation) -> NetworkChange | None:
-        """Take in one look."""
-        last, self._last = self._last, now
+    def see(self, clock: float, networks: frozenset[str]) -> NetworkChange | None:
+        """Take in one look. `clock` counts seconds, also those that the machine slept."""
+        last, self._last_clock = self._last_clock, clock
         if last is None:
-            self._networks = now.networks
+            self._networks = networks
             return None
-        gap = now.clock - last.clock - INTERVAL
+        gap = clock - last - INTERVAL
         if gap >= LONG_SLEEP:
             self._slept += gap
-        if not now.networks:
+        if not networks:
             if self._offline_since is None:
-                self._offline_since = now.clock
+                self._offline_since = clock
             return None
-        offline = 0.0 if self._offline_since is None else now.clock - self._offline_since
-        before, self._networks = self._networks, now.networks
-        change = NetworkChange(self._slept, offline if offline >= LONG_OFFLINE else 0.0, bool(before - now.networks))
+        offline = 0.0 if self._offline_since is None else clock - self._offline_since
+        before, self._networks = self._networks, networks
+        change = NetworkChange(self._slept, offline if offline >= LONG_OFFLINE else 0.0, bool(before - networks))
         self._slept, self._offline_since = 0.0, None
-        return change if change.breaks_connections or now.networks > before else None
+        return change if change.breaks_connections or networks > before else None
 
 
-class NetworkWatch:
-    """Looks again and again, and calls `on_change` when something has changed."""
-
-    def __init__(
-        self, on_change: Callable[[NetworkChange], None], look: Callable[[], Observation] | None = None
-    ) -> None:
-        self._on_change = on_change
-        self._look = observe if look is None else look
-
-    async def run(self) -> None:
-        """Watch until cancelled."""
-        detector = NetworkDetector()
-        while True:
-            change = detector.see(self._look())
-            if change is not None:
-                logger.info("the network of this machine has changed: %s", change)
-                self._on_change(change)
-            await asyncio.sleep(INTERVAL)
+def _observe() -> tuple[float, frozenset[str]]:
+    """Return what a look at this machine shows: its clock and its networks."""
+    networks = filter(None, map(_network_towards, SOMEWHERE))
+    return time.clock_gettime(time.CLOCK_BOOTTIME), frozenset(networks)
 
 
-def observe(targets: Sequence[str] = SOMEWHERE) -> Observation:
-    """Look at this machine."""
-    networks = filter(None, map(network_towards, targets))
-    return Observation(time.clock_gettime(time.CLOCK_BOOTTIME), frozenset(networks))
+async def watch_network(
+    on_change: Callable[[NetworkChange], None], look: Callable[[], tuple[float, frozenset[str]]] = _observe
+) -> None:
+    """Look at this machine again and again until cancelled, and tell what has changed."""
+    detector = _NetworkDetector()
+    while True:
+        change = detector.see(*look())
+        if change is not None:
+            logger.info("the network of this machine has changed: %s", change)
+            on_change(change)
+        await asyncio.sleep(INTERVAL)
 
 
-def network_towards(target: str) -> str | None:
+def _network_towards(target: str) -> str | None:
     """Return a name of the network by which packets to `target` would leave; None: there is no way there.
 
     That is our address and the gateway's. Of an IPv6 address it is the first half: the other changes from day to day.
