@@ -104,7 +104,7 @@ class Outgoing:
             send = waiting.pop()
             assert send is not None
             flights.begin(send, stream)
-            return Frame(send, pack(self._header(send)), self._data(send))
+            return send, pack(self._header(send)), self._data(send)
 
         sender: ChunkSender[SendChunk] | None = None
         try:

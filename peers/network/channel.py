@@ -17,7 +17,6 @@ import struct
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from blake3 import blake3
@@ -49,6 +48,8 @@ DISCARDED_AT_ONCE = 1 << 16  # bytes
 CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
 
 Item = TypeVar("Item")
+Frame: TypeAlias = tuple[Item, bytes, Buffer]
+"""A chunk for a stream: what the sender knows it by, header and data."""
 
 PLACE_WAIT = 20.0  # seconds that a peer may wait for a place
 FEW_PLACES = 2  # of a peer while they are scarce: one, and one that it has given up, whose end is not seen here yet
@@ -167,8 +168,7 @@ class Channel:
 
     async def send_frame(self, header: bytes, data: Buffer) -> None:
         self._writer.write(FRAME.pack(len(header), memoryview(data).nbytes) + header)
-        async for _ in self._written(data):
-            pass
+        await self._write(data)
 
     async def send_message(self, header: bytes, data: bytes) -> None:
         """Send a small frame at once: who gives up waiting for the other side to read leaves no half of one behind."""
@@ -198,8 +198,7 @@ class Channel:
 
     async def read_frame_data(self, data: bytearray) -> None:
         """Fill `data`, which has the frame's length."""
-        async for _ in self._filled(data):
-            pass
+        await self._fill(data)
 
     async def answer_frame(self, is_taken: bool) -> None:
         self._writer.write(ACCEPTED if is_taken else REFUSED)
@@ -214,15 +213,13 @@ class Channel:
     async def send_data(self, data: Buffer) -> bytes:
         """Write all of it; returns its digest."""
         hasher = blake3()
-        async for piece in self._written(data):
-            hasher.update(piece)
+        await self._write(data, hasher)
         return hasher.digest()
 
     async def read_data(self, buffer: bytearray | memoryview) -> bytes:
         """Fill the buffer; returns the digest of what is in it."""
         hasher = blake3()
-        async for piece in self._filled(buffer):
-            hasher.update(piece)
+        await self._fill(buffer, hasher)
         return hasher.digest()
 
     async def send_digest(self, digest: bytes) -> None:
@@ -254,7 +251,7 @@ class Channel:
         else:
             self._writer.close()
 
-    async def _written(self, data: Buffer) -> AsyncIterator[memoryview]:
+    async def _write(self, data: Buffer, hasher: blake3 | None = None) -> None:
         """Write all of it, piece by piece."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._upload.piece):
@@ -262,9 +259,10 @@ class Channel:
             await self._upload.take(len(piece))
             self._writer.write(piece)
             await self._flush()
-            yield piece
+            if hasher:
+                hasher.update(piece)
 
-    async def _filled(self, buffer: bytearray | memoryview) -> AsyncIterator[memoryview]:
+    async def _fill(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
         """Fill the buffer, piece by piece."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), self._download.reading_piece):
@@ -275,7 +273,8 @@ class Channel:
                 came = start + len(error.partial)
                 raise EOFError(f"the stream ended after {came} of {len(view)} bytes") from error
             await self._download.take(len(piece))
-            yield piece
+            if hasher:
+                hasher.update(piece)
 
     async def _read(self, count: int) -> bytes:
         return await self._reads.read(count, STALL_TIMEOUT)
@@ -317,30 +316,24 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
         await channel.read_digest(await channel.send_data(data))
 
 
-@dataclass(frozen=True)
-class Frame(Generic[Item]):
-    """What goes on the stream, and whatever the sender knows it by."""
-
-    item: Item
-    header: bytes
-    data: Buffer
-
-
 class ChunkSender(Generic[Item]):
-    """The sending end. `pending` are the items that were written and not confirmed."""
+    """The sending end."""
 
     def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
         """`under_way` returns from how many bytes on, sent and not confirmed, no third frame is sent. With one alone a
         stream would stand still until that is confirmed."""
         self._channel = channel
         self._under_way = under_way
-        self._sizes: deque[int] = deque()  # of what is pending
-        self._begun: deque[float] = deque()  # when the writing of each began
+        self._sent: deque[tuple[Item, int, float]] = deque()  # items, their bytes, and when the writing of each began
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._written = asyncio.Semaphore(0)
         self._is_finished = False
-        self.pending: deque[Item] = deque()
+
+    @property
+    def pending(self) -> list[Item]:
+        """The items that were written and not confirmed."""
+        return [item for item, _, _ in self._sent]
 
     async def run(
         self,
@@ -381,11 +374,10 @@ class ChunkSender(Generic[Item]):
                 self._is_finished = True
                 self._written.release()
                 return
-            self.pending.append(frame.item)
-            self._sizes.append(memoryview(frame.data).nbytes)
-            self._begun.append(now())
+            item, frame_header, data = frame
+            self._sent.append((item, memoryview(data).nbytes, now()))
             self._look_for_room()
-            await self._channel.send_frame(frame.header, frame.data)
+            await self._channel.send_frame(frame_header, data)
             self._written.release()
 
     async def _read_answers(self, answered: Callable[[Item, bool, float], None]) -> None:
@@ -396,23 +388,23 @@ class ChunkSender(Generic[Item]):
         answered_at = 0.0
         while True:
             await self._written.acquire()
-            if self._is_finished and not self.pending:
+            if self._is_finished and not self._sent:
                 return
             is_taken = await self._channel.read_answer()
-            self._sizes.popleft()
+            item, _, written_at = self._sent.popleft()
             self._look_for_room()
-            began, answered_at = max(self._begun.popleft(), answered_at), now()
-            answered(self.pending.popleft(), is_taken, answered_at - began)
+            began, answered_at = max(written_at, answered_at), now()
+            answered(item, is_taken, answered_at - began)
 
     def _look_for_room(self) -> None:
-        count = len(self._sizes)
-        if count < 2 or (count < FRAMES_UNDER_WAY and sum(self._sizes) < self._under_way()):
+        count = len(self._sent)
+        if count < 2 or (count < FRAMES_UNDER_WAY and sum(size for _, size, _ in self._sent) < self._under_way()):
             self._has_room.set()
         else:
             self._has_room.clear()
 
 
-class Arrivals(Protocol):
+class _Arrivals(Protocol):
     """What becomes of the chunks of one stream."""
 
     def expect(self, header: bytes, length: int) -> bytearray:
@@ -422,7 +414,7 @@ class Arrivals(Protocol):
         """That memory is filled. Whether it is of use here, and needs not be sent again."""
 
 
-async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[Arrivals]]) -> None:
+async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[_Arrivals]]) -> None:
     """The receiving end, until the sender has sent its last frame or closes the stream.
 
     `admit` is asked with the sender and the stream's header, and returns when the sender may begin; RefusalError

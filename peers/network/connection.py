@@ -10,7 +10,6 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import Callable
 from contextlib import closing
 from datetime import datetime
 from functools import lru_cache
@@ -21,11 +20,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from peers.errors import RemoteProtocolError
-from peers.network.channel import Channel
 from peers.network.data_port import CERTIFICATE_BYTES, Hello, pack_opening, send
 from peers.network.direct_io import DirectReads, TlsTransport, start_tls
 from peers.network.sockets import closed_on_failure, host_of_peer
-from peers.network.throttle import UNLIMITED, Throttle
 from peers.values.identity import Identity, peer_id_of_key
 from peers.values.reach import Reach
 
@@ -102,13 +99,6 @@ class Connection:
     @property
     def is_open(self) -> bool:
         return not (self.reads.has_ended or self.writer.is_closing())
-
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        self.reads.on_lost = callback
-
-    def channel(self, upload: Throttle = UNLIMITED, download: Throttle = UNLIMITED, opening: bytes = b"") -> Channel:
-        """Return a channel for the next conversation."""
-        return Channel(self.peer, self.reads, self.writer, upload, download, stays_open=True, opening=opening)
 
     def close(self) -> None:
         """End it at once: what was not sent yet is of no use to anybody."""

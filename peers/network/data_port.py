@@ -77,16 +77,16 @@ class Splice(Value):
     number: Annotated[int, Field(strict=True, ge=0, lt=64)]
 
 
-class Probe(Value):
+class _Probe(Value):
     """Tell me where I am seen, and dial these ports of mine there."""
 
     ports: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]
 
 
-Opening = Hello | Splice | Probe
+Opening = Hello | Splice | _Probe
 Accept = Callable[[socket.socket, Opening], Awaitable[None]]
 """Takes the socket over. Raises: OSError, RemoteProtocolError."""
-KINDS: tuple[type[Opening], ...] = (Hello, Splice, Probe)
+KINDS: tuple[type[Opening], ...] = (Hello, Splice, _Probe)
 
 
 def pack_opening(opening: Opening) -> bytes:
@@ -100,18 +100,18 @@ async def send(sock: socket.socket, data: bytes) -> None:
 
 async def read_opening(sock: socket.socket, who: str) -> Opening:
     """Read exactly an opening, and nothing of what follows. Raises: RemoteProtocolError, OSError."""
-    magic, version, kind, length = START.unpack(await read_exactly(sock, START.size))
+    magic, version, kind, length = START.unpack(await _read_exactly(sock, START.size))
     if magic != MAGIC or version != VERSION or kind >= len(KINDS) or length > BODY_BYTES:
         raise RemoteProtocolError(who, "its connection does not begin as one of ours")
     wanted: type[Any] = KINDS[kind]
     try:
-        opening: Opening = unpack(wanted, await read_exactly(sock, length))
+        opening: Opening = unpack(wanted, await _read_exactly(sock, length))
     except WireError as error:
         raise RemoteProtocolError(who, str(error)) from error
     return opening
 
 
-async def read_exactly(sock: socket.socket, count: int) -> bytes:
+async def _read_exactly(sock: socket.socket, count: int) -> bytes:
     """Raises: OSError, also when the other end closes the connection before."""
     loop, data = asyncio.get_running_loop(), b""
     while len(data) < count:
@@ -134,16 +134,16 @@ async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0)
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
-                await send(sock, pack_opening(Probe(ports=ports)))
-                (length,) = LENGTH.unpack(await read_exactly(sock, LENGTH.size))
-                return unpack(Seen, await read_exactly(sock, min(length, ANSWER_BYTES)), ANSWER_BYTES)
+                await send(sock, pack_opening(_Probe(ports=ports)))
+                (length,) = LENGTH.unpack(await _read_exactly(sock, LENGTH.size))
+                return unpack(Seen, await _read_exactly(sock, min(length, ANSWER_BYTES)), ANSWER_BYTES)
     except TimeoutError as error:
         raise OSError(f"no answer from {endpoint}") from error
     except WireError as error:
         raise RemoteProtocolError(endpoint, str(error)) from error
 
 
-async def answer_probe(sock: socket.socket, asked: Probe) -> None:
+async def answer_probe(sock: socket.socket, asked: _Probe) -> None:
     """Answer, and close the connection. Only the address that asks is dialled. Raises: OSError."""
     with sock:
         host, _ = parse_endpoint(endpoint_of_peer(sock))
@@ -192,9 +192,6 @@ class Listener:
             asyncio.get_running_loop().remove_reader(listener)
             asyncio.get_running_loop().call_later(PAUSE, self._watch, listener)
             return
-        self._let_in(sock)
-
-    def _let_in(self, sock: socket.socket) -> None:
         try:
             who = endpoint_of_peer(tune(sock))
         except OSError:
@@ -212,24 +209,18 @@ class Listener:
 
     async def _welcome(self, sock: socket.socket, who: str) -> None:
         try:
-            opening = await self._read_opening(sock, who)
+            with closed_on_failure(sock):
+                async with asyncio.timeout(OPENING_TIMEOUT):
+                    opening = await read_opening(sock, who)
             await self._accept(sock, opening)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("connection").inc()
             logger.debug("dropped a connection of %s: %s", who, error)
-        except OSError as error:
-            logger.debug("a connection of %s broke: %s", who, error)
+        except OSError as error:  # also a TimeoutError: it does not say what it wants
+            logger.debug("a connection of %s broke: %r", who, error)
         except Exception:
             logger.exception("cannot welcome %s", who)
             sock.close()
-
-    async def _read_opening(self, sock: socket.socket, who: str) -> Opening:
-        with closed_on_failure(sock):
-            try:
-                async with asyncio.timeout(OPENING_TIMEOUT):
-                    return await read_opening(sock, who)
-            except TimeoutError as error:
-                raise OSError("it does not say what it wants") from error
 
 
 class Strangers:

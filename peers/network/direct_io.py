@@ -130,7 +130,10 @@ class TlsTransport(asyncio.Transport):
             if isinstance(end, ssl.SSLError):
                 self._end(end)
             elif end is not None:
-                self._has_ended()
+                self._is_reading = False
+                if not self._is_closing:
+                    self._protocol.eof_received()
+                    self._end(None)
             if count < len(memory):
                 return
 
@@ -150,12 +153,6 @@ class TlsTransport(asyncio.Transport):
         except ssl.SSLError as error:
             return count, error
         return count, None
-
-    def _has_ended(self) -> None:
-        self._is_reading = False
-        if not self._is_closing:
-            self._protocol.eof_received()
-            self._end(None)
 
     # Out ------------------------------------------------------------------------------------------------------
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -190,29 +187,23 @@ class TlsTransport(asyncio.Transport):
                 self._unsent = self._unsent or memoryview(self._outgoing.read())
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
         except (BlockingIOError, InterruptedError):
-            self._wait_to_send()
+            if not self._is_waiting_to_send:
+                self._is_waiting_to_send = True
+                self._loop.add_writer(self._socket, self._send)
         except OSError as error:
             self._end(error)
         else:
-            self._all_is_sent()
+            self._stop_waiting_to_send()
+            if self._is_closing:
+                self._end(None)
         if self._has_paused_writer and self.get_write_buffer_size() <= self._high // 4:
             self._has_paused_writer = False
             self._protocol.resume_writing()
-
-    def _wait_to_send(self) -> None:
-        if not self._is_waiting_to_send:
-            self._is_waiting_to_send = True
-            self._loop.add_writer(self._socket, self._send)
 
     def _stop_waiting_to_send(self) -> None:
         if self._is_waiting_to_send:
             self._is_waiting_to_send = False
             self._loop.remove_writer(self._socket)
-
-    def _all_is_sent(self) -> None:
-        self._stop_waiting_to_send()
-        if self._is_closing:
-            self._end(None)
 
     def get_write_buffer_size(self) -> int:
         return len(self._unsent) + self._outgoing.pending

@@ -56,7 +56,7 @@ class Link:
         self._idle: list[Connection] = []  # of ours; the one used last at the end, since it is the warmest
         self._wanted = self._dialling = 0  # conversations that wait for a connection, and connections to come
         self._changed = asyncio.Event()
-        self._caller: asyncio.Future[Caller] | None = None
+        self._caller: asyncio.Future[_Caller] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -106,7 +106,7 @@ class Link:
         if len(alike) >= CONNECTIONS:
             self._end(alike[0])
         self._connections[connection] = None
-        connection.on_lost(lambda: self._lost(connection))
+        connection.reads.on_lost = lambda: self._lost(connection)
         if connection.is_ours:
             self._idle.insert(0, connection)
         else:
@@ -197,7 +197,7 @@ class Link:
     def _channel(self, connection: Connection, protocol: str, opening: bytes = b"") -> Channel:
         """Messages are small, and never wait for bulk data; all else keeps to the volunteer's limits."""
         upload, download = (UNLIMITED, UNLIMITED) if protocol == CALLS else self._caps()
-        return connection.channel(upload, download, opening)
+        return Channel(self.peer, connection.reads, connection.writer, upload, download, True, opening)
 
     async def _take(self) -> Connection:
         self._wanted += 1
@@ -216,17 +216,14 @@ class Link:
             self._wanted -= 1
 
     def _take_idle(self) -> Connection | None:
+        """Return an idle connection by the best way that there is: a relay is to carry only what has no other."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and not self._is_detour(connection):
+            best = min((one.reach for one in self._connections if one.is_ours), key=BEST_FIRST.index, default=None)
+            if connection.is_open and connection.reach is best:
                 return connection
             self._end(connection)
         return None
-
-    def _is_detour(self, connection: Connection) -> bool:
-        """Whether there is a better way by now: a relay is to carry only what has no other."""
-        order = BEST_FIRST.index(connection.reach)
-        return any(one.is_ours and BEST_FIRST.index(one.reach) < order for one in self._connections)
 
     async def _dial(self, count: int) -> None:
         had = self.ours
@@ -252,19 +249,19 @@ class Link:
         except TimeoutError:
             raise PeerUnreachableError(self.peer, "no answer in time") from None
 
-    async def _calls(self) -> Caller:
+    async def _calls(self) -> _Caller:
         if self._caller is None:
             self._caller = asyncio.get_running_loop().create_future()
             self._start(self._keep_calling(self._caller))
         return await asyncio.shield(self._caller)
 
-    async def _keep_calling(self, opened: asyncio.Future[Caller]) -> None:
+    async def _keep_calling(self, opened: asyncio.Future[_Caller]) -> None:
         failure = PeerUnreachableError(self.peer, "the link is being closed")
         try:
             async with self.conversation(CALLS) as channel:
                 await channel.send_prelude(b"", 0)
                 await channel.read_verdict()
-                caller = Caller(channel)
+                caller = _Caller(channel)
                 opened.set_result(caller)
                 await caller.run()
         except PeerUnreachableError as error:
@@ -278,17 +275,17 @@ class Link:
                 opened.exception()  # perhaps nobody waits any more
 
 
-class Question(Value):
+class _Question(Value):
     number: Count
     name: Annotated[str, Field(strict=True, max_length=64)]
 
 
-class Verdict(Value):
+class _Verdict(Value):
     number: Count
     is_answered: Annotated[bool, Field(strict=True)]
 
 
-class Caller:
+class _Caller:
     """The asking end. Once its channel has broken every question fails."""
 
     def __init__(self, channel: Channel) -> None:
@@ -302,7 +299,7 @@ class Caller:
         """Take in answers until the channel breaks, and then raise what broke it."""
         try:
             while frame := await self._channel.read_frame_header():
-                verdict = unpack_from(self._channel.peer, Verdict, frame[0])
+                verdict = unpack_from(self._channel.peer, _Verdict, frame[0])
                 data = await _read(self._channel, frame[1])
                 waiting = self._waiting.pop(verdict.number, None)
                 if waiting is None or waiting.done():
@@ -330,7 +327,7 @@ class Caller:
         answer = self._waiting[number]
         try:
             async with self._writing:
-                await self._channel.send_message(pack(Question(number=number, name=name)), payload)
+                await self._channel.send_message(pack(_Question(number=number, name=name)), payload)
             outcome = await answer
         except (OSError, EOFError) as error:
             raise PeerUnreachableError(self._channel.peer, str(error) or type(error).__name__) from error
@@ -351,7 +348,7 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
     writing = asyncio.Lock()
     replies: dict[asyncio.Task[None], int] = {}  # with the length of each question
 
-    async def reply(question: Question, payload: bytes) -> None:
+    async def reply(question: _Question, payload: bytes) -> None:
         try:
             is_answered, data = True, await answer(channel.peer, question.name, payload)
             if len(data) > MESSAGE_LIMIT:
@@ -360,13 +357,13 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
             is_answered, data = False, str(refusal).encode(errors="replace")
         async with writing:
             try:
-                await channel.send_message(pack(Verdict(number=question.number, is_answered=is_answered)), data)
+                await channel.send_message(pack(_Verdict(number=question.number, is_answered=is_answered)), data)
             except (OSError, TimeoutError):
                 channel.close()  # gone, or it asks and does not read; the reading end ends with it
 
     try:
         while frame := await channel.read_frame_header():
-            question = unpack_from(channel.peer, Question, frame[0])
+            question = unpack_from(channel.peer, _Question, frame[0])
             while len(replies) >= ASKED_AT_ONCE or sum(replies.values()) > HELD_BYTES:
                 await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
             payload = await _read(channel, frame[1])

@@ -86,14 +86,14 @@ class Links:
         self._identity = identity
         self.credentials = Credentials(identity)
         self.clock = time.monotonic
-        self._serve = serve
+        self.serve = serve
         self._answer = answer
         self.is_there = is_there
         self.caps = caps
         self._ways: dict[str, Way] = {}
         self._room = raise_file_limit() // 2  # connections at most: other things are files, too
         most = max(UNKNOWN_OF_ONE_NETWORK, self._room // 2 // UNKNOWN)
-        self._strangers = Strangers(most, lambda peer: self.link(peer).close())
+        self.strangers = Strangers(most, lambda peer: self.link(peer).close())
         self._tasks: set[asyncio.Future[None]] = set()
         self._listener: Listener | None = None
         self._mapper: PortMapper | None = None
@@ -172,7 +172,7 @@ class Links:
     def observe(self, contacts: Mapping[str, Contact], eagerly: bool) -> None:
         """Know these peers, and `eagerly` make links with them."""
         for peer, contact in contacts.items():
-            self._strangers.went(peer)
+            self.strangers.went(peer)
             if peer != self.me:
                 self.way(peer).know(contact)
         known = self._known
@@ -256,7 +256,7 @@ class Links:
     def changed(self, peer: str) -> None:
         """Note that the link with a peer has more connections now, or fewer."""
         if not self.is_up(peer):
-            self._strangers.went(peer)
+            self.strangers.went(peer)
             if peer in self._ways:
                 self._ways[peer].forget_failures()  # it was there a moment ago: try at once
         self.tidy(peer)
@@ -287,7 +287,7 @@ class Links:
         peer = connection.peer
         if peer in self._known or self.is_up(peer):
             return True
-        return self._strangers.come(peer, network_of(connection.host), self.clock())
+        return self.strangers.come(peer, network_of(connection.host), self.clock())
 
     def _has_room_for(self, peer: str) -> bool:
         """Return whether one more connection of a peer is let in. Those that we don't know get half of all room."""
@@ -296,15 +296,9 @@ class Links:
             return count < self._room
         return count < self._room // 2 and (not self.is_up(peer) or self.link(peer).connections < UNKNOWN)
 
-    async def serve(self, protocol: str, channel: Channel) -> None:
-        self._strangers.spoke(channel.peer)
-        if protocol == CALLS:
-            await answer_calls(channel, self._answer_call)
-        else:
-            await self._serve(protocol, channel)
-
-    async def _answer_call(self, sender: str, name: str, payload: bytes) -> bytes:
-        self._strangers.spoke(sender)
+    async def answer(self, sender: str, name: str, payload: bytes) -> bytes:
+        """Answer a message that has come over a link."""
+        self.strangers.spoke(sender)
         return await self._answer(sender, name, payload)
 
 
@@ -360,6 +354,7 @@ class Way:
 
     async def serve(self, protocol: str, channel: Channel) -> None:
         """Have a conversation that the peer has opened."""
+        self._links.strangers.spoke(channel.peer)
         if protocol != CALLS:
             await self._links.serve(protocol, channel)
             return
@@ -367,7 +362,7 @@ class Way:
             raise RemoteProtocolError(channel.peer, "it asks on too many connections")
         self._callers += 1
         try:
-            await self._links.serve(protocol, channel)
+            await answer_calls(channel, self._links.answer)
         finally:
             self._callers -= 1
 

@@ -31,7 +31,7 @@ def test_both_ends_know_who_opens_conversations(is_lefts: bool) -> None:
         assert await right.reads.read(12, 1.0) == b"to the right"
         assert await left.reads.read(11, 1.0) == b"to the left"
         lost = asyncio.Event()
-        right.on_lost(lost.set)
+        right.reads.on_lost = lost.set
         left.close()
         assert not left.is_open
         await lost.wait()

@@ -16,15 +16,15 @@ from peers.network.data_port import (
     UNKNOWN_OF_ONE_NETWORK,
     Listener,
     Opening,
-    Probe,
     Strangers,
+    _Probe,
     network_of,
     pack_opening,
 )
 from tests.peers.network.pairs import open_files
 
 DEADLINE = 120.0  # seconds
-OPENING = Probe(ports=())
+OPENING = _Probe(ports=())
 
 
 class Door:
