@@ -111,9 +111,8 @@ class Channel:
     async def send_prelude(self, header: bytes, length: int) -> None:
         if len(header) > HEADER_LIMIT:
             raise LocalProtocolError(f"a stream header of {len(header)} bytes exceeds {HEADER_LIMIT}")
-        self._writer.write(self._opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
-        self._opening = b""
-        await self._flush()
+        opening, self._opening = self._opening, b""
+        await self._send(opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
 
     async def read_prelude(self) -> tuple[bytes, int]:
         """Return header and data length."""
@@ -126,8 +125,7 @@ class Channel:
         return await self._read(header_length), length
 
     async def accept(self) -> None:
-        self._writer.write(ACCEPTED)
-        await self._flush()
+        await self._send(ACCEPTED)
 
     async def refuse(self, reason: str) -> None:
         """Say no. The last bytes that we send."""
@@ -136,8 +134,7 @@ class Channel:
 
     async def _say_no(self, reason: str) -> None:
         text = reason.encode(errors="replace")[:REASON_BYTES]
-        self._writer.write(REFUSED + REASON_LENGTH.pack(len(text)) + text)
-        await self._flush()
+        await self._send(REFUSED + REASON_LENGTH.pack(len(text)) + text)
 
     async def refuse_all(self, reason: str) -> None:
         """Say no to a stream whose data comes all the same. Nothing else can follow on its connection.
@@ -172,8 +169,7 @@ class Channel:
 
     async def send_message(self, header: bytes, data: bytes) -> None:
         """Send a small frame at once: who gives up waiting for the other side to read leaves no half of one behind."""
-        self._writer.write(FRAME.pack(len(header), len(data)) + header + data)
-        await self._flush()
+        await self._send(FRAME.pack(len(header), len(data)) + header + data)
 
     async def read_frame_header(self) -> tuple[bytes, int] | None:
         """Header and data length of the next frame, whenever it comes; None after the last one."""
@@ -193,16 +189,14 @@ class Channel:
 
     async def send_last_frame(self) -> None:
         """Say that no frame follows."""
-        self._writer.write(FRAME.pack(LAST_FRAME, 0))
-        await self._flush()
+        await self._send(FRAME.pack(LAST_FRAME, 0))
 
     async def read_frame_data(self, data: bytearray) -> None:
         """Fill `data`, which has the frame's length."""
         await self._fill(data)
 
     async def answer_frame(self, is_taken: bool) -> None:
-        self._writer.write(ACCEPTED if is_taken else REFUSED)
-        await self._flush()
+        await self._send(ACCEPTED if is_taken else REFUSED)
 
     async def read_answer(self) -> bool:
         answer = await self._reads.read(1, ANSWER_TIMEOUT)
@@ -224,8 +218,7 @@ class Channel:
 
     async def send_digest(self, digest: bytes) -> None:
         """Confirm what was received. The last bytes that we send."""
-        self._writer.write(digest)
-        await self._flush()
+        await self._send(digest)
         await self.wait_closed()
 
     async def read_digest(self, expected: bytes) -> None:
@@ -257,8 +250,7 @@ class Channel:
         for start in range(0, len(view), self._upload.piece):
             piece = view[start : start + self._upload.piece]
             await self._upload.take(len(piece))
-            self._writer.write(piece)
-            await self._flush()
+            await self._send(piece)
             if hasher:
                 hasher.update(piece)
 
@@ -279,7 +271,8 @@ class Channel:
     async def _read(self, count: int) -> bytes:
         return await self._reads.read(count, STALL_TIMEOUT)
 
-    async def _flush(self) -> None:
+    async def _send(self, data: bytes | memoryview) -> None:
+        self._writer.write(data)
         if self._writer.transport.get_write_buffer_size():
             async with asyncio.timeout(STALL_TIMEOUT):
                 await self._writer.drain()

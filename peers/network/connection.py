@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 from peers.errors import RemoteProtocolError
 from peers.network.data_port import CERTIFICATE_BYTES, Hello, pack_opening, send
 from peers.network.direct_io import DirectReads, TlsTransport, start_tls
-from peers.network.sockets import closed_on_failure, host_of_peer
+from peers.network.sockets import closed_on_failure, endpoint_of_peer, parse_endpoint
 from peers.values.identity import Identity, peer_id_of_key
 from peers.values.reach import Reach
 
@@ -94,7 +94,7 @@ class Connection:
     @property
     def host(self) -> str:
         """The address of the other end."""
-        return host_of_peer(self.writer.get_extra_info("socket"))
+        return parse_endpoint(endpoint_of_peer(self.writer.get_extra_info("socket")))[0]
 
     @property
     def is_open(self) -> bool:

@@ -90,7 +90,7 @@ class Links:
         self._answer = answer
         self.is_there = is_there
         self.caps = caps
-        self._ways: dict[str, Way] = {}
+        self._ways: dict[str, _Way] = {}
         self._room = raise_file_limit() // 2  # connections at most: other things are files, too
         most = max(UNKNOWN_OF_ONE_NETWORK, self._room // 2 // UNKNOWN)
         self.strangers = Strangers(most, lambda peer: self.link(peer).close())
@@ -187,7 +187,7 @@ class Links:
                     way.make()
 
     @property
-    def _known(self) -> dict[str, Way]:
+    def _known(self) -> dict[str, _Way]:
         """The ways to peers of which a heartbeat is known."""
         return {peer: way for peer, way in self._ways.items() if way.contact}
 
@@ -196,10 +196,10 @@ class Links:
         if peer in self._ways and not self._ways[peer].is_needed:
             del self._ways[peer]
 
-    def way(self, peer: str) -> Way:
+    def way(self, peer: str) -> _Way:
         """Return the way to a peer, which may not be found yet."""
         if peer not in self._ways:
-            self._ways[peer] = Way(self, peer)
+            self._ways[peer] = _Way(self, peer)
         return self._ways[peer]
 
     def link(self, peer: str) -> Link:
@@ -302,7 +302,7 @@ class Links:
         return await self._answer(sender, name, payload)
 
 
-class Way:
+class _Way:
     """The way to one other peer: where it is dialled, the link with it, and the attempts to make one."""
 
     def __init__(self, links: Links, peer: str) -> None:

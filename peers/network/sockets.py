@@ -49,11 +49,6 @@ def closed_on_failure(sock: socket.socket) -> Iterator[None]:
         raise
 
 
-def host_of_peer(sock: socket.socket) -> str:
-    """Return the address of the other end of a connection. Raises: OSError."""
-    return parse_endpoint(endpoint_of_peer(sock))[0]
-
-
 def raise_file_limit() -> int:
     """Let this process open as many files as the system allows it to. Returns how many; a connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -28,8 +28,7 @@ IN_ALL = 8  # at least: with one other member alone, what few connections lose i
 FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # of many that share a slow link each sends more than its share, and most is lost
 SETTLING = 1.0  # seconds in which connections find their pace: what passes then says nothing
 GAIN = 1.2  # times the rate, for twice as many connections: else they are not worth it
-LANES_WINDOW = 0.5  # seconds at least over which a rate is taken
-LONGEST_LANES_WINDOW = 3.0  # seconds
+LONGEST_WINDOW = 3.0  # seconds
 ENOUGH = 2  # chunks of each connection that a rate is taken from
 LASTS = 20  # rounds for which a number is kept before more are tried again
 
@@ -257,13 +256,10 @@ class Lanes:
         self._bytes += count
         self._chunks += 1
         seconds = now - self._began
-        if seconds < LANES_WINDOW or (self._chunks < ENOUGH * self.count and seconds < LONGEST_LANES_WINDOW):
+        if seconds < WINDOW or (self._chunks < ENOUGH * self.count and seconds < LONGEST_WINDOW):
             return False
         rate = self._bytes / seconds
         self._began = self._settled_at = None
-        return self._judge(rate)
-
-    def _judge(self, rate: float) -> bool:
         if rate < GAIN * self._rate:
             self.count, self._is_settled = max(self._fewest, self.count // 2), True
             return False

@@ -18,7 +18,7 @@ from peers.network.contacts import Contact
 from peers.network.data_port import Seen, probe
 from peers.network.introductions import INTRODUCE, MEET, Arranging
 from peers.network.link import CONNECTIONS, Link
-from peers.network.links import LINK_TIMEOUT, MORE, UNKNOWN, Links, LinkSettings, Way
+from peers.network.links import LINK_TIMEOUT, MORE, UNKNOWN, Links, LinkSettings, _Way
 from peers.network.relays import LinkInfo
 from peers.network.sockets import dial, listen
 from peers.network.throttle import UNLIMITED
@@ -320,7 +320,7 @@ def test_a_link_is_waited_for_no_longer_than_there_is_patience(monkeypatch: pyte
     async def scenario() -> None:
         async with nodes(2) as (one, other):
             forever = asyncio.Event()
-            monkeypatch.setattr(Way, "dial_first", lambda way, contact: forever.wait())
+            monkeypatch.setattr(_Way, "dial_first", lambda way, contact: forever.wait())
             one.know(other.contact(), eagerly=False)
             assert await one.links.link_with(other.peer) is None
             assert await one.links.link_with("nobody") is None
