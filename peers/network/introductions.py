@@ -122,8 +122,7 @@ class Arranging:
     @property
     def nodes(self) -> tuple[str, ...]:
         """Data ports of the nodes that introduce us."""
-        ours = self._ours.values()
-        return tuple(relay.endpoint for relay in ours if relay.endpoint and self._links.is_up(relay.peer))
+        return tuple(relay.endpoint for relay in self._ours.values() if self._links.is_up(relay.peer))
 
     @property
     def seen(self) -> tuple[str, ...]:
@@ -169,7 +168,6 @@ class Arranging:
 
         A node with IPv4 and IPv6 has two endpoints: its link may be up by one of them while the other is out of reach.
         """
-        assert relay.endpoint is not None
         if not self._links.is_up(relay.peer):
             await self._links.way(relay.peer).dial_first(Contact(relay.peer, (relay.endpoint,)))
         if self._links.is_up(relay.peer) and not relay.is_reached:
@@ -207,7 +205,6 @@ class Arranging:
 
     async def _meet_through(self, relay: Relay, peer: str, connections: int) -> None:
         """Raises: PeerUnreachableError, RemoteProtocolError, OSError."""
-        assert relay.endpoint is not None
         is_relayed = self._links.is_up(peer) and self._links.reach_of(peer) is Reach.RELAYED
         # Where dialling at once has failed before, it would cost each widening of the link seconds.
         ports = NOWHERE if is_relayed else await _look(relay.endpoint, connections)
@@ -221,7 +218,7 @@ class Arranging:
         """A node brings somebody together with us."""
         meeting = unpack_from(sender, _Meeting, payload)
         relay = next((relay for relay in self._ours.values() if relay.peer == sender), None)
-        if relay is None or relay.endpoint is None:
+        if relay is None:
             raise RefusalError("we did not ask you to introduce us")
         if meeting.peer in self._meetings or len(self._meetings) >= MEETINGS:
             raise RefusalError("it is being met already")

@@ -229,7 +229,7 @@ class Links:
         way = self._ways.get(peer)
         if way and way.contact and not way.link.is_up and (way.is_busy or way.is_due):
             await asyncio.wait([way.make()], timeout=LINK_TIMEOUT)
-        return way.link if way and way.link.is_up else None
+        return self.link(peer) if self.is_up(peer) else None
 
     def prepare(self, peer: str) -> None:
         """Begin to make the link with a peer for what is to come, where links are not made with everybody."""

@@ -43,14 +43,14 @@ class LinkInfo(Value):
 
 @dataclass
 class Relay:
-    """`endpoint` is its data port, None until it has told us or if it has none.
+    """A node that introduces peers. `endpoint` is its data port.
 
     `is_reached`: we have had a connection to that port, and not to another one of the node's.
     """
 
     peer: str
     address: str
-    endpoint: str | None = None
+    endpoint: str
     is_reached: bool = False
     seen: tuple[str, ...] | None = None
     """Endpoints at which it could dial our data port; None: it has not been asked, or has not answered."""
@@ -71,22 +71,20 @@ class Relays:
         self._known: dict[str, Relay] = {}
 
     async def find(self, address: str) -> Relay | None:
-        """Return the node at a multiaddr, with its data port; None when it does not answer, or has none."""
-        relay = self._known.get(address)
-        if relay is None:
-            if len(self._known) >= KNOWN:
-                del self._known[next(iter(self._known))]
-            relay = self._known[address] = Relay(address.rstrip("/").rpartition("/")[2], address)
-        if relay.endpoint is None:
-            try:
-                info = await self._ask(relay.peer, address)
-            except (PeerUnreachableError, RemoteProtocolError) as error:
-                logger.debug("%s says nothing of its data port: %s", address, error)
-                return None
-            host = host_of(address)
-            if host and 0 < info.port < 65536:
-                relay.endpoint = endpoint_of(host, info.port)
-        return relay if relay.endpoint else None
+        """Return the node at a multiaddr; None when it does not answer, or has no data port."""
+        if address in self._known:
+            return self._known[address]
+        host, peer = host_of(address), address.rstrip("/").rpartition("/")[2]
+        try:
+            info = await self._ask(peer, address)
+        except (PeerUnreachableError, RemoteProtocolError) as error:
+            logger.debug("%s says nothing of its data port: %s", address, error)
+            return None
+        if not host or not 0 < info.port < 65536:
+            return None
+        if len(self._known) >= KNOWN:
+            del self._known[next(iter(self._known))]
+        return self._known.setdefault(address, Relay(peer, address, endpoint_of(host, info.port)))
 
     def forget(self, relay: Relay) -> None:
         """Ask it again next time: it was not there."""
@@ -99,7 +97,6 @@ class Relays:
 
     async def look_at_us(self, relay: Relay, port: int) -> None:
         """Find out whether the node can dial our data port."""
-        assert relay.endpoint is not None
         try:
             seen = await probe(relay.endpoint, (port,))
         except (OSError, RemoteProtocolError) as error:
