@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.network.direct_io import DirectReads
-from peers.network.throttle import UNLIMITED, GivingWay, LinkTime, Throttle
+from peers.network.throttle import UNLIMITED, LinkTime, Throttle
 from peers.values.clock import now
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
@@ -98,6 +98,7 @@ class Channel:
         """
         self.peer = peer
         self._upload = upload
+        self._gives_way_to: LinkTime | None = None
         self._download = download
         self._reads = reader if isinstance(reader, DirectReads) else DirectReads(reader, writer)
         self._writer = writer
@@ -235,7 +236,7 @@ class Channel:
 
     def give_way(self, link: LinkTime) -> None:
         """From now on send data while the link is free, and else slowly."""
-        self._upload = GivingWay(self._upload, link)
+        self._gives_way_to = link
 
     def close(self) -> None:
         """What was written and not sent yet is never sent: from Python 3.12 on it is the caller's own memory."""
@@ -249,6 +250,8 @@ class Channel:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._upload.piece):
             piece = view[start : start + self._upload.piece]
+            if self._gives_way_to:
+                await self._gives_way_to.give_way(len(piece))
             await self._upload.take(len(piece))
             await self._send(piece)
             if hasher:

@@ -115,6 +115,13 @@ class LinkTime(asyncio.Event):
         self._look()
         super().clear()
 
+    async def give_way(self, count: int) -> None:
+        """Wait until there is no round, or for long enough for so many bytes."""
+        with suppress(TimeoutError):
+            if not self.is_set():
+                async with asyncio.timeout(self.patience(count)):
+                    await self.wait()
+
     def patience(self, count: int) -> float:
         """Return for how many seconds so many bytes are to give way, at most."""
         self._look()
@@ -129,22 +136,6 @@ class LinkTime(asyncio.Event):
         present = 0.0 if self.is_set() else 1.0
         self._busy = present + (self._busy - present) * math.exp((self._seen - now) / MEMORY)
         self._seen = now
-
-
-class GivingWay(Throttle):
-    """Lets bytes through when nothing more important is under way, or after waiting long for that."""
-
-    def __init__(self, throttle: Throttle, link: LinkTime) -> None:
-        self.piece, self.reading_piece = throttle.piece, throttle.reading_piece
-        self._throttle = throttle
-        self._link = link
-
-    async def take(self, count: int) -> None:
-        with suppress(TimeoutError):
-            if not self._link.is_set():
-                async with asyncio.timeout(self._link.patience(count)):
-                    await self._link.wait()
-        await self._throttle.take(count)
 
 
 class RateMeter:
