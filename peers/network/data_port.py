@@ -161,13 +161,11 @@ class Listener:
         self._listeners = listen(hosts, port)
         self._accept = accept
         self._strangers: dict[asyncio.Task[None], str] = {}  # the oldest first, with their networks
-        self._is_closed = False
         self.port: int = self._listeners[0].getsockname()[1]
         for listener in self._listeners:
             self._watch(listener)
 
     async def close(self) -> None:
-        self._is_closed = True
         while self._listeners:
             listener = self._listeners.pop()
             asyncio.get_running_loop().remove_reader(listener)
@@ -179,7 +177,7 @@ class Listener:
 
     def _watch(self, listener: socket.socket) -> None:
         # Not by sock_accept: what that has accepted in the moment when it is cancelled stays open.
-        if not self._is_closed:
+        if listener in self._listeners:  # not closed meanwhile
             asyncio.get_running_loop().add_reader(listener, self._accept_one, listener)
 
     def _accept_one(self, listener: socket.socket) -> None:

@@ -16,7 +16,6 @@ import logging
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -84,18 +83,6 @@ class _Introduced(Value):
 
     endpoints: Places
     token: Token | None
-
-
-@dataclass(frozen=True)
-class _Ports:
-    """Local ports, and where a node sees them."""
-
-    local: Sequence[int]
-    seen: tuple[str, ...]
-
-
-NOWHERE = _Ports((), ())
-"""Of a peer that wants to be relayed at once: nothing is to be dialled."""
 
 
 class Arranging:
@@ -207,8 +194,8 @@ class Arranging:
         """Raises: PeerUnreachableError, RemoteProtocolError, OSError."""
         is_relayed = self._links.is_up(peer) and self._links.reach_of(peer) is Reach.RELAYED
         # Where dialling at once has failed before, it would cost each widening of the link seconds.
-        ports = NOWHERE if is_relayed else await _look(relay.endpoint, connections)
-        asked = _Introduce(to=peer, endpoints=ports.seen, connections=connections)
+        ports, seen = await _look(relay.endpoint, 0 if is_relayed else connections)
+        asked = _Introduce(to=peer, endpoints=seen, connections=connections)
         answer = await self._links.link(relay.peer).call(INTRODUCE, pack(asked), CALL_TIMEOUT)
         introduced = unpack_from(relay.peer, _Introduced, answer)
         await self._go(peer, ports, introduced.endpoints, relay.endpoint, introduced.token, connections)
@@ -227,7 +214,7 @@ class Arranging:
         is_met.add_done_callback(lambda _: self._meetings.pop(meeting.peer))
         self._meetings[meeting.peer] = is_met
         try:
-            ports = await _look(relay.endpoint, connections) if meeting.endpoints else NOWHERE
+            ports, seen = await _look(relay.endpoint, connections if meeting.endpoints else 0)
         except BaseException as error:
             is_met.set_result(None)
             if isinstance(error, OSError | RemoteProtocolError):
@@ -235,7 +222,7 @@ class Arranging:
             raise
         going = self._go(meeting.peer, ports, meeting.endpoints, relay.endpoint, meeting.token, connections)
         self._links.start(going).add_done_callback(lambda _: is_met.set_result(None))
-        return pack(_Seats(endpoints=ports.seen))
+        return pack(_Seats(endpoints=seen))
 
     # The node that brings two together ------------------------------------------------------------------------
     async def on_introduce(self, sender: str, payload: bytes) -> bytes:
@@ -263,10 +250,10 @@ class Arranging:
 
     # Both dial ------------------------------------------------------------------------------------------------
     async def _go(
-        self, peer: str, mine: _Ports, theirs: Sequence[str], node: str, token: bytes | None, connections: int
+        self, peer: str, ports: Sequence[int], theirs: Sequence[str], node: str, token: bytes | None, connections: int
     ) -> None:
         """Make connections with a peer that does the same now. `node` is the endpoint of the one that introduced us."""
-        pairs = zip(mine.local, public_only(theirs, node), strict=False)
+        pairs = zip(ports, public_only(theirs, node), strict=False)
         tries = (self._dial_at_once(peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
         if not any(await asyncio.gather(*tries)) and token is not None:
             numbers = range(connections)
@@ -322,11 +309,14 @@ class Arranging:
         return True
 
 
-async def _look(node: str, count: int) -> _Ports:
-    """Find out where the node at this endpoint sees `count` new ports of ours. Raises: OSError, RemoteProtocolError."""
+async def _look(node: str, count: int) -> tuple[Sequence[int], tuple[str, ...]]:
+    """Return `count` new ports of ours, and where the node at this endpoint sees them.
+
+    Raises: OSError, RemoteProtocolError.
+    """
     ports = _free_ports(count)
     seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
-    return _Ports(ports, tuple(one.endpoint for one in seen))
+    return ports, tuple(one.endpoint for one in seen)
 
 
 def _free_ports(count: int) -> list[int]:

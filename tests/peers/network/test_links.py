@@ -517,9 +517,7 @@ def test_where_there_is_no_route_nobody_dials_twice(monkeypatch: pytest.MonkeyPa
 
             monkeypatch.setattr(introductions, "PUNCH_TIMEOUT", DEADLINE)
             monkeypatch.setattr(introductions, "dial", dial)
-            await node.links.arranging._go(
-                "a" * 20, introductions._Ports((0,), ()), ("[2a0e::1]:5",), REFUSING, None, 1
-            )
+            await node.links.arranging._go("a" * 20, (0,), ("[2a0e::1]:5",), REFUSING, None, 1)
             assert dialled == ["[2a0e::1]:5"]
 
     run(scenario())
