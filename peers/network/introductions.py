@@ -270,7 +270,7 @@ class Arranging:
                 logger.debug("no way yet from port %d to %s at %s: %s", port, peer, endpoint, error)
                 if error.errno in NO_ROUTE:
                     return False
-                if "no answer" not in str(error):  # refused at once: not before the other side dials, too
+                if not isinstance(error, TimeoutError):  # refused at once: not before the other side dials, too
                     await asyncio.sleep(REFUSED_PAUSE)
                 continue
             return await self._begin(sock, peer, place, Reach.PUNCHED)
@@ -302,7 +302,7 @@ class Arranging:
             if connection.peer != peer:
                 connection.close()
                 raise RemoteProtocolError(connection.peer, f"it came in the place of {peer}")
-        except (OSError, TimeoutError, RemoteProtocolError) as error:
+        except (OSError, RemoteProtocolError) as error:
             logger.debug("no %s connection with %s: %r", reach, peer, error)
             return False
         self._links.add(connection)

@@ -153,7 +153,7 @@ class Link:
                 async with asyncio.timeout(OPEN_TIMEOUT):  # for all of it, not for each byte
                     protocol = (await connection.reads.read(length, None)).decode(errors="replace")
                 await self._serve(protocol, self._channel(connection, protocol))
-        except (OSError, EOFError, TimeoutError) as error:
+        except (OSError, EOFError) as error:
             logger.debug("a connection of %s ended: %r", self.peer, error)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("stream").inc()
@@ -266,7 +266,7 @@ class Link:
                 await caller.run()
         except PeerUnreachableError as error:
             failure = error
-        except (OSError, EOFError, TimeoutError, RemoteProtocolError) as error:
+        except (OSError, EOFError, RemoteProtocolError) as error:
             failure = PeerUnreachableError(self.peer, str(error) or type(error).__name__)
         finally:
             self._caller = None
@@ -358,7 +358,7 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
         async with writing:
             try:
                 await channel.send_message(pack(_Verdict(number=question.number, is_answered=is_answered)), data)
-            except (OSError, TimeoutError):
+            except OSError:
                 channel.close()  # gone, or it asks and does not read; the reading end ends with it
 
     try:

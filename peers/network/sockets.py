@@ -102,7 +102,7 @@ async def dial(endpoint: str, timeout: float, local_port: int = 0) -> socket.soc
                 except OSError as error:
                     failure = error
     except (TimeoutError, OverflowError, UnicodeError) as error:
-        raise OSError(f"no answer from {endpoint}") from error
+        raise TimeoutError(f"no answer from {endpoint}") from error
     raise failure
 
 
