@@ -313,7 +313,7 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
 
 
 class ChunkSender(Generic[Item]):
-    """The sending end."""
+    """The sending end of a stream of chunks. What has arrived counts, even if the stream breaks off later."""
 
     def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
         """`under_way` returns from how many bytes on, sent and not confirmed, no third frame is sent. With one alone a

@@ -73,7 +73,7 @@ class Credentials:
 
 
 class Connection:
-    """`is_ours`: it is we who open conversations on it. `reach` says which way its bytes take.
+    """A connection with a peer. `is_ours`: we open conversations on it. `reach` says which way its bytes take.
 
     `certificate` (DER) is the other end's, which has another one after each start, and in each network.
     """

@@ -1,4 +1,4 @@
-"""Where other peers can be dialled, and which nodes introduce them, as their heartbeats say."""
+"""The places of other peers, as their heartbeats say: where they are dialled, and which nodes introduce them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTRODUCING_VOLUNTEERS = 2  # that a peer keeps links with for that, besides the
 
 @dataclass(frozen=True)
 class Contact:
-    """`endpoints` are where a peer accepts connections; `relays` are multiaddrs of nodes that introduce it."""
+    """A peer's places: `endpoints` accept connections; `relays` are multiaddrs of nodes that introduce it."""
 
     peer: str
     endpoints: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]
 
 
 def may_be_dialled(contact: Contact) -> bool:
-    """Whether a peer says that it accepts connections from the internet."""
+    """Return whether a peer says that it accepts connections from the internet."""
     return any(map(_is_outside, contact.endpoints))
 
 

@@ -4,7 +4,7 @@ They say who dials whom and what for, in the clear:
 
 Hello    TLS follows, with the certificate that the opening shows, and then conversations (link.py)
 Splice   bytes follow that are passed on to whoever shows the same token (relays.py)
-Probe    an answer follows: which address we are seen at, and which of our ports can be reached there
+Probe    an answer follows (length, Seen): the address we are seen at, and which of our ports can be reached there
 """
 
 from __future__ import annotations

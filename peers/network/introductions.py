@@ -1,4 +1,4 @@
-"""How two peers meet that can't dial each other: a node that both can dial tells each where the other is seen.
+"""Introductions of peers that can't dial each other: a node that both can dial tells each where the other is seen.
 
     A ── _Introduce(B, where I am seen) ──► node ── _Meeting(A, where it is seen) ──► B
     A ◄──── _Introduced(where B is seen) ── node ◄── where I am seen ─────────────── B
@@ -73,7 +73,7 @@ class _Meeting(Value):
 
 
 class _Seats(Value):
-    """Where who answers is seen."""
+    """The endpoints at which the peer that answers is seen."""
 
     endpoints: Places
 
@@ -151,7 +151,7 @@ class Arranging:
             await self._relays.look_at_us(relay, self._links.port)
 
     async def _is_linked(self, relay: Relay) -> bool:
-        """Whether a link with the node is up, made now if it was not, and its endpoint is one that we can dial.
+        """Return whether a link with the node is up, made now if it was not, and its endpoint is one that we can dial.
 
         A node with IPv4 and IPv6 has two endpoints: its link may be up by one of them while the other is out of reach.
         """
@@ -202,7 +202,7 @@ class Arranging:
 
     # Who is asked to meet -------------------------------------------------------------------------------------
     async def on_meet(self, sender: str, payload: bytes) -> bytes:
-        """A node brings somebody together with us."""
+        """Meet the peer that a node brings together with us."""
         meeting = unpack_from(sender, _Meeting, payload)
         relay = next((relay for relay in self._ours.values() if relay.peer == sender), None)
         if relay is None:
@@ -226,7 +226,7 @@ class Arranging:
 
     # The node that brings two together ------------------------------------------------------------------------
     async def on_introduce(self, sender: str, payload: bytes) -> bytes:
-        """Only whoever is connected here is brought together, and only where we see them: nobody has others dial."""
+        """Bring two peers together that are connected here, and only at addresses where we see them."""
         asked = unpack_from(sender, _Introduce, payload)
         for peer in (sender, asked.to):
             if asked.to == sender or not self._links.is_up(peer):

@@ -1,4 +1,10 @@
-"""All connections with one peer, and the messages over them. They stay open from one conversation to the next."""
+"""All connections with one peer, and the messages over them. They stay open from one conversation to the next.
+
+Messages are a conversation that lasts, with many questions under way at once:
+
+asker     prelude "" ──►   ◄── verdict   frame (number, name), payload … ──►
+answerer                                 ◄── frame (number, verdict), answer …
+"""
 
 from __future__ import annotations
 
@@ -35,7 +41,7 @@ Answer: TypeAlias = Callable[[str, str, bytes], Awaitable[bytes]]
 
 
 class Link:
-    """What connects us with `peer`. `dial_more` gets so many more connections that are ours."""
+    """The connections with `peer`. `dial_more` gets so many more that are ours."""
 
     def __init__(
         self,

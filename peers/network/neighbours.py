@@ -1,4 +1,4 @@
-"""Where peers are in the local network, as they say there themselves: by multicast DNS (RFC 6762, RFC 6763).
+"""Peers in the local network, as they announce themselves there: by multicast DNS (RFC 6762, RFC 6763).
 
 Anybody in the same network may say anything. An address is only where to ask: a run's id is the digest of its manifest,
 and a peer's id that of its key, so that whoever answers shows what it is.

@@ -1,4 +1,4 @@
-"""How much a link carries, measured while no round is under way.
+"""Measurements of what a link carries, while no round is under way.
 
     asker     prelude ──►   ◄── verdict    frame … ──► ◄── answer …  last frame ──►    ◄── frame …  answer … ──►
 

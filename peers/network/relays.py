@@ -36,7 +36,7 @@ SPLICED_PIECE = 1 << 16  # bytes
 
 
 class LinkInfo(Value):
-    """Where a node accepts connections; 0: nowhere."""
+    """The port at which a node accepts connections; 0: it accepts none."""
 
     port: Count
 

@@ -35,7 +35,7 @@ LASTS = 20  # rounds for which a number is kept before more are tried again
 
 @dataclass(frozen=True)
 class Caps:
-    """What bulk data may use of the volunteer's link, in bytes a second each; None: all of it."""
+    """Limits on what bulk data uses of the volunteer's link, in bytes a second each; None: all of it."""
 
     upload: float | None = None
     download: float | None = None
@@ -56,7 +56,7 @@ class Caps:
 
 
 class Throttle:
-    """Lets bytes through at no more than a rate. Waiting callers are served in turn."""
+    """A limit on the bytes that pass in a second. Waiting callers are served in turn."""
 
     def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = rate
@@ -89,7 +89,7 @@ SHARE = 0.2  # of the link, for all that gives way on a crowded one
 
 
 class LinkTime(asyncio.Event):
-    """Whether a link is free of rounds, and how much of it is for what gives way to them.
+    """The time of a link in which no round is under way, and the share of it for what gives way to rounds.
 
     That waits for a round to end, as long as rounds take less than half of the time. With several fragments, or a slow
     link, they may take all of it; then it gets a share, so that those who join do not starve.
@@ -207,7 +207,12 @@ class RateMeter:
 
 
 class Lanes:
-    """Told what passes; `count` is how many connections to use."""
+    """The number of connections that a round uses to each member (`count`): as many as carry more than fewer do.
+
+    Where packets get lost, most machines' TCP (CUBIC) leaves a long link nearly empty, and many connections carry many
+    times as much. So the number is doubled for as long as that helps, and what was found lasts for the next rounds. BBR
+    takes no loss for a full link: where the kernel gives it to us, few connections do.
+    """
 
     def __init__(self, fewest: int = FEWEST, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
         self._least, self._most = fewest, most
