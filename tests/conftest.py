@@ -112,7 +112,7 @@ def the_neighbourhood_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *arguments: object) -> None:
             raise AssertionError("the test would ask the router of this machine for a port: listen on 127.0.0.1")
 
-    monkeypatch.setattr("peers.network.neighbours.local_interfaces", local_interfaces)
+    monkeypatch.setattr("peers.network.neighbours._local_interfaces", local_interfaces)
     monkeypatch.setattr("peers.network.links.PortMapper", PortMapper)
 
 

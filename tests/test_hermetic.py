@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from peers.network import neighbours
-from peers.network.links import Links
-from peers.network.settings import LinkSettings
+from peers.network.links import Links, LinkSettings
 from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
 from tests.swarm.cli_processes import LOCAL_NETWORK, Site

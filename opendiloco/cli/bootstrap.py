@@ -94,7 +94,7 @@ def bootstrap(
     from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
     from peers.metrics import serve_metrics
     from peers.network.bootstrap import run_bootstrap
-    from peers.network.settings import LinkSettings
+    from peers.network.links import LinkSettings
 
     log.start("info")
     links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)

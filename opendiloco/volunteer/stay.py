@@ -21,9 +21,9 @@ from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from opendiloco.volunteer.sole import listening
 from opendiloco.volunteer.volunteer import Volunteer, connected, volunteering
 from opendiloco.workers.trackers import tracking
+from peers.network.links import LinkSettings
 from peers.network.neighbours import announced
 from peers.network.own_network import everywhere
-from peers.network.settings import LinkSettings
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity

@@ -41,7 +41,7 @@ from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.network.bootstrap import keep_announced
 from peers.network.first_contact import RememberedPeers
-from peers.network.settings import LinkSettings
+from peers.network.links import LinkSettings
 from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat

@@ -9,10 +9,8 @@ from typing import Protocol
 from peers import metrics
 from peers.driver.host import Host
 from peers.errors import RemoteProtocolError
-from peers.network.channel import Channel, RefusalError
-from peers.network.chunk_streams import receive_chunks
-from peers.network.lanes import MOST
-from peers.network.throttle import RateMeter
+from peers.network.channel import Channel, RefusalError, receive_chunks
+from peers.network.throttle import MOST, RateMeter
 from peers.protocol.rounds import Attempt
 from peers.transfer.admission import Admission, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers

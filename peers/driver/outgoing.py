@@ -11,9 +11,8 @@ from peers.driver.flights import Flights
 from peers.driver.host import Host
 from peers.driver.incoming import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.driver.uplink import Uplink
-from peers.network.channel import Channel, PeerUnreachableError
-from peers.network.chunk_streams import ChunkSender, Frame
-from peers.network.lanes import FEWEST
+from peers.network.channel import Channel, ChunkSender, Frame, PeerUnreachableError
+from peers.network.throttle import FEWEST
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import ChunkSent, ChunksUnsent
 from peers.protocol.rounds import Attempt
@@ -105,7 +104,7 @@ class Outgoing:
             send = waiting.pop()
             assert send is not None
             flights.begin(send, stream)
-            return Frame(send, pack(self._header(send)), self._data(send))
+            return send, pack(self._header(send)), self._data(send)
 
         sender: ChunkSender[SendChunk] | None = None
         try:

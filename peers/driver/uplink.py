@@ -9,9 +9,8 @@ from typing import Protocol
 
 from peers import metrics
 from peers.network.channel import BYTES_UNDER_WAY
-from peers.network.lanes import FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes
 from peers.network.sockets import has_bbr
-from peers.network.throttle import RateMeter
+from peers.network.throttle import FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes, RateMeter
 
 LATE = 1.5  # times as long as a chunk should take: then it is sent on another stream, too
 LEAST_PATIENCE = 1.0  # seconds before that

@@ -21,10 +21,10 @@ from peers.health import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.daemon import NETWORK_ERRORS, peer_id_of
 from peers.network.first_contact import RememberedPeers
+from peers.network.links import LinkSettings
 from peers.network.manifest_store import ManifestStore
 from peers.network.rating import RATING, Rater
 from peers.network.run_failures import RunFailures
-from peers.network.settings import LinkSettings
 from peers.network.transport import HivemindTransport
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import Heartbeat, PeerState

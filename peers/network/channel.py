@@ -1,4 +1,4 @@
-"""Bulk data on a byte stream between two peers: framing, permission before data, confirmation after it.
+"""A byte stream between two peers: framing, permission before data, confirmation after it.
 
 A stream starts with a prelude (magic, version, header length, data length) and the header. The other side reads no data
 before it has answered with a verdict, so that nothing is allocated for data that nobody asked for:
@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from typing import TypeAlias
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.network.direct_reads import DirectReads
-from peers.network.throttle import UNLIMITED, GivingWay, LinkTime, Throttle
+from peers.network.direct_io import DirectReads
+from peers.network.throttle import UNLIMITED, LinkTime, Throttle
+from peers.values.clock import now
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
-
 MAGIC = b"DLCP"
 VERSION = 1
 PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
@@ -45,6 +46,14 @@ STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts
 ANSWER_TIMEOUT = 600.0  # seconds: all that is under way to a slow peer must first arrive; the dead are seen otherwise
 DISCARDED_AT_ONCE = 1 << 16  # bytes
 CLOSE_TIMEOUT = 5.0  # seconds in which the other side should close
+
+Item = TypeVar("Item")
+Frame: TypeAlias = tuple[Item, bytes, Buffer]
+"""A chunk for a stream: what the sender knows it by, header and data."""
+
+PLACE_WAIT = 20.0  # seconds that a peer may wait for a place
+FEW_PLACES = 2  # of a peer while they are scarce: one, and one that it has given up, whose end is not seen here yet
+LONGEST_HELD = 600.0  # seconds for which one may be held: no reader waits longer for what it has asked for
 
 
 class PeerUnreachableError(DilocoPeerError):
@@ -89,6 +98,7 @@ class Channel:
         """
         self.peer = peer
         self._upload = upload
+        self._gives_way_to: LinkTime | None = None
         self._download = download
         self._reads = reader if isinstance(reader, DirectReads) else DirectReads(reader, writer)
         self._writer = writer
@@ -102,9 +112,8 @@ class Channel:
     async def send_prelude(self, header: bytes, length: int) -> None:
         if len(header) > HEADER_LIMIT:
             raise LocalProtocolError(f"a stream header of {len(header)} bytes exceeds {HEADER_LIMIT}")
-        self._writer.write(self._opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
-        self._opening = b""
-        await self._flush()
+        opening, self._opening = self._opening, b""
+        await self._send(opening + PRELUDE.pack(MAGIC, VERSION, len(header), length) + header)
 
     async def read_prelude(self) -> tuple[bytes, int]:
         """Return header and data length."""
@@ -117,8 +126,7 @@ class Channel:
         return await self._read(header_length), length
 
     async def accept(self) -> None:
-        self._writer.write(ACCEPTED)
-        await self._flush()
+        await self._send(ACCEPTED)
 
     async def refuse(self, reason: str) -> None:
         """Say no. The last bytes that we send."""
@@ -127,8 +135,7 @@ class Channel:
 
     async def _say_no(self, reason: str) -> None:
         text = reason.encode(errors="replace")[:REASON_BYTES]
-        self._writer.write(REFUSED + REASON_LENGTH.pack(len(text)) + text)
-        await self._flush()
+        await self._send(REFUSED + REASON_LENGTH.pack(len(text)) + text)
 
     async def refuse_all(self, reason: str) -> None:
         """Say no to a stream whose data comes all the same. Nothing else can follow on its connection.
@@ -159,13 +166,11 @@ class Channel:
 
     async def send_frame(self, header: bytes, data: Buffer) -> None:
         self._writer.write(FRAME.pack(len(header), memoryview(data).nbytes) + header)
-        async for _ in self._written(data):
-            pass
+        await self._write(data)
 
     async def send_message(self, header: bytes, data: bytes) -> None:
         """Send a small frame at once: who gives up waiting for the other side to read leaves no half of one behind."""
-        self._writer.write(FRAME.pack(len(header), len(data)) + header + data)
-        await self._flush()
+        await self._send(FRAME.pack(len(header), len(data)) + header + data)
 
     async def read_frame_header(self) -> tuple[bytes, int] | None:
         """Header and data length of the next frame, whenever it comes; None after the last one."""
@@ -185,17 +190,14 @@ class Channel:
 
     async def send_last_frame(self) -> None:
         """Say that no frame follows."""
-        self._writer.write(FRAME.pack(LAST_FRAME, 0))
-        await self._flush()
+        await self._send(FRAME.pack(LAST_FRAME, 0))
 
     async def read_frame_data(self, data: bytearray) -> None:
         """Fill `data`, which has the frame's length."""
-        async for _ in self._filled(data):
-            pass
+        await self._fill(data)
 
     async def answer_frame(self, is_taken: bool) -> None:
-        self._writer.write(ACCEPTED if is_taken else REFUSED)
-        await self._flush()
+        await self._send(ACCEPTED if is_taken else REFUSED)
 
     async def read_answer(self) -> bool:
         answer = await self._reads.read(1, ANSWER_TIMEOUT)
@@ -206,21 +208,18 @@ class Channel:
     async def send_data(self, data: Buffer) -> bytes:
         """Write all of it; returns its digest."""
         hasher = blake3()
-        async for piece in self._written(data):
-            hasher.update(piece)
+        await self._write(data, hasher)
         return hasher.digest()
 
     async def read_data(self, buffer: bytearray | memoryview) -> bytes:
         """Fill the buffer; returns the digest of what is in it."""
         hasher = blake3()
-        async for piece in self._filled(buffer):
-            hasher.update(piece)
+        await self._fill(buffer, hasher)
         return hasher.digest()
 
     async def send_digest(self, digest: bytes) -> None:
         """Confirm what was received. The last bytes that we send."""
-        self._writer.write(digest)
-        await self._flush()
+        await self._send(digest)
         await self.wait_closed()
 
     async def read_digest(self, expected: bytes) -> None:
@@ -237,7 +236,7 @@ class Channel:
 
     def give_way(self, link: LinkTime) -> None:
         """From now on send data while the link is free, and else slowly."""
-        self._upload = GivingWay(self._upload, link)
+        self._gives_way_to = link
 
     def close(self) -> None:
         """What was written and not sent yet is never sent: from Python 3.12 on it is the caller's own memory."""
@@ -246,17 +245,19 @@ class Channel:
         else:
             self._writer.close()
 
-    async def _written(self, data: Buffer) -> AsyncIterator[memoryview]:
+    async def _write(self, data: Buffer, hasher: blake3 | None = None) -> None:
         """Write all of it, piece by piece."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._upload.piece):
             piece = view[start : start + self._upload.piece]
+            if self._gives_way_to:
+                await self._gives_way_to.give_way(len(piece))
             await self._upload.take(len(piece))
-            self._writer.write(piece)
-            await self._flush()
-            yield piece
+            await self._send(piece)
+            if hasher:
+                hasher.update(piece)
 
-    async def _filled(self, buffer: bytearray | memoryview) -> AsyncIterator[memoryview]:
+    async def _fill(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
         """Fill the buffer, piece by piece."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), self._download.reading_piece):
@@ -267,12 +268,14 @@ class Channel:
                 came = start + len(error.partial)
                 raise EOFError(f"the stream ended after {came} of {len(view)} bytes") from error
             await self._download.take(len(piece))
-            yield piece
+            if hasher:
+                hasher.update(piece)
 
     async def _read(self, count: int) -> bytes:
         return await self._reads.read(count, STALL_TIMEOUT)
 
-    async def _flush(self) -> None:
+    async def _send(self, data: bytes | memoryview) -> None:
+        self._writer.write(data)
         if self._writer.transport.get_write_buffer_size():
             async with asyncio.timeout(STALL_TIMEOUT):
                 await self._writer.drain()
@@ -307,3 +310,157 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
         await channel.accept()
         await channel.send_prelude(answer, memoryview(data).nbytes)
         await channel.read_digest(await channel.send_data(data))
+
+
+class ChunkSender(Generic[Item]):
+    """The sending end of a stream of chunks. What has arrived counts, even if the stream breaks off later."""
+
+    def __init__(self, channel: Channel, under_way: Callable[[], int] = lambda: BYTES_UNDER_WAY) -> None:
+        """`under_way` returns from how many bytes on, sent and not confirmed, no third frame is sent. With one alone a
+        stream would stand still until that is confirmed."""
+        self._channel = channel
+        self._under_way = under_way
+        self._sent: deque[tuple[Item, int, float]] = deque()  # items, their bytes, and when the writing of each began
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._written = asyncio.Semaphore(0)
+        self._is_finished = False
+
+    @property
+    def pending(self) -> list[Item]:
+        """The items that were written and not confirmed."""
+        return [item for item, _, _ in self._sent]
+
+    async def run(
+        self,
+        header: bytes,
+        following: Callable[[], Awaitable[Frame[Item] | None]],
+        answered: Callable[[Item, bool, float], None],
+    ) -> None:
+        """Send what `following` gives until that is None, and wait until all of it is answered.
+
+        `answered` is told of each item whether it is taken, and how many seconds of the stream it took.
+
+        The first frames follow the header at once: on a long link, waiting for a yes would cost as much as they do.
+
+        Raises: PeerUnreachableError when the other side says no, and whatever breaks the stream.
+        """
+        reading = asyncio.create_task(self._read_answers(answered))
+        writing = asyncio.create_task(self._write(header, following))
+        try:
+            done, _ = await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await reading
+            self._channel.is_finished = True
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+
+    async def _write(self, header: bytes, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
+        """The first frame goes with the prelude in one packet. When BBR has not measured a delay for ten seconds, and
+        the first packet is a small one, whose answer may have been delayed, it stops for 0.2 seconds to measure."""
+        await self._channel.send_prelude(header, 0)
+        while True:
+            await self._has_room.wait()
+            frame = await following()
+            if frame is None:
+                await self._channel.send_last_frame()
+                self._is_finished = True
+                self._written.release()
+                return
+            item, frame_header, data = frame
+            self._sent.append((item, memoryview(data).nbytes, now()))
+            self._look_for_room()
+            await self._channel.send_frame(frame_header, data)
+            self._written.release()
+
+    async def _read_answers(self, answered: Callable[[Item, bool, float], None]) -> None:
+        try:
+            await self._channel.read_verdict()
+        except PeerRefusedError as error:  # frames are under way: the connection is of no more use
+            raise PeerUnreachableError(error.peer, error.reason) from error
+        answered_at = 0.0
+        while True:
+            await self._written.acquire()
+            if self._is_finished and not self._sent:
+                return
+            is_taken = await self._channel.read_answer()
+            item, _, written_at = self._sent.popleft()
+            self._look_for_room()
+            began, answered_at = max(written_at, answered_at), now()
+            answered(item, is_taken, answered_at - began)
+
+    def _look_for_room(self) -> None:
+        count = len(self._sent)
+        if count < 2 or (count < FRAMES_UNDER_WAY and sum(size for _, size, _ in self._sent) < self._under_way()):
+            self._has_room.set()
+        else:
+            self._has_room.clear()
+
+
+class _Arrivals(Protocol):
+    """What becomes of the chunks of one stream."""
+
+    def expect(self, header: bytes, length: int) -> bytearray:
+        """Memory of this length for the data of the next frame. Raises: RemoteProtocolError, which ends the stream."""
+
+    def arrived(self) -> bool:
+        """That memory is filled. Whether it is of use here, and needs not be sent again."""
+
+
+async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitable[_Arrivals]]) -> None:
+    """The receiving end, until the sender has sent its last frame or closes the stream.
+
+    `admit` is asked with the sender and the stream's header, and returns when the sender may begin; RefusalError
+    refuses.
+    """
+    header, _ = await channel.read_prelude()
+    try:
+        arrivals = await admit(channel.peer, header)
+    except RefusalError as refusal:
+        await channel.refuse_all(str(refusal))
+    await channel.accept()
+    while frame := await channel.read_frame_header():
+        await channel.read_frame_data(arrivals.expect(*frame))
+        await channel.answer_frame(arrivals.arrived())
+
+
+class Places:
+    """Limits on what is given away at once: `count` places in all, `each` for one peer.
+
+    While less than half are free a peer has only `FEW_PLACES`: a slow one holds them for long, and few such would have
+    them all.
+    """
+
+    def __init__(self, count: int, each: int) -> None:
+        self._free = asyncio.Semaphore(count)
+        self._count = count
+        self._each = each
+        self._taken: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def one_for(self, peer: str) -> AsyncIterator[None]:
+        """Raises: RefusalError when there is none for long, or the peer has its share; TimeoutError when it is held for
+        too long.
+        """
+        is_scarce = 2 * (self._count - self._taken.total()) < self._count
+        if self._taken[peer] >= (min(FEW_PLACES, self._each) if is_scarce else self._each):
+            raise RefusalError("other parts are on their way to you")
+        self._taken[peer] += 1
+        try:
+            try:
+                async with asyncio.timeout(PLACE_WAIT):
+                    await self._free.acquire()
+            except TimeoutError:
+                raise RefusalError("too many fetch from here now") from None
+            try:
+                async with asyncio.timeout(LONGEST_HELD):
+                    yield
+            finally:
+                self._free.release()
+        finally:
+            self._taken[peer] -= 1
+            if not self._taken[peer]:
+                del self._taken[peer]

@@ -1,10 +1,10 @@
-"""Where other peers can be dialled, and which nodes introduce them, as their heartbeats say."""
+"""The places of other peers, as their heartbeats say: where they are dialled, and which nodes introduce them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from peers.network.sockets import endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -14,7 +14,7 @@ INTRODUCING_VOLUNTEERS = 2  # that a peer keeps links with for that, besides the
 
 @dataclass(frozen=True)
 class Contact:
-    """`endpoints` are where a peer accepts connections; `relays` are multiaddrs of nodes that introduce it."""
+    """A peer's places: `endpoints` accept connections; `relays` are multiaddrs of nodes that introduce it."""
 
     peer: str
     endpoints: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def open_volunteers(heartbeats: Iterable[Heartbeat], me: str) -> tuple[str, ...]
 
 
 def may_be_dialled(contact: Contact) -> bool:
-    """Whether a peer says that it accepts connections from the internet."""
+    """Return whether a peer says that it accepts connections from the internet."""
     return any(map(_is_outside, contact.endpoints))
 
 
@@ -75,31 +75,36 @@ def public_only(endpoints: Sequence[str], node: str) -> tuple[str, ...]:
 
 
 def is_local(endpoint: str) -> bool:
+    """Return whether an endpoint is on this machine."""
     return is_loopback(parse_endpoint(endpoint)[0])
 
 
 def is_loopback(host: str | None) -> bool:
-    return host == "localhost" or (host is not None and is_numeric(host) and ip_address(host).is_loopback)
+    """Return whether a host is this machine."""
+    ip = _ip(host)
+    return host == "localhost" or (ip is not None and ip.is_loopback)
 
 
 def is_public(host: str) -> bool:
-    """Whether a host is an IP address of the internet's."""
-    return is_numeric(host) and not _is_private(host)
-
-
-def _is_outside(endpoint: str) -> bool:
-    """Whether an endpoint is not one of a private network."""
-    return not _is_private(parse_endpoint(endpoint)[0])
-
-
-def _is_private(host: str) -> bool:
-    return is_numeric(host) and not ip_address(host).is_global
+    """Return whether a host is an IP address of the internet's."""
+    ip = _ip(host)
+    return ip is not None and ip.is_global
 
 
 def is_numeric(host: str) -> bool:
-    """Whether a host is an IP address, and not a name."""
+    """Return whether a host is an IP address, and not a name."""
+    return _ip(host) is not None
+
+
+def _is_outside(endpoint: str) -> bool:
+    """Return whether an endpoint is not one of a private network."""
+    ip = _ip(parse_endpoint(endpoint)[0])
+    return ip is None or ip.is_global
+
+
+def _ip(host: str | None) -> IPv4Address | IPv6Address | None:
+    """Return the address that a host is; None: it is a name."""
     try:
-        ip_address(host)
+        return ip_address(host or "")
     except ValueError:
-        return False
-    return True
+        return None

@@ -20,7 +20,7 @@ from peers.network.daemon import HIVEMIND, NETWORK_ERRORS, Daemon, peer_id_of, t
 from peers.network.dht_storage import RecordValidator, bounded, heartbeats_key, manifest_key
 from peers.network.first_contact import endpoint, which_answer
 from peers.network.known_runs import Admissions
-from peers.network.network_watch import NetworkChange, NetworkWatch
+from peers.network.own_network import NetworkChange, watch_network
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
 
@@ -190,7 +190,7 @@ class DhtMembership:
         """Keep the place from now on, and with `watches` see when this machine changes its network."""
         self._keeping = asyncio.create_task(self._keep())
         if watches:
-            self._watching = asyncio.create_task(NetworkWatch(self.network_changed).run())
+            self._watching = asyncio.create_task(watch_network(self.network_changed))
 
     async def close(self) -> None:
         for task in filter(None, (self._watching, self._keeping)):

@@ -1,7 +1,7 @@
-"""How two peers meet that can't dial each other: a node that both can dial tells each where the other is seen.
+"""Introductions of peers that can't dial each other: a node that both can dial tells each where the other is seen.
 
-    A ── Introduce(B, where I am seen) ──► node ── Meeting(A, where it is seen) ──► B
-    A ◄──── Introduced(where B is seen) ── node ◄── where I am seen ─────────────── B
+    A ── _Introduce(B, where I am seen) ──► node ── _Meeting(A, where it is seen) ──► B
+    A ◄──── _Introduced(where B is seen) ── node ◄── where I am seen ─────────────── B
 
 Then both dial at once, each from the ports at which the node saw it: to their routers it looks as if they had asked for
 what comes in. Where a router gives every connection another port, that fails, and the node joins two connections that
@@ -14,22 +14,25 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from peers.errors import RemoteProtocolError
-from peers.network.connection import Connection, greet, welcome
-from peers.network.credentials import Credentials
-from peers.network.opening import Hello, Splice, Token, pack_opening, read_opening, send
-from peers.network.probing import probe
-from peers.network.sockets import closed_on_failure, dial
+from peers.network.channel import PeerUnreachableError, RefusalError
+from peers.network.connection import greet, welcome
+from peers.network.contacts import Contact, public_only
+from peers.network.data_port import Hello, Splice, Token, pack_opening, probe, read_opening, send
+from peers.network.relays import AskInfo, Relay, Relays, Splicer
+from peers.network.sockets import can_dial, closed_on_failure, dial, parse_endpoint
 from peers.presence.heartbeat import Endpoint
 from peers.values.reach import Reach
-from peers.values.wire import Count, PeerId, Value
+from peers.values.wire import Count, PeerId, Value, pack, unpack_from
+
+if TYPE_CHECKING:
+    from peers.network.links import Links
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +45,17 @@ HELLO_TIMEOUT = 10.0  # seconds
 REFUSED_PAUSE = 0.25  # seconds before a port that nobody opens yet is dialled again
 NO_ROUTE = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as IPv6 where there is none
 
-Add = Callable[[Connection], None]
-
 Places = Annotated[tuple[Endpoint, ...], Field(max_length=MOST)]
 
+INTRODUCE, MEET = "introduce", "meet"  # names of the calls
+CALL_TIMEOUT = 20.0  # seconds; the other one probes meanwhile
+MEETING_TIMEOUT = 10.0  # seconds that the other one has to begin
+LOOK_INTERVAL = 15.0  # seconds between two looks at our relays
+MEETINGS = 32  # that we take part in at once because others want them
+INTRODUCING = 3  # nodes that introduce us
 
-class Introduce(Value):
+
+class _Introduce(Value):
     """Asked of a node: bring me together with this peer."""
 
     to: PeerId
@@ -55,8 +63,8 @@ class Introduce(Value):
     connections: Count
 
 
-class Meeting(Value):
-    """Told by a node: this peer wants to meet you, and is seen there. The answer is `Seats`."""
+class _Meeting(Value):
+    """Told by a node: this peer wants to meet you, and is seen there. The answer is `_Seats`."""
 
     peer: PeerId
     endpoints: Places
@@ -64,110 +72,251 @@ class Meeting(Value):
     token: Token | None
 
 
-class Seats(Value):
-    """Where who answers is seen."""
+class _Seats(Value):
+    """The endpoints at which the peer that answers is seen."""
 
     endpoints: Places
 
 
-class Introduced(Value):
+class _Introduced(Value):
     """The node's answer: where the other one is seen, and the token to be spliced with, if the node relays."""
 
     endpoints: Places
     token: Token | None
 
 
-@dataclass(frozen=True)
-class Ports:
-    """Local ports, and where a node sees them."""
+class Arranging:
+    """The part of `Links` that goes through third parties: our nodes, both ends of an introduction, and our own."""
 
-    local: Sequence[int]
-    seen: tuple[str, ...]
+    def __init__(self, links: Links, ask_info: AskInfo) -> None:
+        self._links = links
+        self._relays = Relays(ask_info)
+        self.splicer: Splicer | None = None
+        """Relays for others, if this node does."""
+        self._ours: dict[str, Relay] = {}  # by address: a node may have several
+        self.volunteers: tuple[str, ...] = ()
+        """Multiaddrs of volunteers that can introduce us, too: bootstrap nodes come and go."""
+        self._changed = asyncio.Event()
+        self._meetings: dict[str, asyncio.Future[None]] = {}
+        self.left: set[str] = set()
+        """Peers whose links we have closed because of a new network: they don't know, and begin nothing."""
 
+    # Nodes that introduce us ----------------------------------------------------------------------------------
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(relay.address for relay in self._ours.values() if self._links.is_up(relay.peer))[:INTRODUCING]
 
-NOWHERE = Ports((), ())
-"""Of who wants to be relayed at once: nothing is to be dialled."""
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Data ports of the nodes that introduce us."""
+        return tuple(relay.endpoint for relay in self._ours.values() if self._links.is_up(relay.peer))
 
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Endpoints at which a node has reached our data port."""
+        return tuple(dict.fromkeys(endpoint for relay in self._ours.values() for endpoint in relay.seen or ()))
 
-async def look(node: str, count: int) -> Ports:
-    """Find out where the node at this endpoint sees `count` new ports of ours. Raises: OSError, RemoteProtocolError."""
-    ports = _free_ports(min(count, MOST))
-    seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
-    return Ports(ports, tuple(one.endpoint for one in seen))
+    def look_again(self) -> None:
+        self._relays.forget_reach()
+        for relay in self._ours.values():
+            relay.seen = None
+        self._changed.set()
 
+    async def keep(self, addresses: Sequence[str]) -> None:
+        """Keep a link with each of these nodes, and know how they see us."""
+        while True:
+            self._changed.clear()
+            looks = (self._greet_node(address) for address in dict.fromkeys((*addresses, *self.volunteers)))
+            for outcome in await asyncio.gather(*looks, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    logger.error("a look at a relay failed", exc_info=outcome)
+            try:
+                async with asyncio.timeout(LOOK_INTERVAL):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
 
-async def meet(
-    credentials: Credentials,
-    add: Add,
-    peer: str,
-    mine: Ports,
-    theirs: Sequence[str],
-    node: str,
-    token: bytes | None,
-    count: int,
-) -> None:
-    """Make connections with a peer that does the same now, and `add` each as soon as it is there.
+    async def _greet_node(self, address: str) -> None:
+        relay = await self._relays.find(address)
+        if relay is None or relay.peer == self._links.me:
+            return
+        was_up = self._links.is_up(relay.peer)
+        if not await self._is_linked(relay):
+            return
+        if not was_up:
+            relay.seen = None
+        self._ours[relay.address] = relay
+        await self._links.way(relay.peer).complete()
+        if relay.seen is None and self._links.port:
+            await self._relays.look_at_us(relay, self._links.port)
 
-    `node` is the endpoint of the one that introduced us.
-    """
-    pairs = zip(mine.local, theirs, strict=False)
-    tries = (
-        _dial_at_once(credentials, add, peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs)
-    )
-    if not any(await asyncio.gather(*tries)) and token is not None:
-        numbers = range(min(count, MOST))
-        await asyncio.gather(*(_splice(credentials, add, peer, node, Splice(token=token, number=n)) for n in numbers))
+    async def _is_linked(self, relay: Relay) -> bool:
+        """Return whether a link with the node is up, made now if it was not, and its endpoint is one that we can dial.
 
-
-async def _dial_at_once(credentials: Credentials, add: Add, peer: str, port: int, endpoint: str, place: int) -> bool:
-    """Dial from a port that the other side dials at the same time, again and again until both are let through."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + PUNCH_TIMEOUT
-    while loop.time() < end:
-        try:
-            sock = await dial(endpoint, ATTEMPT_TIMEOUT, port)
-        except OSError as error:
-            logger.debug("no way yet from port %d to %s at %s: %s", port, peer, endpoint, error)
-            if error.errno in NO_ROUTE:
-                return False
-            if "no answer" not in str(error):  # refused at once: not before the other side dials, too
-                await asyncio.sleep(REFUSED_PAUSE)
-            continue
-        return await _begin(sock, credentials, add, peer, place, Reach.PUNCHED)
-    return False
-
-
-async def _splice(credentials: Credentials, add: Add, peer: str, node: str, opening: Splice) -> bool:
-    try:
-        sock = await dial(node, SPLICE_TIMEOUT)
-        with closed_on_failure(sock):
-            await send(sock, pack_opening(opening))
-    except OSError as error:
-        logger.debug("no relay to %s at %s: %s", peer, node, error)
-        return False
-    return await _begin(sock, credentials, add, peer, opening.number, Reach.RELAYED)
-
-
-async def _begin(sock: socket.socket, credentials: Credentials, add: Add, peer: str, place: int, reach: Reach) -> bool:
-    """Begin a connection of which neither end is the one that dialled: the smaller id speaks first."""
-    try:
-        if credentials.peer_id < peer:
-            add(await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach))
-            return True
-        with closed_on_failure(sock):
-            async with asyncio.timeout(HELLO_TIMEOUT):
-                opening = await read_opening(sock, peer)
-            if not isinstance(opening, Hello):
-                raise RemoteProtocolError(peer, "its connection does not begin with a greeting")
-        connection = await welcome(sock, credentials, opening, reach)
-        if connection.peer != peer:
-            connection.close()
-            raise RemoteProtocolError(connection.peer, f"it came in the place of {peer}")
-        add(connection)
+        A node with IPv4 and IPv6 has two endpoints: its link may be up by one of them while the other is out of reach.
+        """
+        if not self._links.is_up(relay.peer):
+            await self._links.way(relay.peer).dial_first(Contact(relay.peer, (relay.endpoint,)))
+        if self._links.is_up(relay.peer) and not relay.is_reached:
+            relay.is_reached = await can_dial(relay.endpoint)
+        if not self._links.is_up(relay.peer) or not relay.is_reached:
+            self._relays.forget(relay)
+            self._ours.pop(relay.address, None)
+            return False
         return True
-    except (OSError, TimeoutError, RemoteProtocolError) as error:
-        logger.debug("no %s connection with %s: %r", reach, peer, error)
+
+    # Who wants to meet ----------------------------------------------------------------------------------------
+    async def meet(self, contact: Contact, connections: int = CONNECTIONS) -> None:
+        """Meet a peer through a node that introduces it, or us. One of the two begins: the one with the smaller id."""
+        meeting = self._meetings.get(contact.peer)
+        if meeting is not None:
+            await asyncio.wait([meeting])
+            return
+        begins = self._links.me < contact.peer or contact.peer in self.left
+        self.left.discard(contact.peer)
+        if not begins and not self._links.is_up(contact.peer):
+            await self._links.link(contact.peer).wait_until_up(MEETING_TIMEOUT)
+            if self._links.is_up(contact.peer):
+                return
+        for address in dict.fromkeys((*contact.relays, *self.addresses)):
+            relay = await self._relays.find(address)
+            if relay is None or not await self._is_linked(relay):
+                continue
+            try:
+                await self._meet_through(relay, contact.peer, min(connections, MOST))
+            except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
+                logger.debug("%s does not bring us together with %s: %s", relay.address, contact.peer, error)
+                continue
+            if self._links.is_up(contact.peer):
+                return
+
+    async def _meet_through(self, relay: Relay, peer: str, connections: int) -> None:
+        """Raises: PeerUnreachableError, RemoteProtocolError, OSError."""
+        is_relayed = self._links.is_up(peer) and self._links.reach_of(peer) is Reach.RELAYED
+        # Where dialling at once has failed before, it would cost each widening of the link seconds.
+        ports, seen = await _look(relay.endpoint, 0 if is_relayed else connections)
+        asked = _Introduce(to=peer, endpoints=seen, connections=connections)
+        answer = await self._links.link(relay.peer).call(INTRODUCE, pack(asked), CALL_TIMEOUT)
+        introduced = unpack_from(relay.peer, _Introduced, answer)
+        await self._go(peer, ports, introduced.endpoints, relay.endpoint, introduced.token, connections)
+
+    # Who is asked to meet -------------------------------------------------------------------------------------
+    async def on_meet(self, sender: str, payload: bytes) -> bytes:
+        """Meet the peer that a node brings together with us."""
+        meeting = unpack_from(sender, _Meeting, payload)
+        relay = next((relay for relay in self._ours.values() if relay.peer == sender), None)
+        if relay is None:
+            raise RefusalError("we did not ask you to introduce us")
+        if meeting.peer in self._meetings or len(self._meetings) >= MEETINGS:
+            raise RefusalError("it is being met already")
+        connections = min(meeting.connections, MOST)
+        is_met = asyncio.get_running_loop().create_future()
+        is_met.add_done_callback(lambda _: self._meetings.pop(meeting.peer))
+        self._meetings[meeting.peer] = is_met
+        try:
+            ports, seen = await _look(relay.endpoint, connections if meeting.endpoints else 0)
+        except BaseException as error:
+            is_met.set_result(None)
+            if isinstance(error, OSError | RemoteProtocolError):
+                raise RefusalError(f"we do not know where we are seen: {error}") from error
+            raise
+        going = self._go(meeting.peer, ports, meeting.endpoints, relay.endpoint, meeting.token, connections)
+        self._links.start(going).add_done_callback(lambda _: is_met.set_result(None))
+        return pack(_Seats(endpoints=seen))
+
+    # The node that brings two together ------------------------------------------------------------------------
+    async def on_introduce(self, sender: str, payload: bytes) -> bytes:
+        """Bring two peers together that are connected here, and only at addresses where we see them."""
+        asked = unpack_from(sender, _Introduce, payload)
+        for peer in (sender, asked.to):
+            if asked.to == sender or not self._links.is_up(peer):
+                raise RefusalError(f"{peer} is not connected here")
+        token = self.splicer.expect(sender) if self.splicer else None
+        places = self._seen_here(sender, asked.endpoints)
+        meeting = _Meeting(peer=sender, endpoints=places, connections=asked.connections, token=token)
+        try:
+            answer = await self._links.link(asked.to).call(MEET, pack(meeting), CALL_TIMEOUT / 2)
+            seats = unpack_from(asked.to, _Seats, answer)
+        except (PeerUnreachableError, RemoteProtocolError) as error:
+            if self.splicer and token:
+                self.splicer.cancel(token)
+            raise RefusalError(f"{asked.to} does not come: {error}") from error
+        return pack(_Introduced(endpoints=self._seen_here(asked.to, seats.endpoints), token=token))
+
+    def _seen_here(self, peer: str, endpoints: Sequence[str]) -> tuple[str, ...]:
+        """Return those of the endpoints that are at an address from which the peer is connected here."""
+        hosts = self._links.link(peer).hosts
+        return tuple(endpoint for endpoint in endpoints if parse_endpoint(endpoint)[0] in hosts)
+
+    # Both dial ------------------------------------------------------------------------------------------------
+    async def _go(
+        self, peer: str, ports: Sequence[int], theirs: Sequence[str], node: str, token: bytes | None, connections: int
+    ) -> None:
+        """Make connections with a peer that does the same now. `node` is the endpoint of the one that introduced us."""
+        pairs = zip(ports, public_only(theirs, node), strict=False)
+        tries = (self._dial_at_once(peer, port, endpoint, place) for place, (port, endpoint) in enumerate(pairs))
+        if not any(await asyncio.gather(*tries)) and token is not None:
+            numbers = range(connections)
+            await asyncio.gather(*(self._splice(peer, node, Splice(token=token, number=number)) for number in numbers))
+
+    async def _dial_at_once(self, peer: str, port: int, endpoint: str, place: int) -> bool:
+        """Dial from a port that the other side dials at the same time, again and again until both are let through."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + PUNCH_TIMEOUT
+        while loop.time() < end:
+            try:
+                sock = await dial(endpoint, ATTEMPT_TIMEOUT, port)
+            except OSError as error:
+                logger.debug("no way yet from port %d to %s at %s: %s", port, peer, endpoint, error)
+                if error.errno in NO_ROUTE:
+                    return False
+                if not isinstance(error, TimeoutError):  # refused at once: not before the other side dials, too
+                    await asyncio.sleep(REFUSED_PAUSE)
+                continue
+            return await self._begin(sock, peer, place, Reach.PUNCHED)
         return False
+
+    async def _splice(self, peer: str, node: str, opening: Splice) -> None:
+        try:
+            sock = await dial(node, SPLICE_TIMEOUT)
+            with closed_on_failure(sock):
+                await send(sock, pack_opening(opening))
+        except OSError as error:
+            logger.debug("no relay to %s at %s: %s", peer, node, error)
+        else:
+            await self._begin(sock, peer, opening.number, Reach.RELAYED)
+
+    async def _begin(self, sock: socket.socket, peer: str, place: int, reach: Reach) -> bool:
+        """Begin a connection of which neither end is the one that dialled: the smaller id speaks first."""
+        credentials = self._links.credentials
+        try:
+            if credentials.peer_id < peer:
+                connection = await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach)
+            else:
+                with closed_on_failure(sock):
+                    async with asyncio.timeout(HELLO_TIMEOUT):
+                        opening = await read_opening(sock, peer)
+                    if not isinstance(opening, Hello):
+                        raise RemoteProtocolError(peer, "its connection does not begin with a greeting")
+                connection = await welcome(sock, credentials, opening, reach)
+            if connection.peer != peer:
+                connection.close()
+                raise RemoteProtocolError(connection.peer, f"it came in the place of {peer}")
+        except (OSError, RemoteProtocolError) as error:
+            logger.debug("no %s connection with %s: %r", reach, peer, error)
+            return False
+        self._links.add(connection)
+        return True
+
+
+async def _look(node: str, count: int) -> tuple[Sequence[int], tuple[str, ...]]:
+    """Return `count` new ports of ours, and where the node at this endpoint sees them.
+
+    Raises: OSError, RemoteProtocolError.
+    """
+    ports = _free_ports(count)
+    seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
+    return ports, tuple(one.endpoint for one in seen)
 
 
 def _free_ports(count: int) -> list[int]:

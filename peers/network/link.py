@@ -1,4 +1,10 @@
-"""All connections with one peer. They stay open, and warm, from one conversation to the next."""
+"""All connections with one peer, and the messages over them. They stay open from one conversation to the next.
+
+Messages are a conversation that lasts, with many questions under way at once:
+
+asker     prelude "" ──►   ◄── verdict   frame (number, name), payload … ──►
+answerer                                 ◄── frame (number, verdict), answer …
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,17 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
 
 from peers import metrics
 from peers.errors import RemoteProtocolError
-from peers.network.calls import CALLS, Caller
-from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError
+from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection
-from peers.network.lanes import MOST
-from peers.network.throttle import UNLIMITED, Throttle
+from peers.network.throttle import MOST, UNLIMITED, Throttle
 from peers.values.reach import Reach
+from peers.values.wire import MESSAGE_LIMIT, Count, Value, pack, printable, unpack_from
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +33,15 @@ BEST_FIRST = tuple(Reach)
 Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): have the conversation that the other side has opened."""
 
+CALLS = "calls"
+ASKED_AT_ONCE = 64
+HELD_BYTES = 4 << 20  # of questions that are not answered yet, before more are read
+Answer: TypeAlias = Callable[[str, str, bytes], Awaitable[bytes]]
+"""(sender, name, payload) -> answer; RefusalError refuses."""
+
 
 class Link:
-    """What connects us with `peer`. `dial_more` gets so many more connections that are ours."""
+    """The connections with `peer`. `dial_more` gets so many more that are ours."""
 
     def __init__(
         self,
@@ -48,7 +62,7 @@ class Link:
         self._idle: list[Connection] = []  # of ours; the one used last at the end, since it is the warmest
         self._wanted = self._dialling = 0  # conversations that wait for a connection, and connections to come
         self._changed = asyncio.Event()
-        self._caller: asyncio.Future[Caller] | None = None
+        self._caller: asyncio.Future[_Caller] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -98,7 +112,7 @@ class Link:
         if len(alike) >= CONNECTIONS:
             self._end(alike[0])
         self._connections[connection] = None
-        connection.on_lost(lambda: self._lost(connection))
+        connection.reads.on_lost = lambda: self._lost(connection)
         if connection.is_ours:
             self._idle.insert(0, connection)
         else:
@@ -145,7 +159,7 @@ class Link:
                 async with asyncio.timeout(OPEN_TIMEOUT):  # for all of it, not for each byte
                     protocol = (await connection.reads.read(length, None)).decode(errors="replace")
                 await self._serve(protocol, self._channel(connection, protocol))
-        except (OSError, EOFError, TimeoutError) as error:
+        except (OSError, EOFError) as error:
             logger.debug("a connection of %s ended: %r", self.peer, error)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("stream").inc()
@@ -189,7 +203,7 @@ class Link:
     def _channel(self, connection: Connection, protocol: str, opening: bytes = b"") -> Channel:
         """Messages are small, and never wait for bulk data; all else keeps to the volunteer's limits."""
         upload, download = (UNLIMITED, UNLIMITED) if protocol == CALLS else self._caps()
-        return connection.channel(upload, download, opening)
+        return Channel(self.peer, connection.reads, connection.writer, upload, download, True, opening)
 
     async def _take(self) -> Connection:
         self._wanted += 1
@@ -208,17 +222,14 @@ class Link:
             self._wanted -= 1
 
     def _take_idle(self) -> Connection | None:
+        """Return an idle connection by the best way that there is: a relay is to carry only what has no other."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and not self._is_detour(connection):
+            best = min((one.reach for one in self._connections if one.is_ours), key=BEST_FIRST.index, default=None)
+            if connection.is_open and connection.reach is best:
                 return connection
             self._end(connection)
         return None
-
-    def _is_detour(self, connection: Connection) -> bool:
-        """Whether there is a better way by now: a relay is to carry only what has no other."""
-        order = BEST_FIRST.index(connection.reach)
-        return any(one.is_ours and BEST_FIRST.index(one.reach) < order for one in self._connections)
 
     async def _dial(self, count: int) -> None:
         had = self.ours
@@ -244,27 +255,139 @@ class Link:
         except TimeoutError:
             raise PeerUnreachableError(self.peer, "no answer in time") from None
 
-    async def _calls(self) -> Caller:
+    async def _calls(self) -> _Caller:
         if self._caller is None:
             self._caller = asyncio.get_running_loop().create_future()
             self._start(self._keep_calling(self._caller))
         return await asyncio.shield(self._caller)
 
-    async def _keep_calling(self, opened: asyncio.Future[Caller]) -> None:
+    async def _keep_calling(self, opened: asyncio.Future[_Caller]) -> None:
         failure = PeerUnreachableError(self.peer, "the link is being closed")
         try:
             async with self.conversation(CALLS) as channel:
                 await channel.send_prelude(b"", 0)
                 await channel.read_verdict()
-                caller = Caller(channel)
+                caller = _Caller(channel)
                 opened.set_result(caller)
                 await caller.run()
         except PeerUnreachableError as error:
             failure = error
-        except (OSError, EOFError, TimeoutError, RemoteProtocolError) as error:
+        except (OSError, EOFError, RemoteProtocolError) as error:
             failure = PeerUnreachableError(self.peer, str(error) or type(error).__name__)
         finally:
             self._caller = None
             if not opened.done():
                 opened.set_exception(failure)
                 opened.exception()  # perhaps nobody waits any more
+
+
+class _Question(Value):
+    number: Count
+    name: Annotated[str, Field(strict=True, max_length=64)]
+
+
+class _Verdict(Value):
+    number: Count
+    is_answered: Annotated[bool, Field(strict=True)]
+
+
+class _Caller:
+    """The asking end. Once its channel has broken every question fails."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[bytes | PeerUnreachableError]] = {}
+        self._writing = asyncio.Lock()
+        self._is_over = False
+
+    async def run(self) -> None:
+        """Take in answers until the channel breaks, and then raise what broke it."""
+        try:
+            while frame := await self._channel.read_frame_header():
+                verdict = unpack_from(self._channel.peer, _Verdict, frame[0])
+                data = await _read(self._channel, frame[1])
+                waiting = self._waiting.pop(verdict.number, None)
+                if waiting is None or waiting.done():
+                    continue
+                if verdict.is_answered:
+                    waiting.set_result(data)
+                else:
+                    reason = printable(data.decode(errors="replace"))
+                    waiting.set_result(PeerRefusedError(self._channel.peer, reason))
+            raise EOFError("the other side ended it")
+        finally:
+            self._is_over = True
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_result(self._broken())
+            self._waiting.clear()
+
+    async def ask(self, name: str, payload: bytes) -> bytes:
+        """Raises: PeerUnreachableError, PeerRefusedError."""
+        if self._is_over:
+            raise self._broken()
+        self._number += 1
+        number = self._number
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer = self._waiting[number]
+        try:
+            async with self._writing:
+                await self._channel.send_message(pack(_Question(number=number, name=name)), payload)
+            outcome = await answer
+        except (OSError, EOFError) as error:
+            raise PeerUnreachableError(self._channel.peer, str(error) or type(error).__name__) from error
+        finally:
+            self._waiting.pop(number, None)
+        if isinstance(outcome, PeerUnreachableError):
+            raise outcome
+        return outcome
+
+    def _broken(self) -> PeerUnreachableError:
+        return PeerUnreachableError(self._channel.peer, "the connection broke")
+
+
+async def answer_calls(channel: Channel, answer: Answer) -> None:
+    """The answering end. Raises what ends the connection: EOFError when the asker goes away."""
+    await channel.read_prelude()
+    await channel.accept()
+    writing = asyncio.Lock()
+    replies: dict[asyncio.Task[None], int] = {}  # with the length of each question
+
+    async def reply(question: _Question, payload: bytes) -> None:
+        try:
+            is_answered, data = True, await answer(channel.peer, question.name, payload)
+            if len(data) > MESSAGE_LIMIT:
+                raise RefusalError(f"its answer of {len(data)} bytes exceeds {MESSAGE_LIMIT}")
+        except RefusalError as refusal:
+            is_answered, data = False, str(refusal).encode(errors="replace")
+        async with writing:
+            try:
+                await channel.send_message(pack(_Verdict(number=question.number, is_answered=is_answered)), data)
+            except OSError:
+                channel.close()  # gone, or it asks and does not read; the reading end ends with it
+
+    try:
+        while frame := await channel.read_frame_header():
+            question = unpack_from(channel.peer, _Question, frame[0])
+            while len(replies) >= ASKED_AT_ONCE or sum(replies.values()) > HELD_BYTES:
+                await asyncio.wait(replies, return_when=asyncio.FIRST_COMPLETED)
+            payload = await _read(channel, frame[1])
+            task = asyncio.create_task(reply(question, payload))
+            replies[task] = len(payload)
+            task.add_done_callback(replies.pop)
+        raise EOFError("the asker ended it")
+    finally:
+        unfinished = list(replies)
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+
+
+async def _read(channel: Channel, length: int) -> bytes:
+    if length > MESSAGE_LIMIT:
+        raise RemoteProtocolError(channel.peer, f"its message of {length} bytes exceeds {MESSAGE_LIMIT}")
+    data = bytearray(length)
+    if length:
+        await channel.read_frame_data(data)
+    return bytes(data)

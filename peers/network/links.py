@@ -6,58 +6,72 @@ import asyncio
 import logging
 import socket
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peers import metrics
 from peers.errors import RemoteProtocolError
-from peers.network.arranging import Arranging
-from peers.network.calls import CALLS, Answer, answer_calls
-from peers.network.channel import Channel
-from peers.network.connection import Connection, welcome
-from peers.network.contacts import Contact, is_loopback, may_be_dialled, own_endpoints
-from peers.network.credentials import Credentials
-from peers.network.dialling import Dialling
-from peers.network.link import Link, Serve
-from peers.network.listener import UNKNOWN_OF_ONE_NETWORK, Listener, Strangers
-from peers.network.opening import Hello, Opening, Splice
+from peers.network.channel import Channel, PeerUnreachableError, RefusalError
+from peers.network.connection import HANDSHAKE_TIMEOUT, Connection, Credentials, greet, welcome
+from peers.network.contacts import Contact, is_local, is_loopback, may_be_dialled, own_endpoints
+from peers.network.data_port import (
+    UNKNOWN_OF_ONE_NETWORK,
+    Hello,
+    Listener,
+    Opening,
+    Splice,
+    Strangers,
+    answer_probe,
+)
+from peers.network.introductions import INTRODUCE, MEET, Arranging
+from peers.network.link import CALLS, CONNECTIONS, Answer, Link, Serve, answer_calls
 from peers.network.own_network import network_of
 from peers.network.port_mapping import PortMapper
-from peers.network.probing import answer_probe
-from peers.network.relays import AskInfo, LinkInfo, Relays
-from peers.network.settings import LinkSettings
-from peers.network.sockets import raise_file_limit
-from peers.network.splicing import Splicer
+from peers.network.relays import LINK_INFO, AskInfo, LinkInfo, Splicer
+from peers.network.sockets import dial, raise_file_limit
 from peers.network.throttle import Throttle
 from peers.values.identity import Identity
 from peers.values.reach import Reach
+from peers.values.wire import Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
 HEAD_START = 0.5  # seconds that the peer with the smaller id has to dial first
 EAGER = 128  # peers with which links are made before they are needed
 RETRY_FIRST, RETRY_LAST = 5.0, 60.0  # seconds
-LINK_TIMEOUT = 15.0  # seconds that somebody waits for a link; without one there are other ways
+LINK_TIMEOUT = 15.0  # seconds that a stream waits for a link; without one there are other ways
+DIAL_TIMEOUT = 4.0  # seconds
 CALLERS = 4  # conversations in which one peer asks us things: the older ones may be dead
 UNKNOWN = 8  # connections of a peer that we know no heartbeat of. Anybody can make an identity
+MORE = "more"  # name of the call: dial me so many connections that are mine
 
 
-@dataclass
-class _Attempts:
-    """What became of trying to reach one peer."""
+@dataclass(frozen=True)
+class LinkSettings:
+    """An operator's choices about links.
 
-    failures: int = 0
-    has_detour: bool = False
-    """Whether it could be reached without a link."""
-    retry_at: float = 0.0
-    task: asyncio.Future[None] | None = None
+    `port` is where bulk connections are accepted; 0: any free one. `relay_limit` is how many bytes a second this node
+    passes on for others, in all; None: it relays for nobody.
+    """
+
+    port: int = 0
+    relay_limit: float | None = None
+
+    @classmethod
+    def of_megabits(cls, port: int, relay_limit: float | None) -> LinkSettings:
+        """Return what options say, whose limits are in megabits a second."""
+        return cls(port, None if relay_limit is None else relay_limit * 1e6 / 8)
+
+
+class _More(Value):
+    connections: int
 
 
 class Links:
-    """`serve` has a conversation that another peer opens; `answer` answers its messages.
+    """All links of one peer, and the port at which others make them.
 
-    `is_there` says whether a peer answers on another way (libp2p's), where there is no link.
+    `serve` has a conversation that another peer opens; `answer` answers its messages. `is_there` says whether a peer
+    answers on another way (libp2p's), where there is no link.
     """
 
     def __init__(
@@ -69,52 +83,49 @@ class Links:
         is_there: Callable[[str], Awaitable[bool]],
         caps: Callable[[], tuple[Throttle, Throttle]],
     ) -> None:
-        self.me = identity.peer_id
         self._identity = identity
         self.credentials = Credentials(identity)
-        self.relays = Relays(ask_info)
-        self.on_change: Callable[[], None] = lambda: None
         self.clock = time.monotonic
-        self._serve_conversation = serve
-        self._is_there = is_there
+        self.serve = serve
         self._answer = answer
-        self._caps = caps
-        self._links: dict[str, Link] = {}
-        self._contacts: dict[str, Contact] = {}
-        self._attempts: dict[str, _Attempts] = {}
-        self._callers: Counter[str] = Counter()
+        self.is_there = is_there
+        self.caps = caps
+        self._ways: dict[str, _Way] = {}
         self._room = raise_file_limit() // 2  # connections at most: other things are files, too
         most = max(UNKNOWN_OF_ONE_NETWORK, self._room // 2 // UNKNOWN)
-        self._strangers = Strangers(most, lambda peer: self._links[peer].close())
+        self.strangers = Strangers(most, lambda peer: self.link(peer).close())
         self._tasks: set[asyncio.Future[None]] = set()
         self._listener: Listener | None = None
-        self.arranging = Arranging(self)
-        self.dialling = Dialling(self)
-        self.splicer: Splicer | None = None
         self._mapper: PortMapper | None = None
+        self.arranging = Arranging(self, ask_info)
+
+    @property
+    def me(self) -> str:
+        return self._identity.peer_id
 
     # Life -----------------------------------------------------------------------------------------------------
     def listen(self, hosts: Sequence[str], settings: LinkSettings) -> None:
         """Accept connections from now on. Raises: LocalNetworkError when the port can't be used."""
         self._listener = Listener(hosts, settings.port, self._accept)
         if settings.relay_limit is not None:
-            self.splicer = Splicer(settings.relay_limit, self._room // 4)
+            self.arranging.splicer = Splicer(settings.relay_limit, self._room // 4)
         if not all(map(is_loopback, hosts)):
-            self._mapper = PortMapper(self._listener.port, lambda endpoint: self.on_change())
+            self._mapper = PortMapper(self._listener.port)
             self.start(self._mapper.run())
 
     async def close(self) -> None:
         if self._listener:
             await self._listener.close()
-        if self.splicer:
-            await self.splicer.close()
+        if self.arranging.splicer:
+            await self.arranging.splicer.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in list(self._links.values()):
-            link.close()
+        for way in list(self._ways.values()):
+            way.link.close()
 
     def start(self, work: Awaitable[None]) -> asyncio.Future[None]:
+        """Start a task that ends with the links at the latest."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -126,169 +137,137 @@ class Links:
             logger.error("a task of the links failed", exc_info=error)
 
     @property
-    def info(self) -> LinkInfo:
-        return LinkInfo(port=self._listener.port if self._listener else 0)
+    def port(self) -> int:
+        """The port at which we accept connections; 0: we don't."""
+        return self._listener.port if self._listener else 0
 
     def endpoints(self, addresses: Sequence[str]) -> tuple[str, ...]:
         """Return where others may dial us, given our multiaddrs."""
-        if self._listener is None:
+        if not self.port:
             return ()
         mapped = [self._mapper.endpoint] if self._mapper and self._mapper.endpoint else []
-        return own_endpoints(addresses, self._listener.port, [*self.arranging.seen, *mapped])
+        return own_endpoints(addresses, self.port, [*self.arranging.seen, *mapped])
 
     @property
-    def relay_addresses(self) -> tuple[str, ...]:
-        """Multiaddrs of the nodes that introduce us."""
-        return self.arranging.addresses
+    def handlers(self) -> dict[str, Callable[[str, bytes], Awaitable[bytes]]]:
+        """The answers to the calls by which links are made, by name."""
+        return {
+            LINK_INFO: self._tell_info,
+            MORE: self._on_more,
+            INTRODUCE: self.arranging.on_introduce,
+            MEET: self.arranging.on_meet,
+        }
 
-    def use_relays(self, addresses: Sequence[str]) -> None:
-        """Keep a link with these nodes from now on, so that they can introduce us."""
-        self.start(self.arranging.keep(addresses))
+    async def _tell_info(self, sender: str, payload: bytes) -> bytes:
+        return pack(LinkInfo(port=self.port))
+
+    async def _on_more(self, sender: str, payload: bytes) -> bytes:
+        count, way = unpack_from(sender, _More, payload).connections, self._ways.get(sender)
+        if way is None or way.answered is None or count < 1:
+            raise RefusalError("there is no endpoint of yours that answers")
+        await way.give(way.answered, count)
+        return b""
 
     # Who there is ---------------------------------------------------------------------------------------------
     def observe(self, contacts: Mapping[str, Contact], eagerly: bool) -> None:
         """Know these peers, and `eagerly` make links with them."""
-        now = self.clock()
         for peer, contact in contacts.items():
-            self._strangers.went(peer)
-            if peer != self.me and contact != self._contacts.get(peer):
-                self._contacts[peer] = contact
-                if not self._is_busy(peer):
-                    self._attempts.pop(peer, None)
-        for peer in self._contacts.keys() - contacts.keys():
-            del self._contacts[peer]
-            self._tidy(peer)
-        if eagerly and len(self._contacts) <= EAGER:
-            for peer in self._contacts:
-                if self.way_to(peer) is Reach.OPEN or (self.is_up(peer) and not may_be_dialled(contacts[peer])):
-                    self.start(self.dialling.complete(peer))
-                elif now >= self._attempts.setdefault(peer, _Attempts()).retry_at:
-                    self._try(peer)
+            self.strangers.went(peer)
+            if peer != self.me:
+                self.way(peer).know(contact)
+        known = self._known
+        for peer in known.keys() - contacts.keys():
+            known.pop(peer).contact = None
+            self.tidy(peer)
+        if eagerly and len(known) <= EAGER:
+            for peer, way in known.items():
+                if way.link.reach is Reach.OPEN or (way.link.is_up and not may_be_dialled(contacts[peer])):
+                    self.start(way.complete())
+                elif way.is_due:
+                    way.make()
 
-    def _tidy(self, peer: str) -> None:
-        """Keep nothing of a peer that nobody speaks of any more and that is not connected."""
-        if peer not in self._contacts and not self.is_up(peer) and not self._is_busy(peer):
-            self._attempts.pop(peer, None)
-            self._links.pop(peer, None)
-            self.dialling.forget(peer)
+    @property
+    def _known(self) -> dict[str, _Way]:
+        """The ways to peers of which a heartbeat is known."""
+        return {peer: way for peer, way in self._ways.items() if way.contact}
+
+    def tidy(self, peer: str) -> None:
+        """Keep nothing of a peer of which no heartbeat is known any more and that is not connected."""
+        if peer in self._ways and not self._ways[peer].is_needed:
+            del self._ways[peer]
+
+    def way(self, peer: str) -> _Way:
+        """Return the way to a peer, which may not be found yet."""
+        if peer not in self._ways:
+            self._ways[peer] = _Way(self, peer)
+        return self._ways[peer]
+
+    def link(self, peer: str) -> Link:
+        """Return the link with a peer, which may be down."""
+        return self.way(peer).link
 
     def is_up(self, peer: str) -> bool:
-        return peer in self._links and self._links[peer].is_up
-
-    def way_to(self, peer: str) -> Reach:
-        """Return the way that the link with a peer takes; none, if it is down."""
-        return self._links[peer].reach if peer in self._links else Reach.NONE
+        return peer in self._ways and self._ways[peer].link.is_up
 
     def reach_of(self, peer: str) -> Reach | None:
         """Return how we reach a peer; None: nothing is known yet."""
-        if self.is_up(peer):
-            return self._links[peer].reach
-        attempts = self._attempts.get(peer)
-        if attempts is None or not attempts.failures:
-            return None
-        return Reach.RELAYED if attempts.has_detour else Reach.NONE
+        return self._ways[peer].reach if peer in self._ways else None
 
     def reach(self) -> dict[str, Reach]:
         """Return how we reach those that we know of, as far as that was found out."""
-        found = {peer: self.reach_of(peer) for peer in self._contacts}
-        return {peer: reach for peer, reach in found.items() if reach is not None}
+        return {peer: reach for peer, way in self._known.items() if (reach := way.reach) is not None}
 
     def sought(self) -> frozenset[str]:
         """Return those of whom it is not found out yet."""
-        if len(self._contacts) > EAGER:  # then links are made as they are needed
+        known = self._known
+        if len(known) > EAGER:  # then links are made as they are needed
             return frozenset()
-        return frozenset(self._contacts) - self.reach().keys() - {self.me}
+        return frozenset(peer for peer, way in known.items() if way.reach is None)
 
     async def link_with(self, peer: str) -> Link | None:
         """Return the link with a peer, made now if it is not there; None where there is no way."""
-        if not self.is_up(peer) and peer in self._contacts:
-            attempts = self._attempts.setdefault(peer, _Attempts())
-            if self._is_busy(peer) or self.clock() >= attempts.retry_at:
-                await asyncio.wait([self._try(peer)], timeout=LINK_TIMEOUT)
-        return self._links[peer] if self.is_up(peer) else None
+        way = self._ways.get(peer)
+        if way and way.contact and not way.link.is_up and (way.is_busy or way.is_due):
+            await asyncio.wait([way.make()], timeout=LINK_TIMEOUT)
+        return self.link(peer) if self.is_up(peer) else None
 
     def prepare(self, peer: str) -> None:
         """Begin to make the link with a peer for what is to come, where links are not made with everybody."""
-        if len(self._contacts) <= EAGER or peer not in self._contacts or self.is_up(peer):
+        known = self._known
+        if len(known) <= EAGER or peer not in known or self.is_up(peer):
             return
-        is_room = sum(link.is_up for link in self._links.values()) < EAGER
-        if is_room and self.clock() >= self._attempts.setdefault(peer, _Attempts()).retry_at:
-            self._try(peer)
+        is_room = sum(way.link.is_up for way in self._ways.values()) < EAGER
+        if is_room and known[peer].is_due:
+            known[peer].make()
 
     def drop_all(self) -> None:
-        """Our network has changed: whatever was connected is not any more, and is dialled anew."""
+        """Close all links and dial anew: our network has changed."""
         self.credentials = Credentials(self._identity)  # by which the others see it, too
-        self.arranging.left |= {peer for peer in self._links if self.is_up(peer)}
-        for link in list(self._links.values()):
-            link.close()
-        self._attempts = {peer: attempts for peer, attempts in self._attempts.items() if self._is_busy(peer)}
-        self.dialling.forget()
+        for peer, way in list(self._ways.items()):
+            if way.link.is_up:
+                self.arranging.left.add(peer)
+            way.answered = None
+            way.link.close()
+            way.forget_failures()
         self.arranging.look_again()
         if self._mapper:
             self._mapper.look_again()
 
-    # Making links ---------------------------------------------------------------------------------------------
-    def _is_busy(self, peer: str) -> bool:
-        attempts = self._attempts.get(peer)
-        return attempts is not None and attempts.task is not None and not attempts.task.done()
-
-    def _try(self, peer: str) -> asyncio.Future[None]:
-        attempts = self._attempts.setdefault(peer, _Attempts())
-        if attempts.task is None or attempts.task.done():
-            attempts.task = self.start(self._reach_out(peer, attempts))
-            attempts.task.add_done_callback(lambda _: self._tidy(peer))
-        return attempts.task
-
-    async def _reach_out(self, peer: str, attempts: _Attempts) -> None:
-        """Every way to a peer, from best to worst."""
-        if self.me > peer:
-            await self.link(peer).wait_until_up(HEAD_START)  # the other side makes it
-        contact = self._contacts.get(peer)
-        if self.way_to(peer) is not Reach.OPEN and contact is not None:
-            await self.dialling.dial_first(contact)
-        if not self.is_up(peer) and contact is not None:
-            await self.arranging.meet(contact)
-        if self.is_up(peer):
-            attempts.failures = 0
-            attempts.retry_at = self.clock() + RETRY_LAST  # until a better way is looked for
-        else:
-            pause = min(RETRY_LAST, RETRY_FIRST * 2**attempts.failures)
-            attempts.has_detour = await self._is_there(peer)
-            attempts.failures += 1
-            attempts.retry_at = self.clock() + pause
-            self.on_change()
-
-    def link(self, peer: str) -> Link:
-        """Return the link with a peer, which may be down."""
-        if peer not in self._links:
-            dial_more = lambda count: self._dial_more(peer, count)  # noqa: E731
-            self._links[peer] = Link(peer, self._serve, dial_more, self.start, self._caps, lambda: self._changed(peer))
-        return self._links[peer]
-
-    async def _dial_more(self, peer: str, count: int) -> None:
-        """Raises: PeerUnreachableError."""
-        contact = self._contacts.get(peer)
-        if self.link(peer).reach is Reach.OPEN:
-            await self.dialling.dial_more(peer, count)
-        elif contact is not None:
-            await self.arranging.meet(contact, 2 * count)
-
-    def _changed(self, peer: str) -> None:
+    def changed(self, peer: str) -> None:
+        """Note that the link with a peer has more connections now, or fewer."""
         if not self.is_up(peer):
-            self._strangers.went(peer)
-        if not self.is_up(peer) and peer in self._contacts and not self._is_busy(peer):
-            self._attempts.pop(peer, None)  # it was there a moment ago: try at once
-        self._tidy(peer)
-        self.on_change()
+            self.strangers.went(peer)
+            if peer in self._ways:
+                self._ways[peer].forget_failures()  # it was there a moment ago: try at once
+        self.tidy(peer)
 
     # What comes in --------------------------------------------------------------------------------------------
     async def _accept(self, sock: socket.socket, opening: Opening) -> None:
         match opening:
             case Hello():
-                connection = await welcome(sock, self.credentials, opening, Reach.OPEN)
-                self.add(connection)
-            case Splice() if self.splicer:
-                self.splicer.arrived(sock, opening)
+                self.add(await welcome(sock, self.credentials, opening, Reach.OPEN))
+            case Splice() if self.arranging.splicer:
+                self.arranging.splicer.arrived(sock, opening)
             case Splice():
                 sock.close()
             case _:
@@ -306,32 +285,171 @@ class Links:
     def _may_come(self, connection: Connection) -> bool:
         """Return whether a peer is known, or one of not too many that nothing is known of."""
         peer = connection.peer
-        if peer in self._contacts or self.is_up(peer):
+        if peer in self._known or self.is_up(peer):
             return True
-        return self._strangers.come(peer, network_of(connection.host), self.clock())
+        return self.strangers.come(peer, network_of(connection.host), self.clock())
 
     def _has_room_for(self, peer: str) -> bool:
-        """Whether one more connection of a peer is let in. Those that we know nothing of get half of all room."""
-        count = sum(link.connections for link in self._links.values())
-        if peer in self._contacts:
+        """Return whether one more connection of a peer is let in. Those that we don't know get half of all room."""
+        count = sum(way.link.connections for way in self._ways.values())
+        if peer in self._known:
             return count < self._room
         return count < self._room // 2 and (not self.is_up(peer) or self.link(peer).connections < UNKNOWN)
 
-    async def _answer_call(self, sender: str, name: str, payload: bytes) -> bytes:
-        self._strangers.spoke(sender)
+    async def answer(self, sender: str, name: str, payload: bytes) -> bytes:
+        """Answer a message that has come over a link."""
+        self.strangers.spoke(sender)
         return await self._answer(sender, name, payload)
 
-    async def _serve(self, protocol: str, channel: Channel) -> None:
-        self._strangers.spoke(channel.peer)
+
+class _Way:
+    """The way to one other peer: where it is dialled, the link with it, and the attempts to make one."""
+
+    def __init__(self, links: Links, peer: str) -> None:
+        self._links = links
+        self.contact: Contact | None = None
+        self.link = Link(peer, self.serve, self.dial_more, links.start, links.caps, lambda: links.changed(peer))
+        self.answered: str | None = None
+        """The endpoint at which the peer did."""
+        self._is_giving = False  # connections for the peer are on their way
+        self._dials = 0  # under way
+        self._making: asyncio.Future[None] | None = None
+        self._callers = 0
+        self.forget_failures()
+
+    def forget_failures(self) -> None:
+        """Let the next attempt be made at once."""
+        if not self.is_busy:
+            self._failures, self._retry_at = 0, 0.0
+            self._has_detour = False  # whether the peer could be reached without a link
+
+    def know(self, contact: Contact) -> None:
+        """Dial the peer here from now on."""
+        if contact != self.contact:
+            self.contact = contact
+            self.forget_failures()
+
+    @property
+    def reach(self) -> Reach | None:
+        """How we reach the peer; None: nothing is known yet."""
+        if self.link.is_up:
+            return self.link.reach
+        if not self._failures:
+            return None
+        return Reach.RELAYED if self._has_detour else Reach.NONE
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the link is being made."""
+        return self._making is not None and not self._making.done()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for an attempt."""
+        return self._links.clock() >= self._retry_at
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.contact or self.link.is_up or self.is_busy or self._dials)
+
+    async def serve(self, protocol: str, channel: Channel) -> None:
+        """Have a conversation that the peer has opened."""
+        self._links.strangers.spoke(channel.peer)
         if protocol != CALLS:
-            await self._serve_conversation(protocol, channel)
+            await self._links.serve(protocol, channel)
             return
-        if self._callers[channel.peer] >= CALLERS:
+        if self._callers >= CALLERS:
             raise RemoteProtocolError(channel.peer, "it asks on too many connections")
-        self._callers[channel.peer] += 1
+        self._callers += 1
         try:
-            await answer_calls(channel, self._answer_call)
+            await answer_calls(channel, self._links.answer)
         finally:
-            self._callers[channel.peer] -= 1
-            if not self._callers[channel.peer]:
-                del self._callers[channel.peer]
+            self._callers -= 1
+
+    # Making the link ------------------------------------------------------------------------------------------
+    def make(self) -> asyncio.Future[None]:
+        """Make the link, unless that is under way."""
+        if self._making is None or self._making.done():
+            self._making = self._links.start(self._reach_out())
+            self._making.add_done_callback(lambda _: self._links.tidy(self.link.peer))
+        return self._making
+
+    async def _reach_out(self) -> None:
+        """Try every way to the peer, from best to worst."""
+        if self._links.me > self.link.peer:
+            await self.link.wait_until_up(HEAD_START)  # the other side makes it
+        contact = self.contact
+        if self.link.reach is not Reach.OPEN and contact is not None:
+            await self.dial_first(contact)
+        if not self.link.is_up and contact is not None:
+            await self._links.arranging.meet(contact)
+        if self.link.is_up:
+            self._failures = 0
+            self._retry_at = self._links.clock() + RETRY_LAST  # until a better way is looked for
+        else:
+            pause = min(RETRY_LAST, RETRY_FIRST * 2**self._failures)
+            self._has_detour = await self._links.is_there(self.link.peer)
+            self._failures += 1
+            self._retry_at = self._links.clock() + pause
+
+    async def dial_first(self, contact: Contact) -> None:
+        """Try all of the peer's endpoints at once. At the first that answers we make a connection for either side."""
+        local = not self._links.port or all(map(is_local, contact.endpoints))
+        endpoints = [one for one in contact.endpoints if local or not is_local(one)]
+        pending = {asyncio.ensure_future(self._connect(one, is_ours=True)) for one in endpoints}
+        has_answered = False
+        try:
+            while pending and self.link.reach is not Reach.OPEN:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                has_answered = has_answered or any(attempt.result() for attempt in done)
+        finally:
+            for attempt in pending:
+                attempt.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+        if has_answered:
+            await self.complete()
+
+    async def complete(self) -> None:
+        """Open a connection on which the peer can start conversations, unless it has one or its endpoint is unknown."""
+        if self.answered and not self._is_giving and self.link.is_up and not self.link.gives(Reach.OPEN):
+            await self.give(self.answered, 1)
+
+    async def dial_more(self, count: int) -> None:
+        """Get so many more connections that are ours. Raises: PeerUnreachableError."""
+        if self.link.reach is not Reach.OPEN:
+            if self.contact:
+                await self._links.arranging.meet(self.contact, 2 * count)
+        elif endpoint := self.answered:
+            if not any(await asyncio.gather(*(self._connect(endpoint, is_ours=True) for _ in range(count)))):
+                self.answered = None  # it is not there any more
+        elif self.link.ours:
+            await self.link.call(MORE, pack(_More(connections=count)), DIAL_TIMEOUT + HANDSHAKE_TIMEOUT)
+        else:
+            raise PeerUnreachableError(self.link.peer, "it gives us no connection")
+
+    async def give(self, endpoint: str, count: int) -> None:
+        """Dial connections that are the peer's. Raises: RefusalError when some are on their way."""
+        if self._is_giving:
+            raise RefusalError("they are on their way")
+        self._is_giving = True
+        try:
+            most = min(count, CONNECTIONS - self.link.theirs)
+            await asyncio.gather(*(self._connect(endpoint, is_ours=False) for _ in range(most)))
+        finally:
+            self._is_giving = False
+
+    async def _connect(self, endpoint: str, is_ours: bool) -> bool:
+        """Add a connection to the link. Returns whether the peer answers at this endpoint."""
+        self._dials += 1
+        try:
+            sock = await dial(endpoint, DIAL_TIMEOUT)
+            connection = await greet(sock, self._links.credentials, self.link.peer, is_ours, Reach.OPEN)
+            self.answered = endpoint
+            self.link.add(connection)
+        except (OSError, RemoteProtocolError) as error:
+            logger.debug("no connection to %s at %s: %s", self.link.peer, endpoint, error)
+            return False
+        finally:
+            self._dials -= 1
+            self._links.tidy(self.link.peer)
+        return True

@@ -1,4 +1,4 @@
-"""Where peers are in the local network, as they say there themselves: by multicast DNS (RFC 6762, RFC 6763).
+"""Peers in the local network, as they announce themselves there: by multicast DNS (RFC 6762, RFC 6763).
 
 Anybody in the same network may say anything. An address is only where to ask: a run's id is the digest of its manifest,
 and a peer's id that of its key, so that whoever answers shows what it is.
@@ -11,7 +11,7 @@ import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from ipaddress import ip_address
 
 import psutil
@@ -33,7 +33,7 @@ _ADDRESS = re.compile(r"^/ip[46]/(?P<ip>[0-9a-f.:]+)/tcp/(?P<port>[0-9]{1,5})/p2
 TEXT_BYTES = 200  # a TXT record's string has up to 255, the key included
 
 
-def local_interfaces() -> list[str]:
+def _local_interfaces() -> list[str]:
     """Return this machine's addresses in local networks. Where it has a public one it says nothing in any: it may be in
     a data centre, whose operators do not want to hear of it."""
     ours = address_towards(SOMEWHERE[0])
@@ -54,28 +54,23 @@ def _can_be_dialled(address: str) -> bool:
 
 
 @asynccontextmanager
-async def announced(
-    peer: str, run: str, addresses: Sequence[str], interfaces: Sequence[str] | None = None
-) -> AsyncIterator[None]:
+async def announced(peer: str, run: str, addresses: Sequence[str]) -> AsyncIterator[None]:
     """Say meanwhile in the local network where a peer is, and in which run; an empty one: it helps those of any run.
 
-    Args:
-        addresses: multiaddrs, of which the first few are told.
-        interfaces: addresses of this machine where it is said (default: `local_interfaces`).
+    `addresses` are multiaddrs, of which the first few are told.
     """
-    info = _service(peer, run, addresses)
-    where = local_interfaces() if interfaces is None else list(interfaces)
+    info, interfaces = _service(peer, run, addresses), _local_interfaces()
     async with AsyncExitStack() as stack:
-        if info is not None and where:
-            saying = asyncio.create_task(_say(info, where, stack))
+        if info is not None and interfaces:
+            saying = asyncio.create_task(_say(info, interfaces, stack))
             stack.callback(saying.cancel)
         yield
 
 
-async def _say(info: AsyncServiceInfo, interfaces: Sequence[str], stack: AsyncExitStack) -> None:
-    """Whoever is in the run already does not wait for it, nor does it matter where it can't be said."""
+async def _say(info: AsyncServiceInfo, interfaces: list[str], stack: AsyncExitStack) -> None:
+    """Announce a service until the stack is unwound. Peers of the run do not wait for it, so a failure is no error."""
     try:
-        voice = AsyncZeroconf(interfaces=list(interfaces))
+        voice = AsyncZeroconf(interfaces=interfaces)
         stack.push_async_callback(voice.async_close)  # which says goodbye
         await (await voice.async_register_service(info, allow_name_change=True))
         logger.info("the local network hears of this machine: `diloco-peer join --run` alone finds the run there")
@@ -96,59 +91,43 @@ def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo 
     )
 
 
-async def neighbours(run: str, interfaces: Sequence[str] | None = None) -> tuple[str, ...]:
+async def neighbours(run: str) -> tuple[str, ...]:
     """Return addresses of those who say in the local network that they are in a run, then of those that help any."""
-    where = local_interfaces() if interfaces is None else list(interfaces)
-    if not where or not LOOK_SECONDS:
+    interfaces = _local_interfaces()
+    if not interfaces or not LOOK_SECONDS:
         return ()
     try:
-        ear = AsyncZeroconf(interfaces=where)
+        ear = AsyncZeroconf(interfaces=interfaces)
     except OSError as error:
         logger.info("nothing is heard in the local network: %s", error)
         return ()
-    try:
-        return await _Listening(ear, run).found()
-    finally:
-        await ear.async_close()
+    texts: dict[str, dict[str, str]] = {}  # by the service's name
+    is_found = asyncio.Event()
+    loop, asking = asyncio.get_running_loop(), list[asyncio.Task[None]]()
 
-
-class _Listening:
-    """Gathers what is said of services of our kind."""
-
-    def __init__(self, ear: AsyncZeroconf, run: str) -> None:
-        self._ear = ear
-        self._run = run
-        self._texts: dict[str, dict[str, str]] = {}  # by the service's name
-        self._is_found = asyncio.Event()
-        self._asking = set[asyncio.Task[None]]()
-
-    async def found(self) -> tuple[str, ...]:
-        browser = AsyncServiceBrowser(self._ear.zeroconf, SERVICE, handlers=[self._hear])
-        try:
-            async with asyncio.timeout(LOOK_SECONDS):
-                await self._is_found.wait()
-                await asyncio.sleep(MORE_SECONDS)
-        except TimeoutError:
-            pass
-        finally:
-            for asking in self._asking:
-                asking.cancel()
-            await browser.async_cancel()
-        ordered = sorted(self._texts.values(), key=lambda text: text.get("run") != self._run)
-        useful = [text for text in ordered if text.get("run") in (self._run, "")]
-        said = [text.get(f"a{number}", "") for text in useful for number in range(MOST_ADDRESSES)]
-        return tuple(dict.fromkeys(filter(_can_be_dialled, said)))
-
-    def _hear(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: object) -> None:
-        if len(self._texts) < MOST_HEARD and name not in self._texts:
-            self._texts[name] = {}
-            asking = asyncio.get_running_loop().create_task(self._ask(name))
-            self._asking.add(asking)
-            asking.add_done_callback(self._asking.discard)
-
-    async def _ask(self, name: str) -> None:
+    async def ask(name: str) -> None:
         info = AsyncServiceInfo(SERVICE, name)
-        if await info.async_request(self._ear.zeroconf, 1000 * ASK_SECONDS):
-            self._texts[name] = {key: value or "" for key, value in info.decoded_properties.items()}
-            if self._texts[name].get("run") == self._run:
-                self._is_found.set()
+        if await info.async_request(ear.zeroconf, 1000 * ASK_SECONDS):
+            texts[name] = {key: value or "" for key, value in info.decoded_properties.items()}
+            if texts[name].get("run") == run:
+                is_found.set()
+
+    def hear(zeroconf: Zeroconf, service_type: str, name: str, state_change: object) -> None:
+        if len(texts) < MOST_HEARD and name not in texts:
+            texts[name] = {}
+            asking.append(loop.create_task(ask(name)))
+
+    browser = AsyncServiceBrowser(ear.zeroconf, SERVICE, handlers=[hear])
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS):
+                await is_found.wait()
+                await asyncio.sleep(MORE_SECONDS)
+    finally:
+        for task in asking:
+            task.cancel()
+        await browser.async_cancel()
+        await ear.async_close()
+    useful = [text for wanted in (run, "") for text in texts.values() if text.get("run") == wanted]
+    said = [text.get(f"a{number}", "") for text in useful for number in range(MOST_ADDRESSES)]
+    return tuple(dict.fromkeys(filter(_can_be_dialled, said)))

@@ -1,19 +1,35 @@
-"""Where this machine is, as far as it can tell by itself; and in which networks others are."""
+"""This machine's place in the network: its addresses, and noticing that it slept, lost its network or is in another.
+
+A sleeping machine's CLOCK_MONOTONIC stands still, and asyncio's with it; CLOCK_BOOTTIME goes on. Which networks a
+machine is in follows from the addresses that its packets to the internet would bear. The kernel says which these are
+without sending any.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from ipaddress import IPv6Address, ip_address, ip_network
+from dataclasses import dataclass
+from ipaddress import IPv6Address, IPv6Interface, ip_address, ip_network
+
+from peers.network.gateway import default_gateway
+
+logger = logging.getLogger(__name__)
 
 SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
 """Addresses on the internet, one of each version; any would do, and nothing is sent to them."""
-
 HOST = re.compile(r"/ip[46]/(?P<host>[^/]+)/(?!.*/p2p-circuit)")
 NETWORK_BITS = {4: 24, 6: 48}
 """Of an address, that one customer of a provider has in common with its own others, more or less."""
+
+INTERVAL = 1.0  # seconds between two looks
+LONG_SLEEP = 30.0  # seconds, also of being stopped: the others have given us up
+LONG_OFFLINE = 10.0  # seconds: what was sent meanwhile is sent again much later
 
 
 def network_at(address: str) -> str | None:
@@ -33,17 +49,15 @@ def network_of(host: str) -> str:
 
 def is_behind_nat() -> bool:
     """Return whether packets to the internet leave with addresses that nobody there can dial."""
-    return not any(ip_address(address).is_global for address in _own_addresses())
+    return not any((own := address_towards(target)) and ip_address(own).is_global for target in SOMEWHERE)
 
 
 def everywhere(port: int) -> tuple[str, ...]:
     """Return the multiaddrs of a port on all addresses of this machine, in each version of IP that it has."""
-    found = (f"/ip4/0.0.0.0/tcp/{port}",)
-    return (*found, f"/ip6/::/tcp/{port}") if _has_ipv6() else found
-
-
-def _own_addresses() -> Sequence[str]:
-    return [own for target in SOMEWHERE if (own := address_towards(target))]
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        return f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}"
+    return (f"/ip4/0.0.0.0/tcp/{port}",)
 
 
 def address_towards(target: str) -> str | None:
@@ -55,8 +69,86 @@ def address_towards(target: str) -> str | None:
     return None
 
 
-def _has_ipv6() -> bool:
-    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::", 0))
-        return True
-    return False
+@dataclass(frozen=True)
+class NetworkChange:
+    """What has happened. It is over when it is told: the machine is awake, and has a network.
+
+    `slept` and `offline` are in seconds, 0 if it was not long. `has_moved`: an address that connections used is gone.
+    """
+
+    slept: float = 0.0
+    offline: float = 0.0
+    has_moved: bool = False
+
+    @property
+    def breaks_connections(self) -> bool:
+        """Whether what was connected is to be connected anew. If not, there is only one more network than before."""
+        return self.has_moved or self.slept > 0 or self.offline > 0
+
+    def __str__(self) -> str:
+        parts = [f"it slept for {self.slept:.0f} s"] if self.slept else []
+        parts += [f"it had no network for {self.offline:.0f} s"] if self.offline else []
+        parts += ["it is in another network"] if self.has_moved else []
+        return ", ".join(parts) or "it has one more network"
+
+
+class _NetworkDetector:
+    """Changes, as they follow from looks. None is told while there is no network: nothing could be done about it."""
+
+    def __init__(self) -> None:
+        self._last_clock: float | None = None
+        self._networks: frozenset[str] = frozenset()  # the last ones that there were
+        self._offline_since: float | None = None
+        self._slept = 0.0
+
+    def see(self, clock: float, networks: frozenset[str]) -> NetworkChange | None:
+        """Take in one look. `clock` counts seconds, also those that the machine slept."""
+        last, self._last_clock = self._last_clock, clock
+        if last is None:
+            self._networks = networks
+            return None
+        gap = clock - last - INTERVAL
+        if gap >= LONG_SLEEP:
+            self._slept += gap
+        if not networks:
+            if self._offline_since is None:
+                self._offline_since = clock
+            return None
+        offline = 0.0 if self._offline_since is None else clock - self._offline_since
+        before, self._networks = self._networks, networks
+        change = NetworkChange(self._slept, offline if offline >= LONG_OFFLINE else 0.0, bool(before - networks))
+        self._slept, self._offline_since = 0.0, None
+        return change if change.breaks_connections or networks > before else None
+
+
+def _observe() -> tuple[float, frozenset[str]]:
+    """Return what a look at this machine shows: its clock and its networks."""
+    networks = filter(None, map(_network_towards, SOMEWHERE))
+    return time.clock_gettime(time.CLOCK_BOOTTIME), frozenset(networks)
+
+
+async def watch_network(
+    on_change: Callable[[NetworkChange], None], look: Callable[[], tuple[float, frozenset[str]]] = _observe
+) -> None:
+    """Look at this machine again and again until cancelled, and tell what has changed."""
+    detector = _NetworkDetector()
+    while True:
+        change = detector.see(*look())
+        if change is not None:
+            logger.info("the network of this machine has changed: %s", change)
+            on_change(change)
+        await asyncio.sleep(INTERVAL)
+
+
+def _network_towards(target: str) -> str | None:
+    """Return a name of the network by which packets to `target` would leave; None: there is no way there.
+
+    That is our address and the gateway's. Of an IPv6 address it is the first half: the other changes from day to day.
+    """
+    own = address_towards(target)
+    if own is None:
+        return None
+    if ":" in own:
+        return None if IPv6Address(own).is_loopback else str(IPv6Interface(f"{own}/64").network)
+    gateway = default_gateway()
+    return f"{own} by {gateway[0]}" if gateway else own

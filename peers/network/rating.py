@@ -1,4 +1,4 @@
-"""How much a link carries, measured while no round is under way.
+"""Measurements of what a link carries, while no round is under way.
 
     asker     prelude ──►   ◄── verdict    frame … ──► ◄── answer …  last frame ──►    ◄── frame …  answer … ──►
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError
@@ -39,50 +37,36 @@ class Rater:
     def __init__(self, is_free: asyncio.Event) -> None:
         """It refuses unless `is_free`: more important data is under way."""
         self._is_free = is_free
-        self._is_measuring = False
-        self._ended_at: dict[str, float] = {}  # with whom we have measured lately, since they asked
+        self._measuring = asyncio.Lock()
+        self._ended_at: dict[str, float] = {}  # by peer, of measurements that others have asked for lately
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing else is on the link, as far as we know."""
-        return self._is_free.is_set() and not self._is_measuring
+        return self._is_free.is_set() and not self._measuring.locked()
 
     async def ask(self, channel: Channel) -> tuple[float, float]:
         """Return what `ask_rating` does. Raises also: TimeoutError; PeerRefusedError when we have become busy."""
         if not self.is_idle:
             raise PeerRefusedError(channel.peer, "we are busy now")
-        with self._measuring():
-            async with asyncio.timeout(LIMIT):
-                return await ask_rating(channel)
+        async with self._measuring, asyncio.timeout(LIMIT):
+            return await ask_rating(channel)
 
     async def answer(self, channel: Channel) -> None:
         """Be the other end. Raises: TimeoutError, and what breaks the stream."""
         await channel.read_prelude()
-        if not self.is_idle or self._was_here(channel.peer):
+        now = time.monotonic()
+        self._ended_at = {other: at for other, at in self._ended_at.items() if now - at < PAUSE}
+        if not self.is_idle or channel.peer in self._ended_at:  # a peer that came again would keep all others out
             await channel.refuse("busy now")
             return
         try:
-            with self._measuring():
-                async with asyncio.timeout(LIMIT):
-                    await channel.accept()
-                    await _receive(channel)
-                    await _send(channel)
+            async with self._measuring, asyncio.timeout(LIMIT):
+                await channel.accept()
+                await _receive(channel)
+                await _send(channel)
         finally:
             self._ended_at[channel.peer] = time.monotonic()
-
-    def _was_here(self, peer: str) -> bool:
-        """Whether a peer has measured with us just now: whoever came again and again would keep all others out."""
-        now = time.monotonic()
-        self._ended_at = {other: at for other, at in self._ended_at.items() if now - at < PAUSE}
-        return peer in self._ended_at
-
-    @contextmanager
-    def _measuring(self) -> Iterator[None]:
-        self._is_measuring = True
-        try:
-            yield
-        finally:
-            self._is_measuring = False
 
 
 async def _send(channel: Channel) -> float:
@@ -93,7 +77,7 @@ async def _send(channel: Channel) -> float:
     size = FIRST
     while True:
         began = time.monotonic()
-        passed = Passed()
+        passed = _Passed()
         await asyncio.gather(_send_pieces(channel, size), _read_answers(channel, size, passed))
         seconds = time.monotonic() - began
         if (seconds >= LONG_ENOUGH and size > FIRST) or size >= MOST:
@@ -107,7 +91,7 @@ async def _send_pieces(channel: Channel, size: int) -> None:
         await channel.send_frame(b"", PIECE)
 
 
-async def _read_answers(channel: Channel, size: int, passed: Passed) -> None:
+async def _read_answers(channel: Channel, size: int, passed: _Passed) -> None:
     """Take in each answer when it comes. Where little waits for the link, most have come before all is sent."""
     for _ in range(0, size, len(PIECE)):
         await channel.read_answer()
@@ -116,7 +100,7 @@ async def _read_answers(channel: Channel, size: int, passed: Passed) -> None:
 
 async def _receive(channel: Channel) -> float:
     """Confirm what comes; returns the rate at which it came."""
-    passed = Passed()
+    passed = _Passed()
     data = bytearray(len(PIECE))
     while frame := await channel.read_frame_header():
         if frame[1] != len(PIECE) or passed.bytes > 2 * MOST:
@@ -127,7 +111,7 @@ async def _receive(channel: Channel) -> float:
     return passed.rate
 
 
-class Passed:
+class _Passed:
     """What has passed, and when."""
 
     def __init__(self) -> None:

@@ -49,11 +49,6 @@ def closed_on_failure(sock: socket.socket) -> Iterator[None]:
         raise
 
 
-def host_of_peer(sock: socket.socket) -> str:
-    """Return the address of the other end of a connection. Raises: OSError."""
-    return parse_endpoint(endpoint_of_peer(sock))[0]
-
-
 def raise_file_limit() -> int:
     """Let this process open as many files as the system allows it to. Returns how many; a connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -71,12 +66,13 @@ def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
     try:
         for host in dict.fromkeys(hosts):
             try:
-                listeners.append(_listen(host, port))
+                listeners.append(socket.create_server((host, port), family=_family_of(host), backlog=BACKLOG))
             except OSError as error:
                 if error.errno not in NOT_HERE:
                     raise
                 failure = error
                 continue
+            listeners[-1].setblocking(False)
             port = listeners[-1].getsockname()[1]
         if not listeners:
             raise failure
@@ -89,16 +85,6 @@ def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
             "Choose another --data-port, or 0 for any free one.",
         ) from error
     return listeners
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = _new_socket(_family_of(host))
-    with closed_on_failure(listener):
-        if listener.family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    return listener
 
 
 async def dial(endpoint: str, timeout: float, local_port: int = 0) -> socket.socket:
@@ -116,7 +102,7 @@ async def dial(endpoint: str, timeout: float, local_port: int = 0) -> socket.soc
                 except OSError as error:
                     failure = error
     except (TimeoutError, OverflowError, UnicodeError) as error:
-        raise OSError(f"no answer from {endpoint}") from error
+        raise TimeoutError(f"no answer from {endpoint}") from error
     raise failure
 
 
@@ -137,8 +123,10 @@ async def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
 
 
 async def _connect(family: int, address: Any, local_port: int) -> socket.socket:
-    sock = _new_socket(family)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     with closed_on_failure(sock):
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if local_port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             sock.bind(("", local_port))
@@ -175,10 +163,3 @@ def tune(sock: socket.socket) -> socket.socket:
 
 def _family_of(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _new_socket(family: int) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return sock

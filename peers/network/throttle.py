@@ -1,4 +1,4 @@
-"""How much a link carries: at most (a volunteer's caps), and as measured."""
+"""The rate of a link: its caps, the shares that give way, the rate measured, and the connections that reach it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,19 @@ PART = 0.25  # of a round, over which it is taken in a longer one
 KNOWN_FOR = 3600.0  # seconds for which a rate counts that was measured while there was no round
 ROUNDS = 5  # rounds whose best rate counts: links get slower, too
 
+FEWEST, MOST = 4, 64
+IN_ALL = 8  # at least: with one other member alone, what few connections lose is not made up for by others'
+FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # of many that share a slow link each sends more than its share, and most is lost
+SETTLING = 1.0  # seconds in which connections find their pace: what passes then says nothing
+GAIN = 1.2  # times the rate, for twice as many connections: else they are not worth it
+LONGEST_WINDOW = 3.0  # seconds
+ENOUGH = 2  # chunks of each connection that a rate is taken from
+LASTS = 20  # rounds for which a number is kept before more are tried again
+
 
 @dataclass(frozen=True)
 class Caps:
-    """What bulk data may use of the volunteer's link, in bytes a second each; None: all of it."""
+    """Limits on what bulk data uses of the volunteer's link, in bytes a second each; None: all of it."""
 
     upload: float | None = None
     download: float | None = None
@@ -47,7 +56,7 @@ class Caps:
 
 
 class Throttle:
-    """Lets bytes through at no more than a rate. Waiting callers are served in turn."""
+    """A limit on the bytes that pass in a second. Waiting callers are served in turn."""
 
     def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate = rate
@@ -80,7 +89,7 @@ SHARE = 0.2  # of the link, for all that gives way on a crowded one
 
 
 class LinkTime(asyncio.Event):
-    """Whether a link is free of rounds, and how much of it is for what gives way to them.
+    """The time of a link in which no round is under way, and the share of it for what gives way to rounds.
 
     That waits for a round to end, as long as rounds take less than half of the time. With several fragments, or a slow
     link, they may take all of it; then it gets a share, so that those who join do not starve.
@@ -106,6 +115,13 @@ class LinkTime(asyncio.Event):
         self._look()
         super().clear()
 
+    async def give_way(self, count: int) -> None:
+        """Wait until there is no round, or for long enough for so many bytes."""
+        with suppress(TimeoutError):
+            if not self.is_set():
+                async with asyncio.timeout(self.patience(count)):
+                    await self.wait()
+
     def patience(self, count: int) -> float:
         """Return for how many seconds so many bytes are to give way, at most."""
         self._look()
@@ -120,22 +136,6 @@ class LinkTime(asyncio.Event):
         present = 0.0 if self.is_set() else 1.0
         self._busy = present + (self._busy - present) * math.exp((self._seen - now) / MEMORY)
         self._seen = now
-
-
-class GivingWay(Throttle):
-    """Lets bytes through when nothing more important is under way, or after waiting long for that."""
-
-    def __init__(self, throttle: Throttle, link: LinkTime) -> None:
-        self.piece, self.reading_piece = throttle.piece, throttle.reading_piece
-        self._throttle = throttle
-        self._link = link
-
-    async def take(self, count: int) -> None:
-        with suppress(TimeoutError):
-            if not self._link.is_set():
-                async with asyncio.timeout(self._link.patience(count)):
-                    await self._link.wait()
-        await self._throttle.take(count)
 
 
 class RateMeter:
@@ -204,3 +204,63 @@ class RateMeter:
         until = [0.0, *accumulate(self._windows)]
         best = max((after - before for before, after in zip(until, until[length:], strict=False)), default=0.0)
         return best / (length * self._window)
+
+
+class Lanes:
+    """The number of connections that a round uses to each member (`count`): as many as carry more than fewer do.
+
+    Where packets get lost, most machines' TCP (CUBIC) leaves a long link nearly empty, and many connections carry many
+    times as much. So the number is doubled for as long as that helps, and what was found lasts for the next rounds. BBR
+    takes no loss for a full link: where the kernel gives it to us, few connections do.
+    """
+
+    def __init__(self, fewest: int = FEWEST, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
+        self._least, self._most = fewest, most
+        self._clock = clock
+        self.count = self._fewest = fewest
+        self._rate = 0.0  # with half as many
+        self._is_settled = False
+        self._rounds = 0
+        self._settled_at: float | None = None
+        self._began: float | None = None
+        self._bytes = self._chunks = 0
+
+    def begin_round(self, others: int) -> None:
+        """Use as many connections as before to each of so many members."""
+        self._fewest = max(self._least, IN_ALL // max(others, 1))
+        self.count = max(self.count, self._fewest)
+        self._rounds += 1
+        if self._rounds % LASTS == 0:
+            self._is_settled, self._rate = False, 0.0
+        self._began = self._settled_at = None
+
+    def passed(self, count: int, has_more: bool) -> bool:
+        """A chunk of so many bytes has arrived there. Returns whether more connections are to be used from now on.
+
+        `has_more`: others wait to be sent; else it is not the connections that are too few.
+        """
+        now = self._clock()
+        if self._is_settled or not has_more:
+            self._began = None
+            return False
+        if self._settled_at is None:
+            self._settled_at = now + SETTLING
+        if self._began is None:
+            if now >= self._settled_at:
+                self._began, self._bytes, self._chunks = now, 0, 0
+            return False
+        self._bytes += count
+        self._chunks += 1
+        seconds = now - self._began
+        if seconds < WINDOW or (self._chunks < ENOUGH * self.count and seconds < LONGEST_WINDOW):
+            return False
+        rate = self._bytes / seconds
+        self._began = self._settled_at = None
+        if rate < GAIN * self._rate:
+            self.count, self._is_settled = max(self._fewest, self.count // 2), True
+            return False
+        if self.count == self._most:
+            self._is_settled = True
+            return False
+        self._rate, self.count = rate, self.count * 2
+        return True

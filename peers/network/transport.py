@@ -15,16 +15,7 @@ from typing import Any, Self, TypeAlias
 
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, RemoteProtocolError
-from peers.network.arranging import INTRODUCE, MEET
-from peers.network.channel import (
-    Channel,
-    PeerRefusedError,
-    PeerUnreachableError,
-    RefusalError,
-    Serve,
-    pull,
-    serve_pull,
-)
+from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError, Serve, pull, serve_pull
 from peers.network.contacts import contacts_of, host_of, open_volunteers
 from peers.network.daemon import (
     NETWORK_ERRORS,
@@ -37,17 +28,14 @@ from peers.network.daemon import (
     stop_daemon,
     to_peer_id,
 )
+from peers.network.data_port import PROBED_PORTS, probe
 from peers.network.dht_node import DhtMembership, DhtNode
-from peers.network.dialling import MORE
 from peers.network.discovery import GOSSIP, PeerDiscovery
 from peers.network.first_contact import endpoint, first_contacts, reach
 from peers.network.known_runs import KnownRuns
-from peers.network.links import EAGER, Links
-from peers.network.opening import PROBED_PORTS
+from peers.network.links import EAGER, Links, LinkSettings
 from peers.network.own_network import is_behind_nat
-from peers.network.probing import probe
 from peers.network.relays import LINK_INFO, LinkInfo
-from peers.network.settings import LinkSettings
 from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
@@ -58,7 +46,7 @@ from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.reach import Reach
 from peers.values.signed_heads import SignedHeads
-from peers.values.wire import MESSAGE_LIMIT, pack, printable, unpack_from
+from peers.values.wire import MESSAGE_LIMIT, printable, unpack_from
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +142,7 @@ class HivemindTransport:
         except BaseException:
             await transport.close()
             raise
-        transport._links.use_relays(initial_peers)
+        transport._links.start(transport._links.arranging.keep(initial_peers))
         transport._membership = DhtMembership(
             daemon,
             dht.protocol,
@@ -169,9 +157,7 @@ class HivemindTransport:
 
     async def _answer_others(self) -> None:
         """Answer the calls of the transport's own."""
-        answers: dict[str, CallHandler] = {LINK_INFO: self._tell_link_info, MORE: self._links.dialling.on_more}
-        answers |= {INTRODUCE: self._links.arranging.on_introduce, MEET: self._links.arranging.on_meet}
-        for name, answer in (answers | self.runs.answers | {GOSSIP: self._hear}).items():
+        for name, answer in (self._links.handlers | self.runs.answers | {GOSSIP: self._hear}).items():
             await self.on_call(name, answer)
 
     def cap(self, caps: Caps) -> None:
@@ -227,7 +213,7 @@ class HivemindTransport:
     @property
     def _is_eager(self) -> bool:
         """Whether links are made before they are needed: a client, which accepts none, makes none either."""
-        return self._links.info.port > 0
+        return self._links.port > 0
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -237,7 +223,7 @@ class HivemindTransport:
     @property
     def relays(self) -> tuple[str, ...]:
         """Addresses of the nodes that introduce us to others."""
-        return self._links.relay_addresses
+        return self._links.arranging.addresses
 
     def reach(self) -> dict[str, Reach]:
         """Return how each peer is reached, as far as that is known."""
@@ -371,9 +357,6 @@ class HivemindTransport:
         except PeerUnreachableError:
             return False
         return True
-
-    async def _tell_link_info(self, sender: str, payload: bytes) -> bytes:
-        return pack(self._links.info)
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
         """Serve a stream that another peer has opened on a link. Raises what breaks it."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from peers.network.places import LONGEST
+from peers.network.channel import LONGEST_HELD
 
 LEAST = 60.0  # seconds that a donor has for what it was asked, however fast others are: it may be in a round
-MOST = LONGEST  # seconds after which it is given up, however slow all are
+MOST = LONGEST_HELD  # seconds after which it is given up, however slow all are
 SLOWER = 8  # times as slow as the others on average is too slow
 UNKNOWN = 10.0  # seconds that a donor needs, as long as it has given nothing
 

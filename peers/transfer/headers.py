@@ -11,8 +11,7 @@ from pydantic import Field
 
 from peers.log.chain import STRETCH_LIMIT, Stretch
 from peers.log.folder import RunLog
-from peers.network.channel import Buffer
-from peers.network.places import Places
+from peers.network.channel import Buffer, Places
 from peers.transfer.download import PullTransport, kept_for
 from peers.values.wire import Count, RunId, Value, pack, unpack_from
 

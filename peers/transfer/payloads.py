@@ -12,8 +12,7 @@ from weakref import WeakValueDictionary
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
 from peers.log.payload import Payload
-from peers.network.channel import Buffer, PeerUnreachableError, RefusalError
-from peers.network.places import Places
+from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted

@@ -14,8 +14,7 @@ from contextlib import asynccontextmanager
 
 from peers.errors import RemoteProtocolError
 from peers.log.folder import LogFolderError, RunLog
-from peers.network.channel import Buffer, PeerUnreachableError, RefusalError
-from peers.network.places import Places
+from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
 from peers.protocol.faults import PROOF_LIMIT
 from peers.transfer.donors import CHANCE, shuffled
 from peers.transfer.download import PullTransport, kept_for

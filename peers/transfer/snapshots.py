@@ -14,8 +14,7 @@ from pydantic import Field
 from peers.errors import RemoteProtocolError
 from peers.log.chain import STRETCH_LIMIT
 from peers.log.header import Header
-from peers.network.channel import Buffer, RefusalError
-from peers.network.places import Places
+from peers.network.channel import Buffer, Places, RefusalError
 from peers.transfer.download import RANGES, PullTransport, kept_for
 from peers.transfer.memory_file import MemoryFile
 from peers.transfer.state_chunks import StateChunking

@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager
 
 from peers.errors import DilocoPeerError, RemoteProtocolError
-from peers.network.channel import Buffer, PeerUnreachableError, RefusalError
-from peers.network.places import Places
+from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.events import AverageRefuted
 from peers.protocol.exchange import Exchange

@@ -17,7 +17,7 @@ from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.network.settings import LinkSettings
+from peers.network.links import LinkSettings
 from peers.network.transport import HivemindTransport
 from peers.protocol.events import Event, ReducedArrived
 from peers.values.identity import Identity

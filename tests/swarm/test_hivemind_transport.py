@@ -27,12 +27,12 @@ from peers.errors import (
     RemoteProtocolError,
     SwarmUnreachableError,
 )
-from peers.network import arranging, dht_node
+from peers.network import dht_node, introductions
 from peers.network.channel import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.contacts import Contact
 from peers.network.daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
 from peers.network.dht_storage import heartbeats_key
-from peers.network.settings import LinkSettings
+from peers.network.links import LinkSettings
 from peers.network.throttle import Caps
 from peers.network.transport import PROTOCOL_PREFIX, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -432,7 +432,9 @@ def test_where_there_is_a_link_everything_goes_over_it(monkeypatch: pytest.Monke
 
 @pytest.mark.thorough
 def test_when_a_link_breaks_libp2p_is_used_until_it_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arranging, "LOOK_INTERVAL", 1000.0)  # seconds: until then nobody looks for who introduces it
+    monkeypatch.setattr(
+        introductions, "LOOK_INTERVAL", 1000.0
+    )  # seconds: until then nobody looks for who introduces it
 
     async def echo(sender: str, payload: bytes) -> bytes:
         return payload

@@ -16,16 +16,16 @@ pytestmark = [pytest.mark.swarm, pytest.mark.thorough]
 
 WATCH = """
 import asyncio, dataclasses, json
-from peers.network.network_watch import NetworkWatch, observe
+from peers.network.own_network import _observe, watch_network
 
 def say(what):
     print(json.dumps(what), flush=True)
 
-first = observe()
+first = _observe()
 looks = [first]
-say(sorted(first.networks))
-watch = NetworkWatch(lambda change: say(dataclasses.asdict(change)), lambda: looks.pop() if looks else observe())
-asyncio.run(watch.run())
+say(sorted(first[1]))
+look = lambda: looks.pop() if looks else _observe()
+asyncio.run(watch_network(lambda change: say(dataclasses.asdict(change)), look))
 """
 
 

@@ -46,8 +46,8 @@ from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, pro
 from opendiloco.volunteer.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
 from peers.errors import DilocoPeerError, ManifestError
+from peers.network.links import LinkSettings
 from peers.network.own_network import everywhere
-from peers.network.settings import LinkSettings
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity

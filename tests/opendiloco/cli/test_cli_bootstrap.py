@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import peers.network.bootstrap
 from opendiloco.cli import main
 from peers import metrics
-from peers.network.settings import LinkSettings
+from peers.network.links import LinkSettings
 
 
 @pytest.mark.parametrize(

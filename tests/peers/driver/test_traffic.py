@@ -20,8 +20,7 @@ from peers.driver.incoming import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, Strea
 from peers.driver.traffic import Traffic
 from peers.errors import RemoteProtocolError
 from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
-from peers.network.lanes import FEWEST, MOST
-from peers.network.throttle import Caps
+from peers.network.throttle import FEWEST, MOST, Caps
 from peers.protocol.effects import OpenRound, SendChunk
 from peers.protocol.events import (
     BadBlocks,

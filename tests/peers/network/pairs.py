@@ -8,9 +8,8 @@ import os
 import socket
 from functools import lru_cache
 
-from peers.network.connection import Connection, greet, welcome
-from peers.network.credentials import Credentials
-from peers.network.opening import Hello, read_opening
+from peers.network.connection import Connection, Credentials, greet, welcome
+from peers.network.data_port import Hello, read_opening
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
-from peers.network.calls import ASKED_AT_ONCE, HELD_BYTES, Answer, Caller, Question, Verdict, answer_calls
 from peers.network.channel import STALL_TIMEOUT, Channel, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.network.link import ASKED_AT_ONCE, HELD_BYTES, Answer, _Caller, _Question, _Verdict, answer_calls
 from peers.values.wire import MESSAGE_LIMIT, pack, unpack
 from tests.peers.network.test_channel import channels, send_raw
 from tests.peers.network.test_throttle import now, simulate
@@ -29,13 +29,13 @@ async def echo(sender: str, name: str, payload: bytes) -> bytes:
 @asynccontextmanager
 async def asking(
     other: Callable[[Channel], Awaitable[None]],
-) -> AsyncIterator[tuple[Caller, Channel, asyncio.Task[None]]]:
+) -> AsyncIterator[tuple[_Caller, Channel, asyncio.Task[None]]]:
     """A caller, its channel, and what becomes of the other end."""
     left, right = await channels()
     answering = asyncio.ensure_future(other(right))
     await left.send_prelude(b"", 0)
     await left.read_verdict()
-    caller = Caller(left)
+    caller = _Caller(left)
     running = asyncio.create_task(caller.run())
     try:
         yield caller, left, asyncio.ensure_future(answering)
@@ -149,9 +149,9 @@ def test_who_stops_waiting_leaves_no_half_of_a_question_behind() -> None:
         while frame := await channel.read_frame_header():
             payload = bytearray(frame[1])
             await channel.read_frame_data(payload)
-            question = unpack(Question, frame[0])
+            question = unpack(_Question, frame[0])
             answer = await echo("", question.name, bytes(payload))
-            await channel.send_message(pack(Verdict(number=question.number, is_answered=True)), answer)
+            await channel.send_message(pack(_Verdict(number=question.number, is_answered=True)), answer)
 
     async def scenario() -> None:
         async with asking(reads_late) as (caller, channel, _):
@@ -173,7 +173,7 @@ def test_who_asks_and_reads_no_answers_is_cut_off() -> None:
         answers = asyncio.create_task(answer_calls(right, long_answer))
         await left.send_prelude(b"", 0)
         for number in range(5):
-            await left.send_message(pack(Question(number=number, name="question")), b"")
+            await left.send_message(pack(_Question(number=number, name="question")), b"")
         began = now()
         with pytest.raises(ERRORS):
             await answers
@@ -213,8 +213,8 @@ def test_a_message_out_of_bounds_is_refused_before_it_is_read(end: str) -> None:
             ours = asyncio.create_task(answer_calls(right, echo))
         else:
             await right.read_prelude()
-            ours = asyncio.create_task(Caller(right).run())
-        header = pack(Question(number=1, name="x") if end == "answers" else Verdict(number=1, is_answered=True))
+            ours = asyncio.create_task(_Caller(right).run())
+        header = pack(_Question(number=1, name="x") if end == "answers" else _Verdict(number=1, is_answered=True))
         await send_raw(left, (len(header)).to_bytes(4, "big") + (MESSAGE_LIMIT + 1).to_bytes(8, "big") + header)
         with pytest.raises(RemoteProtocolError, match=str(MESSAGE_LIMIT + 1)):
             await ours
@@ -238,7 +238,7 @@ def test_garbage_ends_the_conversation_at_either_end(garbage: bytes) -> None:
         await send_raw(left, garbage)
         left.close()
         with pytest.raises(ERRORS):
-            await Caller(right).run()
+            await _Caller(right).run()
         right.close()
 
     simulate(scenario())
@@ -249,9 +249,9 @@ def test_an_answer_that_nobody_waits_for_is_nothing() -> None:
         async def answers(channel: Channel) -> None:
             await channel.read_prelude()
             await channel.accept()
-            await channel.send_message(pack(Verdict(number=77, is_answered=True)), b"unasked")
+            await channel.send_message(pack(_Verdict(number=77, is_answered=True)), b"unasked")
             await channel.read_frame_header()
-            await channel.send_message(pack(Verdict(number=1, is_answered=True)), b"asked")
+            await channel.send_message(pack(_Verdict(number=1, is_answered=True)), b"asked")
 
         async with asking(answers) as (caller, _, _):
             await settle()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.network import channel as streams
 from peers.network.channel import Buffer, Channel, PeerRefusedError, RefusalError
-from peers.network.throttle import PIECE, UNLIMITED, Throttle
+from peers.network.throttle import PIECE, UNLIMITED, LinkTime, Throttle
 from tests.peers.network.test_throttle import simulate
 
 DEADLINE = 120.0  # seconds; nothing here waits for anything but the other end of a socket pair
@@ -206,7 +206,8 @@ class Counted(Throttle):
         self.taken.append(count)
 
 
-def test_both_ends_ask_their_throttles_for_every_byte() -> None:
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_both_ends_ask_their_throttles_for_every_byte(gives_way: bool) -> None:
     """Of frames and of what is pulled alike; headers and answers don't count."""
     size, into = 3 * PIECE + 5, bytearray(3 * PIECE + 5)
 
@@ -218,6 +219,8 @@ def test_both_ends_ask_their_throttles_for_every_byte() -> None:
     async def both(send: Callable[[Channel], Awaitable[Any]], receive: Callable[[Channel], Awaitable[Any]]) -> None:
         upload, download = Counted(), Counted()
         left, right = await channels(upload, download)
+        if gives_way:
+            left.give_way(LinkTime())
         try:
             async with asyncio.timeout(DEADLINE):
                 await asyncio.gather(send(left), receive(right))

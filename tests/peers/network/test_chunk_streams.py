@@ -20,11 +20,13 @@ from peers.network.channel import (
     REFUSED,
     STALL_TIMEOUT,
     Channel,
+    ChunkSender,
+    Frame,
     PeerRefusedError,
     PeerUnreachableError,
     RefusalError,
+    receive_chunks,
 )
-from peers.network.chunk_streams import ChunkSender, Frame, receive_chunks
 from peers.network.throttle import PIECE, Throttle
 from tests.peers.network.test_channel import BROKEN, channels, converse, rest_of, send_raw
 from tests.peers.network.test_throttle import now, simulate
@@ -66,7 +68,7 @@ class Outbox:
             await asyncio.Event().wait()
         number = self.given
         self.given += 1
-        return Frame(number, b"chunk %d" % number, self.frames[number])
+        return number, b"chunk %d" % number, self.frames[number]
 
     def _answered(self, number: int, is_taken: bool, seconds: float) -> None:
         self.answers.append((number, is_taken))
@@ -130,7 +132,7 @@ def test_a_stream_that_was_ended_properly_is_finished_and_another_can_follow() -
         left, right = await channels()
         inbox = Inbox()
         for number in range(3):
-            frames = [Frame(0, b"chunk %d" % number, b"data"), None]
+            frames: list[Frame[int] | None] = [(0, b"chunk %d" % number, b"data"), None]
 
             async def following(frames: list[Frame[int] | None] = frames) -> Frame[int] | None:
                 return frames.pop(0)
@@ -219,7 +221,7 @@ def test_a_slow_link_has_fewer_bytes_under_way(most: int, frames: int) -> None:
         async def following() -> Frame[int]:
             nonlocal given
             given += 1
-            return Frame(given, b"", b"data")
+            return given, b"", b"data"
 
         sending = asyncio.create_task(ChunkSender[int](channel, lambda: most).run(b"", following, lambda *_: None))
         for _ in range(100):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
 from peers.network.connection import HANDSHAKE_TIMEOUT, Connection, greet, welcome
-from peers.network.opening import Hello
+from peers.network.data_port import Hello
 from peers.values.reach import Reach
 from tests.peers.network.pairs import answer_greeting, connected, credentials_of, open_files, socket_pair
 from tests.peers.network.test_throttle import now, simulate
@@ -31,7 +31,7 @@ def test_both_ends_know_who_opens_conversations(is_lefts: bool) -> None:
         assert await right.reads.read(12, 1.0) == b"to the right"
         assert await left.reads.read(11, 1.0) == b"to the left"
         lost = asyncio.Event()
-        right.on_lost(lost.set)
+        right.reads.on_lost = lost.set
         left.close()
         assert not left.is_open
         await lost.wait()

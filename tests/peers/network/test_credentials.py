@@ -15,11 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
-from peers.network import credentials
-from peers.network.connection import Connection, greet, welcome
-from peers.network.credentials import Credentials, NotItsCertificateError, peer_id_of_certificate
-from peers.network.opening import Hello, read_opening
-from peers.network.tls import TlsTransport, start_tls
+from peers.network import connection
+from peers.network.connection import (
+    Connection,
+    Credentials,
+    _peer_of,
+    greet,
+    welcome,
+)
+from peers.network.data_port import CERTIFICATE_BYTES, Hello, read_opening
+from peers.network.direct_io import TlsTransport, start_tls
 from peers.values.identity import Identity
 from peers.values.reach import Reach
 from tests.peers.network.pairs import connected, credentials_of, open_files, socket_pair
@@ -29,7 +34,7 @@ ME, OTHER, IMPOSTOR = (credentials_of(name) for name in ("me", "other", "imposto
 
 
 def certificate_of(key: object, signed_by: object, digest: SHA256 | None = None) -> bytes:
-    builder = x509.CertificateBuilder().subject_name(credentials.NAME).issuer_name(credentials.NAME).serial_number(1)
+    builder = x509.CertificateBuilder().subject_name(connection.NAME).issuer_name(connection.NAME).serial_number(1)
     builder = builder.not_valid_before(datetime(2000, 1, 1)).not_valid_after(datetime(9999, 1, 1))
     made = builder.public_key(key.public_key()).sign(signed_by, digest)  # type: ignore[attr-defined,arg-type]
     return made.public_bytes(Encoding.DER)
@@ -83,7 +88,7 @@ def test_whoever_claims_to_be_another_peer_is_not_let_in(claim: str) -> None:
         certificate = Credentials(other).certificate
         if claim != "its certificate":
             certificate = certificate_of(other.private_key, impostor.private_key)
-            assert peer_id_of_certificate(certificate) == other.peer_id
+            assert _peer_of(certificate) == other.peer_id
         hello = Hello(to=ME.peer_id, certificate=certificate, is_yours=False)
         outcome = await outcome_of_hello(hello, Credentials(impostor))
         assert isinstance(outcome, RemoteProtocolError)
@@ -94,8 +99,8 @@ def test_whoever_claims_to_be_another_peer_is_not_let_in(claim: str) -> None:
 
 def test_two_certificates_are_none() -> None:
     """OpenSSL would trust both of them."""
-    with pytest.raises(NotItsCertificateError):
-        peer_id_of_certificate(OTHER.certificate + IMPOSTOR.certificate)
+    with pytest.raises(RemoteProtocolError):
+        _peer_of(OTHER.certificate + IMPOSTOR.certificate)
 
 
 def test_whoever_wants_to_talk_to_somebody_else_is_sent_away() -> None:
@@ -110,18 +115,18 @@ def test_whoever_wants_to_talk_to_somebody_else_is_sent_away() -> None:
 
 def test_a_certificate_is_of_an_ed25519_key_and_small() -> None:
     key = ec.generate_private_key(ec.SECP256R1())
-    with pytest.raises(NotItsCertificateError, match="Ed25519"):
-        peer_id_of_certificate(certificate_of(key, key, SHA256()))
-    with pytest.raises(NotItsCertificateError, match="exceeds"):
-        peer_id_of_certificate(bytes(credentials.CERTIFICATE_BYTES + 1))
+    with pytest.raises(RemoteProtocolError, match="Ed25519"):
+        _peer_of(certificate_of(key, key, SHA256()))
+    with pytest.raises(RemoteProtocolError, match="exceeds"):
+        _peer_of(bytes(CERTIFICATE_BYTES + 1))
     key_of_peer = Ed25519PrivateKey.generate()
-    assert peer_id_of_certificate(certificate_of(key_of_peer, key_of_peer)) == Identity(key_of_peer).peer_id
+    assert _peer_of(certificate_of(key_of_peer, key_of_peer)) == Identity(key_of_peer).peer_id
 
 
 @given(st.binary(max_size=300))
 def test_garbage_is_no_certificate(garbage: bytes) -> None:
-    with pytest.raises(NotItsCertificateError):
-        peer_id_of_certificate(garbage)
+    with pytest.raises(RemoteProtocolError):
+        _peer_of(garbage)
 
 
 @given(st.integers(0, len(OTHER.certificate) - 1), st.integers(1, 255))
@@ -130,9 +135,9 @@ def test_a_changed_certificate_is_another_peers_or_none(place: int, change: int)
     changed = bytearray(OTHER.certificate)
     changed[place] ^= change
     try:
-        peer_id_of_certificate(bytes(changed))
+        _peer_of(bytes(changed))
         OTHER.accepting(bytes(changed))
-    except (NotItsCertificateError, OSError):
+    except (RemoteProtocolError, OSError):
         pass
 
 
@@ -147,8 +152,8 @@ def test_a_connection_that_proves_nothing_is_nobodys() -> None:
     async def scenario() -> None:
         ours, theirs = await connected(ME, OTHER)
         assert isinstance(ours, Connection)
-        with pytest.raises(NotItsCertificateError):
-            credentials.check(ours.writer.get_extra_info("ssl_object"), IMPOSTOR.peer_id)
+        with pytest.raises(RemoteProtocolError):
+            connection._check(ours.writer.get_extra_info("ssl_object"), IMPOSTOR.peer_id)
         ours.close()
         theirs.close()
 

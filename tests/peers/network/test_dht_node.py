@@ -13,7 +13,7 @@ import pytest
 from peers.network import dht_node
 from peers.network.daemon import to_peer_id
 from peers.network.dht_node import DhtMembership
-from peers.network.network_watch import NetworkChange
+from peers.network.own_network import NetworkChange
 from peers.values.identity import Identity
 
 DEADLINE = 120.0  # seconds

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from peers.network.direct_reads import LOW_WATER, READ_AHEAD, DirectReads
+from peers.network.direct_io import LOW_WATER, READ_AHEAD, DirectReads
 from tests.peers.network.test_throttle import now, simulate
 
 LIMIT = 1 << 16  # bytes that a StreamReader takes in before it has enough, by half
@@ -208,7 +208,8 @@ def test_silence_where_few_bytes_wake_nobody_is_looked_into_before_it_ends_a_rea
     async def scenario() -> None:
         async with pair() as both:
             reads, marks = both.take_over(), Marks()
-            reads._can_wait, reads._socket = True, marks  # as over TCP
+            reads._is_tls = True  # as over TCP
+            reads._transport._extra["socket"] = marks  # type: ignore[attr-defined]
             began = now()
             with pytest.raises(TimeoutError):
                 await reads.fill(memoryview(bytearray(5 * LOW_WATER)), 7.0)

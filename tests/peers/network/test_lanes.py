@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from peers.network.lanes import FEWEST, IN_ALL, LASTS, MOST, MOST_WITH_BBR, SETTLING, Lanes
+from peers.network.throttle import FEWEST, IN_ALL, LASTS, MOST, MOST_WITH_BBR, SETTLING, Lanes
 
 CHUNK = 1 << 19  # bytes
 

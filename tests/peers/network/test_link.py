@@ -11,11 +11,9 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network import link as links_link
-from peers.network.calls import CALLS, answer_calls
 from peers.network.channel import STALL_TIMEOUT, Channel, PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.network.connection import Connection
-from peers.network.credentials import Credentials
-from peers.network.link import CONNECTIONS, DIAL_PAUSE, OPEN_TIMEOUT, Link
+from peers.network.connection import Connection, Credentials
+from peers.network.link import CALLS, CONNECTIONS, DIAL_PAUSE, OPEN_TIMEOUT, Link, answer_calls
 from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
 from peers.values.reach import Reach

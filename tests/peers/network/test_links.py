@@ -11,20 +11,15 @@ from typing import Any
 
 import pytest
 
-from peers.network import arranging, introductions, links, listener
-from peers.network import link as link_module
-from peers.network.arranging import INTRODUCE, MEET
+from peers.network import data_port, introductions, link, links
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError
-from peers.network.connection import Connection, greet
+from peers.network.connection import Connection, Credentials, greet
 from peers.network.contacts import Contact
-from peers.network.credentials import Credentials
-from peers.network.dialling import MORE, More
-from peers.network.introductions import Introduce, Meeting, Ports, Seats, meet
+from peers.network.data_port import Seen, probe
+from peers.network.introductions import INTRODUCE, MEET, Arranging
 from peers.network.link import CONNECTIONS, Link
-from peers.network.links import LINK_TIMEOUT, UNKNOWN, Links
-from peers.network.probing import Seen, probe
+from peers.network.links import LINK_TIMEOUT, MORE, UNKNOWN, Links, LinkSettings, _Way
 from peers.network.relays import LinkInfo
-from peers.network.settings import LinkSettings
 from peers.network.sockets import dial, listen
 from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
@@ -51,13 +46,7 @@ class Node:
         self.links = Links(
             identity, self.serve, self.answer, self.ask_info, self.is_there, lambda: (UNLIMITED, UNLIMITED)
         )
-        self.links.on_change = self.changed
-        self.answers |= {
-            MORE: self.links.dialling.on_more,
-            INTRODUCE: self.links.arranging.on_introduce,
-            MEET: self.links.arranging.on_meet,
-        }
-        self._waiting: list[asyncio.Event] = []
+        self.answers |= self.links.handlers
         swarm[self.peer] = self
 
     @property
@@ -84,22 +73,15 @@ class Node:
     async def ask_info(self, peer: str, address: str) -> LinkInfo:
         if peer not in self.swarm:
             raise PeerUnreachableError(peer, "not there")
-        return self.swarm[peer].links.info
+        return LinkInfo(port=self.swarm[peer].links.port)
 
     async def is_there(self, peer: str) -> bool:
         self.detours += 1
         return self.detour
 
-    def changed(self) -> None:
-        for event in self._waiting:
-            event.set()
-
     async def until(self, condition: Callable[[], bool]) -> None:
-        event = asyncio.Event()
-        self._waiting.append(event)
-        while not condition():
-            event.clear()
-            await event.wait()
+        while not condition():  # each look after all else has had its turn
+            await asyncio.sleep(0)
 
     async def until_up(self, other: Node) -> Link:
         await self.until(lambda: self.links.is_up(other.peer))
@@ -139,7 +121,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for others who will not come."""
     monkeypatch.setattr(links, "HEAD_START", 0.01)
-    monkeypatch.setattr(arranging, "MEETING_TIMEOUT", 0.01)
+    monkeypatch.setattr(introductions, "MEETING_TIMEOUT", 0.01)
     monkeypatch.setattr(introductions, "PUNCH_TIMEOUT", 0.0)  # on one machine there is nothing to punch through
 
 
@@ -180,11 +162,11 @@ def test_in_a_crowd_links_are_made_with_some_of_those_that_are_told_things(monke
     async def scenario() -> None:
         async with nodes(3) as (one, other, third):
             one.know(other.contact(), third.contact())
-            assert one.links._attempts == {}
+            assert not any(way.is_busy for way in one.links._ways.values())
             one.links.prepare(other.peer)
             await one.until_up(other)
             one.links.prepare(third.peer)
-            assert third.peer not in one.links._attempts
+            assert not one.links.way(third.peer).is_busy
 
     run(scenario())
 
@@ -208,19 +190,21 @@ def test_who_cannot_dial_asks_for_more_connections() -> None:
 def test_more_than_there_may_be_is_not_dialled() -> None:
     async def scenario() -> None:
         async with nodes(2) as (dialler, other):
+            on_more = dialler.links.handlers[MORE]
             with pytest.raises(RefusalError, match="no endpoint"):
-                await dialler.links.dialling.on_more(other.peer, pack(More(connections=1)))
+                await on_more(other.peer, pack(links._More(connections=1)))
+            assert dialler.links._ways == {}, "nothing is kept of a stranger that asks"
             dialler.know(other.contact())
             link = await dialler.until_up(other)
             await dialler.links.link_with(other.peer)
-            dialler.links.dialling._giving.add(other.peer)
+            dialler.links.way(other.peer)._is_giving = True
             with pytest.raises(RefusalError, match="on their way"):
-                await dialler.links.dialling.on_more(other.peer, pack(More(connections=1)))
-            dialler.links.dialling._giving.clear()
+                await on_more(other.peer, pack(links._More(connections=1)))
+            dialler.links.way(other.peer)._is_giving = False
             with pytest.raises(RefusalError):
-                await dialler.links.dialling.on_more(other.peer, pack(More(connections=0)))
+                await on_more(other.peer, pack(links._More(connections=0)))
             other.know(dialler.contact(), eagerly=False)
-            await dialler.links.dialling.on_more(other.peer, pack(More(connections=1 << 60)))
+            await on_more(other.peer, pack(links._More(connections=1 << 60)))
             assert link.theirs <= CONNECTIONS
 
     run(scenario())
@@ -238,7 +222,7 @@ def test_who_lost_its_only_connection_is_given_another() -> None:
             lost.close()
             await dialler.until(lambda: here.theirs == 0)
             with pytest.raises(PeerUnreachableError):
-                await other.links.dialling.dial_more(dialler.peer, 1)
+                await other.links.way(dialler.peer).dial_more(1)
             dialler.know(other.contact())
             await other.until(lambda: there.ours > 0)
             await talk(there)
@@ -312,20 +296,18 @@ def test_who_is_not_there_any_more_is_forgotten() -> None:
             one.know(other.contact())
             await one.until_up(other)
             await other.until_up(one)
-            making = one.links._attempts[other.peer].task
-            assert making is not None
-            await asyncio.wait([making])
+            await asyncio.wait([one.links.way(other.peer).make()])
             one.know()
             assert one.links.reach() == {}
             assert one.links.is_up(other.peer), "until it breaks"
             other.links.link(one.peer).close()
             await one.until(lambda: not one.links.is_up(other.peer))
             await other.until(lambda: not other.links.is_up(one.peer))
-            assert one.links._links == other.links._links == {}
+            assert one.links._ways == other.links._ways == {}
             one.know(other.contact((REFUSING,)))
             await one.links.link_with(other.peer)
             one.know()
-            assert (one.links._links, one.links._attempts) == ({}, {})
+            assert one.links._ways == {}
 
     run(scenario())
 
@@ -338,7 +320,7 @@ def test_a_link_is_waited_for_no_longer_than_there_is_patience(monkeypatch: pyte
     async def scenario() -> None:
         async with nodes(2) as (one, other):
             forever = asyncio.Event()
-            monkeypatch.setattr(one.links.dialling, "dial_first", lambda contact: forever.wait())
+            monkeypatch.setattr(_Way, "dial_first", lambda way, contact: forever.wait())
             one.know(other.contact(), eagerly=False)
             assert await one.links.link_with(other.peer) is None
             assert await one.links.link_with("nobody") is None
@@ -384,7 +366,7 @@ async def is_ended(connection: Connection) -> None:
 
 def test_made_up_peers_are_few_and_drive_out_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: 400 links of made-up peers were accepted in six seconds."""
-    monkeypatch.setattr(listener, "UNKNOWN_OF_ONE_NETWORK", 10)
+    monkeypatch.setattr(data_port, "UNKNOWN_OF_ONE_NETWORK", 10)
 
     async def scenario() -> None:
         async with nodes(3) as (member, late, node):
@@ -395,7 +377,7 @@ def test_made_up_peers_are_few_and_drive_out_none_that_is_known(monkeypatch: pyt
             flood = [await made_up(node) for _ in range(40)]
             for _, connection in flood[10:]:
                 await is_ended(connection)
-            up = {peer for peer in node.links._links if node.links.is_up(peer)}
+            up = {peer for peer in node.links._ways if node.links.is_up(peer)}
             assert up == {member.peer, *(peer for peer, _ in flood[:10])}
             await talk(link)
             late.know(node.contact())
@@ -418,7 +400,7 @@ def test_made_up_peers_are_few_and_drive_out_none_that_is_known(monkeypatch: pyt
     ids=["binary", "no prelude", "http", "half of one"],
 )
 def test_a_malformed_opening_ends_the_connection_and_harms_nobody(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(link_module, "OPEN_TIMEOUT", 0.2)
+    monkeypatch.setattr(link, "OPEN_TIMEOUT", 0.2)
 
     async def scenario() -> None:
         async with nodes(2) as (other, node):
@@ -470,8 +452,8 @@ async def around_a_relay(limit: float | None = 1e9) -> AsyncIterator[tuple[Node,
     async with nodes(3, relay_limit=limit) as made:
         one, other, relay = made
         for node in (one, other):
-            node.links.use_relays([relay.address])
-            await node.until(lambda node=node: node.links.relay_addresses == (relay.address,))  # type: ignore[misc]
+            node.links.start(node.links.arranging.keep([relay.address]))
+            await node.until(lambda node=node: node.links.arranging.addresses == (relay.address,))  # type: ignore[misc]
             await relay.until(lambda node=node: relay.links.link(node.peer).ours > 0)  # type: ignore[misc]
         yield one, other, relay
 
@@ -503,7 +485,7 @@ def test_a_link_over_a_relay_gets_more_connections_by_meeting_again() -> None:
 def test_a_link_over_a_relay_is_widened_without_dialling_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it failed before, and cost every widening seconds."""
     tries: list[object] = []
-    dial_at_once = introductions._dial_at_once
+    dial_at_once = Arranging._dial_at_once
 
     async def count(*arguments: Any) -> bool:
         tries.append(arguments)
@@ -511,7 +493,7 @@ def test_a_link_over_a_relay_is_widened_without_dialling_at_once(monkeypatch: py
 
     async def scenario() -> None:
         async with around_a_relay() as (one, other, relay):
-            monkeypatch.setattr(introductions, "_dial_at_once", count)
+            monkeypatch.setattr(Arranging, "_dial_at_once", count)
             one.know(other.contact((REFUSING,), (relay.address,)))
             link = await one.until_up(other)
             tries.clear()
@@ -522,22 +504,20 @@ def test_a_link_over_a_relay_is_widened_without_dialling_at_once(monkeypatch: py
     run(scenario())
 
 
-def test_where_there_is_no_route_nobody_dials_twice() -> None:
+def test_where_there_is_no_route_nobody_dials_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a machine without IPv6 dialled a peer that has nothing else for seconds."""
 
     async def scenario() -> None:
-        [identity] = sorted_identities(1)
-        credentials, mine = Credentials(identity), Ports((0,), ())
-        with pytest.MonkeyPatch.context() as patch:
+        async with nodes(1, listening=False) as (node,):
             dialled: list[str] = []
 
             async def dial(endpoint: str, timeout: float, local_port: int) -> socket.socket:
                 dialled.append(endpoint)
                 raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
-            patch.setattr(introductions, "PUNCH_TIMEOUT", DEADLINE)
-            patch.setattr(introductions, "dial", dial)
-            await meet(credentials, lambda connection: None, "a" * 20, mine, ("[2a0e::1]:5",), REFUSING, None, 1)
+            monkeypatch.setattr(introductions, "PUNCH_TIMEOUT", DEADLINE)
+            monkeypatch.setattr(introductions, "dial", dial)
+            await node.links.arranging._go("a" * 20, (0,), ("[2a0e::1]:5",), REFUSING, None, 1)
             assert dialled == ["[2a0e::1]:5"]
 
     run(scenario())
@@ -571,7 +551,7 @@ def test_who_is_in_another_network_begins_to_meet_those_it_left(monkeypatch: pyt
         async with around_a_relay() as (one, other, relay):
             one.know(other.contact((REFUSING,), (relay.address,)))
             await asyncio.gather(one.until_up(other), other.until_up(one))
-            monkeypatch.setattr(arranging, "MEETING_TIMEOUT", DEADLINE)
+            monkeypatch.setattr(introductions, "MEETING_TIMEOUT", DEADLINE)
             one.know(eagerly=False)
             other.links.drop_all()
             assert not other.links.is_up(one.peer)
@@ -588,13 +568,13 @@ def test_an_address_of_a_node_that_is_out_of_reach_is_not_used() -> None:
     async def scenario() -> None:
         async with around_a_relay() as (one, other, relay):
             out_of_reach = relay.address.replace("127.0.0.1", "127.0.0.2")
-            one.links.use_relays([out_of_reach])
-            node = await one.links.relays.find(out_of_reach)
+            one.links.start(one.links.arranging.keep([out_of_reach]))
+            node = await one.links.arranging._relays.find(out_of_reach)
             assert node is not None
             one.know(other.contact((REFUSING,), (out_of_reach, relay.address)))
             assert (await one.until_up(other)).reach is Reach.RELAYED
             assert not node.is_reached
-            assert one.links.relay_addresses == (relay.address,)
+            assert one.links.arranging.addresses == (relay.address,)
             assert len(one.links.arranging.nodes) == 1
 
     run(scenario())
@@ -605,7 +585,7 @@ def test_a_node_that_does_not_relay_still_introduces() -> None:
         async with around_a_relay(limit=None) as (one, other, relay):
             one.know(other.contact((REFUSING,), (relay.address,)))
             await one.until(lambda: one.links.reach_of(other.peer) is Reach.NONE)
-            meetings = [unpack(Meeting, payload) for _, name, payload in other.log if name == MEET]
+            meetings = [unpack(introductions._Meeting, payload) for _, name, payload in other.log if name == MEET]
             assert [meeting.token for meeting in meetings] == [None]
 
     run(scenario())
@@ -614,7 +594,7 @@ def test_a_node_that_does_not_relay_still_introduces() -> None:
 def test_a_node_sees_us_and_we_announce_what_it_saw() -> None:
     async def scenario() -> None:
         async with around_a_relay() as (one, _, _):
-            port = one.links.info.port
+            port = one.links.port
             await one.until(lambda: bool(one.links.arranging.seen))
             assert one.links.endpoints([]) == (f"127.0.0.1:{port}",)
             one.links.arranging.look_again()
@@ -625,7 +605,7 @@ def test_a_node_sees_us_and_we_announce_what_it_saw() -> None:
 
 
 def introduce(to: Node, *endpoints: str) -> bytes:
-    return pack(Introduce(to=to.peer, endpoints=endpoints, connections=4))
+    return pack(introductions._Introduce(to=to.peer, endpoints=endpoints, connections=4))
 
 
 def test_only_those_who_are_connected_are_introduced() -> None:
@@ -637,8 +617,8 @@ def test_only_those_who_are_connected_are_introduced() -> None:
             for asker, to in ((stranger, one), (one, stranger), (one, one)):
                 with pytest.raises(RefusalError, match="not connected here"):
                     await ask(asker.peer, introduce(to))
-            assert relay.links.splicer is not None
-            assert not relay.links.splicer._meetings
+            assert relay.links.arranging.splicer is not None
+            assert not relay.links.arranging.splicer._meetings
             assert [name for _, name, _ in other.log if name == MEET] == []
 
     run(scenario())
@@ -649,15 +629,15 @@ def test_nobody_is_sent_to_where_the_other_one_was_not_seen() -> None:
         async with around_a_relay() as (one, other, relay):
 
             async def come(sender: str, payload: bytes) -> bytes:
-                return pack(Seats(endpoints=("127.0.0.1:7", "8.8.8.8:53", "[::1]:5")))
+                return pack(introductions._Seats(endpoints=("127.0.0.1:7", "8.8.8.8:53", "[::1]:5")))
 
             other.answers[MEET] = come
             answer = await one.links.link(relay.peer).call(
                 INTRODUCE, introduce(other, "127.0.0.1:9", "8.8.4.4:53"), 5.0
             )
-            (meeting,) = (unpack(Meeting, payload) for _, name, payload in other.log if name == MEET)
+            (meeting,) = (unpack(introductions._Meeting, payload) for _, name, payload in other.log if name == MEET)
             assert (meeting.peer, meeting.endpoints) == (one.peer, ("127.0.0.1:9",))
-            assert unpack(introductions.Introduced, answer).endpoints == ("127.0.0.1:7",)
+            assert unpack(introductions._Introduced, answer).endpoints == ("127.0.0.1:7",)
 
     run(scenario())
 
@@ -672,8 +652,8 @@ def test_a_meeting_that_the_other_one_refuses_costs_the_relay_nothing() -> None:
             other.answers[MEET] = stay
             with pytest.raises(PeerUnreachableError, match="busy"):
                 await one.links.link(relay.peer).call(INTRODUCE, introduce(other), 5.0)
-            assert relay.links.splicer is not None
-            assert not relay.links.splicer._meetings
+            assert relay.links.arranging.splicer is not None
+            assert not relay.links.arranging.splicer._meetings
 
     run(scenario())
 
@@ -681,11 +661,11 @@ def test_a_meeting_that_the_other_one_refuses_costs_the_relay_nothing() -> None:
 def test_only_our_own_nodes_bring_us_together_with_others() -> None:
     async def scenario() -> None:
         async with around_a_relay() as (one, other, relay):
-            meeting = pack(Meeting(peer="a" * 20, endpoints=(REFUSING,), connections=1, token=None))
+            meeting = pack(introductions._Meeting(peer="a" * 20, endpoints=(REFUSING,), connections=1, token=None))
             with pytest.raises(RefusalError, match="did not ask"):
                 await one.links.arranging.on_meet(other.peer, meeting)
             seats = await one.links.arranging.on_meet(relay.peer, meeting)
-            assert len(unpack(Seats, seats).endpoints) == 1
+            assert len(unpack(introductions._Seats, seats).endpoints) == 1
 
     run(scenario())
 
@@ -695,18 +675,18 @@ def test_a_look_at_a_relay_that_fails_is_not_the_last(monkeypatch: pytest.Monkey
 
     async def scenario() -> None:
         async with nodes(2, relay_limit=1e9) as (one, relay):
-            monkeypatch.setattr(arranging, "LOOK_INTERVAL", 0.01)
+            monkeypatch.setattr(introductions, "LOOK_INTERVAL", 0.01)
             errors = [ZeroDivisionError(), ValueError()]
-            find = one.links.relays.find
+            find = one.links.arranging._relays.find
 
             async def find_later(address: str) -> Any:
                 if errors:
                     raise errors.pop()
                 return await find(address)
 
-            monkeypatch.setattr(one.links.relays, "find", find_later)
-            one.links.use_relays([relay.address.replace("/ip4/127.0.0.1", "/dns4/localhost")])
-            await one.until(lambda: bool(one.links.relay_addresses))
+            monkeypatch.setattr(one.links.arranging._relays, "find", find_later)
+            one.links.start(one.links.arranging.keep([relay.address.replace("/ip4/127.0.0.1", "/dns4/localhost")]))
+            await one.until(lambda: bool(one.links.arranging.addresses))
             assert isinstance(await probe(relay.contact().endpoints[0]), Seen)
 
     run(scenario())

@@ -11,13 +11,19 @@ from typing import Any
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.network import listener
-from peers.network.listener import UNKNOWN_OF_ONE_NETWORK, Listener, Strangers
-from peers.network.opening import Opening, Probe, pack_opening
+from peers.network import data_port
+from peers.network.data_port import (
+    UNKNOWN_OF_ONE_NETWORK,
+    Listener,
+    Opening,
+    Strangers,
+    _Probe,
+    pack_opening,
+)
 from tests.peers.network.pairs import open_files
 
 DEADLINE = 120.0  # seconds
-OPENING = Probe(ports=())
+OPENING = _Probe(ports=())
 
 
 class Door:
@@ -80,7 +86,7 @@ def test_whoever_says_what_it_wants_is_let_in() -> None:
 
 
 def test_nonsense_and_silence_are_sent_away_and_harm_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "OPENING_TIMEOUT", 0.05)
+    monkeypatch.setattr(data_port, "OPENING_TIMEOUT", 0.05)
 
     async def scenario() -> None:
         async with door() as one:
@@ -106,7 +112,7 @@ def test_whatever_goes_wrong_with_one_the_next_is_let_in(error: Exception) -> No
 
 
 def test_one_network_cannot_take_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "STRANGERS_OF_ONE_NETWORK", 3)
+    monkeypatch.setattr(data_port, "STRANGERS_OF_ONE_NETWORK", 3)
 
     async def scenario() -> None:
         async with door() as one:
@@ -125,7 +131,7 @@ def test_one_network_cannot_take_all_places(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_flood_shuts_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has been silent for longest has to go."""
-    monkeypatch.setattr(listener, "STRANGERS", 3)
+    monkeypatch.setattr(data_port, "STRANGERS", 3)
 
     async def scenario() -> None:
         async with door() as one:
@@ -151,7 +157,7 @@ def test_closing_ends_those_who_have_not_said_anything() -> None:
 
 
 def test_too_many_open_files_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "PAUSE", 0.0)
+    monkeypatch.setattr(data_port, "PAUSE", 0.0)
 
     async def scenario() -> None:
         accept, failures = socket.socket.accept, [OSError(24, "Too many open files")] * 3

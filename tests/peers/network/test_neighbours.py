@@ -12,7 +12,7 @@ import pytest
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from peers.network import neighbours
-from peers.network.neighbours import MOST_ADDRESSES, announced, local_interfaces
+from peers.network.neighbours import MOST_ADDRESSES, _local_interfaces, announced
 from peers.values.identity import Identity
 
 LOOPBACK = ("127.0.0.1",)
@@ -28,6 +28,7 @@ def address_of(peer: str, port: int = 4001) -> str:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speak of a service that nobody else does: other tests on this machine hear us, and we them."""
+    monkeypatch.setattr(neighbours, "_local_interfaces", lambda: list(LOOPBACK))
     monkeypatch.setattr(neighbours, "SERVICE", f"_test-{os.urandom(4).hex()}._tcp.local.")
     if not carries_multicast(LOOPBACK[0]):
         pytest.skip("this machine's loopback interface carries no multicast")
@@ -52,7 +53,7 @@ def carries_multicast(interface: str) -> bool:
 async def found_when(count: int, run: str = RUN) -> tuple[str, ...]:
     """Look until so many addresses are found: whoever announces itself says so more than once."""
     async with asyncio.timeout(DEADLINE):
-        while len(found := await neighbours.neighbours(run, LOOPBACK)) != count:
+        while len(found := await neighbours.neighbours(run)) != count:
             await asyncio.sleep(0)  # where nothing can be heard it has not waited
     return found
 
@@ -61,9 +62,9 @@ async def found_when(count: int, run: str = RUN) -> tuple[str, ...]:
 def test_those_in_the_run_are_found_before_those_who_help_any_and_nobody_else() -> None:
     async def scenario() -> None:
         async with (
-            announced(HELPER, "", [address_of(HELPER)], LOOPBACK),
-            announced(FIRST, RUN, [address_of(FIRST)], LOOPBACK),
-            announced(SECOND, "another-run", [address_of(SECOND)], LOOPBACK),
+            announced(HELPER, "", [address_of(HELPER)]),
+            announced(FIRST, RUN, [address_of(FIRST)]),
+            announced(SECOND, "another-run", [address_of(SECOND)]),
         ):
             assert await found_when(2) == (address_of(FIRST), address_of(HELPER))
             assert await found_when(1, "a-third-run") == (address_of(HELPER),)
@@ -78,7 +79,7 @@ def test_only_a_few_addresses_are_told_and_only_such_as_can_be_dialled() -> None
 
     async def scenario() -> None:
         wrong = [f"/dnsaddr/example.org/p2p/{FIRST}", f"{address_of(HELPER)}/p2p-circuit/p2p/{FIRST}"]
-        async with announced(FIRST, RUN, [*wrong, *many], LOOPBACK):
+        async with announced(FIRST, RUN, [*wrong, *many]):
             assert await found_when(MOST_ADDRESSES) == tuple(many[:MOST_ADDRESSES])
 
     asyncio.run(scenario())
@@ -99,7 +100,7 @@ def test_what_a_liar_says_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def scenario() -> None:
         monkeypatch.setattr(neighbours, "_service", lying)
-        async with announced(FIRST, RUN, [address_of(FIRST)], LOOPBACK):
+        async with announced(FIRST, RUN, [address_of(FIRST)]):
             assert await found_when(1) == (address_of(FIRST),)
 
     asyncio.run(scenario())
@@ -117,7 +118,7 @@ def test_only_local_networks_hear_of_us(monkeypatch: pytest.MonkeyPatch, towards
     ours = {"lo": [interface("127.0.0.1")], "eth0": [interface("192.168.1.7"), interface("fe80::1", 10)]}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: ours | {"wan": [interface("8.8.8.8")]})
     monkeypatch.setattr(neighbours, "address_towards", lambda target: towards)
-    assert local_interfaces() == found
+    assert _local_interfaces() == found
 
 
 def test_where_nothing_can_be_said_or_heard_all_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +126,11 @@ def test_where_nothing_can_be_said_or_heard_all_goes_on(monkeypatch: pytest.Monk
         raise OSError("no multicast here")
 
     monkeypatch.setattr(AsyncZeroconf, "__init__", refuses)
+    monkeypatch.setattr(neighbours, "_local_interfaces", lambda: list(LOOPBACK))
 
     async def scenario() -> None:
-        async with announced(FIRST, RUN, [address_of(FIRST)], LOOPBACK):
+        async with announced(FIRST, RUN, [address_of(FIRST)]):
             await asyncio.sleep(0)
-            assert await neighbours.neighbours(RUN, LOOPBACK) == ()
+            assert await neighbours.neighbours(RUN) == ()
 
     asyncio.run(scenario())

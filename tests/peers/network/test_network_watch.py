@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.network import network_watch
-from peers.network.network_watch import (
+from peers.network import own_network
+from peers.network.own_network import (
     INTERVAL,
     LONG_OFFLINE,
     LONG_SLEEP,
     NetworkChange,
-    NetworkDetector,
-    NetworkWatch,
-    Observation,
-    network_towards,
-    observe,
+    _network_towards,
+    _NetworkDetector,
+    _observe,
+    watch_network,
 )
 
 HOME, CAFE, HOME6 = "192.168.3.2 by 192.168.3.1", "10.7.0.9 by 10.7.0.1", "2001:db8:3::/64"
@@ -29,13 +28,13 @@ class Machine:
     """Is looked at once a second."""
 
     def __init__(self, *networks: str) -> None:
-        self._detector = NetworkDetector()
+        self._detector = _NetworkDetector()
         self._clock = 1000.0
         self.changes = [change for change in [self.look(*networks)] if change]
 
     def look(self, *networks: str, after: float = INTERVAL) -> NetworkChange | None:
         self._clock += after
-        return self._detector.see(Observation(self._clock, frozenset(networks)))
+        return self._detector.see(self._clock, frozenset(networks))
 
     def offline(self, seconds: float) -> None:
         for _ in range(int(seconds / INTERVAL)):
@@ -110,12 +109,12 @@ LOOKS = st.lists(
 
 @given(LOOKS)
 def test_whatever_is_seen_all_sleep_is_told_of(looks: list[tuple[float, frozenset[str]]]) -> None:
-    detector, clock, told, slept = NetworkDetector(), 0.0, 0.0, 0.0
-    detector.see(Observation(clock, looks[0][1]))
+    detector, clock, told, slept = _NetworkDetector(), 0.0, 0.0, 0.0
+    detector.see(clock, looks[0][1])
     for after, networks in (*looks[1:], (INTERVAL, frozenset({HOME}))):
         clock += after
         slept += after - INTERVAL if after - INTERVAL >= LONG_SLEEP else 0.0
-        change = detector.see(Observation(clock, networks))
+        change = detector.see(clock, networks)
         assert change is None or networks
         told += change.slept if change else 0.0
     assert told == pytest.approx(slept)
@@ -128,13 +127,13 @@ def test_changes_are_said_in_words() -> None:
 
 
 def test_the_watch_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_watch, "INTERVAL", 0.0)
-    looks = iter([Observation(0, frozenset({HOME})), Observation(1, frozenset({CAFE}))])
-    last = Observation(2, frozenset({CAFE}))
+    monkeypatch.setattr(own_network, "INTERVAL", 0.0)
+    looks = iter([(0, frozenset({HOME})), (1, frozenset({CAFE}))])
+    last = (2, frozenset({CAFE}))
 
     async def scenario() -> None:
         changed: asyncio.Queue[NetworkChange] = asyncio.Queue()
-        task = asyncio.create_task(NetworkWatch(changed.put_nowait, lambda: next(looks, last)).run())
+        task = asyncio.create_task(watch_network(changed.put_nowait, lambda: next(looks, last)))
         async with asyncio.timeout(60):
             assert await changed.get() == NetworkChange(has_moved=True)
         task.cancel()
@@ -145,15 +144,15 @@ def test_the_watch_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_machine_is_looked_at() -> None:
-    first, second = observe(), observe()
-    assert first.networks == second.networks
-    assert first.clock <= second.clock
-    assert network_towards("127.0.0.1") is not None
-    assert network_towards("no address") is None
+    (first, here), (second, still_here) = _observe(), _observe()
+    assert here == still_here
+    assert first <= second
+    assert _network_towards("127.0.0.1") is not None
+    assert _network_towards("no address") is None
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
 def test_ipv6_networks_are_halves_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", lambda self, where: None)
     monkeypatch.setattr(socket.socket, "getsockname", lambda self: ("2001:db8:3::77:1", 5, 0, 0))
-    assert network_towards("2606:4700:4700::1111") == "2001:db8:3::/64"
+    assert _network_towards("2606:4700:4700::1111") == "2001:db8:3::/64"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
-from peers.network.opening import (
+from peers.network.data_port import (
     BODY_BYTES,
     KINDS,
     MAGIC,
@@ -17,8 +17,8 @@ from peers.network.opening import (
     VERSION,
     Hello,
     Opening,
-    Probe,
     Splice,
+    _Probe,
     pack_opening,
     read_opening,
 )
@@ -28,7 +28,7 @@ from tests.peers.network.test_throttle import simulate
 OPENINGS: list[Opening] = [
     Hello(to="a" * 52, certificate=b"certificate", is_yours=True),
     Splice(token=bytes(16), number=3),
-    Probe(ports=(1, 65535)),
+    _Probe(ports=(1, 65535)),
 ]
 
 

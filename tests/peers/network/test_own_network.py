@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+
 import pytest
 
 from peers.network import own_network
@@ -21,7 +24,8 @@ from peers.network.own_network import everywhere, is_behind_nat, network_at, net
 def test_private_addresses_are_behind_a_nat(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], behind: bool
 ) -> None:
-    monkeypatch.setattr(own_network, "_own_addresses", lambda: addresses)
+    monkeypatch.setattr(own_network, "SOMEWHERE", addresses)
+    monkeypatch.setattr(own_network, "address_towards", lambda target: target)
     assert is_behind_nat() is behind
 
 
@@ -54,6 +58,10 @@ def test_a_machine_looks_at_itself() -> None:
 
 @pytest.mark.parametrize("has_ipv6", [True, False])
 def test_everywhere_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch, has_ipv6: bool) -> None:
-    monkeypatch.setattr(own_network, "_has_ipv6", lambda: has_ipv6)
+    def bind(sock: socket.socket, where: object) -> None:
+        if not has_ipv6:
+            raise OSError(errno.EADDRNOTAVAIL, "no IPv6")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
     expected = ["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/7"] if has_ipv6 else ["/ip4/0.0.0.0/tcp/7"]
     assert everywhere(7) == tuple(expected)

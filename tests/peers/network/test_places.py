@@ -7,8 +7,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from peers.network.channel import RefusalError
-from peers.network.places import LONGEST, WAIT, Places
+from peers.network.channel import LONGEST_HELD, PLACE_WAIT, Places, RefusalError
 from tests.peers.network.test_throttle import now, simulate
 
 
@@ -35,8 +34,8 @@ def test_who_waits_too_long_is_refused_and_the_next_is_not() -> None:
         async with places.one_for("slow"):
             with pytest.raises(RefusalError, match="too many fetch from here now"):
                 await take(places, "a")
-            assert now() == WAIT
-        assert await take(places, "a") == WAIT
+            assert now() == PLACE_WAIT
+        assert await take(places, "a") == PLACE_WAIT
 
     simulate(scenario())
 
@@ -90,8 +89,8 @@ def test_nobody_holds_a_place_for_ever() -> None:
     async def scenario() -> None:
         places = Places(1, 1)
         with pytest.raises(TimeoutError):
-            await take(places, "trickling", 2 * LONGEST)
-        assert await take(places, "another") == LONGEST
+            await take(places, "trickling", 2 * LONGEST_HELD)
+        assert await take(places, "another") == LONGEST_HELD
 
     simulate(scenario())
 

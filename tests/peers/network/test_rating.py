@@ -84,7 +84,7 @@ class Link:
 
     def __init__(self, rate: float, waiting: int, every: float = 0.0) -> None:
         self.rate, self.waiting, self.every = rate, waiting, every
-        self.passed = rating.Passed()  # as the other end sees it
+        self.passed = rating._Passed()  # as the other end sees it
         self._free_at = 0.0
         self._arrivals = asyncio.Queue[float]()
 

@@ -18,11 +18,9 @@ from peers.network.throttle import (
     PIECE,
     ROUNDS,
     SHARE,
-    UNLIMITED,
     WINDOW,
     WINDOWS,
     Caps,
-    GivingWay,
     LinkTime,
     RateMeter,
     Throttle,
@@ -302,7 +300,7 @@ def busy_link(rate: float = 0.0) -> LinkTime:
 
 def test_bytes_that_are_in_no_hurry_pass_at_once_while_nothing_else_is_under_way() -> None:
     async def scenario() -> None:
-        await GivingWay(UNLIMITED, LinkTime(now)).take(PIECE)
+        await LinkTime(now).give_way(PIECE)
         assert now() == 0.0
 
     simulate(scenario())
@@ -312,7 +310,7 @@ def test_bytes_that_are_in_no_hurry_wait_for_the_end_of_a_round() -> None:
     async def scenario() -> None:
         link = busy_link(rate=1e9)
         asyncio.get_running_loop().call_later(2.0, link.set)
-        await GivingWay(UNLIMITED, link).take(PIECE)
+        await link.give_way(PIECE)
         assert now() == 2.0
 
     simulate(scenario())
@@ -322,9 +320,9 @@ def test_nothing_gives_way_for_ever() -> None:
     """A reader takes a stream on which nothing comes for dead."""
 
     async def scenario() -> None:
-        giving_way = GivingWay(UNLIMITED, busy_link())
+        link = busy_link()
         for piece in range(1, 4):
-            await giving_way.take(PIECE)
+            await link.give_way(PIECE)
             assert now() == piece * PATIENCE
 
     simulate(scenario())
@@ -336,13 +334,12 @@ def test_on_a_link_that_is_always_busy_all_that_gives_way_has_a_share_of_it_toge
 
     async def scenario() -> None:
         link = busy_link(rate=10e6)
-        streams = [GivingWay(UNLIMITED, link) for _ in range(4)]
         passed = 0
 
-        async def send(stream: GivingWay) -> None:
+        async def send() -> None:
             nonlocal passed
             while now() < 120.0:
-                await stream.take(PIECE)
+                await link.give_way(PIECE)
                 passed += PIECE
 
         async def rounds() -> None:
@@ -354,8 +351,8 @@ def test_on_a_link_that_is_always_busy_all_that_gives_way_has_a_share_of_it_toge
         async with asyncio.timeout(200), asyncio.TaskGroup() as group:
             group.create_task(rounds())
             await asyncio.sleep(20.0)
-            for stream in streams:
-                group.create_task(send(stream))
+            for _ in range(4):
+                group.create_task(send())
         assert passed == pytest.approx(100.0 * SHARE * link.rate, rel=0.1)
 
     simulate(scenario())
@@ -385,17 +382,5 @@ def test_a_link_that_is_mostly_free_is_left_to_its_rounds_while_there_are_any() 
             await asyncio.sleep(4.0)
             link.set()
             await asyncio.sleep(6.0)
-
-    simulate(scenario())
-
-
-def test_who_gives_way_keeps_to_the_cap_too() -> None:
-    async def scenario() -> None:
-        cap = Throttle(1000.0, now)
-        giving_way = GivingWay(cap, LinkTime(now))
-        assert giving_way.piece == cap.piece
-        for _ in range(10):
-            await giving_way.take(giving_way.piece)
-        assert now() == pytest.approx(10 * cap.piece / 1000, abs=2 * BURST)
 
     simulate(scenario())

@@ -12,7 +12,7 @@ import pytest
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
 from peers.log.payload import Payload
-from peers.network import places as places_module
+from peers.network import channel
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import LOOK
@@ -367,7 +367,7 @@ def test_what_is_not_kept_is_refused() -> None:
 
 
 def test_so_many_are_served_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places_module, "WAIT", 0.01)
+    monkeypatch.setattr(channel, "PLACE_WAIT", 0.01)
 
     async def scenario() -> None:
         serve = await serving()

@@ -10,7 +10,7 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.log.state import LogState
-from peers.network import places as places_module
+from peers.network import channel
 from peers.network.channel import Buffer, RefusalError, Serve
 from peers.transfer import snapshots as snapshots_module
 from peers.transfer.snapshots import (
@@ -182,7 +182,7 @@ def test_a_snapshot_is_in_use_while_its_chunks_are_fetched_and_a_while_after(mon
 
 
 def test_strangers_do_not_keep_joiners_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places_module, "WAIT", 0.01)
+    monkeypatch.setattr(channel, "PLACE_WAIT", 0.01)
 
     async def scenario() -> None:
         serve = await serving(FakeSource())
