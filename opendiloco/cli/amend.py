@@ -13,9 +13,8 @@ from opendiloco.cli.options import identity_option, initial_peers_option, parse_
 if TYPE_CHECKING:
     from opendiloco.run import Run
     from peers.presence.heartbeat import Heartbeat
-    from peers.values.amendments import Amendment
     from peers.values.identity import Identity
-    from peers.values.manifest import Invite
+    from peers.values.manifest import Amendment, Invite
 
 GIVEN_TO = 16
 """Peers, at most, that are given an amendment. They tell all others."""
@@ -101,7 +100,7 @@ def next_amendment(
     from opendiloco.config.run_config import RunConfig
     from opendiloco.view.run_view import Amended
     from peers.errors import ManifestError
-    from peers.values.amendments import Amendment
+    from peers.values.manifest import Amendment
 
     if momentum is not None and run.config.outer_optimizer.momentum_every > 1:
         raise ManifestError(

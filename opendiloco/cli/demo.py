@@ -12,8 +12,7 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, NEW_FOLDER
 
 if TYPE_CHECKING:
-    from opendiloco.tools.demo.screen import DemoScreen
-    from opendiloco.tools.demo.swarm import DemoResult
+    from opendiloco.tools.demo import DemoResult, DemoScreen
 
 
 @click.command(short_help="Watch a swarm train a small model on this machine.")
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def command(log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
     """Watch a swarm of volunteers train a small model on this machine."""
-    from opendiloco.tools.demo.screen import DemoScreen
-    from opendiloco.tools.demo.swarm import DemoOptions, run_demo
+    from opendiloco.tools.demo import DemoOptions, DemoScreen, run_demo
     from opendiloco.volunteer.interrupts import run_interruptible
 
     log.start()

@@ -65,7 +65,7 @@ def examine(wishes: Wishes, as_json: bool) -> int:
     """Make the checks, and show what they find. Returns the exit code."""
     from rich.console import Console
 
-    from opendiloco.tools.doctor import report
+    from opendiloco.tools.doctor import findings as report
     from opendiloco.tools.doctor.examination import Examination
     from opendiloco.tools.doctor.findings import Verdict, worst
     from opendiloco.volunteer.interrupts import run_interruptible

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from opendiloco.volunteer.tracking import Audit, Disagreement, Reached, Retrying
     from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
-    from peers.values.amendments import Amendment
     from peers.values.identity import Identity
-    from peers.values.manifest import Invite
+    from peers.values.manifest import Amendment, Invite
     from peers.values.workload import ReplicatedState
 
 logger = logging.getLogger(__name__)

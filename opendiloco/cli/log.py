@@ -54,7 +54,7 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
     """Print the entries of a log, one a line."""
     import json
 
-    from peers.log.files import ENTRIES, read_chain
+    from peers.log.folder import ENTRIES, read_chain
 
     log.start()
     facts, rows = deque[dict[str, object]](maxlen=last), deque[tuple[str, ...]](maxlen=last)
@@ -132,7 +132,7 @@ def verify(
 def find_log(run: str | None, folder: Path | None) -> Path:
     """The log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, default_state_folder
-    from peers.log.files import ENTRIES
+    from peers.log.folder import ENTRIES
     from peers.values.manifest import Invite
 
     if (run is None) == (folder is None):

@@ -24,7 +24,7 @@ def command(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path |
     import json
 
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.tools.plan.links import Links
+    from opendiloco.tools.plan.setup import Links
 
     log.start()
     config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)

@@ -15,8 +15,7 @@ from peers.errors import ManifestError
 from peers.network.first_contact import CONTACT_LIMIT
 from peers.network.remembered import FILE_NAME, RememberedPeers
 from peers.values.manifest import SignedManifest
-from peers.values.private_folders import make_private_folder
-from peers.values.whole_files import write_whole
+from peers.values.system import make_private_folder, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from peers.transfer.following import CannotFollowError, Following, nobody_trains
 from peers.transfer.storage import MemoryStorage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
-from peers.values.private_folders import make_private_folder
+from peers.values.system import make_private_folder
 
 logger = logging.getLogger(__name__)
 

@@ -8,36 +8,121 @@ rounds, the training side, the run's state, and what people are told.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Protocol
 
 from peers import metrics
-from peers.driver import reports
-from peers.driver.keeping import Keeping
-from peers.driver.messenger import MessageTransport, Messenger
+from peers.driver import driver as reports
+from peers.driver.host import Host
 from peers.driver.pulse import Pulse, PulseTransport
-from peers.driver.replication import Replication
+from peers.driver.replication import Keeping, Replication
 from peers.driver.rounds import RoundCosts, Rounds, RoundTransport
-from peers.driver.scouting import Scout, ScoutTransport
+from peers.driver.traffic import Scout, ScoutTransport
 from peers.driver.training import Training
-from peers.errors import DilocoPeerError
+from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.health import HEALTH
 from peers.log.header import Header
 from peers.log.settings import RunSettings
+from peers.log.state import LogError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
-from peers.protocol.events import Event, LeaveRequested, Tick
+from peers.protocol.effects import Dropped, Note, Send, TokensLost, Trouble
+from peers.protocol.events import Event, LeaveRequested, Received, Tick, Undelivered
+from peers.protocol.messages import Message
+from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
+from peers.transfer.buffers import payload_kind
 from peers.transfer.download import Download, PullTransport
-from peers.transfer.inspection import payload_kind
 from peers.transfer.snapshots import FrozenSnapshot
-from peers.values.clock import now
-from peers.values.identity import Identity
-from peers.values.signing import IdentityKeys
+from peers.values.identity import Identity, IdentityKeys
+from peers.values.system import now
+from peers.values.wire import WireError
 from peers.values.workload import Workload
+
+logger = logging.getLogger(__name__)
+
+CALL = "message"
+CALL_TIMEOUT = 10.0  # seconds
+
+
+class MessageTransport(Protocol):
+    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
+    async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
+    def check_admitted(self, run_id: str, peer_id: str) -> None: ...
+
+
+class Messenger:
+    """Sends one peer's messages, and takes in those of others."""
+
+    def __init__(self, transport: MessageTransport, host: Host) -> None:
+        self._transport = transport
+        self._host = host
+        self._packer = Packer(host.peer)
+
+    async def serve(self) -> None:
+        await self._transport.on_call(CALL, self._receive)
+
+    def send(self, send: Send) -> None:
+        """Begin to send a message. One about a lineage that we have left meanwhile is of no use to anybody."""
+        with suppress(LogError):
+            self._host.start(self._send(send.to, self._packer.pack(send.message)))
+
+    def last_words(self, message: Message, to: Iterable[str], timeout: float) -> list[Awaitable[object]]:
+        """Return what tells this to each of these peers. Failures are of no consequence."""
+        packed = self._packer.pack(message)
+        return [self._transport.call(peer, CALL, packed, timeout) for peer in to]
+
+    async def _send(self, to: str, packed: bytes) -> None:
+        try:
+            await self._transport.call(to, CALL, packed, CALL_TIMEOUT)
+        except PeerRefusedError as error:
+            logger.warning("%s", error)
+        except PeerUnreachableError as error:
+            logger.debug("%s", error)
+            self._host.handle(Undelivered(to))
+        except LocalProtocolError as error:  # too large: what others sent us may have made it so
+            logger.error("cannot tell %s: %s", to, error)
+
+    async def _receive(self, sender: str, data: bytes) -> bytes:
+        """Take in a message. The transport drops and counts what is none: not of this run or this version, of no known
+        kind, or with a field out of bounds.
+
+        Raises: RemoteProtocolError; RefusalError for a peer that is not admitted to the run.
+        """
+        self._transport.check_admitted(self._host.peer.settings.run, sender)
+        try:
+            message = self._packer.unpack(data)
+        except WireError as error:
+            raise RemoteProtocolError(sender, str(error)) from error
+        if message is not None:
+            self._host.handle(Received(sender, message))
+        return b""
+
+
+def note(effect: Note) -> None:
+    logger.log(logging.getLevelNamesMapping()[effect.level.upper()], effect.text)
+
+
+def dropped(effect: Dropped) -> None:
+    """Name what broke the rules, and who sent it."""
+    metrics.DROPPED.labels(effect.what).inc()
+    logger.warning("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
+
+
+def tokens_lost(effect: TokensLost) -> None:
+    metrics.TOKENS_LOST.labels(effect.what).inc(effect.tokens)
+    logger.warning("%d tokens that we trained are lost: %s", effect.tokens, effect.reason)
+
+
+def trouble(effect: Trouble) -> None:
+    metrics.TROUBLED.set(bool(effect.reason))
+    logger.warning("%s", effect.reason or "what this peer trains counts again")
+
 
 TICK = 0.25  # seconds
 INCARNATION_BITS = 61

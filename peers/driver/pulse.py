@@ -17,10 +17,10 @@ from peers.presence.voice import Pace, Voice
 from peers.protocol.events import AmendmentSeen, HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
-from peers.values.amendments import Amendment
-from peers.values.clock import next_sequence, now
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHeads
+from peers.values.system import next_sequence, now
 from peers.values.wire import printable
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us

@@ -14,11 +14,10 @@ from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk, Send
 from peers.protocol.events import PayloadAssembled
 from peers.protocol.exchange import Exchange
 from peers.protocol.rounds import Attempt, Round
+from peers.transfer.averages import SpotCheck, asking, average_chunk, serve_contributions
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.chunk_average import average_chunk
 from peers.transfer.download import PullTransport
-from peers.transfer.spot_check import SpotCheck, asking, serve_contributions
-from peers.values.clock import now
+from peers.values.system import now
 from peers.values.workload import Workload
 
 REDUCERS = 2  # chunks averaged at once

@@ -1,20 +1,168 @@
-"""The chunks of one peer's rounds on their way, and how fast they go."""
+"""The chunks of one peer's rounds on their way, both directions together, and what the link carries."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from peers import metrics
 from peers.driver.host import Host
-from peers.driver.incoming import Incoming, IncomingTransport
-from peers.driver.outgoing import Outgoing, OutgoingTransport
-from peers.driver.uplink import Uplink
-from peers.network.throttle import Caps
+from peers.driver.outgoing import CHUNKS, CLOSING_TIME, Outgoing, OutgoingTransport, StreamHeader, Uplink
+from peers.errors import RemoteProtocolError
+from peers.network.channel import Channel, PeerUnreachableError, RefusalError
+from peers.network.chunk_streams import receive_chunks
+from peers.network.lanes import MOST
+from peers.network.rating import RATING, Rater
+from peers.network.throttle import Caps, LinkTime, RateMeter
 from peers.protocol.effects import SendChunk
+from peers.protocol.events import RateMeasured, ReachSeen
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import Admission
+from peers.transfer.admission import Admission, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
+from peers.values.system import now
+from peers.values.wire import Reach, unpack_from
 from peers.values.workload import Workload
+
+ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
+
+
+class IncomingTransport(Protocol):
+    async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None: ...
+
+
+class Incoming:
+    """Receives the chunks of the present rounds, one for each fragment at most. `meter` measures what comes, and
+    `rates` have it by sender."""
+
+    def __init__(
+        self,
+        transport: IncomingTransport,
+        admissions: Sequence[Admission],
+        buffers: Sequence[PayloadBuffers],
+        host: Host,
+    ) -> None:
+        """`admissions` and `buffers` are of each fragment."""
+        self.meter = RateMeter()
+        self.received_bytes = 0
+        self._transport = transport
+        self._admissions = admissions
+        self._buffers = buffers
+        self._host = host
+        self._from: dict[str, RateMeter] = {}
+        self._receivers: dict[asyncio.Task[None], tuple[Attempt, str]] = {}
+
+    async def serve(self) -> None:
+        await self._transport.on_stream(CHUNKS, self._receive)
+
+    @property
+    def rates(self) -> dict[str, int]:
+        """Bytes a second at which other members' data came in, in the last rounds."""
+        return {peer: int(meter.rate) for peer, meter in self._from.items() if meter.rate}
+
+    def begin(self) -> None:
+        self.meter.begin_round()
+        for meter in self._from.values():
+            meter.begin_round()
+
+    def tidy(self, present: Mapping[Attempt, Collection[str]]) -> None:
+        """End streams that nobody waits for: of other rounds than the `present` ones, and from peers that are not among
+        their members any more."""
+        for task, (round_name, peer) in list(self._receivers.items()):
+            if round_name in present and peer not in present[round_name]:
+                task.cancel()
+            elif round_name not in present:
+                asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round_name, peer))
+
+    def _cut(self, receiver: asyncio.Task[None], of: tuple[Attempt, str]) -> None:
+        """End a stream of an earlier round. Its task may have gone on to another on the same connection."""
+        if self._receivers.get(receiver) == of:
+            receiver.cancel()
+
+    async def _receive(self, channel: Channel) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await receive_chunks(channel, self._admit)
+        finally:
+            self._receivers.pop(task, None)
+
+    async def _admit(self, sender: str, packed: bytes) -> StreamArrivals:
+        """Let a stream begin as soon as we are in its round, too: its leader may have told the sender first.
+
+        Raises: RefusalError, RemoteProtocolError.
+        """
+        round_name = unpack_from(sender, StreamHeader, packed).round_name
+        fragment = round_name.position.fragment
+        if fragment >= len(self._admissions):
+            raise RemoteProtocolError(sender, f"there is no fragment {fragment}")
+        admission = self._admissions[fragment]
+        try:
+            async with asyncio.timeout(ADMISSION_TIMEOUT if self._host.peer.is_live(sender) else 0):
+                await self._host.until(lambda peer: admission.is_shared(round_name, sender))
+        except TimeoutError:
+            raise RefusalError(f"not in round {round_name} with you") from None
+        if list(self._receivers.values()).count((round_name, sender)) >= MOST:
+            raise RefusalError("too many streams of one round")
+        task = asyncio.current_task()
+        assert task is not None
+        self._receivers[task] = (round_name, sender)
+        if sender not in self._from:
+            self._from[sender] = RateMeter()
+            self._from[sender].begin_round()
+
+        def take(header: ChunkHeader, data: bytearray, seconds: float) -> bool:
+            self._passed(sender, len(data), seconds)
+            return self._take(sender, round_name, header, data)
+
+        return StreamArrivals(sender, admission, self._buffers[fragment], take)
+
+    def _passed(self, sender: str, count: int, seconds: float) -> None:
+        """Count the bytes of a chunk that took so many seconds to come."""
+        self.meter.passed(count, seconds)
+        self._from[sender].passed(count, seconds)
+        self.received_bytes += count
+        metrics.ROUND_BYTES.labels("received").inc(count)
+
+    def _take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray) -> bool:
+        """Take a chunk in. Return whether the sender is rid of it."""
+        event, is_taken = self._admissions[round_name.position.fragment].take(sender, round_name, header, data)
+        if event is not None:
+            self._host.handle(event)
+        return is_taken
+
+
+class StreamArrivals:
+    """The chunks that come on one stream: what is announced, and the memory for it."""
+
+    def __init__(
+        self,
+        sender: str,
+        admission: Admission,
+        buffers: PayloadBuffers,
+        take: Callable[[ChunkHeader, bytearray, float], bool],
+    ) -> None:
+        self._sender = sender
+        self._admission = admission
+        self._buffers = buffers
+        self._take = take
+        self._spare = bytearray()
+
+    def expect(self, header: bytes, length: int) -> bytearray:
+        """Raises: RemoteProtocolError unless the frame announces a whole chunk of this run."""
+        self._header = unpack_from(self._sender, ChunkHeader, header)
+        self._admission.check_size(self._sender, self._header, length)
+        self._data = self._spare if len(self._spare) == length else self._buffers.room(length)
+        self._began = now()
+        return self._data
+
+    def arrived(self) -> bool:
+        # Averages are copied to their place in the payload; blocks that are to be averaged are kept where they are.
+        self._spare = self._data if self._header.reduced else bytearray()
+        return self._take(self._header, self._data, now() - self._began)
 
 
 class StreamTransport(IncomingTransport, OutgoingTransport, Protocol):
@@ -88,3 +236,61 @@ class Traffic:
         """Take in what the link carries, measured while there was no round."""
         self._uplink.meter.knows(upload)
         self._incoming.meter.knows(download)
+
+
+logger = logging.getLogger(__name__)
+
+AGAIN = 1800.0  # seconds after which the link is measured once more, when it is free
+TRIES = 3  # peers that are asked for a measurement before the next heartbeat
+
+
+class ScoutTransport(Protocol):
+    no_round: LinkTime
+
+    def reach(self) -> dict[str, Reach]: ...
+    def sought(self) -> frozenset[str]: ...
+    def stream(self, peer_id: str, protocol: str) -> AbstractAsyncContextManager[Channel]: ...
+    async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None: ...
+
+
+class Scout:
+    """Looks around once in a heartbeat, and measures our link, before any round and now and then between two.
+
+    What rounds show of a link is what they ask of it: whoever reduces little sends little, and would seem to have a
+    slow link.
+    """
+
+    def __init__(self, transport: ScoutTransport, traffic: Traffic, host: Host) -> None:
+        self._transport = transport
+        self._traffic = traffic
+        self._host = host
+        self._rater = Rater(transport.no_round)
+        self._measuring: asyncio.Task[None] | None = None
+
+    async def serve(self) -> None:
+        await self._transport.on_stream(RATING, self._rater.answer)
+
+    def look(self) -> None:
+        """Tell the protocol how we reach others, and what our link carries."""
+        reach = self._transport.reach()
+        self._host.handle(ReachSeen(reach, self._traffic.rates, self._transport.sought()))
+        direct = [peer for peer, way in reach.items() if way.is_direct]
+        if self._traffic.rate:
+            self._host.handle(RateMeasured(self._traffic.rate))
+        is_measuring = self._measuring is not None and not self._measuring.done()
+        is_time = self._traffic.known_for > AGAIN and self._rater.is_idle and not is_measuring
+        if direct and is_time:
+            self._measuring = self._host.start(self._measure(direct))
+
+    async def _measure(self, peers: list[str]) -> None:
+        """Measure with one of these peers; the others are asked if it is busy."""
+        for peer in random.sample(peers, min(len(peers), TRIES)):
+            try:
+                async with self._transport.stream(peer, RATING) as channel:
+                    upload, download = await self._rater.ask(channel)
+            except PeerUnreachableError as error:
+                logger.debug("no measurement: %s", error)
+                continue
+            logger.info("our link carries %.0f Mbit/s up, %.0f down", 8e-6 * upload, 8e-6 * download)
+            self._traffic.knows(upload, download)
+            return

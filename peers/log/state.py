@@ -5,11 +5,16 @@ begins, so that its entries can be made side by side, in any order: they follow 
 entry of its last fragment, the *closing* entry, whose pseudo-gradient is taken when the lease is trained, or is about
 to be. So there is no header of a cycle to agree on: `head`, which all its entries name, stands for all the entries of
 the cycle before. Plain DiLoCo has one fragment, whose entry closes the cycle.
+
+A leader chooses whom it takes into a round. Were its members the only voters of the next entry, a liar that leads could
+take in its allies and just as many others as make a majority with them, and they would be the majority from then on. So
+a peer that had a say keeps it, whether it is in an entry or stands by, until the entry says that it is `gone`. Members
+sign no entry that says so of a peer that they hear themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,28 +22,34 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from peers.log.amended import Amended
-from peers.log.electorate import Electorate, take_order, wrong_in_gone
-from peers.log.exclusions import Fault, exclusions_after, fault_in_annex
 from peers.log.header import (
+    BYSTANDER_LIMIT,
+    EXCLUSION_LIMIT,
     FREE_LIMIT,
     MEMBER_LIMIT,
     NO_PAYLOAD,
     UNKNOWN_STATE,
     Assignment,
+    Bystander,
+    Exclusion,
+    Fault,
     Header,
     Member,
     Position,
+    Tenure,
     cycle_head,
 )
-from peers.log.tenures import tenures_after
-from peers.values.amendments import Amendment
 from peers.values.leases import Grants, Lease, SamplePool, SampleRange, prefix, sample_count
+from peers.values.manifest import Amendment
 
 
 class LogError(ValueError):
     """A header that does not follow from the log. The message says which rule it breaks."""
 
+
+TERM = 64
+"""Outer steps for which one member leads, if nothing is wrong with it. A leader that gives newcomers no samples does so
+no longer; and each has to find out for itself who holds rounds up, which costs an entry's time."""
 
 OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0} | dict.fromkeys(
     ("tenures", "excluded", "bystanders"), ()
@@ -52,7 +63,7 @@ def _grants(pool: SamplePool, samples_per_lease: int) -> Grants:
 
 
 @dataclass(frozen=True)
-class LogState(Electorate, Amended):
+class LogState:
     """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state.
 
     `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
@@ -112,6 +123,111 @@ class LogState(Electorate, Amended):
     def lineage_tokens(self) -> int:
         return self.last.lineage_tokens if self.last else 0
 
+    # Who has a say ------------------------------------------------------------------------------------------------
+    @property
+    def roster(self) -> tuple[str, ...]:
+        """Peers of the last entry, first of them the leader's first choice; empty before the first entry."""
+        return self.last.peers if self.last else ()
+
+    @cached_property
+    def incarnations(self) -> dict[str, int]:
+        """The roster and the bystanders, and of each the start at which it was in an entry last."""
+        if self.last is None:
+            return {}
+        starts = {member.peer: member.incarnation for member in self.last.roster}
+        return starts | {one.peer: one.incarnation for one in self.last.bystanders}
+
+    @cached_property
+    def voting_members(self) -> tuple[str, ...]:
+        """Those of the roster that vote."""
+        if not self.probation:
+            return self.roster
+        return tuple(peer for peer in self.roster if not self.is_on_probation(peer))
+
+    @cached_property
+    def voters(self) -> tuple[str, ...]:
+        """The peers that have a say in the next entry: of the roster those that are not on probation, in its order, and
+        then the bystanders."""
+        return (*self.voting_members, *(one.peer for one in self.last.bystanders)) if self.last else ()
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """The voters, and of each the start that has a say."""
+        return {peer: self.incarnations[peer] for peer in self.voters}
+
+    def counts(self, peer: str, incarnation: int) -> bool:
+        """Whether the peer is a voter as the start that it is, and so remembers what it did as one."""
+        return self.starts.get(peer) == incarnation
+
+    def is_majority(self, starts: Collection[tuple[str, int]]) -> bool:
+        """Whether these peers, each as the start that it is, are more than half of the voters."""
+        return 2 * sum(self.counts(peer, start) for peer, start in starts) > len(self.voters)
+
+    @cached_property
+    def served(self) -> dict[str, int]:
+        """In how many outer steps' rosters each peer has been, up to the manifest's `probation`."""
+        return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
+
+    def is_on_probation(self, peer: str) -> bool:
+        """Whether the peer neither counts nor votes yet. Before the first entry nobody is."""
+        return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
+
+    @cached_property
+    def leaders(self) -> tuple[str, ...]:
+        """Who leads before whom: the members that vote, in turn, each for a term; then bystanders, who may be late or
+        hold rounds up; and then those on probation."""
+        members = self.voting_members
+        first = place_of_turn(self.last.index // TERM, len(members)) if self.last and members else 0
+        return tuple(dict.fromkeys((*members[first:], *members[:first], *self.voters, *self.roster)))
+
+    def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
+        """The roster as it counts: of those on probation nothing, unless all of them are."""
+        new = {member.peer for member in roster if self.is_on_probation(member.peer)}
+        if not new or len(new) == len(roster):
+            return tuple(roster)
+        nothing = {"tokens": 0, "samples": (), "missed": 0}
+        return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
+
+    @cached_property
+    def excluded(self) -> dict[str, int]:
+        """The peers that are excluded from the present cycle for a proven lie; the last cycle from which each is."""
+        return {exclusion.peer: exclusion.until for exclusion in self.last.excluded} if self.last else {}
+
+    def bystanders_besides(self, peers: Collection[str]) -> tuple[Bystander, ...]:
+        """Return the voters besides these peers, as bystanders: of too many those that were in an entry last."""
+        besides = (peer for peer in self.voters if peer not in peers)
+        bystanders = tuple(Bystander(peer=peer, incarnation=self.incarnations[peer]) for peer in besides)
+        return bystanders[:BYSTANDER_LIMIT]
+
+    # Amendments ---------------------------------------------------------------------------------------------------
+    @property
+    def amendment(self) -> Amendment | None:
+        """The amendment that is in force in the present cycle; None: the manifest's values are."""
+        return self.last.amendment if self.last else None
+
+    def wrong_in_amendment(self, amendment: Amendment | None, closes: bool) -> str | None:
+        """Return what is wrong with an amendment that the next entry would take in; None: nothing. It `closes` its
+        cycle, or does not."""
+        if amendment is None:
+            return None
+        if not closes:
+            return "only the entry that closes a cycle takes in an amendment"
+        if self.amendment and amendment.number <= self.amendment.number:
+            return f"amendment {amendment.number} does not come after {self.amendment.number}, which is in force"
+        if not amendment.is_signed(self.run, self.organiser):
+            return f"amendment {amendment.number} is not signed by the run's organiser"
+        return None
+
+    def taken_in(self, header: Header) -> Amendment | None:
+        """Return the amendment that the next entry, which this is, takes in."""
+        return header.amendment if header.amendment != self.amendment else None
+
+    def is_truly_amended(self, header: Header) -> bool:
+        """Return whether the organiser has signed the amendment that a header names, if it names one. An entry that is
+        taken on trust shows no more."""
+        return header.amendment is None or header.amendment.is_signed(self.run, self.organiser)
+
+    # Samples, leases and members ----------------------------------------------------------------------------------
     @property
     def pool(self) -> SamplePool:
         return SamplePool(self.last.cursor, self.last.free) if self.last else SamplePool()
@@ -244,6 +360,7 @@ class LogState(Electorate, Amended):
         except ValueError as error:
             raise LogError(str(error)) from error
 
+    # What may follow ----------------------------------------------------------------------------------------------
     def next_header(
         self,
         roster: Sequence[Member],
@@ -398,3 +515,76 @@ def _append(log: LogState, header: Header) -> LogState:
     if len(made) < log.fragments:
         return replace(log, made=tuple(made))
     return log.at(made[-1], tuple(entry.digest for entry in made))
+
+
+def wrong_in_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> str | None:
+    """Return what is wrong with the voters that an entry says are gone; None: nothing. `named` are its members, and
+    those in its annex."""
+    chosen = set(gone)
+    if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
+        return "somebody who is gone is no voter, or they are not in the voters' order"
+    if not chosen.isdisjoint(named):
+        return "somebody who is gone is a member, or named in its annex"
+    return None
+
+
+def tenures_after(
+    before: Sequence[Tenure], roster: Sequence[str], probation: int, excluded: Collection[str]
+) -> tuple[Tenure, ...]:
+    """Return the tenures after an entry with this roster; none where the run has no probation.
+
+    Whoever founds the run has served. So has a roster of nobody but those on probation: it founds it anew. Peers that
+    are excluded begin anew.
+    """
+    if not probation:
+        return ()
+    served = {tenure.peer: tenure.served for tenure in before}
+    is_founding = all(served.get(peer, 0) < probation for peer in roster)
+    present = {peer: probation if is_founding else min(probation, served.get(peer, 0) + 1) for peer in roster}
+    absent = [tenure for tenure in before if tenure.peer not in present and tenure.peer not in excluded]
+    absent.sort(key=lambda tenure: -tenure.served)  # of those who have served as long, the latest stay first
+    return (*(Tenure(peer=peer, served=steps) for peer, steps in present.items()), *absent[:MEMBER_LIMIT])
+
+
+def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
+    """Roster order for the next entry: those of the last one in their old order, then newcomers by id."""
+    old = {peer: place for place, peer in enumerate(roster)}
+    return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
+
+
+def place_of_turn(turn: int, members: int) -> int:
+    """Return the place of the member that leads in a term.
+
+    Turns count round a ring of places, whose size is a power of two; an empty one falls to the place half a ring before
+    it. So whoever joins at the end, or leaves there, moves no turn but its own. Were it the remainder by the number of
+    members, each of their comings and goings would have somebody else lead, and liars could choose whom.
+    """
+    ring = 1 << (members - 1).bit_length()
+    place = turn % ring
+    return place if place < members else place - ring // 2
+
+
+def fault_in_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> str | None:
+    """Return what is wrong with an entry's annex; None: nothing.
+
+    Only peers with a lease can be excluded, so that nobody fills the log with peers that it has made up. Nobody who is
+    in the entry is: a peer that is needed for it is excluded later.
+    """
+    peers = [fault.peer for fault in faults]
+    if len(set(peers)) < len(peers):
+        return "a peer is named twice in its annex"
+    for peer in peers:
+        if peer not in known:
+            return f"{peer}: its annex names a peer without a lease"
+        if peer in roster:
+            return f"{peer}: its annex names a member"
+    return None
+
+
+def exclusions_after(
+    before: Iterable[Exclusion], faults: Iterable[Fault], index: int, cycles: int
+) -> tuple[Exclusion, ...]:
+    """Return who is excluded from the cycle after entry `index`, and until when: for so many cycles."""
+    still = (exclusion for exclusion in before if exclusion.until > index)
+    new = (Exclusion(peer=fault.peer, until=index + cycles) for fault in faults)
+    return (*still, *new)[-EXCLUSION_LIMIT:]

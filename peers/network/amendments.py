@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from peers.errors import RemoteProtocolError
 from peers.network.asking import ASK_TIMEOUT, AskingNetwork
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.values.amendments import Amendment, newest
-from peers.values.manifest import SignedManifest
+from peers.values.manifest import Amendment, SignedManifest, newest
 from peers.values.wire import RunId, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)

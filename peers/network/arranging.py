@@ -24,8 +24,7 @@ from peers.network.introductions import (
 )
 from peers.network.relays import Relay
 from peers.network.sockets import can_dial, parse_endpoint
-from peers.values.reach import Reach
-from peers.values.wire import pack, unpack_from
+from peers.values.wire import Reach, pack, unpack_from
 
 if TYPE_CHECKING:
     from peers.network.links import Links

@@ -26,10 +26,10 @@ from peers.network.settings import LinkSettings
 from peers.network.transport import HivemindTransport
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import PeerState
-from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeadsError, unpack_heads
+from peers.values.system import now
 from peers.values.tickets import Ticket, TicketError
 from peers.values.wire import printable
 

@@ -18,7 +18,7 @@ from peers.network.channel import (
     PeerUnreachableError,
     RefusalError,
 )
-from peers.values.clock import now
+from peers.values.system import now
 
 Item = TypeVar("Item")
 

@@ -16,7 +16,7 @@ from peers.network.opening import Hello, pack_opening, send
 from peers.network.sockets import closed_on_failure, host_of_peer
 from peers.network.throttle import UNLIMITED, Throttle
 from peers.network.tls import TlsTransport, start_tls
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 HANDSHAKE_TIMEOUT = 10.0  # seconds
 WRITE_BUFFER = 1 << 19  # bytes that wait for the kernel at most

@@ -34,7 +34,7 @@ from peers.network.channel import PeerUnreachableError
 from peers.network.light import load_hivemind
 from peers.network.signals import signals_held_back
 from peers.values.identity import Identity, is_peer_id
-from peers.values.private_folders import open_private, sweep_folders, temporary_folder
+from peers.values.system import open_private, sweep_folders, temporary_folder
 
 logger = logging.getLogger(__name__)
 

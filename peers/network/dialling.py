@@ -12,8 +12,7 @@ from peers.network.connection import HANDSHAKE_TIMEOUT, greet
 from peers.network.contacts import Contact, is_local
 from peers.network.link import CONNECTIONS
 from peers.network.sockets import dial
-from peers.values.reach import Reach
-from peers.values.wire import Value, pack, unpack_from
+from peers.values.wire import Reach, Value, pack, unpack_from
 
 if TYPE_CHECKING:
     from peers.network.links import Links

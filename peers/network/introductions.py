@@ -28,8 +28,7 @@ from peers.network.opening import Hello, Splice, Token, pack_opening, read_openi
 from peers.network.probing import probe
 from peers.network.sockets import closed_on_failure, dial
 from peers.presence.heartbeat import Endpoint
-from peers.values.reach import Reach
-from peers.values.wire import Count, PeerId, Value
+from peers.values.wire import Count, PeerId, Reach, Value
 
 logger = logging.getLogger(__name__)
 

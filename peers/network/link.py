@@ -14,7 +14,7 @@ from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableErro
 from peers.network.connection import Connection
 from peers.network.lanes import MOST
 from peers.network.throttle import UNLIMITED, Throttle
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from peers.network.sockets import raise_file_limit
 from peers.network.splicing import Splicer
 from peers.network.throttle import Throttle
 from peers.values.identity import Identity
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 logger = logging.getLogger(__name__)
 

@@ -39,9 +39,8 @@ from peers.network.network_watch import NetworkWatch
 from peers.network.own_network import is_behind_nat, network_at
 from peers.network.records import heartbeats_key, manifest_key, record_is_valid
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat
-from peers.values.amendments import Amendment
 from peers.values.identity import Identity
-from peers.values.manifest import SignedManifest
+from peers.values.manifest import Amendment, SignedManifest
 from peers.values.signed_heads import SignedHeads
 
 logger = logging.getLogger(__name__)

@@ -41,8 +41,7 @@ from peers.presence.life_signs import LifeSign
 from peers.presence.news import Request
 from peers.presence.voice import Pace
 from peers.values.identity import Identity
-from peers.values.reach import Reach
-from peers.values.wire import MESSAGE_LIMIT, pack, printable, unpack_from
+from peers.values.wire import MESSAGE_LIMIT, Reach, pack, printable, unpack_from
 
 logger = logging.getLogger(__name__)
 

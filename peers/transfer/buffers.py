@@ -1,4 +1,4 @@
-"""Where payloads lie, while a round makes one and afterwards: memory only, used by every driver.
+"""Memory for payloads, while a round makes one and afterwards; used by every driver.
 
 A round of n members takes two payloads and at most (n - 1) / n of one: our own blocks, the average, and what the others
 sent of our part until it is averaged. On top come the payloads that are kept for peers that fell behind.
@@ -11,16 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Self
+from typing import Protocol, Self
 
-from peers.log.payload import KeptPayloads, Payload
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.rounds import Attempt
-from peers.values.chunks import Chunking, PayloadSize
-from peers.values.memory import empty
-from peers.values.sum_tree import SumTree
+from peers.transfer.storage import empty
+from peers.values.chunks import Chunking, KeptPayloads, Payload, PayloadSize, Sum, SumTree
 from peers.values.wire import digest_of
-from peers.values.workload import Blocked, Blocks
+from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect, PayloadKind
 
 
 @dataclass
@@ -183,3 +181,41 @@ class PayloadBuffers:
         if current is None:
             raise KeyError(f"round {name} is over")
         return current
+
+
+class Measuring(Protocol):
+    """What this needs of the training side."""
+
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
+        """See `Workload.squared_norm`."""
+
+
+def inspection(codec: Measuring, buffers: PayloadBuffers) -> Inspect:
+    """Return what measures one chunk, and refuses bytes that are none."""
+
+    def inspect(chunk: int, data: Blocks) -> float:
+        start, stop = buffers.chunk_bytes(chunk)
+        if len(data) != stop - start:
+            raise BadBlocksError(f"chunk {chunk} has {len(data)} bytes, not {stop - start}")
+        return codec.squared_norm(data, buffers.chunking.blocks(chunk)[0], buffers.fragment)
+
+    return inspect
+
+
+def payload_kind(codec: Measuring, buffers: PayloadBuffers) -> PayloadKind:
+    """Return what the protocol is to know of a fragment's payloads."""
+    return PayloadKind(buffers.size, inspection(codec, buffers))
+
+
+def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect) -> Sum:
+    """Take this for our own blocks from now on. Return the root over their digests and norms.
+
+    Raises: BadBlocksError when they are no payload.
+    """
+    leaves = list[Sum]()
+    for chunk in range(buffers.size.chunks):
+        start, stop = buffers.chunk_bytes(chunk)
+        blocks = memoryview(own)[start:stop]
+        leaves.append(Sum(digest_of(blocks), inspect(chunk, blocks)))
+    buffers.own, buffers.tree = own, SumTree(leaves)
+    return buffers.tree.root

@@ -1,24 +1,120 @@
 """Something large from several peers at once, chunk by chunk, each held against its digest.
 
-Every donor is asked for a few ranges of chunks at a time, so that fast ones give more. A donor that fails, stalls,
-trickles or gives wrong bytes costs the ranges it was to give, and is asked no more. At the end idle donors are asked
-for what slow ones still owe.
+Donors that bulk data reaches best are asked first, and by chance among these: everybody sees the same peers in the same
+order, and without chance all joiners would ask the same few. Every donor is asked for a few ranges of chunks at a time,
+so that fast ones give more. A donor that fails, stalls, trickles or gives wrong bytes costs the ranges it was to give,
+and is asked no more. At the end idle donors are asked for what slow ones still owe.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
-from peers.transfer.donor_pace import MOST, UNKNOWN, DonorPace, Request
-from peers.transfer.donors import PLACES, ReachingTransport, best_first
-from peers.values.wire import digest_of
+from peers.network.places import LONGEST
+from peers.values.wire import Reach, digest_of
+
+CHANCE = random.Random()
+PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, Reach.RELAYED: 2, Reach.NONE: 1}
+"""Donors that give at once: one of this reach is added to fewer than so many. So a relay carries bulk data only where
+direct donors are too few to replace one another, and an unreachable donor is tried when nobody else is left."""
+ORDER: Sequence[Reach | None] = (Reach.OPEN, Reach.PUNCHED, None, Reach.RELAYED, Reach.NONE)
+
+
+class ReachingTransport(Protocol):
+    def reach_of(self, peer_id: str) -> Reach | None: ...
+
+
+def best_first(transport: ReachingTransport, donors: Collection[str]) -> list[str]:
+    """Return the donors with direct ones first and unreachable ones last; otherwise in the order that they have."""
+    return sorted(donors, key=lambda donor: rank(transport, donor))
+
+
+def shuffled(transport: ReachingTransport, donors: Collection[str], chance: random.Random) -> list[str]:
+    """Return the donors with direct ones first and unreachable ones last; otherwise in an order of chance."""
+    return best_first(transport, chance.sample(list(donors), len(donors)))
+
+
+def to_ask(transport: ReachingTransport, donors: Sequence[str], most: int, chance: random.Random) -> list[str]:
+    """Return whom to ask what it has: the first donor, which leads, and others by reach and chance, `most` in all.
+
+    Those that cannot be reached are left out, unless nobody else is there.
+    """
+    ordered = [*donors[:1], *shuffled(transport, donors[1:], chance)]
+    reachable = [donor for donor in ordered if transport.reach_of(donor) is not Reach.NONE]
+    return (reachable or ordered)[:most]
+
+
+def rank(transport: ReachingTransport, donor: str) -> int:
+    """Return 0 for donors that are reached directly, and more the worse others are reached."""
+    reach = transport.reach_of(donor)
+    return 0 if reach is not None and reach.is_direct else ORDER.index(reach)
+
+
+LEAST = 60.0  # seconds that a donor has for what it was asked, however fast others are: it may be in a round
+MOST = LONGEST  # seconds after which it is given up, however slow all are
+SLOWER = 8  # times as slow as the others on average is too slow
+UNKNOWN = 10.0  # seconds that a donor needs, as long as it has given nothing
+
+
+@dataclass(frozen=True)
+class Request:
+    """Something that a donor was asked for."""
+
+    donor: str
+    size: int  # bytes
+    at: float  # seconds
+    given_then: Counter[str]
+
+
+@dataclass
+class DonorPace:
+    """What donors have given. `at_once` is how many requests each answers beside one another."""
+
+    at_once: int
+    given: Counter[str] = field(default_factory=Counter)
+    """Bytes by donor."""
+    _seconds_per_byte: dict[str, float] = field(default_factory=dict)
+
+    def ask(self, donor: str, size: int, now: float) -> Request:
+        return Request(donor, size, now, self.given.copy())
+
+    def answered(self, request: Request, now: float) -> None:
+        """A donor has given what it was asked for."""
+        latest = (now - request.at) / max(1, request.size)
+        known = self._seconds_per_byte.get(request.donor, latest)
+        self._seconds_per_byte[request.donor] = (known + latest) / 2
+
+    def seconds(self, donor: str, size: int) -> float:
+        """Return how long a donor takes for so many bytes, as far as it is known."""
+        return size * self._seconds_per_byte[donor] if donor in self._seconds_per_byte else UNKNOWN
+
+    def seconds_left(self, request: Request, now: float) -> float:
+        """Return how long a donor will probably still take.
+
+        One that has taken twice as long as it does usually, or has given nothing so far, will take as long again.
+        """
+        elapsed, usual = now - request.at, request.size * self._seconds_per_byte.get(request.donor, 0.0)
+        return elapsed if elapsed > 2 * usual else max(0.0, usual - elapsed)
+
+    def is_too_slow(self, request: Request, now: float) -> bool:
+        """Return whether the others have given several times as much meanwhile.
+
+        What they gave before does not count: when a round is under way, all give little.
+        """
+        if now - request.at < LEAST:
+            return False
+        meanwhile = self.given - request.given_then
+        meanwhile.pop(request.donor, None)
+        return bool(meanwhile) and meanwhile.total() >= SLOWER * self.at_once * request.size * len(meanwhile)
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,21 +1,25 @@
-"""Following a run's log without a part in it: a snapshot, and then entry after entry, from whoever is furthest on.
+"""Following a run's log without a part in it: a snapshot, and then entry after entry, from the peer furthest on.
 
-Whoever evaluates or exports a run, mirrors it or looks over its shoulder follows it so.
+Evaluation, export, mirrors and onlookers follow a run so. An entry that too few have signed to certify it is believed
+late: a minority that goes on alone has waited for the partition grace, and so does a follower. If most of the roster
+are there, they make an entry of their own, and that is certified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
-from peers.log.branch import UNPROVEN
 from peers.log.certificate import Certificate, Proof, prove
+from peers.log.chain import header_of
 from peers.log.folder import MemoryLog, RunLog
-from peers.log.header import NO_PAYLOAD, Header
-from peers.log.outcome import header_of
+from peers.log.header import NO_PAYLOAD, Header, Position
+from peers.log.lineage import UNPROVEN
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError
@@ -23,17 +27,61 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import DONATING
 from peers.presence.presence import state_told
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.cycles import step
-from peers.transfer.doubts import Doubts
 from peers.transfer.download import PullTransport
-from peers.transfer.headers import fetch_stretch
-from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch
+from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch, fetch_stretch
 from peers.transfer.payloads import PayloadError, Payloads
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.storage import Storage
 from peers.values.identity import verify
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHeads
-from peers.values.workload import BadBlocksError, ReplicatedState, SnapshotError
+from peers.values.system import now
+from peers.values.workload import BadBlocksError, Blocks, ReplicatedState, SnapshotError
+
+
+async def step(state: ReplicatedState, index: int, payloads: Mapping[int, Blocks], amendment: Amendment | None) -> None:
+    """Take outer step `index` of each fragment of which there is a payload. The others stay as they are. `amendment` is
+    the one that is in force before the cycle.
+
+    Raises: BadBlocksError, and changes nothing.
+    """
+    if len(payloads) > 1:  # one alone is checked when it is applied
+        for fragment, payload in payloads.items():
+            blocked = state.fragments[fragment]
+            if len(payload) != blocked.byte_range(0, blocked.block_count)[1]:
+                raise BadBlocksError(f"{len(payload)} bytes are no payload of fragment {fragment}")
+            await asyncio.to_thread(blocked.check, payload, 0)
+    for fragment in sorted(payloads):
+        await state.apply(payloads[fragment], index, fragment, amendment=amendment)
+
+
+logger = logging.getLogger(__name__)
+
+
+class Doubts:
+    """Remembers since when there is nothing certified to follow where one follower of a run is in its log."""
+
+    def __init__(self, grace: float) -> None:
+        """`grace`: seconds for which it waits."""
+        self._grace = grace
+        self._place: Position | None = None
+        self._since = 0.0
+
+    def may_follow(self, log: LogState, proof: Proof, beats: Iterable[Heartbeat]) -> bool:
+        """Whether to follow an entry after `log` for which this speaks. While most of those who could certify one are
+        there, too, as `beats` say, it is not: else anybody could put one there."""
+        if proof.is_certified:
+            return True
+        index, voters = log.position.index, len(log.voters)
+        if self._place != log.position:
+            self._place, self._since = log.position, now()
+            logger.warning("of %d peers only %d have signed entry %d: waiting for others", voters, proof.signers, index)
+        head = log.position.head
+        here = {beat.peer for beat in beats if beat.head == head and log.counts(beat.peer, beat.incarnation)}
+        if now() - self._since < self._grace or 2 * len(here) > voters:
+            return False
+        logger.warning("entry %d is followed, though it is not certified", index)
+        return True
 
 
 def nobody_trains(run: str) -> SwarmUnreachableError:

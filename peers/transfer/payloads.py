@@ -11,13 +11,11 @@ from weakref import WeakValueDictionary
 
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
-from peers.log.payload import Payload
 from peers.network.channel import Buffer, PeerUnreachableError, RefusalError
 from peers.network.places import Places
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.donors import CHANCE, shuffled
-from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted
-from peers.values.chunks import payload_digest
+from peers.transfer.download import CHANCE, RANGES, Download, DownloadError, PullTransport, Wanted, shuffled
+from peers.values.chunks import Payload, payload_digest
 from peers.values.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_from
 
 PAYLOAD = "payload"

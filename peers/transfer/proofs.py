@@ -17,8 +17,7 @@ from peers.log.folder import LogFolderError, RunLog
 from peers.network.channel import Buffer, PeerUnreachableError, RefusalError
 from peers.network.places import Places
 from peers.protocol.faults import PROOF_LIMIT
-from peers.transfer.donors import CHANCE, shuffled
-from peers.transfer.download import PullTransport, kept_for
+from peers.transfer.download import CHANCE, PullTransport, kept_for, shuffled
 from peers.values.wire import Digest, RunId, Value, digest_of, pack, unpack_from
 
 logger = logging.getLogger(__name__)

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from peers.errors import RemoteProtocolError
-from peers.log.branch import Branch
 from peers.log.header import UNKNOWN_STATE, Position
+from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError
-from peers.transfer.donors import CHANCE, to_ask
-from peers.transfer.download import Download, DownloadError, PullTransport, Wanted
+from peers.transfer.download import CHANCE, Download, DownloadError, PullTransport, Wanted, to_ask
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot, SnapshotOffer, SnapshotRequest
-from peers.transfer.state_chunks import StateChunking, chunks_of
 from peers.transfer.storage import Storage
+from peers.values.chunks import StateChunking, chunks_of
 from peers.values.wire import DIGEST_BYTES, pack, unpack_from
 from peers.values.workload import SnapshotError
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, Protocol, TypeAlias
 
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -22,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
 )
+from pydantic import Field
 
 from peers.errors import LocalNetworkError, quoted
 
@@ -180,3 +183,31 @@ def _not_a_key(path: Path) -> LocalNetworkError:
         f"{path} is not an identity file: it holds no unencrypted Ed25519 private key in PEM form.",
         "Name another file, or one that does not exist yet to have a new identity made.",
     )
+
+
+Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
+"""Whether the peer of this name made this signature of these bytes, given in the order peer, bytes, signature."""
+
+
+class Keys(Protocol):
+    """One peer's key, and the names of all others, which are their public keys."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Our signature, 64 bytes."""
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        """Whether the peer of this name made this signature of these bytes."""
+
+
+class IdentityKeys:
+    """Ed25519."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    def sign(self, data: bytes) -> bytes:
+        return self._identity.sign(data)
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        return verify(peer, data, signature)

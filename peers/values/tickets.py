@@ -16,8 +16,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import Field
 
 from peers.errors import AdmissionError, quoted
-from peers.values.identity import KEY_BYTES, Identity, key_of_peer, peer_id_of_bytes, verify
-from peers.values.signing import Signature
+from peers.values.identity import KEY_BYTES, Identity, Signature, key_of_peer, peer_id_of_bytes, verify
 from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, unpack
 
 TICKET_PREFIX = "diloco-ticket:"

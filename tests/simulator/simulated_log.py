@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
+from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
 from peers.protocol.events import SnapshotRestored
 from peers.transfer.snapshot_fetch import Offered
 from peers.transfer.snapshots import SnapshotOffer
-from peers.values.signing import Verify
+from peers.values.identity import Verify
 from tests.simulator.simulated_workload import digest_of_states
 
 

@@ -21,9 +21,8 @@ import click
 
 from benchmarks.processes import read_lines, say
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
+from peers.driver.replication import Keeping
 from peers.log.header import Header
-from peers.log.payload import Payload
 from peers.log.settings import RunSettings, Timing
 from peers.network.channel import Buffer, Serve
 from peers.network.throttle import Caps
@@ -32,9 +31,9 @@ from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import Effect, Send, SendChunk
 from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import Message
-from peers.values.amendments import Amendment
-from peers.values.identity import Identity
-from peers.values.signing import IdentityKeys
+from peers.values.chunks import Payload
+from peers.values.identity import Identity, IdentityKeys
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, Reduction
 from tests.simulator.liars import LiarsPacker, Lie, Means

@@ -13,7 +13,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.storage.journal import Journal
-from opendiloco.tools.demo.processes import Child
+from opendiloco.tools.demo import Child
 from opendiloco.training.reference import Reference, Work
 
 pytestmark = pytest.mark.swarm

@@ -29,8 +29,7 @@ from peers.network.relays import LINK_INFO, LinkInfo
 from peers.network.sockets import endpoint_of, listen, parse_endpoint
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
-from peers.values.reach import Reach
-from peers.values.wire import unpack_from
+from peers.values.wire import Reach, unpack_from
 
 logger = logging.getLogger(__name__)
 

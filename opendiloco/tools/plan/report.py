@@ -9,8 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from opendiloco.quantities import bandwidth_in_words
-from opendiloco.tools.plan.forecast import Forecast, Plan
-from opendiloco.tools.plan.rounds import Peer
+from opendiloco.tools.plan.forecast import Forecast, Peer, Plan
 
 FULL = 0.85
 """Share of its time from which on a link may be too busy for rounds that overlap. Chosen, between what was measured: at

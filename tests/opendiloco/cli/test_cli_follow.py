@@ -31,13 +31,12 @@ from peers.network.channel import PeerUnreachableError
 from peers.network.head_store import HeadStore
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.headers import HEADERS, HeadersRequest, serve_headers
+from peers.transfer.lineage_fetch import HEADERS, HeadersRequest, serve_headers
 from peers.transfer.payloads import serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
-from peers.transfer.state_chunks import chunk_digests
-from peers.values.amendments import Amendment
+from peers.values.chunks import chunk_digests
 from peers.values.identity import Identity
-from peers.values.manifest import Invite, SignedManifest
+from peers.values.manifest import Amendment, Invite, SignedManifest
 from peers.values.wire import digest_of, unpack
 from tests.opendiloco.training.recorded_run import RecordedRun, record
 from tests.peers.builders import beat

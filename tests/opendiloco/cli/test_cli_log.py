@@ -19,18 +19,14 @@ from opendiloco.storage.files import file_header
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import RunFolder
 from peers.log.chain import Entry
-from peers.log.exclusions import FAULT_AGE, Fault
-from peers.log.files import ENTRIES, NO_RUN, PAYLOADS, entry_line, first_line, payload_path, read_chain
-from peers.log.folder import LogFolder
-from peers.log.header import Position
-from peers.log.payload import Payload
+from peers.log.folder import ENTRIES, NO_RUN, PAYLOADS, LogFolder, entry_line, first_line, payload_path, read_chain
+from peers.log.header import FAULT_AGE, Fault, Position
 from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
 from peers.protocol.faults import BadContribution, TwoCommitments
-from peers.values.amendments import Amendment
-from peers.values.identity import Identity
+from peers.values.chunks import Payload, Sum
+from peers.values.identity import Identity, IdentityKeys
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead, pack_heads
-from peers.values.signing import IdentityKeys
-from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of, pack
 from tests.opendiloco.training.recorded_run import BLOCK_BYTES, IDENTITIES, PEERS, RecordedRun, certificate, record
 

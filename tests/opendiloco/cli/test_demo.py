@@ -9,9 +9,7 @@ import pytest
 
 from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
-from opendiloco.tools.demo.processes import Child
-from opendiloco.tools.demo.screen import DemoScreen
-from opendiloco.tools.demo.swarm import _Swarm, _Volunteer, judge
+from opendiloco.tools.demo import Child, DemoScreen, _Swarm, _Volunteer, judge
 from opendiloco.view.run_view import Agreement
 from tests.peers.builders import LOG, beat
 

@@ -17,7 +17,7 @@ from opendiloco.view.history import MOST_POINTS, REMEMBERED_SECONDS, SHOWN_SPANS
 from opendiloco.view.run_view import LARGEST_LOSS, LARGEST_RATE, RunView
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
-from peers.values.amendments import Amendment
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from tests.opendiloco.dashboard.invented import (
     AMENDED,

@@ -23,11 +23,9 @@ from opendiloco.storage.archive import Archive, ArchivedRun
 from opendiloco.storage.disk_room import DiskRoom, NoRoomError
 from opendiloco.training.codec import BlockCodec
 from peers.errors import LocalProtocolError
-from peers.log.exclusions import Fault
 from peers.log.folder import LogFolder
 from peers.log.head_signer import SIGNED
-from peers.log.header import Header, Member
-from peers.log.payload import Payload
+from peers.log.header import Fault, Header, Member
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.head_store import HeadStore
@@ -40,10 +38,10 @@ from peers.transfer.lineage_fetch import LineageFetch
 from peers.transfer.payloads import Payloads
 from peers.transfer.proofs import serve_proofs
 from peers.transfer.snapshots import Snapshot
-from peers.values.identity import Identity
+from peers.values.chunks import Payload
+from peers.values.identity import Identity, IdentityKeys
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHead, SignedHeads, pack_heads
-from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of
 from tests.peers.builders import CERTIFIED
 from tests.peers.fakes import FakeTransport

@@ -13,11 +13,10 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.storage.resume import resume
 from opendiloco.volunteer.local_workload import LocalWorkload
-from peers.log.files import PAYLOADS, payload_path
-from peers.log.folder import LogFolder, MemoryLog
-from peers.log.payload import Payload
-from peers.values.amendments import Amendment
+from peers.log.folder import PAYLOADS, LogFolder, MemoryLog, payload_path
+from peers.values.chunks import Payload
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from peers.values.workload import SnapshotError
 from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, Saved, record

@@ -37,7 +37,7 @@ from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol.states import State
 from peers.transfer.download import Download
 from peers.values.identity import Identity
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 from tests.opendiloco.view.test_agreement import beat
 
 RELAY = "/dns4/node.example/tcp/1/p2p/X"

@@ -18,9 +18,8 @@ from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from peers.network.channel import PeerUnreachableError
 from peers.network.head_store import HeadStore
 from peers.network.transport import HivemindTransport
-from peers.values.identity import Identity
+from peers.values.identity import Identity, IdentityKeys
 from peers.values.signed_heads import SignedHead
-from peers.values.signing import IdentityKeys
 
 ORGANISER, NODE = Identity.generate(), Identity.generate()
 ADDRESS = f"/ip4/192.0.2.2/tcp/31337/p2p/{NODE.peer_id}"

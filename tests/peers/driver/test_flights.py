@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peers.driver.flights import Flights
+from peers.driver.outgoing import Flights
 from peers.log.header import Position
 from peers.protocol.effects import SendChunk
 from peers.protocol.rounds import Attempt

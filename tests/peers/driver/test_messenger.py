@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 import msgpack
 import pytest
 
-from peers.driver.messenger import CALL, CALL_TIMEOUT, Messenger
+from peers.driver.driver import CALL, CALL_TIMEOUT, Messenger
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.protocol.effects import Send

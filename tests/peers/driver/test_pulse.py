@@ -17,11 +17,10 @@ from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace
 from peers.protocol.events import HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
-from peers.values.amendments import Amendment
-from peers.values.identity import Identity
-from peers.values.reach import Reach
+from peers.values.identity import Identity, IdentityKeys
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
-from peers.values.signing import IdentityKeys
+from peers.values.wire import Reach
 from peers.values.workload import Progress
 from tests.peers.builders import LOG, PAYLOAD, PAYLOADS, RUN, SETTINGS, STATE, beat, chain_of, first_log
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from peers.driver import recorder as recorder_module
-from peers.driver.recorder import Recorder
-from peers.log.files import proof_path
-from peers.log.folder import LogFolder, LogFolderError, MemoryLog
+from peers.driver import replication as recorder_module
+from peers.driver.replication import Recorder
+from peers.log.folder import LogFolder, LogFolderError, MemoryLog, proof_path
 from peers.log.header import Header
-from peers.log.payload import Payload
 from peers.protocol.effects import Apply
-from peers.transfer.headers import Past, serve_headers
+from peers.transfer.lineage_fetch import Past, serve_headers
 from peers.transfer.proofs import serve_proofs
+from peers.values.chunks import Payload
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import LOG, RUN, STATE, Rig, chain_of
 from tests.peers.fakes import FakeTransport

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from peers.driver import outgoing
-from peers.driver.incoming import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, StreamHeader
-from peers.driver.traffic import Traffic
+from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
+from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
 from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
 from peers.network.lanes import FEWEST, MOST
@@ -37,8 +37,7 @@ from peers.protocol.messages import Abort
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.transfer.admission import ChunkHeader
-from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.inspection import offer
+from peers.transfer.buffers import PayloadBuffers, offer
 from peers.values.wire import pack, unpack
 from tests.peers.builders import SIZE, Rig, commitment
 from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all

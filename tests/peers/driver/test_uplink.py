@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from peers.driver.uplink import PATIENCE, SECONDS_UNDER_WAY, Uplink
+from peers.driver.outgoing import PATIENCE, SECONDS_UNDER_WAY, Uplink
 from peers.network.channel import BYTES_UNDER_WAY
 from tests.peers.network.test_throttle import now, simulate
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate, CertificateError, Proof
 from peers.log.header import Header
+from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of

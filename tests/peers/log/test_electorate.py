@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from peers.log.certificate import electorate
-from peers.log.electorate import TERM, place_of_turn
-from peers.log.exclusions import Fault
-from peers.log.header import BYSTANDER_LIMIT, MEMBER_LIMIT, Header, Member
-from peers.log.outcome import follow, outcome_of
-from peers.log.state import LogError, LogState
+from peers.log.chain import follow, outcome_of
+from peers.log.header import BYSTANDER_LIMIT, MEMBER_LIMIT, Fault, Header, Member
+from peers.log.state import TERM, LogError, LogState, place_of_turn
 from peers.values.wire import pack, unpack
 from tests.peers.builders import LOG, PAYLOAD, member
 

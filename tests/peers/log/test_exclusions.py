@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.exclusions import EXCLUSION_LIMIT, FAULT_AGE, Exclusion, Fault, exclusions_after, may_be_named
-from peers.log.files import first_line, read_first_line
-from peers.log.header import Header
+from peers.log.chain import follow, header_of, outcome_of
+from peers.log.folder import first_line, read_first_line
+from peers.log.header import EXCLUSION_LIMIT, FAULT_AGE, Exclusion, Fault, Header, may_be_named
 from peers.log.lineage import RECENT_ENTRIES
-from peers.log.outcome import follow, header_of, outcome_of
-from peers.log.state import LogError, LogState
+from peers.log.state import LogError, LogState, exclusions_after
 from peers.values.wire import pack, unpack
 from tests.peers.builders import LOG, PAYLOAD, SETTINGS, member
 

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 
 from peers.log.certificate import Certificate, Vote
 from peers.log.chain import Entry, Stretch
-from peers.log.files import (
+from peers.log.folder import (
     ENTRIES,
     PAYLOADS,
+    LogFolder,
+    LogFolderError,
+    MemoryLog,
+    RunLog,
     entry_line,
     first_line,
     payload_path,
@@ -24,10 +28,9 @@ from peers.log.files import (
     read_entry,
     read_first_line,
 )
-from peers.log.folder import LogFolder, LogFolderError, MemoryLog, RunLog
 from peers.log.header import Header, Member
-from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
+from peers.values.chunks import Payload
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, chain_of

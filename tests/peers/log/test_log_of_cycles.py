@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from peers.log import chain as chain_module
-from peers.log.chain import FRAMES, Chain, Entry, Stretch
-from peers.log.files import ENTRIES, PAYLOADS, read_chain
-from peers.log.folder import LogFolder, MemoryLog, RunLog
+from peers.log.chain import FRAMES, Chain, Entry, Stretch, header_of
+from peers.log.folder import ENTRIES, PAYLOADS, LogFolder, MemoryLog, RunLog, read_chain
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.outcome import header_of
-from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
-from peers.transfer import headers as headers_module
-from peers.transfer.headers import add_headers_before, serve_headers
+from peers.transfer import lineage_fetch as headers_module
+from peers.transfer.lineage_fetch import add_headers_before, serve_headers
+from peers.values.chunks import Payload
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import chain_of
 from tests.peers.fakes import FakeTransport

@@ -12,7 +12,7 @@ from peers.network.connection import Connection, greet, welcome
 from peers.network.credentials import Credentials
 from peers.network.opening import Hello, read_opening
 from peers.values.identity import Identity
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 
 @lru_cache

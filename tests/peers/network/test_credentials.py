@@ -21,7 +21,7 @@ from peers.network.credentials import Credentials, NotItsCertificateError, peer_
 from peers.network.opening import Hello, read_opening
 from peers.network.tls import TlsTransport, start_tls
 from peers.values.identity import Identity
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 from tests.peers.network.pairs import connected, credentials_of, open_files, socket_pair
 from tests.peers.network.test_throttle import simulate
 

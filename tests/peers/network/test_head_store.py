@@ -11,10 +11,9 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import RefusalError
 from peers.network.head_store import HeadsRequest, HeadStore
 from peers.presence.heartbeat import Heartbeat
-from peers.values.identity import Identity
+from peers.values.identity import Identity, IdentityKeys
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHead, SignedHeadsError, pack_heads, unpack_heads
-from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of, pack
 from tests.peers.network.told_network import Network
 from tests.peers.presence.test_heartbeat import heartbeat

@@ -18,7 +18,7 @@ from peers.network.credentials import Credentials
 from peers.network.link import CONNECTIONS, DIAL_PAUSE, OPEN_TIMEOUT, Link
 from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 from tests.peers.network.pairs import connected, credentials_of
 from tests.peers.network.test_throttle import now, simulate
 

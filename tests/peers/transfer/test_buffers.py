@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.log.payload import KEPT_AT_LEAST, KeptPayloads, Payload
 from peers.transfer.buffers import PayloadBuffers
-from peers.values.chunks import payload_digest
-from peers.values.memory import empty
+from peers.transfer.storage import empty
+from peers.values.chunks import KEPT_AT_LEAST, KeptPayloads, Payload, payload_digest
 from peers.values.wire import digest_of
 from tests.peers.builders import attempt, first_log
 from tests.simulator.simulated_workload import SimulatedWorkload

@@ -9,8 +9,8 @@ import pytest
 from peers.errors import DilocoPeerError
 from peers.protocol.effects import ReduceChunk
 from peers.protocol.events import ReducedArrived
+from peers.transfer.averages import average_chunk, find_spoiler
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.chunk_average import average_chunk, find_spoiler
 from peers.values.workload import BadBlocksError, Reduction
 from tests.peers.builders import SIZE
 from tests.peers.fakes import BLOCK, FakeWorkload

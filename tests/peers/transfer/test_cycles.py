@@ -10,20 +10,18 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.payload import Payload
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.cycles import step
-from peers.transfer.following import CannotFollowError, Following
-from peers.transfer.headers import serve_headers
+from peers.transfer.following import CannotFollowError, Following, step
+from peers.transfer.lineage_fetch import serve_headers
 from peers.transfer.payloads import PAYLOAD, PayloadRequest, serve_payloads
 from peers.transfer.snapshot_fetch import ask_offer
 from peers.transfer.snapshots import Snapshot, serve_snapshots
-from peers.transfer.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
 from peers.transfer.storage import MemoryStorage
-from peers.values.amendments import Amendment
+from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest_of_state
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Blocked, Blocks
 from tests.peers.builders import RUN, SETTINGS, beat, chain_of

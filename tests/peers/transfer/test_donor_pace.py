@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers.transfer.donor_pace import LEAST, SLOWER, UNKNOWN, DonorPace
+from peers.transfer.download import LEAST, SLOWER, UNKNOWN, DonorPace
 
 SIZE = 100  # bytes
 ENOUGH = SLOWER * 4 * SIZE  # bytes

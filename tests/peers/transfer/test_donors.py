@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from peers.transfer.donors import best_first, shuffled, to_ask
-from peers.values.reach import Reach
+from peers.transfer.download import best_first, shuffled, to_ask
+from peers.values.wire import Reach
 from tests.peers.fakes import FakeTransport, NoChance
 
 NAMES = [f"peer{number}" for number in range(40)]

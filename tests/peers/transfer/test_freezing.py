@@ -14,12 +14,10 @@ from peers.log.state import LogState
 from peers.network.channel import RefusalError
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
-from peers.transfer import freezing as freezing_module
-from peers.transfer.freezing import SNAPSHOT_PEERS, Freezer, is_chosen
-from peers.transfer.memory_file import MemoryFile
-from peers.transfer.snapshots import IN_USE, FrozenSnapshot, Snapshot
-from peers.transfer.state_chunks import digest_of_state
-from peers.transfer.storage import MemoryStorage
+from peers.transfer import snapshots as freezing_module
+from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, Freezer, FrozenSnapshot, Snapshot, is_chosen
+from peers.transfer.storage import MemoryFile, MemoryStorage
+from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, PAYLOAD, SETTINGS, Rig
 from tests.peers.fakes import FakeWorkload, at_once

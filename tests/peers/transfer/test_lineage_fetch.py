@@ -8,14 +8,21 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from peers.log import chain as chain_module
-from peers.log.branch import Branch
 from peers.log.chain import Chain, Entry, Stretch
 from peers.log.folder import MemoryLog
 from peers.log.header import Header, Position
+from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.transfer import lineage_fetch
-from peers.transfer.headers import HeadersRequest, serve_headers
-from peers.transfer.lineage_fetch import PATIENCE, LineageError, LineageFetch, Told, best_branch
+from peers.transfer.lineage_fetch import (
+    PATIENCE,
+    HeadersRequest,
+    LineageError,
+    LineageFetch,
+    Told,
+    best_branch,
+    serve_headers,
+)
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, beat, commit, first_log

@@ -11,7 +11,6 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
-from peers.log.payload import Payload
 from peers.network import places as places_module
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer.buffers import PayloadBuffers
@@ -27,9 +26,8 @@ from peers.transfer.payloads import (
     Payloads,
     serve_payloads,
 )
-from peers.values.chunks import CHUNK_BLOCKS
-from peers.values.reach import Reach
-from peers.values.wire import DIGEST_BYTES, digest_of, pack, unpack
+from peers.values.chunks import CHUNK_BLOCKS, Payload
+from peers.values.wire import DIGEST_BYTES, Reach, digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, member
 from tests.peers.fakes import NoChance, at_once
 from tests.peers.network.test_throttle import now, simulate

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.log.files import proof_path
-from peers.log.folder import LogFolder, MemoryLog, RunLog
+from peers.log.folder import LogFolder, MemoryLog, RunLog, proof_path
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, RefusalError

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.transfer.memory_file import MemoryFile
-from peers.transfer.storage import FolderStorage, MemoryStorage
+from peers.transfer.storage import FolderStorage, MemoryFile, MemoryStorage
 from peers.values.wire import digest_of
 
 DIGEST, ANOTHER = digest_of(b"a state"), digest_of(b"another state")

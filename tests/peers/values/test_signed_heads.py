@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from peers.values.identity import Identity
+from peers.values.identity import Identity, IdentityKeys
 from peers.values.signed_heads import (
     CONTRADICTED,
     HEADS_LIMIT,
@@ -20,7 +20,6 @@ from peers.values.signed_heads import (
     pack_heads,
     unpack_heads,
 )
-from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of, pack
 from tests.simulator.simulated_keys import SimulatedKeys
 

@@ -27,7 +27,7 @@ from opendiloco.tools.doctor.network import (
 )
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.network.sockets import listen
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 PASS, WARN, FAIL, SKIPPED = Verdict
 SILENT = SwarmUnreachableError("no bootstrap node answered at /ip4/192.0.2.1.", "Check the address.")

@@ -10,9 +10,7 @@ import pytest
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import sized_skeleton
 from opendiloco.run import Run
-from opendiloco.tools.doctor.findings import Finding, Verdict
-from opendiloco.tools.doctor.network import Bandwidth
-from opendiloco.tools.doctor.run import (
+from opendiloco.tools.doctor.examination import (
     Speed,
     check_round,
     check_run,
@@ -22,9 +20,10 @@ from opendiloco.tools.doctor.run import (
     size,
     speed_of,
 )
+from opendiloco.tools.doctor.findings import Finding, Verdict
+from opendiloco.tools.doctor.network import Bandwidth
 from opendiloco.tools.doctor.torch_probe import Gpu
-from opendiloco.tools.plan.forecast import Plan, forecast
-from opendiloco.tools.plan.rounds import Peer, Swarm
+from opendiloco.tools.plan.forecast import Peer, Plan, Swarm, forecast
 from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.values.identity import Identity
 from peers.values.workload import Progress

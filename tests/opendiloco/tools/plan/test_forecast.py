@@ -6,18 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from opendiloco.tools.plan.forecast import Plan, forecast, least_bandwidth
-from opendiloco.tools.plan.report import Memory, how_often, warnings
-from opendiloco.tools.plan.rounds import (
+from opendiloco.tools.plan.forecast import (
     DELAYS,
     LINK_SHARE,
     QUANTIZED,
     QUANTIZED_SPARSE,
     STEPPED,
     Peer,
+    Plan,
     Swarm,
+    forecast,
+    least_bandwidth,
     round_of,
 )
+from opendiloco.tools.plan.report import Memory, how_often, warnings
 from opendiloco.tools.plan.setup import bits_of
 
 MBIT = 1e6

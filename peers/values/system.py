@@ -1,4 +1,6 @@
-"""Folders that only this user may enter, whatever the umask, and files that only this user may read."""
+"""The operating system, as the swarm uses it: a clock that runs on while the machine sleeps, folders that only this
+user may enter whatever the umask, and files that are there whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,21 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+def now() -> float:
+    """Return the time. A laptop's lid stops the monotonic clock, while for all others time goes on."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def next_sequence(*last: int) -> int:
+    """Return the sequence of a peer's next heartbeat: milliseconds since the epoch, but above each of the `last` ones
+    of its key, also where the clock was set back or two come within a millisecond."""
+    return max(time.time_ns() // 1_000_000, *(one + 1 for one in last))
 
 
 def make_private_folder(folder: Path) -> None:
@@ -67,3 +81,35 @@ def sweep_folders(base: Path, prefix: str) -> None:
                 with held(folder) as is_deserted:
                     if is_deserted:
                         shutil.rmtree(folder)
+
+
+PARTIAL = ".partial"
+"""What the name of a file ends in while it is written. A process that is killed leaves it behind."""
+
+
+def write_whole(path: Path, pieces: Iterable[bytes | memoryview], is_durable: bool = False) -> None:
+    """Put a file in its place, whole or not at all. One that `is_durable` is whole after a loss of power, too, which
+    takes the disk's time. Raises: OSError."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with partial.open("wb") as file:
+            file.writelines(pieces)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+        if is_durable:
+            sync_folder(path.parent)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk know the new names of files, too. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

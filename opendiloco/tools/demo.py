@@ -1,13 +1,29 @@
-"""A swarm on this machine, start to end: a bootstrap node and volunteers as processes of their own, one of which is
-killed half way while a new one joins. What is shown comes from the DHT, as any onlooker could see it."""
+"""A swarm on this machine, start to end, as `make demo` shows it: a bootstrap node and volunteers as processes of their
+own, one of which is killed half way while a new one joins.
+
+What is shown comes from the DHT, as any onlooker could see it. The demo itself needs no torch: its children do.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
+import sys
 import tempfile
-from contextlib import AsyncExitStack
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
 
 from opendiloco.config.data import STANDARD_LIBRARY
 from opendiloco.config.run_config import RunConfig
@@ -16,10 +32,9 @@ from opendiloco.data.local_sources import local_sources
 from opendiloco.errors import DemoError, MachineError
 from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
-from opendiloco.tools.demo.processes import Child
-from opendiloco.tools.demo.screen import DemoScreen
+from opendiloco.settings.file import without_settings
 from opendiloco.view.run_view import Agreement, is_finished
-from opendiloco.view.screen import Row, row_of
+from opendiloco.view.screen import Row, peers_table, plain_line, row_of
 from opendiloco.volunteer.follower import export_state, fetch_state, make_folder, past_of
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.volunteer import connected, working
@@ -29,9 +44,159 @@ from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
-from peers.values.private_folders import make_private_folder
+from peers.values.system import make_private_folder
 
-DEFAULT_RUN = Path(__file__).parents[2] / "demo.toml"
+LINES_KEPT = 10
+STOP_SECONDS = 20.0  # a polite leave may finish a round first
+
+
+class Child:
+    """One command; its output goes to a file. Made by `start`; `ask_to_stop` or `kill`, then `ended`."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.name = name
+        self.log = log
+        self.last_lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._process = process
+        self._news = asyncio.Condition()
+        self._silent = False
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, name: str, arguments: list[str], folder: Path) -> Child:
+        """In a session of its own, so that Ctrl-C reaches only the demo, which ends it politely."""
+        ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-P", "-m", "opendiloco.cli", *arguments],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=without_settings(os.environ) | ours,
+            start_new_session=True,
+        )
+        return cls(name, process, folder / f"{name.replace(' ', '-')}.log")
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    async def line(self, pattern: str, seconds: float) -> str:
+        """The first match of a pattern in what it prints. Raises: DemoError when none comes in time, or it ends."""
+        match: re.Match[str] | None = None
+
+        def seen() -> bool:
+            nonlocal match
+            match = next(filter(None, (re.search(pattern, line) for line in self.last_lines)), None)
+            return match is not None or self._silent
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._news:
+                await self._news.wait_for(seen)
+        if match is None:
+            raise DemoError(f"{self.name} did not start: {self.last_words()}", f"{self.log} says more.")
+        return match[0]
+
+    def last_words(self) -> str:
+        return " | ".join(self.last_lines) or "it said nothing"
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    def ask_to_stop(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+
+    async def ended(self) -> None:
+        """Wait until the process is gone; it is killed if it takes too long."""
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+        await self._reading
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self.log.open("wb", buffering=0) as file:
+            while line := await self._process.stdout.readline():
+                file.write(line)
+                self.last_lines.append(line.decode(errors="replace").strip())
+                async with self._news:
+                    self._news.notify_all()
+        async with self._news:
+            self._silent = True
+            self._news.notify_all()
+
+
+EVENTS_SHOWN = 8
+PLAIN_SECONDS = 10.0
+
+
+class DemoScreen:
+    """A live picture on a terminal; otherwise, or when `plain`, lines. A context manager."""
+
+    def __init__(self, seconds: float, plain: bool) -> None:
+        self.console = Console()
+        self._seconds = seconds
+        self._started = time.monotonic()
+        self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        self._rows: Sequence[Row] = ()
+        self._live = None if plain or not self.console.is_terminal else Live(console=self.console, auto_refresh=False)
+        self._next_lines = self._started
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the demo began."""
+        return time.monotonic() - self._started
+
+    def event(self, text: str) -> None:
+        """Something happened."""
+        line = f"{_clock(self.elapsed)}  {text}"
+        self._events.append(line)
+        if self._live is None:
+            self.say(line)
+        else:
+            self._draw()
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """This is how the peers are now."""
+        self._rows = rows
+        if self._live is not None:
+            self._draw()
+        elif time.monotonic() >= self._next_lines:
+            self._next_lines = time.monotonic() + PLAIN_SECONDS
+            for row in rows:
+                self.say(f"{_clock(self.elapsed)}  {plain_line(row)}")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def _draw(self) -> None:
+        assert self._live is not None
+        title = f"{_clock(self.elapsed)} of {_clock(self._seconds)}"
+        events = [Text(line, style="dim") for line in self._events]
+        self._live.update(Group(peers_table(self._rows, title), *events), refresh=True)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 60.0
 WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
