@@ -65,9 +65,8 @@ def examine(wishes: Wishes, as_json: bool) -> int:
     """Make the checks, and show what they find. Returns the exit code."""
     from rich.console import Console
 
-    from opendiloco.tools.doctor import findings as report
+    from opendiloco.tools.doctor import findings
     from opendiloco.tools.doctor.examination import Examination
-    from opendiloco.tools.doctor.findings import Verdict, worst
     from opendiloco.volunteer.interrupts import run_interruptible
 
     console = Console()
@@ -77,7 +76,7 @@ def examine(wishes: Wishes, as_json: bool) -> int:
 
         def tell(finding: Finding) -> None:
             if not as_json:
-                report.show(console, finding)
+                findings.show(console, finding)
 
         def at(what: str) -> None:
             if status is not None:
@@ -88,10 +87,10 @@ def examine(wishes: Wishes, as_json: bool) -> int:
     if not is_done:
         return INTERRUPTED
     if as_json:
-        click.echo(report.as_json(examination.findings, wishes.run_id))
+        click.echo(findings.as_json(examination.findings, wishes.run_id))
     else:
-        click.echo(report.conclusion(examination.findings, wishes.run_id))
-    return UNFIT if worst(examination.findings) is Verdict.FAIL else 0
+        click.echo(findings.conclusion(examination.findings, wishes.run_id))
+    return UNFIT if findings.worst(examination.findings) is findings.Verdict.FAIL else 0
 
 
 async def _to_the_end(examination: Examination) -> bool:

@@ -50,7 +50,7 @@ LINES_KEPT = 10
 STOP_SECONDS = 20.0  # a polite leave may finish a round first
 
 
-class Child:
+class _Child:
     """One command; its output goes to a file. Made by `start`; `ask_to_stop` or `kill`, then `ended`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
@@ -63,7 +63,7 @@ class Child:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, name: str, arguments: list[str], folder: Path) -> Child:
+    async def start(cls, name: str, arguments: list[str], folder: Path) -> _Child:
         """In a session of its own, so that Ctrl-C reaches only the demo, which ends it politely."""
         ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         process = await asyncio.create_subprocess_exec(
@@ -231,7 +231,7 @@ class DemoResult:
 @dataclass
 class _Volunteer:
     name: str
-    child: Child
+    child: _Child
     heartbeat: Heartbeat | None = None
     trains: bool = False
     fate: str | None = None
@@ -245,7 +245,7 @@ class _Swarm:
     address: str
     folder: Path
     screen: DemoScreen
-    children: list[Child]
+    children: list[_Child]
     threads: int = 1
     """Of each volunteer: they share this machine."""
     agreement: Agreement = field(default_factory=Agreement)
@@ -263,7 +263,7 @@ class _Swarm:
         arguments += ["--state", str(self.folder / "state"), "--threads", str(self.threads)]
         for source in local_sources(self.run.config.data):
             arguments += ["--data", source]
-        child = await start_child(name, arguments, self.folder, self.children)
+        child = await _start_child(name, arguments, self.folder, self.children)
         self.volunteers[identity.peer_id] = _Volunteer(name, child)
         return self.volunteers[identity.peer_id]
 
@@ -312,13 +312,13 @@ class _Swarm:
 async def run_demo(options: DemoOptions, screen: DemoScreen) -> DemoResult:
     """Raises: DilocoPeerError when it cannot go on. Leaves no process behind, however it ends."""
     config = RunConfig.from_toml(options.run or DEFAULT_RUN)
-    folder = prepare_folder(options.out)
-    children: list[Child] = []
+    folder = _prepare_folder(options.out)
+    children: list[_Child] = []
     try:
         screen.event(f"starting a bootstrap node; all processes log to {folder / 'logs'}")
         arguments = ["bootstrap", "--identity", str(folder / "bootstrap.pem"), "--no-local-network"]
         arguments += ["--listen", LOOPBACK, "--data-port", "0"]
-        bootstrap = await start_child(BOOTSTRAP, arguments, folder, children)
+        bootstrap = await _start_child(BOOTSTRAP, arguments, folder, children)
         address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", START_SECONDS)
         run = Run.sign(config, Identity.generate())
         async with connected(Identity.generate(), [address], [LOOPBACK], client_mode=True) as transport:
@@ -328,45 +328,45 @@ async def run_demo(options: DemoOptions, screen: DemoScreen) -> DemoResult:
             swarm = _Swarm(run, address, folder, screen, children, threads)
             for _ in range(options.peers):
                 await swarm.add_volunteer()
-            return await train_and_export(options, swarm, transport)
+            return await _train_and_export(options, swarm, transport)
     finally:
-        await end_all(children)
+        await _end_all(children)
 
 
-async def train_and_export(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
+async def _train_and_export(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
     """From the start of the volunteers to the exported model."""
     async with AsyncExitStack() as stack:
         # An onlooker's own worker, which evaluates the model before and after and does nothing in between.
         starting = asyncio.create_task(stack.enter_async_context(working(swarm.run)))
         try:
             while not starting.done():
-                await look(swarm, transport)
+                await _look(swarm, transport)
             workload = starting.result()
             before = await workload.trainer.held_out(swarm.run.config.evaluation)
             swarm.screen.event(f"held-out loss of the fresh model: {before.loss:.3f} nats per token")
-            await train(options, swarm, transport)
-            return await finish(swarm, transport, workload, before.loss)
+            await _train(options, swarm, transport)
+            return await _finish(swarm, transport, workload, before.loss)
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
 
 
-async def train(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> None:
+async def _train(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> None:
     """Watch until the time is up or the run is over; half way, kill a volunteer and start another."""
     seconds = options.minutes * 60 - WRAP_UP_SECONDS
     total = swarm.run.config.total_outer_steps
     killed = False
     while swarm.screen.elapsed < seconds and not swarm.finished():
-        await look(swarm, transport)
+        await _look(swarm, transport)
         if not swarm.live():
             raise DemoError("no volunteer is alive any more.", f"See {swarm.folder / 'logs'}.")
         half_way = max(swarm.screen.elapsed / seconds, swarm.outer_step() / total) >= 0.5
         if half_way and not killed and swarm.outer_step() > 0:
             killed = True
-            await replace_one(swarm)
+            await _replace_one(swarm)
 
 
-async def replace_one(swarm: _Swarm) -> None:
+async def _replace_one(swarm: _Swarm) -> None:
     """What happens on real machines: one is gone without a word, another one comes."""
     victim = swarm.live()[-1]
     victim.fate = "killed"
@@ -376,12 +376,12 @@ async def replace_one(swarm: _Swarm) -> None:
     swarm.screen.event(f"{swarm.newcomer.name} starts; it is to take over the run's state from a peer")
 
 
-async def look(swarm: _Swarm, transport: HivemindTransport) -> None:
+async def _look(swarm: _Swarm, transport: HivemindTransport) -> None:
     swarm.observe(await transport.heartbeats(swarm.run.run_id))
     await asyncio.sleep(LOOK_SECONDS)
 
 
-async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
+async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
     """Fetch the state while somebody has it, let everybody leave, and see what has become of the model."""
     past = past_of(swarm.run, await fetch_state(swarm.run, transport, workload))
     reason = "the run is over" if swarm.finished() else "time is up"
@@ -398,22 +398,22 @@ async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWor
         if volunteer.child.exit_code != 0:
             swarm.problems.append(f"{volunteer.name} left with exit code {volunteer.child.exit_code}")
     swarm.observe(await transport.heartbeats(swarm.run.run_id))
-    return DemoResult(before, facts, swarm.agreement, sample, swarm.folder, judge(swarm, facts, before))
+    return DemoResult(before, facts, swarm.agreement, sample, swarm.folder, _judge(swarm, facts, before))
 
 
-def judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
+def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
     """What should not have happened."""
     problems = list(swarm.problems)
     if swarm.agreement.disagreements or (not swarm.agreement.compared and len(swarm.volunteers) > 2):
         problems.append(str(swarm.agreement))
     if facts.held_out_loss >= before:
         problems.append("the held-out loss has not fallen")
-    if lacking := not_shown(swarm):
+    if lacking := _not_shown(swarm):
         problems.append(f"the demo was too short: {lacking}. Give it more time: --minutes, or make demo MINUTES=…")
     return tuple(problems)
 
 
-def not_shown(swarm: _Swarm) -> str:
+def _not_shown(swarm: _Swarm) -> str:
     """Return what the demo is there to show and has not; empty: nothing."""
     if swarm.newcomer is None:
         return "no volunteer was killed, and none joined in the middle"
@@ -422,13 +422,13 @@ def not_shown(swarm: _Swarm) -> str:
     return ""
 
 
-async def start_child(name: str, arguments: list[str], folder: Path, children: list[Child]) -> Child:
-    child = await Child.start(name, arguments, folder / "logs")
+async def _start_child(name: str, arguments: list[str], folder: Path, children: list[_Child]) -> _Child:
+    child = await _Child.start(name, arguments, folder / "logs")
     children.append(child)
     return child
 
 
-async def end_all(children: list[Child]) -> None:
+async def _end_all(children: list[_Child]) -> None:
     """The bootstrap node, first of all, is ended last."""
     for child in reversed(children):
         child.ask_to_stop()
@@ -437,7 +437,7 @@ async def end_all(children: list[Child]) -> None:
     sweep_sockets()  # of the one that was killed
 
 
-def prepare_folder(out: Path | None) -> Path:
+def _prepare_folder(out: Path | None) -> Path:
     """Raises: MachineError."""
     if out is not None:
         make_folder(out)

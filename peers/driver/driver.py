@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Protocol
 
 from peers import metrics
-from peers.driver import driver as reports
 from peers.driver.host import Host
 from peers.driver.pulse import Pulse, PulseTransport
 from peers.driver.replication import Keeping, Replication
@@ -50,16 +49,16 @@ CALL = "message"
 CALL_TIMEOUT = 10.0  # seconds
 
 
-class MessageTransport(Protocol):
+class _MessageTransport(Protocol):
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
     async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
     def check_admitted(self, run_id: str, peer_id: str) -> None: ...
 
 
-class Messenger:
+class _Messenger:
     """Sends one peer's messages, and takes in those of others."""
 
-    def __init__(self, transport: MessageTransport, host: Host) -> None:
+    def __init__(self, transport: _MessageTransport, host: Host) -> None:
         self._transport = transport
         self._host = host
         self._packer = Packer(host.peer)
@@ -104,22 +103,22 @@ class Messenger:
         return b""
 
 
-def note(effect: Note) -> None:
+def _note(effect: Note) -> None:
     logger.log(logging.getLevelNamesMapping()[effect.level.upper()], effect.text)
 
 
-def dropped(effect: Dropped) -> None:
+def _dropped(effect: Dropped) -> None:
     """Name what broke the rules, and who sent it."""
     metrics.DROPPED.labels(effect.what).inc()
     logger.warning("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
 
 
-def tokens_lost(effect: TokensLost) -> None:
+def _tokens_lost(effect: TokensLost) -> None:
     metrics.TOKENS_LOST.labels(effect.what).inc(effect.tokens)
     logger.warning("%d tokens that we trained are lost: %s", effect.tokens, effect.reason)
 
 
-def trouble(effect: Trouble) -> None:
+def _trouble(effect: Trouble) -> None:
     metrics.TROUBLED.set(bool(effect.reason))
     logger.warning("%s", effect.reason or "what this peer trains counts again")
 
@@ -129,7 +128,7 @@ INCARNATION_BITS = 61
 FAREWELL_TIMEOUT = 3.0  # seconds
 
 
-class Transport(MessageTransport, RoundTransport, PullTransport, PulseTransport, ScoutTransport, Protocol):
+class _Transport(_MessageTransport, RoundTransport, PullTransport, PulseTransport, ScoutTransport, Protocol):
     pass
 
 
@@ -142,7 +141,7 @@ class Driver:
     """
 
     def __init__(
-        self, identity: Identity, transport: Transport, workload: Workload, settings: RunSettings, keeping: Keeping
+        self, identity: Identity, transport: _Transport, workload: Workload, settings: RunSettings, keeping: Keeping
     ) -> None:
         stores = keeping.stores(workload.fragments, settings.empty_log)
         self.peer = Peer(
@@ -162,7 +161,7 @@ class Driver:
         self._waiting: list[asyncio.Future[None]] = []
         self._stopped = asyncio.Event()
         worker = asyncio.Lock()
-        self._messenger = Messenger(transport, self)
+        self._messenger = _Messenger(transport, self)
         self.entries = stores.log
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._rounds = Rounds(transport, workload, stores.buffers, self)
@@ -188,10 +187,10 @@ class Driver:
             row(effects.FetchPayload, self._replication.fetch_payload),
             row(effects.FetchLineage, self._replication.fetch_lineage),
             row(effects.FetchSnapshot, self._replication.fetch_snapshot),
-            row(effects.Note, reports.note),
-            row(effects.Dropped, reports.dropped),
-            row(effects.TokensLost, reports.tokens_lost),
-            row(effects.Trouble, reports.trouble),
+            row(effects.Note, _note),
+            row(effects.Dropped, _dropped),
+            row(effects.TokensLost, _tokens_lost),
+            row(effects.Trouble, _trouble),
             row(effects.Stop, lambda stop: self._stopped.set()),
         )
 

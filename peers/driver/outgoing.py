@@ -41,7 +41,7 @@ MEMORY = 0.25  # of how long they took, that the last one decides
 
 
 @dataclass(frozen=True)
-class Flight:
+class _Flight:
     """A chunk that is not answered: when it was sent first, and last; on which stream, and how often."""
 
     first: float
@@ -51,7 +51,7 @@ class Flight:
     send: SendChunk
 
 
-class Flights:
+class _Flights:
     """When each was sent, and on which stream. Where TCP waits for a lost packet, one of several connections may stand
     still for seconds, while the others have nothing left to send.
 
@@ -63,13 +63,13 @@ class Flights:
         self.usual = usual
         """Seconds from when a chunk is sent until it is answered; 0: not known."""
         self._clock = clock
-        self._flights: dict[Key, Flight] = {}  # the one that was sent first comes first
+        self._flights: dict[Key, _Flight] = {}  # the one that was sent first comes first
 
     def begin(self, send: SendChunk, stream: object) -> None:
         """A chunk is sent on a stream, maybe once more."""
         now, before = self._clock(), self._flights.pop((send.chunk, send.reduced), None)
         first, times = (before.first, before.times + (before.stream is not stream)) if before else (now, 1)
-        self._flights[send.chunk, send.reduced] = Flight(first, now, stream, times, send)
+        self._flights[send.chunk, send.reduced] = _Flight(first, now, stream, times, send)
 
     def end(self, send: SendChunk) -> bool:
         """A chunk was answered. Returns whether it was not before, on another stream."""
@@ -100,7 +100,7 @@ PATIENCE = 5.0  # seconds for which a chunk waits for those of earlier rounds
 SECONDS_UNDER_WAY = 0.5  # of what our link carries
 
 
-class Sending(Protocol):
+class _Sending(Protocol):
     """The chunks of one fragment's round, on their way out."""
 
     hangs_at: set[str]
@@ -117,17 +117,17 @@ class Uplink:
         self.meter = RateMeter()
         self.lanes = Lanes(FEWEST_WITH_BBR, MOST_WITH_BBR) if has_bbr() else Lanes()
         self.sent_bytes = 0
-        self._rounds: dict[Sending, None] = {}  # in the order in which they began
+        self._rounds: dict[_Sending, None] = {}  # in the order in which they began
         self._news = asyncio.Event()
 
-    def begin_round(self, sending: Sending, others: int) -> None:
+    def begin_round(self, sending: _Sending, others: int) -> None:
         """A round begins, with so many other members."""
         self.end_round(sending)
         self._rounds[sending] = None
         self.lanes.begin_round(others)
         self.meter.begin_round()
 
-    def end_round(self, sending: Sending) -> None:
+    def end_round(self, sending: _Sending) -> None:
         """A round is over, if there is one."""
         self._rounds.pop(sending, None)
         self.moved()
@@ -149,7 +149,7 @@ class Uplink:
         rate = self.meter.rate
         return max(LEAST_PATIENCE, LATE_CHUNK * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
 
-    async def turn(self, sending: Sending, to: str) -> None:
+    async def turn(self, sending: _Sending, to: str) -> None:
         """Wait until no round that began earlier has anything to send to a member; but not for one that hangs."""
         try:
             async with asyncio.timeout(PATIENCE):
@@ -159,7 +159,7 @@ class Uplink:
             for other in self._earlier(sending, to):
                 other.hangs_at.add(to)
 
-    def _earlier(self, sending: Sending, to: str) -> list[Sending]:
+    def _earlier(self, sending: _Sending, to: str) -> list[_Sending]:
         """Return the rounds that began earlier and go on sending to a member."""
         earlier = takewhile(lambda one: one is not sending, self._rounds)
         return [other for other in earlier if other.has_more(to) and to not in other.hangs_at]
@@ -189,7 +189,7 @@ class Outgoing:
         self._round: Attempt | None = None
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
-        self._flights: dict[str, Flights] = {}
+        self._flights: dict[str, _Flights] = {}
         self._usual: dict[str, float] = {}  # seconds that a chunk took to each member of the last round
         self.hangs_at = set[str]()
         """Members for whom chunks wait, and none was sent for long: later rounds do not wait for that."""
@@ -273,7 +273,7 @@ class Outgoing:
             pass  # the round is over
 
     async def _next(
-        self, to: str, queue: asyncio.Queue[SendChunk | None], flights: Flights, stream: object
+        self, to: str, queue: asyncio.Queue[SendChunk | None], flights: _Flights, stream: object
     ) -> SendChunk | None:
         """Return what is to be sent next; None ends the stream. When nothing waits, that is what hangs on another."""
         while True:
@@ -288,9 +288,9 @@ class Outgoing:
             if late := flights.late(stream, patience):
                 return late
 
-    def _flights_to(self, to: str) -> Flights:
+    def _flights_to(self, to: str) -> _Flights:
         if to not in self._flights:
-            self._flights[to] = Flights(asyncio.get_running_loop().time, self._usual.get(to, 0.0))
+            self._flights[to] = _Flights(asyncio.get_running_loop().time, self._usual.get(to, 0.0))
         return self._flights[to]
 
     def has_more(self, to: str) -> bool:

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Stores:
+class _Stores:
     """Where a peer keeps payloads, of each fragment apart, headers and snapshots."""
 
     buffers: tuple[PayloadBuffers, ...]
@@ -70,17 +70,17 @@ class Keeping:
     storage: Storage | None = None
     payload_bytes: int = KEPT_BYTES
 
-    def stores(self, fragments: Sequence[Blocked], empty_log: LogState) -> Stores:
+    def stores(self, fragments: Sequence[Blocked], empty_log: LogState) -> _Stores:
         """Return the stores of a run with these fragments."""
         log = MemoryLog(empty_log, 0) if self.log is None else self.log
         buffers = PayloadBuffers.of_each(fragments, self.payload_bytes, log.payload)
-        return Stores(buffers, log, self.storage or MemoryStorage())
+        return _Stores(buffers, log, self.storage or MemoryStorage())
 
 
 FINISH_TIMEOUT = 10.0  # seconds
 
 
-class Recorder:
+class _Recorder:
     """Writes beside everything else, one entry after another."""
 
     def __init__(
@@ -168,7 +168,7 @@ class Replication:
     """
 
     def __init__(
-        self, transport: PullTransport, workload: Workload, stores: Stores, worker: asyncio.Lock, host: Host
+        self, transport: PullTransport, workload: Workload, stores: _Stores, worker: asyncio.Lock, host: Host
     ) -> None:
         """`worker` is held while another state is fetched, so that nobody trains from this one."""
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
@@ -185,7 +185,7 @@ class Replication:
         self.download: Download | None = None
         """The newest one of a snapshot."""
         self._fetched: Compared  # the log that vouches for the snapshot that is fetched
-        self._recorder = Recorder(stores.log, host.peer, transport, host.start, self._lies_on_disk)
+        self._recorder = _Recorder(stores.log, host.peer, transport, host.start, self._lies_on_disk)
         self._applying: set[int] = set()
         self._freezer = Freezer(host.peer, workload, stores.storage, host)
         self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)

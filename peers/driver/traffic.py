@@ -30,17 +30,17 @@ from peers.values.workload import Workload
 ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
 
 
-class IncomingTransport(Protocol):
+class _IncomingTransport(Protocol):
     async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None: ...
 
 
-class Incoming:
+class _Incoming:
     """Receives the chunks of the present rounds, one for each fragment at most. `meter` measures what comes, and
     `rates` have it by sender."""
 
     def __init__(
         self,
-        transport: IncomingTransport,
+        transport: _IncomingTransport,
         admissions: Sequence[Admission],
         buffers: Sequence[PayloadBuffers],
         host: Host,
@@ -90,7 +90,7 @@ class Incoming:
         finally:
             self._receivers.pop(task, None)
 
-    async def _admit(self, sender: str, packed: bytes) -> StreamArrivals:
+    async def _admit(self, sender: str, packed: bytes) -> _StreamArrivals:
         """Let a stream begin as soon as we are in its round, too: its leader may have told the sender first.
 
         Raises: RefusalError, RemoteProtocolError.
@@ -118,7 +118,7 @@ class Incoming:
             self._passed(sender, len(data), seconds)
             return self._take(sender, round_name, header, data)
 
-        return StreamArrivals(sender, admission, self._buffers[fragment], take)
+        return _StreamArrivals(sender, admission, self._buffers[fragment], take)
 
     def _passed(self, sender: str, count: int, seconds: float) -> None:
         """Count the bytes of a chunk that took so many seconds to come."""
@@ -135,7 +135,7 @@ class Incoming:
         return is_taken
 
 
-class StreamArrivals:
+class _StreamArrivals:
     """The chunks that come on one stream: what is announced, and the memory for it."""
 
     def __init__(
@@ -165,7 +165,7 @@ class StreamArrivals:
         return self._take(self._header, self._data, now() - self._began)
 
 
-class StreamTransport(IncomingTransport, OutgoingTransport, Protocol):
+class StreamTransport(_IncomingTransport, OutgoingTransport, Protocol):
     caps: Caps
 
 
@@ -180,7 +180,7 @@ class Traffic:
         self._uplink = Uplink()
         self._outgoing = [Outgoing(transport, each, host, self._uplink) for each in buffers]
         admissions = [Admission(host.peer, each, workload) for each in buffers]
-        self._incoming = Incoming(transport, admissions, buffers, host)
+        self._incoming = _Incoming(transport, admissions, buffers, host)
 
     async def serve(self) -> None:
         await self._incoming.serve()

@@ -39,15 +39,15 @@ PROOF_SUFFIX = ".proof"
 NO_RUN = LogState("", bytes(DIGEST_BYTES), samples_per_lease=1, tokens_per_sample=1)
 
 
-def write_line(fields: dict[str, object]) -> bytes:
+def _write_line(fields: dict[str, object]) -> bytes:
     """One line of the file: these fields, and a checksum of them."""
     checksum = digest_of(json.dumps(fields).encode()).hex()[:16]
     return json.dumps(fields | {"checksum": checksum}).encode() + b"\n"
 
 
-def first_line(log: LogState) -> bytes:
+def _first_line(log: LogState) -> bytes:
     """What all entries of a run depend on, so that the file can be read by itself."""
-    return write_line(
+    return _write_line(
         {
             "run": log.run,
             "manifest": log.manifest_digest.hex(),
@@ -62,14 +62,14 @@ def first_line(log: LogState) -> bytes:
     )
 
 
-def read_first_line(line: bytes) -> LogState:
+def _read_first_line(line: bytes) -> LogState:
     """Return a run's log before its first entry. Raises: LogError unless `first_line` has written the line."""
     try:
         fields = json.loads(line)
         names = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion")
         besides = (fields[name] for name in (*names, "organiser"))
         log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), *besides)
-        is_ours = first_line(log) == line
+        is_ours = _first_line(log) == line
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LogError("it is corrupt, cut short, or of an older version") from error
     if not is_ours:
@@ -77,9 +77,9 @@ def read_first_line(line: bytes) -> LogState:
     return log
 
 
-def entry_line(entry: Entry) -> bytes:
+def _entry_line(entry: Entry) -> bytes:
     """One entry as it is written to the file, bytes in hexadecimal."""
-    return write_line(
+    return _write_line(
         {
             "index": entry.index,
             "header" if entry.is_whole else "outcome": entry.told.hex(),
@@ -90,7 +90,7 @@ def entry_line(entry: Entry) -> bytes:
     )
 
 
-def read_entry(line: bytes) -> Entry:
+def _read_entry(line: bytes) -> Entry:
     """Raises: LogError unless the line is one that `entry_line` has written, to the last bit."""
     try:
         fields = json.loads(line)
@@ -101,7 +101,7 @@ def read_entry(line: bytes) -> Entry:
         certificate = bytes.fromhex(fields["certificate"] or "") or None
         entry = Entry(fields["index"], digest, told, is_whole, state_digest, certificate, content.fragment)
         _ = entry.proof
-        is_ours = entry_line(entry) == line
+        is_ours = _entry_line(entry) == line
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LogError("it is corrupt, or cut short") from error
     if not is_ours:
@@ -129,8 +129,8 @@ def read_chain(
         lines = enumerate(file, 1)
         first = next(lines, (1, b""))[1]
         try:
-            named = read_first_line(first)
-            if empty_log and first_line(empty_log) != first:
+            named = _read_first_line(first)
+            if empty_log and _first_line(empty_log) != first:
                 raise LogError(f"it is of the run {named.run}, or of another manifest")
         except LogError as error:
             return Chain(empty_log or NO_RUN), f"{path}, line 1: {error}" if first else None
@@ -138,7 +138,7 @@ def read_chain(
         for number, line in lines:
             before = chain.end
             try:
-                entry = chain.add(read_entry(line))
+                entry = chain.add(_read_entry(line))
             except LogError as error:
                 problem = f"{path}, line {number}: {error}"
                 break
@@ -163,14 +163,14 @@ def proof_path(folder: Path, digest: bytes) -> Path:
     return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
 
 
-def remove_partial(folder: Path) -> None:
+def _remove_partial(folder: Path) -> None:
     """Remove what a process that was killed while it wrote has left of a log's files. Raises: OSError."""
     patterns = (ENTRIES, f"{PAYLOADS}/*{SUFFIX}", f"{PROOFS}/*{PROOF_SUFFIX}")
     for path in [path for pattern in patterns for path in folder.glob(f"{pattern}{PARTIAL}")]:
         path.unlink()
 
 
-def index_of(path: Path) -> int | None:
+def _index_of(path: Path) -> int | None:
     """The entry whose payload a file is; None if it is none."""
     index = path.name.partition("-")[0]
     return int(index) if index.isdecimal() and path.suffix == SUFFIX else None
@@ -454,7 +454,7 @@ class LogFolder(RunLog):
         file = path / ENTRIES
         try:
             make_private_folder(path / PAYLOADS)
-            remove_partial(path)
+            _remove_partial(path)
             file.touch()
             chain, problem = read_chain(file, empty_log)
             log = cls(path, chain, block_bytes)
@@ -483,7 +483,7 @@ class LogFolder(RunLog):
     def prune(self, before: int) -> None:
         try:
             for path in (self.path / PAYLOADS).glob(f"*{SUFFIX}"):
-                index = index_of(path)
+                index = _index_of(path)
                 if index is not None and index < before:
                     path.unlink(missing_ok=True)
         except OSError as error:
@@ -532,11 +532,11 @@ class LogFolder(RunLog):
         self._is_behind = True
         try:
             if whole:
-                entries = map(entry_line, self._chain.entries)
-                write_whole(file, (first_line(self.empty_log), *entries))
+                entries = map(_entry_line, self._chain.entries)
+                write_whole(file, (_first_line(self.empty_log), *entries))
             else:
                 with file.open("ab") as lines:
-                    lines.write(b"".join(map(entry_line, appended)))
+                    lines.write(b"".join(map(_entry_line, appended)))
         except OSError as error:
             raise _unusable(self.path, error) from error
         self._is_behind = False

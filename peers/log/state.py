@@ -177,7 +177,7 @@ class LogState:
         """Who leads before whom: the members that vote, in turn, each for a term; then bystanders, who may be late or
         hold rounds up; and then those on probation."""
         members = self.voting_members
-        first = place_of_turn(self.last.index // TERM, len(members)) if self.last and members else 0
+        first = _place_of_turn(self.last.index // TERM, len(members)) if self.last and members else 0
         return tuple(dict.fromkeys((*members[first:], *members[:first], *self.voters, *self.roster)))
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
@@ -393,8 +393,8 @@ class LogState:
             raise LogError("it has no annex")
         if gone and not self.closes:
             raise LogError("only the entry that closes a cycle says who is gone")
-        wrong = fault_in_annex(faults, self.known, peers)
-        wrong = wrong or wrong_in_gone(gone, self.voters, {*peers, *(fault.peer for fault in faults)})
+        wrong = _fault_in_annex(faults, self.known, peers)
+        wrong = wrong or _wrong_in_gone(gone, self.voters, {*peers, *(fault.peer for fault in faults)})
         wrong = wrong or self.wrong_in_amendment(amendment, self.closes)
         if wrong is not None:
             raise LogError(wrong)
@@ -431,14 +431,14 @@ class LogState:
         fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
         tokens = sum(member.tokens for member in roster if not member.missed)
         tenures, before = (self.last.tenures, self.last.excluded) if self.last else ((), ())
-        excluded = exclusions_after(before, faults, index, self.exclusion)
+        excluded = _exclusions_after(before, faults, index, self.exclusion)
         liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
         return {
             "leases": (*fresh, *self.carried(roster, faults)),
             "cursor": pool.cursor,
             "free": pool.free,
             "lineage_tokens": self.lineage_tokens + tokens,
-            "tenures": tenures_after(tenures, peers, self.probation, liars),
+            "tenures": _tenures_after(tenures, peers, self.probation, liars),
             "excluded": excluded,
             "bystanders": self.bystanders_besides({*peers, *gone, *(fault.peer for fault in faults)}),
         }
@@ -517,7 +517,7 @@ def _append(log: LogState, header: Header) -> LogState:
     return log.at(made[-1], tuple(entry.digest for entry in made))
 
 
-def wrong_in_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> str | None:
+def _wrong_in_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> str | None:
     """Return what is wrong with the voters that an entry says are gone; None: nothing. `named` are its members, and
     those in its annex."""
     chosen = set(gone)
@@ -528,7 +528,7 @@ def wrong_in_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[
     return None
 
 
-def tenures_after(
+def _tenures_after(
     before: Sequence[Tenure], roster: Sequence[str], probation: int, excluded: Collection[str]
 ) -> tuple[Tenure, ...]:
     """Return the tenures after an entry with this roster; none where the run has no probation.
@@ -552,7 +552,7 @@ def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
     return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
 
 
-def place_of_turn(turn: int, members: int) -> int:
+def _place_of_turn(turn: int, members: int) -> int:
     """Return the place of the member that leads in a term.
 
     Turns count round a ring of places, whose size is a power of two; an empty one falls to the place half a ring before
@@ -564,7 +564,7 @@ def place_of_turn(turn: int, members: int) -> int:
     return place if place < members else place - ring // 2
 
 
-def fault_in_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> str | None:
+def _fault_in_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> str | None:
     """Return what is wrong with an entry's annex; None: nothing.
 
     Only peers with a lease can be excluded, so that nobody fills the log with peers that it has made up. Nobody who is
@@ -581,7 +581,7 @@ def fault_in_annex(faults: Sequence[Fault], known: Collection[str], roster: Coll
     return None
 
 
-def exclusions_after(
+def _exclusions_after(
     before: Iterable[Exclusion], faults: Iterable[Fault], index: int, cycles: int
 ) -> tuple[Exclusion, ...]:
     """Return who is excluded from the cycle after entry `index`, and until when: for so many cycles."""

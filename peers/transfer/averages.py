@@ -53,7 +53,7 @@ async def average_chunk(
     try:
         average = await codec.reduce(reduction)
     except (BadBlocksError, DilocoPeerError) as error:
-        spoiler, _ = reduce.members[await find_spoiler(codec, contributions, first_block, buffers.fragment)]
+        spoiler, _ = reduce.members[await _find_spoiler(codec, contributions, first_block, buffers.fragment)]
         if spoiler == me:
             raise
         return BadBlocks(round_name, spoiler, chunk, str(error))
@@ -64,7 +64,7 @@ async def average_chunk(
     return ReducedArrived(round_name, me, chunk, reduce.absent, digest)
 
 
-async def find_spoiler(
+async def _find_spoiler(
     codec: Reducing, contributions: Sequence[tuple[Blocks, float]], first_block: int, fragment: int = 0
 ) -> int:
     """Return the place of the contribution with which averaging begins to fail, given that it fails for all of them.

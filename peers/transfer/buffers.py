@@ -22,7 +22,7 @@ from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect, Payl
 
 
 @dataclass
-class RoundBuffers:
+class _RoundBuffers:
     """The blocks of one round."""
 
     name: Attempt
@@ -57,7 +57,7 @@ class PayloadBuffers:
         self._finding = Lock()
         self.own: Blocks = b""  # what we trained last, for this round or a later one
         self.tree: SumTree | None = None  # over its chunks
-        self._round: RoundBuffers | None = None
+        self._round: _RoundBuffers | None = None
         self._spare: memoryview | None = None
         self._used: list[bytearray] = []
 
@@ -91,7 +91,7 @@ class PayloadBuffers:
             self._spare = spare
 
     def open(self, name: Attempt) -> None:
-        self._round = RoundBuffers(name, self.room_for_payload())
+        self._round = _RoundBuffers(name, self.room_for_payload())
 
     def room_for_payload(self) -> memoryview:
         """Return memory for a whole payload: what was prepared, if it is still there."""
@@ -103,7 +103,7 @@ class PayloadBuffers:
         self._round = None
         del self._used[SPARE_BYTES // max(1, self.chunk_bytes(0)[1]) :]
 
-    def round(self, name: Attempt) -> RoundBuffers | None:
+    def round(self, name: Attempt) -> _RoundBuffers | None:
         return self._round if self._round and self._round.name == name else None
 
     def room(self, length: int) -> bytearray:
@@ -176,7 +176,7 @@ class PayloadBuffers:
         self.kept.keep(payload)
         return payload.digest
 
-    def _open_round(self, name: Attempt) -> RoundBuffers:
+    def _open_round(self, name: Attempt) -> _RoundBuffers:
         current = self.round(name)
         if current is None:
             raise KeyError(f"round {name} is over")

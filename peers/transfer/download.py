@@ -28,21 +28,21 @@ direct donors are too few to replace one another, and an unreachable donor is tr
 ORDER: Sequence[Reach | None] = (Reach.OPEN, Reach.PUNCHED, None, Reach.RELAYED, Reach.NONE)
 
 
-class ReachingTransport(Protocol):
+class _ReachingTransport(Protocol):
     def reach_of(self, peer_id: str) -> Reach | None: ...
 
 
-def best_first(transport: ReachingTransport, donors: Collection[str]) -> list[str]:
+def _best_first(transport: _ReachingTransport, donors: Collection[str]) -> list[str]:
     """Return the donors with direct ones first and unreachable ones last; otherwise in the order that they have."""
-    return sorted(donors, key=lambda donor: rank(transport, donor))
+    return sorted(donors, key=lambda donor: _rank(transport, donor))
 
 
-def shuffled(transport: ReachingTransport, donors: Collection[str], chance: random.Random) -> list[str]:
+def shuffled(transport: _ReachingTransport, donors: Collection[str], chance: random.Random) -> list[str]:
     """Return the donors with direct ones first and unreachable ones last; otherwise in an order of chance."""
-    return best_first(transport, chance.sample(list(donors), len(donors)))
+    return _best_first(transport, chance.sample(list(donors), len(donors)))
 
 
-def to_ask(transport: ReachingTransport, donors: Sequence[str], most: int, chance: random.Random) -> list[str]:
+def to_ask(transport: _ReachingTransport, donors: Sequence[str], most: int, chance: random.Random) -> list[str]:
     """Return whom to ask what it has: the first donor, which leads, and others by reach and chance, `most` in all.
 
     Those that cannot be reached are left out, unless nobody else is there.
@@ -52,7 +52,7 @@ def to_ask(transport: ReachingTransport, donors: Sequence[str], most: int, chanc
     return (reachable or ordered)[:most]
 
 
-def rank(transport: ReachingTransport, donor: str) -> int:
+def _rank(transport: _ReachingTransport, donor: str) -> int:
     """Return 0 for donors that are reached directly, and more the worse others are reached."""
     reach = transport.reach_of(donor)
     return 0 if reach is not None and reach.is_direct else ORDER.index(reach)
@@ -65,7 +65,7 @@ UNKNOWN = 10.0  # seconds that a donor needs, as long as it has given nothing
 
 
 @dataclass(frozen=True)
-class Request:
+class _Request:
     """Something that a donor was asked for."""
 
     donor: str
@@ -75,7 +75,7 @@ class Request:
 
 
 @dataclass
-class DonorPace:
+class _DonorPace:
     """What donors have given. `at_once` is how many requests each answers beside one another."""
 
     at_once: int
@@ -83,10 +83,10 @@ class DonorPace:
     """Bytes by donor."""
     _seconds_per_byte: dict[str, float] = field(default_factory=dict)
 
-    def ask(self, donor: str, size: int, now: float) -> Request:
-        return Request(donor, size, now, self.given.copy())
+    def ask(self, donor: str, size: int, now: float) -> _Request:
+        return _Request(donor, size, now, self.given.copy())
 
-    def answered(self, request: Request, now: float) -> None:
+    def answered(self, request: _Request, now: float) -> None:
         """A donor has given what it was asked for."""
         latest = (now - request.at) / max(1, request.size)
         known = self._seconds_per_byte.get(request.donor, latest)
@@ -96,7 +96,7 @@ class DonorPace:
         """Return how long a donor takes for so many bytes, as far as it is known."""
         return size * self._seconds_per_byte[donor] if donor in self._seconds_per_byte else UNKNOWN
 
-    def seconds_left(self, request: Request, now: float) -> float:
+    def seconds_left(self, request: _Request, now: float) -> float:
         """Return how long a donor will probably still take.
 
         One that has taken twice as long as it does usually, or has given nothing so far, will take as long again.
@@ -104,7 +104,7 @@ class DonorPace:
         elapsed, usual = now - request.at, request.size * self._seconds_per_byte.get(request.donor, 0.0)
         return elapsed if elapsed > 2 * usual else max(0.0, usual - elapsed)
 
-    def is_too_slow(self, request: Request, now: float) -> bool:
+    def is_too_slow(self, request: _Request, now: float) -> bool:
         """Return whether the others have given several times as much meanwhile.
 
         What they gave before does not count: when a round is under way, all give little.
@@ -122,7 +122,7 @@ RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not i
 LOOK = 1.0  # seconds from one look at who is slow to the next
 
 
-class PullTransport(ReachingTransport, Protocol):
+class PullTransport(_ReachingTransport, Protocol):
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]: ...
@@ -169,11 +169,11 @@ class Download:
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
-        self._asked: dict[Range, dict[Pull, Request]] = {}  # longest ago first
+        self._asked: dict[Range, dict[Pull, _Request]] = {}  # longest ago first
         self._reasons: dict[str, str] = {}  # why who failed us
         self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
         self._began: dict[str, float] = {}  # when who was first asked
-        self._pace = DonorPace(RANGES)
+        self._pace = _DonorPace(RANGES)
         self._changed = asyncio.Event()
         self._now = asyncio.get_running_loop().time
 
@@ -198,7 +198,7 @@ class Download:
 
         Raises: DownloadError when no donor is left; what has arrived stays in `data`.
         """
-        waiting = deque(best_first(self._transport, donors))
+        waiting = deque(_best_first(self._transport, donors))
         try:
             while not self._is_done:
                 self._forget_those_that_ended()

@@ -98,12 +98,12 @@ class CannotFollowError(SwarmUnreachableError):
         self.least = least
 
 
-class OtherLineageError(LogError):
+class _OtherLineageError(LogError):
     """An entry of a log that split off from ours."""
 
 
 @dataclass(frozen=True)
-class Next:
+class _Next:
     """The cycle that follows in a donor's log: the log with it, its entries with their certificates, and what the one
     of them proves that fewest have signed."""
 
@@ -115,7 +115,7 @@ class Next:
 
 async def next_in_log(
     transport: PullTransport, donor: str, log: LogState, signed: SignedHeads, heads: dict[int, bytes]
-) -> Next:
+) -> _Next:
     """The cycle that follows, as a donor knows it. `heads` are what the log has where archives have signed.
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError, also where an archive has signed another one;
@@ -126,7 +126,7 @@ async def next_in_log(
     after, entries, proofs = log, list[tuple[Header, Certificate | None]](), list[Proof]()
     for told, certificate in stretch.told[: log.fragments]:
         if told.previous != log.position.head:
-            raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
+            raise _OtherLineageError(f"entry {index}: its previous does not follow from the log")
         header = told if isinstance(told, Header) else header_of(after, told)
         at, after = after.of(header.fragment), after.append(header)
         entries.append((header, certificate))
@@ -135,7 +135,7 @@ async def next_in_log(
         raise LogError(f"it has no entry {index}")
     if (head := signed.contradiction(heads | {after.position.index: after.position.head})) is not None:
         raise LogError(f"entry {index}: the archive {head.archive} has signed another outer step {head.index}")
-    return Next(donor, after, tuple(entries), min(proofs))
+    return _Next(donor, after, tuple(entries), min(proofs))
 
 
 class FollowTransport(PullTransport, Protocol):
@@ -173,10 +173,10 @@ class Donors:
         try:
             return await ask_size(self._transport, [beat.peer for beat in await self.live()], self._log)
         except SnapshotError as error:
-            raise no_state_given(str(error)) from error
+            raise _no_state_given(str(error)) from error
 
 
-def no_state_given(reasons: str) -> SwarmUnreachableError:
+def _no_state_given(reasons: str) -> SwarmUnreachableError:
     return SwarmUnreachableError(f"no peer gave its state: {reasons}.", "Try again in a minute.")
 
 
@@ -246,7 +246,7 @@ class Following:
             else:
                 self.log, self.state_digest = self.log.at(snapshot.last, snapshot.ends), snapshot.state_digest
                 return
-        raise no_state_given("; ".join(reasons))
+        raise _no_state_given("; ".join(reasons))
 
     async def advance(self) -> tuple[Header, bytes] | None:
         """Take the next outer step: the entry that closes it, and the state digest after it; None when nobody is
@@ -259,7 +259,7 @@ class Following:
         self._check_signed()
         index, tokens = self.log.position.index, self.log.lineage_tokens
         beats = [beat for beat in live if beat.index > index or beat.lineage_tokens > tokens]
-        donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[Next]()
+        donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[_Next]()
         least = None  # as the first that has a better log than ours has it
         is_waiting = False
         for beat in beats:
@@ -267,7 +267,7 @@ class Following:
                 found = await self._next(beat, donors)
             except (PeerUnreachableError, RemoteProtocolError, LogError) as error:
                 reasons.append(f"{beat.peer}: {error}")
-                least = 0 if least is None and isinstance(error, OtherLineageError) else least
+                least = 0 if least is None and isinstance(error, _OtherLineageError) else least
                 continue
             if found is None:
                 continue
@@ -300,16 +300,16 @@ class Following:
             index + 1 if least is None else least,
         )
 
-    async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> Next | None:
+    async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> _Next | None:
         """What follows at a peer; None where its log is another, and no better than ours.
 
         Raises: PeerUnreachableError, RemoteProtocolError, LogError; OtherLineageError where its log is better.
         """
         try:
             if beat.index <= self.log.position.index:
-                raise OtherLineageError("it has trained more, and took no more outer steps")
+                raise _OtherLineageError("it has trained more, and took no more outer steps")
             return await next_in_log(self._transport, beat.peer, self.log, self._signed, self._heads)
-        except OtherLineageError:
+        except _OtherLineageError:
             fetch = LineageFetch(self._transport, self._past)
             found = await fetch.compare(beat.peer, beat.index, donors, self.log)
             if not found.theirs.is_better_than(found.ours, self._signed):

@@ -122,7 +122,7 @@ class Compared:
 
 
 @dataclass
-class Look:
+class _Look:
     """A look at one donor's log, from where our state is: how far it has come."""
 
     donor: str
@@ -146,7 +146,7 @@ class LineageFetch:
         self._ours = ours
         self._verify = verify
         self._recent = recent
-        self._last: Look | None = None
+        self._last: _Look | None = None
 
     async def compare(
         self, donor: str, index: int, others: Sequence[str], here: LogState, head: bytes | None = None
@@ -183,13 +183,13 @@ class LineageFetch:
             self._last = look
         return await asyncio.to_thread(self._compared, theirs, here, chain)
 
-    async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[Look, Stretch]:
+    async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[_Look, Stretch]:
         """What is known of the donor's log, and what follows. Raises: LineageError."""
         last, self._last = self._last, None
         if last is not None and (last.donor, last.here) == (donor, here.position):
             return last, await self._next(donor, others, last.walk.end)
         start, stretch = await self._where_it_leaves(donor, others, here)
-        return Look(donor, here.position, Walk(start, self._verify), Chain(self._ours.empty_log)), stretch
+        return _Look(donor, here.position, Walk(start, self._verify), Chain(self._ours.empty_log)), stretch
 
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
         """Both branches, with the places before their start as far as they are here."""

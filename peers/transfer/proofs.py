@@ -56,7 +56,7 @@ async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> 
     await transport.on_pull(PROOF, serve, gives_way=True)
 
 
-async def fetch_proof(transport: PullTransport, donor: str, run: str, proof: bytes) -> bytes:
+async def _fetch_proof(transport: PullTransport, donor: str, run: str, proof: bytes) -> bytes:
     """Fetch the proof with this digest. Raises: PeerUnreachableError, RemoteProtocolError."""
     request = pack(ProofRequest(run=run, proof=proof))
     _, data = await transport.pull(donor, PROOF, request, PROOF_LIMIT, TIMEOUT)
@@ -103,7 +103,7 @@ class MissingProofs:
     async def _fetch(self, proof: bytes, donor: str) -> bool:
         """Ask one peer for a proof. Returns whether none is to be asked for it now."""
         try:
-            data = await fetch_proof(self._transport, donor, self._log.empty_log.run, proof)
+            data = await _fetch_proof(self._transport, donor, self._log.empty_log.run, proof)
             await asyncio.to_thread(self._log.keep_proofs, [data])
         except (PeerUnreachableError, RemoteProtocolError):
             asked = self._asked[proof]

@@ -163,7 +163,7 @@ async def _offers(
 
     async def ask(donor: str) -> Offered:
         limit = DIGESTS_LIMIT if size is None else DIGEST_BYTES * StateChunking(size).count
-        offered = await ask_offer(transport, donor, log, least, limit)
+        offered = await _ask_offer(transport, donor, log, least, limit)
         if size not in (None, offered.offer.bytes):
             raise RemoteProtocolError(donor, f"its snapshot has {offered.offer.bytes} bytes, not {size}")
         return offered
@@ -195,7 +195,7 @@ async def ask_size(
     return size
 
 
-async def ask_offer(
+async def _ask_offer(
     transport: PullTransport, donor: str, log: LogState, least: int = 0, limit: int = DIGESTS_LIMIT
 ) -> Offered:
     """What snapshot a donor has, with digests of `limit` bytes at most.

@@ -138,14 +138,14 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
             snapshot = source.held(request.head)
             if snapshot is None:
                 raise RefusalError("that snapshot is not here any more")
-            start, stop = requested_bytes(sender, len(snapshot.data), request.first, request.last)
+            start, stop = _requested_bytes(sender, len(snapshot.data), request.first, request.last)
             async with snapshot.being_read():
                 yield b"", snapshot.data[start:stop]
 
     await transport.on_pull(SNAPSHOT, serve, gives_way=True)
 
 
-def requested_bytes(sender: str, size: int, first: int, last: int) -> tuple[int, int]:
+def _requested_bytes(sender: str, size: int, first: int, last: int) -> tuple[int, int]:
     """Bytes [start, stop) of chunks [first, last) of a state of `size` bytes. Raises: RemoteProtocolError."""
     chunking = StateChunking(size)
     if not first < last <= chunking.count:
@@ -169,7 +169,7 @@ LEAVE = 600.0  # seconds for which one may be fetched in the second place, at le
 SLOWEST = 500_000  # bytes a second; a joiner whose links carry as much gets all of a snapshot in this time
 
 
-class Shelf:
+class _Shelf:
     """The snapshots that are held, by the heads of the log that they are at."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -250,7 +250,7 @@ NO_ROOM = "as many snapshots as there is room for are being fetched; ask again l
 SNAPSHOT_PEERS = 8  # that freeze the same entry, where there are more
 
 
-class Host(Protocol):
+class _Host(Protocol):
     """The driver that states are frozen for."""
 
     async def until(self, condition: Callable[[Peer], bool]) -> None: ...
@@ -272,7 +272,7 @@ class Freezer:
         peer: Peer,
         workload: Workload,
         storage: Storage,
-        host: Host,
+        host: _Host,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state_lock = asyncio.Lock()
@@ -282,7 +282,7 @@ class Freezer:
         self._workload = workload
         self._storage = storage
         self._host = host
-        self._shelf = Shelf(clock)
+        self._shelf = _Shelf(clock)
         self._freezing = asyncio.Lock()
         self._on_demand: asyncio.Task[None] | None = None
         self._refusal = ""  # why that failed
@@ -367,10 +367,10 @@ class Freezer:
             return True
 
     def _is_chosen(self, log: LogState) -> bool:
-        return is_chosen(self._peer.me, log, self._peer.settings.snapshot_every)
+        return _is_chosen(self._peer.me, log, self._peer.settings.snapshot_every)
 
 
-def is_chosen(me: str, log: LogState, every: int) -> bool:
+def _is_chosen(me: str, log: LogState, every: int) -> bool:
     """Whether this peer freezes the state here: at every such entry eight peers of the roster, others each time."""
     if log.position.index % every:
         return False

@@ -69,7 +69,7 @@ def parts_of(shares: Sequence[int]) -> list[range]:
     return parts
 
 
-def split_evenly(chunk_count: int, reducers: int) -> list[int]:
+def _split_evenly(chunk_count: int, reducers: int) -> list[int]:
     """Chunks per part, as equal as can be."""
     return [chunk_count * (place + 1) // reducers - chunk_count * place // reducers for place in range(reducers)]
 
@@ -96,7 +96,7 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
     reducers = len(rates)
     known = sorted(rate for rate in rates if rate > 0)
     if members < 3 or not known:
-        return split_evenly(chunk_count, reducers)
+        return _split_evenly(chunk_count, reducers)
     rates = [(rate or known[0]) / known[-1] for rate in rates]
     shares = [0.0] * reducers
     fastest = sorted(rates, reverse=True)

@@ -36,7 +36,7 @@ def sample_count(ranges: Iterable[SampleRange]) -> int:
     return sum(piece.size for piece in ranges)
 
 
-def merge(ranges: Iterable[SampleRange]) -> Lease:
+def _merge(ranges: Iterable[SampleRange]) -> Lease:
     """Sorted, non-empty, adjacent ranges joined."""
     joined: list[SampleRange] = []
     for piece in sorted(piece for piece in ranges if piece.size > 0):
@@ -90,7 +90,7 @@ class SamplePool:
             if missing > 0:
                 pieces.append(SampleRange(cursor, cursor + missing))
                 cursor += missing
-            dealt.append(merge(pieces) if len(pieces) > 1 else tuple(pieces))
+            dealt.append(_merge(pieces) if len(pieces) > 1 else tuple(pieces))
         return dealt, SamplePool(cursor, tuple(reversed(free)))
 
     def claim(self, lease: Iterable[SampleRange]) -> SamplePool:
@@ -101,7 +101,7 @@ class SamplePool:
         wanted = deque(sorted(lease))
         cursor = max([self.cursor, *(piece.stop for piece in wanted)])
         left: list[SampleRange] = []
-        for whole in merge((*self.free, SampleRange(self.cursor, cursor))):
+        for whole in _merge((*self.free, SampleRange(self.cursor, cursor))):
             start = whole.start
             while wanted and start <= wanted[0].start < wanted[0].stop <= whole.stop:
                 piece = wanted.popleft()
@@ -110,7 +110,7 @@ class SamplePool:
             left.append(SampleRange(start, whole.stop))
         if wanted:
             raise ValueError(f"samples {wanted[0].start}..{wanted[0].stop} are trained or leased already")
-        return SamplePool(cursor, merge(left))
+        return SamplePool(cursor, _merge(left))
 
     def bounded(self, limit: int) -> SamplePool:
         """Give up the smallest free ranges, of equal ones the later, until at most `limit` are left.
@@ -124,7 +124,7 @@ class SamplePool:
 
     def release(self, returned: Iterable[SampleRange]) -> SamplePool:
         """Put ranges back; they will be handed out again."""
-        return SamplePool(self.cursor, merge((*self.free, *returned)))
+        return SamplePool(self.cursor, _merge((*self.free, *returned)))
 
 
 class Grants(Sequence[Lease]):

@@ -61,7 +61,7 @@ class SignedManifest(Value):
     @classmethod
     def create(cls, identity: Identity, name: str, content: Mapping[str, Any]) -> SignedManifest:
         """Sign `content` (what JSON can say) as the run `name`. Raises: ManifestError."""
-        check_name(name)
+        _check_name(name)
         try:
             canonical = _canonical(content)
         except (TypeError, ValueError, RecursionError) as error:
@@ -137,7 +137,7 @@ class SignedManifest(Value):
                 f"the run is of protocol version {self.version}; this diloco-peer speaks version {PROTOCOL_VERSION}.",
                 "Install the diloco-peer that the run's organiser uses: `diloco-peer --version` says what one speaks.",
             )
-        check_name(self.name)
+        _check_name(self.name)
         if not verify(self.organiser, _signed_bytes(self.name, self.organiser, self.content), self.signature):
             raise ManifestError(f"the manifest's signature is not that of its organiser {self.organiser}.", ASK_AGAIN)
         try:
@@ -179,7 +179,7 @@ class Invite:
         return cls(run_id, parts)
 
 
-def check_name(name: str) -> None:
+def _check_name(name: str) -> None:
     """Raises: ManifestError when a run cannot be called that."""
     if NAME.fullmatch(name) is None:
         raise ManifestError(

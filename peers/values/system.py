@@ -49,7 +49,7 @@ def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
     """A new private folder for as long as the context lasts. A killed process leaves it to `sweep_folders`."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        with suppress(FileNotFoundError), held(folder) as is_ours:
+        with suppress(FileNotFoundError), _held(folder) as is_ours:
             if is_ours and folder.exists():  # else it was swept before it was held
                 try:
                     yield folder
@@ -59,7 +59,7 @@ def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[bool]:
+def _held(folder: Path) -> Iterator[bool]:
     """Hold a folder meanwhile, if no living process does: the kernel releases those of a dead one. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -78,7 +78,7 @@ def sweep_folders(base: Path, prefix: str) -> None:
     for folder in base.glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid == os.getuid():
-                with held(folder) as is_deserted:
+                with _held(folder) as is_deserted:
                     if is_deserted:
                         shutil.rmtree(folder)
 

@@ -67,14 +67,14 @@ MEGABITS = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
-class Speed:
+class _Speed:
     """Tokens a second. `steps` inner steps were measured; 0: it is estimated."""
 
     tokens_per_second: float
     steps: int
 
 
-def check_run(run: Run, positions: Sequence[int]) -> Finding:
+def _check_run(run: Run, positions: Sequence[int]) -> Finding:
     """`positions` are the outer steps at which its peers say that they are."""
     peers, outer_step, outer_steps = len(positions), max(positions, default=0), run.config.total_outer_steps
     values = {"peers": peers, "outer_step": outer_step, "outer_steps": outer_steps}
@@ -84,7 +84,7 @@ def check_run(run: Run, positions: Sequence[int]) -> Finding:
     return passed("run", found, **values)
 
 
-async def check_admission(
+async def _check_admission(
     transport: HivemindTransport,
     run: Run,
     key: Identity,
@@ -101,7 +101,7 @@ async def check_admission(
     return passed("admission", "the run is open to everybody" if admission is None else "its ticket is good")
 
 
-def check_data(run: Run, folders: Sequence[Path]) -> tuple[Finding, Run]:
+def _check_data(run: Run, folders: Sequence[Path]) -> tuple[Finding, Run]:
     """Return the run, too, with what it reads here."""
     try:
         run = run.with_data(folders)
@@ -110,7 +110,7 @@ def check_data(run: Run, folders: Sequence[Path]) -> tuple[Finding, Run]:
     return passed("data", f"it reads {', '.join(source.source for source in run.config.data.all_sources)}"), run
 
 
-def check_speed(speed: Speed | None, why_not: str = "") -> Finding:
+def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
     """`why_not` says why the speed is not measured."""
     if speed is None:
         return skipped("speed", why_not or "of CPUs, and of GPUs whose peak is not known, only a trial tells it")
@@ -121,7 +121,7 @@ def check_speed(speed: Speed | None, why_not: str = "") -> Finding:
     return passed("speed", f"{speed.tokens_per_second:,.0f} tokens/s, {how}", **values)
 
 
-def check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
+def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
     """`plan` has this machine first (see `plan_among`). `is_supposed`: no others are there, and one like us is
     supposed. `is_measured`: our speed is, and so it is certain enough that a machine is too slow."""
     outlook, ourselves, peers = forecast(plan), plan.swarm.peers[0], plan.swarm.count
@@ -160,7 +160,7 @@ def check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
 
 
 # What they are made of, for which torch is needed ---------------------------------------------------------------------
-def size(config: RunConfig, gpus: int) -> tuple[Any, Taken]:
+def _size(config: RunConfig, gpus: int) -> tuple[Any, Taken]:
     """Return the skeleton of a run's model, and what the run takes of this machine with so many GPUs; 0: it trains on
     the CPU. Takes seconds, mostly imports. Raises: DilocoPeerError when the model cannot be built here."""
     from opendiloco.model.build import sized_skeleton
@@ -173,7 +173,7 @@ def size(config: RunConfig, gpus: int) -> tuple[Any, Taken]:
     return skeleton, Taken(needs.main_memory, needs.device_memory, gpus, needs.disk)
 
 
-def estimated_speed(config: RunConfig, skeleton: Any, gpus: Sequence[Gpu]) -> Speed | None:
+def _estimated_speed(config: RunConfig, skeleton: Any, gpus: Sequence[Gpu]) -> _Speed | None:
     """Return what arithmetic says of GPUs whose peak is known; None of others, and of CPUs."""
     from opendiloco.model.utilisation import peak_tokens_per_second
     from opendiloco.workers.needs import UTILISATION, needs_of
@@ -182,10 +182,10 @@ def estimated_speed(config: RunConfig, skeleton: Any, gpus: Sequence[Gpu]) -> Sp
         return None
     needs = needs_of(config, skeleton, len(gpus))
     peak = peak_tokens_per_second(gpus[0].name, len(gpus), needs.precision, needs.token_flops)
-    return None if peak is None else Speed(UTILISATION * peak, 0)
+    return None if peak is None else _Speed(UTILISATION * peak, 0)
 
 
-async def measured_speed(config: RunConfig, options: WorkerOptions) -> Speed | None:
+async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed | None:
     """Train a few inner steps as `join` would; None if none is done in time. Nothing of it is kept.
 
     Raises: DilocoPeerError when this machine cannot train in the run.
@@ -220,18 +220,18 @@ async def measured_speed(config: RunConfig, options: WorkerOptions) -> Speed | N
             await asyncio.gather(trying, waiting, return_exceptions=True)
     finally:
         await group.close()
-    return speed_of(times, told, training.batch_size * training.sequence_length)
+    return _speed_of(times, told, training.batch_size * training.sequence_length)
 
 
-def speed_of(times: Sequence[float], told: Sequence[Progress], tokens_per_step: int) -> Speed | None:
+def _speed_of(times: Sequence[float], told: Sequence[Progress], tokens_per_step: int) -> _Speed | None:
     """Return the speed of all inner steps but the first, which ended at these times; of the first if it is alone."""
     if len(times) > 1 and times[-1] > times[0]:
-        return Speed((len(times) - 1) * tokens_per_step / (times[-1] - times[0]), len(times) - 1)
-    return Speed(told[0].tokens_per_second, 1) if told and told[0].tokens_per_second > 0 else None
+        return _Speed((len(times) - 1) * tokens_per_step / (times[-1] - times[0]), len(times) - 1)
+    return _Speed(told[0].tokens_per_second, 1) if told and told[0].tokens_per_second > 0 else None
 
 
-def plan_among(
-    config: RunConfig, skeleton: Any, speed: Speed, bandwidth: Bandwidth, latency: float, others: Sequence[float]
+def _plan_among(
+    config: RunConfig, skeleton: Any, speed: _Speed, bandwidth: Bandwidth, latency: float, others: Sequence[float]
 ) -> Plan:
     """Return the run as it would be for this machine among others, of which it is given the tokens a second.
 
@@ -382,17 +382,17 @@ class Examination:
         except DilocoPeerError as error:
             self._tell(failed_with("run", error))
             return None
-        admission = await check_admission(transport, run, wishes.key, wishes.addresses, wishes.state, wishes.ticket)
+        admission = await _check_admission(transport, run, wishes.key, wishes.addresses, wishes.state, wishes.ticket)
         away = (PeerState.LEAVING, PeerState.ARCHIVING)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.state not in away]
         self._others = [beat for beat in beats if beat.peer != wishes.key.peer_id]
-        self._tell(check_run(run, [beat.index for beat in self._others]), admission)
+        self._tell(_check_run(run, [beat.index for beat in self._others]), admission)
         try:
             run = run.with_own(wishes.own)
         except DilocoPeerError as error:
             self._tell(failed_with("data", error))
             return None
-        data, run = check_data(run, wishes.data)
+        data, run = _check_data(run, wishes.data)
         self._tell(data)
         return run
 
@@ -405,7 +405,7 @@ class Examination:
         self._at("importing torch and transformers")
         try:
             gpus = self._gpus(torch)
-            skeleton, taken = await asyncio.to_thread(size, self._run.config, len(gpus))
+            skeleton, taken = await asyncio.to_thread(_size, self._run.config, len(gpus))
         except DilocoPeerError as error:
             self._tell(failed_with("memory", error), check_disk(state))
             return
@@ -415,8 +415,8 @@ class Examination:
             self._tell(skipped("round", f"the {'speed' if speed is None else 'bandwidth'} is not known"))
             return
         others = [beat.speed for beat in self._others]
-        plan = plan_among(self._run.config, skeleton, speed, self._bandwidth, self._latency, others)
-        self._tell(check_round(plan, is_supposed=not others, is_measured=bool(speed.steps)))
+        plan = _plan_among(self._run.config, skeleton, speed, self._bandwidth, self._latency, others)
+        self._tell(_check_round(plan, is_supposed=not others, is_measured=bool(speed.steps)))
 
     def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:
         """Return the GPUs that would train; none: the CPU would. Raises: MachineError."""
@@ -427,22 +427,22 @@ class Examination:
         numbers = [int(device.partition(":")[2] or 0) for device in devices]
         return tuple(there[number] for number in numbers if number < len(there))
 
-    async def _examine_speed(self, run: Run, skeleton: Any, gpus: Sequence[Gpu]) -> Speed | None:
+    async def _examine_speed(self, run: Run, skeleton: Any, gpus: Sequence[Gpu]) -> _Speed | None:
         """Train a little, if nothing is in the way, and nobody else trains here; else estimate."""
         why = ""
         if self._wishes.tries and self._has_volunteer:
             why = "a volunteer runs on this machine, and a trial would take memory and time from it"
         failing = [finding.name for finding in self.findings if finding.verdict is Verdict.FAIL]
         lacking = [name for name in failing if name in NEEDED_TO_TRAIN]
-        speed: Speed | None = None
+        speed: _Speed | None = None
         if self._wishes.tries and not lacking and not self._has_volunteer:
             self._at("training a little, as `join` would")
             try:
-                speed = await measured_speed(run.config, self._wishes.workers)
+                speed = await _measured_speed(run.config, self._wishes.workers)
             except DilocoPeerError as error:
                 self._tell(failed_with("speed", error))
                 return None
             why = f"no inner step was done within {FIRST_SECONDS:.0f} s"
-        speed = speed or estimated_speed(run.config, skeleton, gpus)
-        self._tell(check_speed(speed, f"not measured: see {', '.join(lacking)}" if lacking else why))
+        speed = speed or _estimated_speed(run.config, skeleton, gpus)
+        self._tell(_check_speed(speed, f"not measured: see {', '.join(lacking)}" if lacking else why))
         return speed

@@ -7,12 +7,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from opendiloco.errors import fit_for_terminal
 from peers.errors import DilocoPeerError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Value = str | int | float | bool | None
 
@@ -105,19 +106,22 @@ def show(console: Console, finding: Finding) -> None:
     """Print a finding: in columns on a terminal, else as one line, and its remedy as another one."""
     finding = replace(finding, found=fit_for_terminal(finding.found), remedy=fit_for_terminal(finding.remedy))
     if not console.is_terminal:
-        console.out(plain_line(finding), highlight=False)
+        console.out(_plain_line(finding), highlight=False)
         return
+    from rich.markup import escape  # `join` needs findings, and need not wait for rich
+    from rich.table import Table
+
     table = Table.grid(padding=(0, 1))
     table.add_column(width=VERDICT_WIDTH, style=STYLES[finding.verdict], no_wrap=True)
     table.add_column(width=NAME_WIDTH, style="bold", no_wrap=True)
     table.add_column(style="dim" if finding.verdict is Verdict.SKIPPED else "")
-    table.add_row(finding.verdict, finding.name, _escaped(finding.found))
+    table.add_row(finding.verdict, finding.name, escape(finding.found))
     if finding.remedy:
-        table.add_row("", "", f"→ {_escaped(finding.remedy)}")
+        table.add_row("", "", f"→ {escape(finding.remedy)}")
     console.print(table, highlight=False)
 
 
-def plain_line(finding: Finding) -> str:
+def _plain_line(finding: Finding) -> str:
     """Return a finding without colours."""
     line = f"{finding.verdict:<{VERDICT_WIDTH}} {finding.name:<{NAME_WIDTH}} {finding.found}"
     return f"{line}\n{'':<{VERDICT_WIDTH + NAME_WIDTH + 2}}-> {finding.remedy}" if finding.remedy else line
@@ -153,9 +157,3 @@ def as_json(findings: Sequence[Finding], run_id: str | None) -> str:
 def _finite(value: object) -> object:
     """JSON has neither infinity nor NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -73,7 +73,7 @@ class Swarm:
 
 
 @dataclass(frozen=True)
-class Round:
+class _Round:
     """One round: its seconds, and how many payloads each of the swarm's kinds of peers sends, and gets, in it."""
 
     arithmetic: float
@@ -92,7 +92,7 @@ class Round:
         return self.transfer + self.lag
 
 
-def round_of(swarm: Swarm, values: int, bits: float, encoded: float = QUANTIZED) -> Round:
+def round_of(swarm: Swarm, values: int, bits: float, encoded: float = QUANTIZED) -> _Round:
     """Return the round that averages so many values at so many bits each, of which each peer encodes `encoded` a
     second. Parts are dealt as a leader deals them."""
     rates = [peer.rate for peer in swarm.peers for _ in range(peer.count)]
@@ -101,7 +101,7 @@ def round_of(swarm: Swarm, values: int, bits: float, encoded: float = QUANTIZED)
     moved = [payloads_moved(len(names), chunks[name] / sum(chunks.values())) for name in names]
     payload = values * bits
     starts = [sum(peer.count for peer in swarm.peers[:place]) for place in range(len(swarm.peers))]
-    return Round(
+    return _Round(
         arithmetic=values / encoded + values / STEPPED,
         delays=DELAYS * swarm.delay,
         transfer=max(payload * share / rate for share, rate in zip(moved, rates, strict=True)),
@@ -163,7 +163,7 @@ class Plan:
         )
 
     @cached_property
-    def rounds(self) -> tuple[Round, ...]:
+    def rounds(self) -> tuple[_Round, ...]:
         """Return the round of each fragment."""
         return tuple(round_of(self.swarm, values, self.bits, self.encoded) for values in self.fragments)
 
@@ -189,7 +189,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class PeerForecast:
+class _PeerForecast:
     """Of each of some equal peers: inner steps that it makes for an entry, how many cycles there are from one of its
     entries to the next (0: its work never counts), shares of its time that it computes for them and its link sends;
     seconds until a newcomer among them has the state, None if it never has."""
@@ -216,7 +216,7 @@ class Forecast:
     utilisation: float
     tokens_per_day: float
     cost_per_day: float | None
-    peers: tuple[PeerForecast, ...]
+    peers: tuple[_PeerForecast, ...]
 
     @property
     def sent_bits(self) -> float:
@@ -245,13 +245,13 @@ def forecast(plan: Plan) -> Forecast:
     steps = [plan.own_steps(peer) for peer in kinds]
     waited_for = [peer for peer in kinds if plan.training_seconds(peer) <= plan.closes_after]
     seconds = max(map(plan.training_seconds, waited_for)) + max(
-        max(0.0, cycle_seconds(plan, peer) - plan.training_seconds(peer)) for peer in waited_for
+        max(0.0, _cycle_seconds(plan, peer) - plan.training_seconds(peer)) for peer in waited_for
     )
     sent = [sum(each.payload_bits * each.moved[kind] for each in plan.rounds) for kind in range(len(kinds))]
     cycles = [_cycles(plan, peer, seconds) for peer in kinds]
     busy = max(bits / peer.rate for bits, peer in zip(sent, kinds, strict=True))
     peers = tuple(
-        PeerForecast(
+        _PeerForecast(
             name=peer.name,
             count=peer.count,
             inner_steps=own,
@@ -259,7 +259,7 @@ def forecast(plan: Plan) -> Forecast:
             utilisation=own * peer.step_seconds / (between * seconds) if between else 0.0,
             link_share=min(1.0, bits / peer.rate / seconds),
             sent_bits=bits,
-            joining=joining(plan, peer, seconds, busy),
+            joining=_joining(plan, peer, seconds, busy),
         )
         for peer, own, between, bits in zip(kinds, steps, cycles, sent, strict=True)
     )
@@ -276,7 +276,7 @@ def forecast(plan: Plan) -> Forecast:
     )
 
 
-def cycle_seconds(plan: Plan, peer: Peer) -> float:
+def _cycle_seconds(plan: Plan, peer: Peer) -> float:
     """Return how long a peer's cycle takes in a long run, with its waiting for rounds but none for other peers.
 
     Each fragment has a round of its own, which begins after an inner step and ends before one. What a round that began
@@ -323,7 +323,7 @@ def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
     return cycles if cycles <= 1 + plan.staleness else 0
 
 
-def joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | None:
+def _joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | None:
     """Return the seconds until a newcomer has the state: a snapshot, and the entries since, replayed.
 
     It fetches in the time that rounds leave, from all others at once. The snapshot may be as old as two snapshots are

@@ -28,9 +28,9 @@ class Memory:
     def lacks(self, peer: Peer) -> str | None:
         """Return what the machine has too little of, in words."""
         if peer.main_memory is not None and peer.main_memory < self.main:
-            return f"{peer.name}: needs {gigabytes(self.main)} of main memory, and has {gigabytes(peer.main_memory)}"
+            return f"{peer.name}: needs {_gigabytes(self.main)} of main memory, and has {_gigabytes(peer.main_memory)}"
         if peer.gpu_memory is not None and self.gpu is not None and peer.gpu_memory < self.gpu:
-            return f"{peer.name}: needs {gigabytes(self.gpu)} of each GPU, and has {gigabytes(peer.gpu_memory)}"
+            return f"{peer.name}: needs {_gigabytes(self.gpu)} of each GPU, and has {_gigabytes(peer.gpu_memory)}"
         return None
 
 
@@ -66,16 +66,16 @@ def peers_table(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> Table:
             peer.name,
             str(peer.count),
             str(forecast.inner_steps),
-            how_often(forecast.cycles),
+            _how_often(forecast.cycles),
             f"{forecast.utilisation:.1%}",
             f"{forecast.link_share:.1%}",
-            gigabytes(needed.main),
-            "-" if needed.gpu is None else gigabytes(needed.gpu),
+            _gigabytes(needed.main),
+            "-" if needed.gpu is None else _gigabytes(needed.gpu),
         )
     return table
 
 
-def how_often(cycles: int) -> str:
+def _how_often(cycles: int) -> str:
     """Return in how many entries a peer's work counts, in words."""
     return {0: "never", 1: "each time", 2: "every 2nd", 3: "every 3rd"}.get(cycles, f"every {cycles}th")
 
@@ -147,7 +147,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def gigabytes(size: float) -> str:
+def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 

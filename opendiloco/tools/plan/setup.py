@@ -95,7 +95,7 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
         tokens_per_step=training.batch_size * training.sequence_length,
         smallest_share=config.rounds.smallest_share,
         snapshot_every=config.snapshots.every,
-        bits=bits_of(config.codec.kind),
+        bits=_bits_of(config.codec.kind),
         encoded=QUANTIZED_SPARSE if config.codec.kind == "sparse" else QUANTIZED,
         timing=config.rounds.timing,
         staleness=config.rounds.staleness,
@@ -114,7 +114,7 @@ def memory_of(config: RunConfig, skeleton: Any, peer: Peer) -> Memory:
     return Memory(needs.main_memory, needs.device_memory)
 
 
-def bits_of(codec: str) -> float:
+def _bits_of(codec: str) -> float:
     """Return the bits that a codec takes for a value, its blocks' headers included."""
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
 

@@ -19,7 +19,7 @@ from opendiloco.storage.files import file_header
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import RunFolder
 from peers.log.chain import Entry
-from peers.log.folder import ENTRIES, NO_RUN, PAYLOADS, LogFolder, entry_line, first_line, payload_path, read_chain
+from peers.log.folder import ENTRIES, NO_RUN, PAYLOADS, LogFolder, _entry_line, _first_line, payload_path, read_chain
 from peers.log.header import FAULT_AGE, Fault, Position
 from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
 from peers.protocol.faults import BadContribution, TwoCommitments
@@ -79,7 +79,7 @@ def rewrite(folder: RunFolder, change: Callable[[list[Entry]], list[Entry]]) -> 
     file = folder.log / ENTRIES
     chain, _ = read_chain(file)
     changed = change(chain.entries)
-    file.write_bytes(first_line(chain.empty_log) + b"".join(entry_line(entry) for entry in changed))
+    file.write_bytes(_first_line(chain.empty_log) + b"".join(_entry_line(entry) for entry in changed))
 
 
 def checkpoint(folder: RunFolder, recorded: RecordedRun, index: int) -> Path:

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 from peers.driver import driver as driver_module
 from peers.driver import outgoing
 from peers.driver import traffic as incoming
-from peers.driver.driver import Driver, Transport
+from peers.driver.driver import Driver, _Transport
 from peers.driver.outgoing import CHUNKS, StreamHeader
 from peers.driver.replication import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
@@ -28,7 +28,7 @@ from peers.protocol.messages import Abort, Accuse, Complete, Message, Prepared, 
 from peers.protocol.packing import Packer, open_envelope, unpack_message
 from peers.protocol.rounds import Attempt
 from peers.protocol.states import State
-from peers.transfer.buffers import PayloadBuffers, RoundBuffers, offer
+from peers.transfer.buffers import PayloadBuffers, _RoundBuffers, offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.values.chunks import Payload
 from peers.values.identity import Identity
@@ -151,7 +151,7 @@ class DriverOf(Driver):
 
     def __init__(self, transport: SlowTransport) -> None:
         self.workload = FussyWorkload()
-        super().__init__(Identity.generate(), cast(Transport, transport), self.workload, SETTINGS, Keeping(STATE))
+        super().__init__(Identity.generate(), cast(_Transport, transport), self.workload, SETTINGS, Keeping(STATE))
         [self.buffers] = self._rounds._buffers
         offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
 
@@ -168,7 +168,7 @@ class DriverOf(Driver):
         return self.peer.exchange.name
 
     @property
-    def current(self) -> RoundBuffers:
+    def current(self) -> _RoundBuffers:
         current = self.buffers.round(self.round)
         assert current is not None
         return current

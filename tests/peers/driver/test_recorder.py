@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from peers.driver import replication as recorder_module
-from peers.driver.replication import Recorder
+from peers.driver.replication import _Recorder
 from peers.log.folder import LogFolder, LogFolderError, MemoryLog, proof_path
 from peers.log.header import Header
 from peers.protocol.effects import Apply
@@ -29,7 +29,7 @@ def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) ->
     async def scenario() -> None:
         rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[Header]()
         log = LogFolder.open(tmp_path, LOG, 8) if has_disk else MemoryLog(LOG, 0)
-        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
+        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
         recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert [header.payload for header in told] == ([payload.digest] if has_disk else [])
@@ -43,7 +43,7 @@ def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path
         rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[Header]()
         log = LogFolder.open(tmp_path / "log", LOG, 8)
         shutil.rmtree(tmp_path / "log")
-        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
+        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
         recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert told == []
@@ -64,7 +64,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_o
     async def scenario() -> None:
         rig, payload, log = Rig(), Payload.cut(memoryview(b"first"), 8), MemoryLog(LOG, 0)
         monkeypatch.setattr(log, "append", append)
-        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
+        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
         first = rig.next_header(payload.digest)
         for index in range(len(reasons)):
             recorder.add(Apply(first.model_copy(update={"index": index})), STATE, payload)
@@ -82,7 +82,7 @@ def test_what_proves_an_annex_is_kept_beside_its_entry(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig, payload = Rig(), Payload.cut(memoryview(b"first"), 8)
         log = LogFolder.open(tmp_path, LOG, 8)
-        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
+        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
         recorder.add(Apply(rig.next_header(payload.digest), proofs=(b"one", b"two")), STATE, payload)
         await recorder.finish()
         for kept in (b"one", b"two"):
@@ -110,7 +110,7 @@ def test_what_proves_an_annex_is_fetched_where_it_was_not_seen(tmp_path: Path, m
             tasks.append(asyncio.create_task(work))
             return tasks[-1]
 
-        Recorder(mine, rig.peer, me, start).add(Apply(header), STATE, payload)
+        _Recorder(mine, rig.peer, me, start).add(Apply(header), STATE, payload)
         for task in tasks:  # those that these begin, too
             await task
         assert mine.proof(shown.fault.proof) == pack(shown)
@@ -131,7 +131,7 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
         for name, past in pasts.items():
             me.donors[name] = FakeTransport(name)
             await serve_headers(me.donors[name], {RUN: past})
-        recorder = Recorder(log, rig.peer, me, asyncio.create_task)
+        recorder = _Recorder(log, rig.peer, me, asyncio.create_task)
         recorder.add(Apply(second), STATE, payload)
         await recorder.finish()
         assert log.headers(0, 2) == [first, second]

@@ -21,12 +21,12 @@ from peers.log.folder import (
     LogFolderError,
     MemoryLog,
     RunLog,
-    entry_line,
-    first_line,
+    _entry_line,
+    _first_line,
+    _read_entry,
+    _read_first_line,
     payload_path,
     read_chain,
-    read_entry,
-    read_first_line,
 )
 from peers.log.header import Header, Member
 from peers.log.state import LogError, LogState
@@ -250,8 +250,8 @@ def test_every_flipped_bit_of_a_line_is_noticed() -> None:
     whole = Entry.whole(HEADERS[2], state(2), CERTIFICATE)
     brief = whole.brief(LOG.at(HEADERS[1]), HEADERS[2])
     for entry in (brief, whole, Entry.whole(HEADERS[2], None)):
-        assert read_entry(entry_line(entry)) == entry
-    for line, read in ((entry_line(brief), read_entry), (first_line(LOG), read_first_line)):
+        assert _read_entry(_entry_line(entry)) == entry
+    for line, read in ((_entry_line(brief), _read_entry), (_first_line(LOG), _read_first_line)):
         for place in range(len(line)):
             for bit in range(8):
                 flipped = bytearray(line)
@@ -260,7 +260,7 @@ def test_every_flipped_bit_of_a_line_is_noticed() -> None:
                     read(bytes(flipped))
 
 
-EMPTY_DIGEST = entry_line(Entry.whole(HEADERS[2], None)).replace(b"null", b'""')
+EMPTY_DIGEST = _entry_line(Entry.whole(HEADERS[2], None)).replace(b"null", b'""')
 
 
 @pytest.mark.parametrize(
@@ -278,9 +278,9 @@ EMPTY_DIGEST = entry_line(Entry.whole(HEADERS[2], None)).replace(b"null", b'""')
 )
 def test_other_lines_are_no_entries(line: bytes) -> None:
     with pytest.raises(LogError):
-        read_entry(line)
+        _read_entry(line)
     with pytest.raises(LogError):
-        read_first_line(line)
+        _read_first_line(line)
 
 
 def test_a_damaged_line_in_the_middle_ends_the_log_and_nothing_is_thrown_away(
@@ -310,7 +310,7 @@ def test_a_damaged_line_in_the_middle_ends_the_log_and_nothing_is_thrown_away(
 )
 def test_a_line_that_does_not_follow_ends_the_log(tmp_path: Path, headers: list[Header], whole: int) -> None:
     file = tmp_path / ENTRIES
-    file.write_bytes(first_line(LOG) + b"".join(entry_line(Entry.whole(header, None)) for header in headers))
+    file.write_bytes(_first_line(LOG) + b"".join(_entry_line(Entry.whole(header, None)) for header in headers))
     seen: list[Header] = []
     chain, problem = read_chain(file, LOG, lambda entry, header, before: seen.append(header))
     assert seen == list(chain.headers(0, 9)) == headers[:whole]
@@ -334,7 +334,7 @@ def test_a_file_without_a_first_line_has_no_entries(tmp_path: Path) -> None:
     for empty_log in (LOG, None):
         chain, problem = read_chain(file, empty_log)
         assert (len(chain), problem) == (0, None)
-    file.write_bytes(entry_line(Entry.whole(HEADERS[0], None)))
+    file.write_bytes(_entry_line(Entry.whole(HEADERS[0], None)))
     for empty_log in (LOG, None):
         chain, problem = read_chain(file, empty_log)
         assert len(chain) == 0
@@ -423,7 +423,7 @@ def test_what_a_full_disk_did_not_take_is_written_with_the_next_entry(
         with pytest.raises(LogFolderError, match="No space left on device"):
             log.append(HEADERS[1], state(1), payload(1))
     with (tmp_path / ENTRIES).open("ab") as file:
-        file.write(entry_line(Entry.whole(HEADERS[1], state(1)))[:50])  # as far as it came
+        file.write(_entry_line(Entry.whole(HEADERS[1], state(1)))[:50])  # as far as it came
     assert log.next_index == 2
     log.append(HEADERS[2], state(2), payload(2))
     again = opened(tmp_path)

@@ -15,7 +15,7 @@ from peers.network.channel import RefusalError
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.transfer import snapshots as freezing_module
-from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, Freezer, FrozenSnapshot, Snapshot, is_chosen
+from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, Freezer, FrozenSnapshot, Snapshot, _is_chosen
 from peers.transfer.storage import MemoryFile, MemoryStorage
 from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
@@ -123,11 +123,11 @@ async def in_time(work: asyncio.Future[T]) -> T:
 # Chosen places and peers ----------------------------------------------------------------------------------------
 def test_in_a_small_swarm_everybody_freezes_every_so_many_entries() -> None:
     for index in range(1, 2 * EVERY + 1):
-        assert is_chosen("b", log_at(index), EVERY) is (index in (EVERY, 2 * EVERY))
+        assert _is_chosen("b", log_at(index), EVERY) is (index in (EVERY, 2 * EVERY))
 
 
 def test_who_is_late_for_the_entry_freezes_it_too_in_a_small_swarm() -> None:
-    assert is_chosen("z", log_at(EVERY), EVERY)
+    assert _is_chosen("z", log_at(EVERY), EVERY)
 
 
 def test_in_a_large_swarm_a_few_freeze_in_turn() -> None:
@@ -135,8 +135,8 @@ def test_in_a_large_swarm_a_few_freeze_in_turn() -> None:
     turns = []
     for turn in range(1, 6):
         log = log_at(2 * turn, names)
-        turns.append({name for name in names if is_chosen(name, log, 2)})
-        assert not is_chosen("Z", log, 2), "who was not there"
+        turns.append({name for name in names if _is_chosen(name, log, 2)})
+        assert not _is_chosen("Z", log, 2), "who was not there"
     assert [len(chosen) for chosen in turns] == [SNAPSHOT_PEERS] * 5
     assert set.union(*turns[:3]) == set(names), "everybody's turn comes"
 
