@@ -174,7 +174,7 @@ async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder
     from opendiloco.dashboard.sources import follower_source
     from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker
     from peers.transfer.following import Following
-    from peers.transfer.storage import MemoryStorage
+    from peers.transfer.storage import Storage
 
     poll = run.settings.timing.heartbeat
     total = run.config.total_outer_steps
@@ -186,7 +186,7 @@ async def track(run: Run, transport: HivemindTransport, plan: FollowPlan, folder
         dashboard(plan.dashboard, lambda: [source]),
         following_state(run, transport, plan, Retrying(poll)) as (state, model),
     ):
-        following = Following(transport, state, run.settings, MemoryStorage())
+        following = Following(transport, state, run.settings, Storage())
         tracker = StateTracker(following, audit, poll)
         async for news in tracker.until(last):
             if isinstance(news, Disagreement):

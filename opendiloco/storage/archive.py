@@ -48,7 +48,7 @@ from peers.transfer.proofs import MissingProofs, serve_proofs
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
 from peers.transfer.storage import FolderStorage
-from peers.values.identity import Identity, IdentityKeys
+from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
 from peers.values.system import next_sequence, now
@@ -199,7 +199,7 @@ class ArchivedRun:
         if me not in self.run.manifest.archives:
             return None
         try:
-            return HeadSigner(self.run.run_id, me, IdentityKeys(self._identity), self.folder.path)
+            return HeadSigner(self.run.run_id, me, self._identity, self.folder.path)
         except SignedFileError as error:
             logger.error("run %s: no outer step is signed: %s", self.run.run_id, error)
             return None

@@ -38,7 +38,7 @@ from peers.protocol.peer import Peer
 from peers.transfer.buffers import payload_kind
 from peers.transfer.download import Download, PullTransport
 from peers.transfer.snapshots import FrozenSnapshot
-from peers.values.identity import Identity, IdentityKeys
+from peers.values.identity import Identity
 from peers.values.system import now
 from peers.values.wire import WireError
 from peers.values.workload import Workload
@@ -151,7 +151,7 @@ class Driver:
             keeping.state_digest,
             now(),
             secrets.randbits(INCARNATION_BITS),
-            IdentityKeys(identity),
+            identity,
             keeping.lineage,
         )
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None

@@ -13,7 +13,7 @@ from peers import metrics
 from peers.driver.host import Host
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.log.chain import Chain
-from peers.log.folder import LogFolderError, MemoryLog, RunLog
+from peers.log.folder import LogFolderError, RunLog
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogError, LogState
@@ -38,7 +38,7 @@ from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
 from peers.transfer.proofs import MissingProofs, serve_proofs
 from peers.transfer.snapshot_fetch import Vouched, fetch_snapshot
 from peers.transfer.snapshots import Freezer, FrozenSnapshot, serve_snapshots
-from peers.transfer.storage import MemoryStorage, Storage
+from peers.transfer.storage import Storage
 from peers.values.chunks import KEPT_BYTES, Payload
 from peers.values.system import now
 from peers.values.workload import Blocked, SnapshotError, Workload
@@ -72,9 +72,9 @@ class Keeping:
 
     def stores(self, fragments: Sequence[Blocked], empty_log: LogState) -> _Stores:
         """Return the stores of a run with these fragments."""
-        log = MemoryLog(empty_log, 0) if self.log is None else self.log
+        log = RunLog(empty_log, 0) if self.log is None else self.log
         buffers = PayloadBuffers.of_each(fragments, self.payload_bytes, log.payload)
-        return _Stores(buffers, log, self.storage or MemoryStorage())
+        return _Stores(buffers, log, self.storage or Storage())
 
 
 FINISH_TIMEOUT = 10.0  # seconds

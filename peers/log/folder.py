@@ -14,12 +14,10 @@ import logging
 import mmap
 import os
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 from peers.errors import DilocoPeerError
 from peers.log.certificate import Certificate
@@ -63,18 +61,17 @@ def _first_line(log: LogState) -> bytes:
 
 
 def _read_first_line(line: bytes) -> LogState:
-    """Return a run's log before its first entry. Raises: LogError unless `first_line` has written the line."""
+    """Return a run's log before its first entry. Raises: LogError unless `_first_line` has written the line."""
     try:
         fields = json.loads(line)
         names = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion")
         besides = (fields[name] for name in (*names, "organiser"))
         log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), *besides)
-        is_ours = _first_line(log) == line
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise LogError("it is corrupt, cut short, or of an older version") from error
-    if not is_ours:
-        raise LogError("it is corrupt, cut short, or of an older version")
-    return log
+        if _first_line(log) == line:
+            return log
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise LogError("it is corrupt, cut short, or of an older version")
 
 
 def _entry_line(entry: Entry) -> bytes:
@@ -101,12 +98,11 @@ def _read_entry(line: bytes) -> Entry:
         certificate = bytes.fromhex(fields["certificate"] or "") or None
         entry = Entry(fields["index"], digest, told, is_whole, state_digest, certificate, content.fragment)
         _ = entry.proof
-        is_ours = _entry_line(entry) == line
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise LogError("it is corrupt, or cut short") from error
-    if not is_ours:
-        raise LogError("it is corrupt, or cut short")
-    return entry
+        if _entry_line(entry) == line:
+            return entry
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise LogError("it is corrupt, or cut short")
 
 
 def read_chain(
@@ -199,14 +195,18 @@ class LogFolderError(DilocoPeerError):
     exit_code = 6
 
 
-class RunLog(ABC):
-    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Beside them are, in memory, entries of
-    a cycle that is not whole yet."""
+class RunLog:
+    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Beside them are entries of a cycle
+    that is not whole yet.
 
-    is_on_disk: ClassVar[bool]
+    It lies in memory, with the newest payloads, `kept_bytes` of them but a few at least, and without proofs.
+    """
 
-    def __init__(self, chain: Chain) -> None:
-        self.empty_log, self._chain = chain.empty_log, chain
+    is_on_disk = False
+
+    def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
+        self.empty_log, self._chain = empty_log, Chain(empty_log)
+        self._payloads = KeptPayloads(kept_bytes)
         self._made: dict[int, tuple[Entry, Header]] = {}  # entries of one cycle, by fragment
 
     def __len__(self) -> int:
@@ -331,32 +331,29 @@ class RunLog(ABC):
             self._chain.cut(end)
             self._save()
 
-    @abstractmethod
     def payload(self, digest: bytes) -> Payload | None:
-        """The payload with that digest, if it is here. May take as long as digesting it does."""
+        """Return the payload with that digest, if it is here. May take as long as digesting it does."""
+        return self._payloads.get(digest)
 
-    @abstractmethod
     def prune(self, before: int) -> None:
-        """Drop the payloads of entries with an index less than `before`. Raises: LogFolderError."""
+        """Drop the payloads on the disk of entries with an index less than `before`. Raises: LogFolderError."""
 
-    @abstractmethod
     def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        """Keep what proves the faults in an entry's annex. Raises: LogFolderError."""
+        """Keep what proves the faults in an entry's annex, where there is a disk. Raises: LogFolderError."""
 
-    @abstractmethod
     def has_proof(self, digest: bytes) -> bool:
-        """Whether the proof with that digest is kept here."""
+        """Return whether the proof with that digest is kept here."""
+        return False
 
-    @abstractmethod
     def proof(self, digest: bytes) -> bytes | None:
-        """The proof with that digest, if it is here."""
+        """Return the proof with that digest, if it is here."""
+        return None
 
-    @abstractmethod
-    def _keep(self, index: int, payload: Payload) -> None: ...
+    def _keep(self, index: int, payload: Payload) -> None:
+        self._payloads.keep(payload)
 
-    @abstractmethod
     def _save(self, appended: Sequence[Entry] = ()) -> None:
-        """The entries have changed; if `appended` are given, by these at their end alone."""
+        """Write the entries, which have changed, to the disk; if `appended` are given, these at their end alone."""
 
     def _add(self, entry: Entry, header: Header) -> None:
         known = self._chain.entry(header.index, header.fragment)
@@ -403,44 +400,14 @@ def _ending(cycle: Sequence[Entry]) -> list[Entry]:
     return [*(replace(entry, state_digest=None) for entry in others), replace(closing, state_digest=state_digest)]
 
 
-class MemoryLog(RunLog):
-    """For a peer without a disk: it keeps the newest payloads, `kept_bytes` of them but a few at least."""
-
-    is_on_disk = False
-
-    def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
-        super().__init__(Chain(empty_log))
-        self._payloads = KeptPayloads(kept_bytes)
-
-    def payload(self, digest: bytes) -> Payload | None:
-        return self._payloads.get(digest)
-
-    def prune(self, before: int) -> None:
-        """Nothing is dropped but for the room that it takes."""
-
-    def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        """There is room for none."""
-
-    def has_proof(self, digest: bytes) -> bool:
-        return False
-
-    def proof(self, digest: bytes) -> bytes | None:
-        return None
-
-    def _keep(self, index: int, payload: Payload) -> None:
-        self._payloads.keep(payload)
-
-    def _save(self, appended: Sequence[Entry] = ()) -> None:
-        pass
-
-
 class LogFolder(RunLog):
     """On disk, for one process at a time; its methods are for one thread at a time, but `payload` for any."""
 
     is_on_disk = True
 
     def __init__(self, path: Path, chain: Chain, block_bytes: int) -> None:
-        super().__init__(chain)
+        super().__init__(chain.empty_log)
+        self._chain = chain
         self.path = path
         self._block_bytes = block_bytes
         self._is_behind = False  # the file lacks something, or ends in half a line

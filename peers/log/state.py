@@ -205,19 +205,6 @@ class LogState:
         """The amendment that is in force in the present cycle; None: the manifest's values are."""
         return self.last.amendment if self.last else None
 
-    def wrong_in_amendment(self, amendment: Amendment | None, closes: bool) -> str | None:
-        """Return what is wrong with an amendment that the next entry would take in; None: nothing. It `closes` its
-        cycle, or does not."""
-        if amendment is None:
-            return None
-        if not closes:
-            return "only the entry that closes a cycle takes in an amendment"
-        if self.amendment and amendment.number <= self.amendment.number:
-            return f"amendment {amendment.number} does not come after {self.amendment.number}, which is in force"
-        if not amendment.is_signed(self.run, self.organiser):
-            return f"amendment {amendment.number} is not signed by the run's organiser"
-        return None
-
     def taken_in(self, header: Header) -> Amendment | None:
         """Return the amendment that the next entry, which this is, takes in."""
         return header.amendment if header.amendment != self.amendment else None
@@ -373,76 +360,6 @@ class LogState:
         are gone, and which amendment it takes in. Raises: LogError."""
         return _next_header(self, tuple(roster), payload, tuple(faults), tuple(gone), amendment)
 
-    def make_header(
-        self,
-        roster: Sequence[Member],
-        payload: bytes,
-        faults: tuple[Fault, ...],
-        gone: tuple[str, ...],
-        amendment: Amendment | None,
-    ) -> Header:
-        """`next_header`, worked out. Raises: LogError."""
-        has_trained, peers = any(member.tokens for member in roster), [member.peer for member in roster]
-        if has_trained == (payload == NO_PAYLOAD) or (self.closes and not has_trained):
-            raise LogError("nobody in the roster has trained anything" if not has_trained else "it lacks a payload")
-        if len(set(peers)) != len(peers) or peers != take_order(self.roster, peers):
-            raise LogError("a peer is in the roster twice, or out of order")
-        if self.probation and self.weighed(roster) != tuple(roster):
-            raise LogError("a peer on probation counts in the roster")
-        if faults and not (self.closes and self.exclusion):
-            raise LogError("it has no annex")
-        if gone and not self.closes:
-            raise LogError("only the entry that closes a cycle says who is gone")
-        wrong = _fault_in_annex(faults, self.known, peers)
-        wrong = wrong or _wrong_in_gone(gone, self.voters, {*peers, *(fault.peer for fault in faults)})
-        wrong = wrong or self.wrong_in_amendment(amendment, self.closes)
-        if wrong is not None:
-            raise LogError(wrong)
-        try:
-            return Header(
-                run=self.run,
-                index=self.position.index,
-                fragment=self.fragment,
-                previous=self.position.head,
-                state=self.state,
-                roster=tuple(roster),
-                payload=payload,
-                faults=faults,
-                amendment=(amendment or self.amendment) if self.closes else None,
-                **_closing(self, tuple(roster), faults, gone),
-            )
-        except ValidationError as error:
-            raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
-
-    def closing(self, roster: Sequence[Member], faults: tuple[Fault, ...], gone: tuple[str, ...]) -> dict[str, Any]:
-        """What the entry that closes a cycle says besides: the next leases, the pool, the tokens so far, who is
-        excluded, and who votes besides its members.
-
-        Raises: LogError when a member trained what was not for it.
-        """
-        if not self.closes:
-            for member in roster:
-                self.check_member(member)
-            return OPEN_CYCLE
-        index = self.position.index
-        leases, pool = self.pool_after(roster, faults).deal(member.wants or self.samples_per_lease for member in roster)
-        pool = pool.bounded(FREE_LIMIT)
-        dealt = zip((member.peer for member in roster), leases, strict=True)
-        fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
-        tokens = sum(member.tokens for member in roster if not member.missed)
-        tenures, before = (self.last.tenures, self.last.excluded) if self.last else ((), ())
-        excluded = _exclusions_after(before, faults, index, self.exclusion)
-        liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
-        return {
-            "leases": (*fresh, *self.carried(roster, faults)),
-            "cursor": pool.cursor,
-            "free": pool.free,
-            "lineage_tokens": self.lineage_tokens + tokens,
-            "tenures": _tenures_after(tenures, peers, self.probation, liars),
-            "excluded": excluded,
-            "bystanders": self.bystanders_besides({*peers, *gone, *(fault.peer for fault in faults)}),
-        }
-
     def gone_in(self, header: Header) -> tuple[str, ...]:
         """Return the voters that have no say any more, as the next entry says."""
         here = {*header.peers, *(one.peer for one in header.bystanders), *(fault.peer for fault in header.faults)}
@@ -481,8 +398,34 @@ class LogState:
 def _closing(
     log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Asked when a round begins, whether it can lead to an entry; and again when it is known to which one."""
-    return log.closing(roster, faults, gone)
+    """Return what the entry that closes a cycle says besides: the next leases, the pool, the tokens so far, who is
+    excluded, and who votes besides its members. Asked when a round begins, whether it can lead to an entry; and again
+    when it is known to which one.
+
+    Raises: LogError when a member trained what was not for it.
+    """
+    if not log.closes:
+        for member in roster:
+            log.check_member(member)
+        return OPEN_CYCLE
+    index = log.position.index
+    leases, pool = log.pool_after(roster, faults).deal(member.wants or log.samples_per_lease for member in roster)
+    pool = pool.bounded(FREE_LIMIT)
+    dealt = zip((member.peer for member in roster), leases, strict=True)
+    fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
+    tokens = sum(member.tokens for member in roster if not member.missed)
+    tenures, before = (log.last.tenures, log.last.excluded) if log.last else ((), ())
+    excluded = _exclusions_after(before, faults, index, log.exclusion)
+    liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
+    return {
+        "leases": (*fresh, *log.carried(roster, faults)),
+        "cursor": pool.cursor,
+        "free": pool.free,
+        "lineage_tokens": log.lineage_tokens + tokens,
+        "tenures": _tenures_after(tenures, peers, log.probation, liars),
+        "excluded": excluded,
+        "bystanders": log.bystanders_besides({*peers, *gone, *(fault.peer for fault in faults)}),
+    }
 
 
 @lru_cache(maxsize=8)
@@ -495,7 +438,35 @@ def _next_header(
     amendment: Amendment | None,
 ) -> Header:
     """A round asks several times for what follows from one outcome, and with many members that is much work."""
-    return log.make_header(roster, payload, faults, gone, amendment)
+    has_trained, peers = any(member.tokens for member in roster), [member.peer for member in roster]
+    if has_trained == (payload == NO_PAYLOAD) or (log.closes and not has_trained):
+        raise LogError("nobody in the roster has trained anything" if not has_trained else "it lacks a payload")
+    if len(set(peers)) != len(peers) or peers != take_order(log.roster, peers):
+        raise LogError("a peer is in the roster twice, or out of order")
+    if log.probation and log.weighed(roster) != roster:
+        raise LogError("a peer on probation counts in the roster")
+    if faults and not (log.closes and log.exclusion):
+        raise LogError("it has no annex")
+    if gone and not log.closes:
+        raise LogError("only the entry that closes a cycle says who is gone")
+    _check_annex(faults, log.known, peers)
+    _check_gone(gone, log.voters, {*peers, *(fault.peer for fault in faults)})
+    _check_amendment(log, amendment)
+    try:
+        return Header(
+            run=log.run,
+            index=log.position.index,
+            fragment=log.fragment,
+            previous=log.position.head,
+            state=log.state,
+            roster=roster,
+            payload=payload,
+            faults=faults,
+            amendment=(amendment or log.amendment) if log.closes else None,
+            **_closing(log, roster, faults, gone),
+        )
+    except ValidationError as error:
+        raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
 
 
 @lru_cache(maxsize=8)
@@ -517,15 +488,25 @@ def _append(log: LogState, header: Header) -> LogState:
     return log.at(made[-1], tuple(entry.digest for entry in made))
 
 
-def _wrong_in_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> str | None:
-    """Return what is wrong with the voters that an entry says are gone; None: nothing. `named` are its members, and
-    those in its annex."""
+def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> None:
+    """Check the voters that an entry says are gone; `named` are its members, and those in its annex. Raises: LogError."""
     chosen = set(gone)
     if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
-        return "somebody who is gone is no voter, or they are not in the voters' order"
+        raise LogError("somebody who is gone is no voter, or they are not in the voters' order")
     if not chosen.isdisjoint(named):
-        return "somebody who is gone is a member, or named in its annex"
-    return None
+        raise LogError("somebody who is gone is a member, or named in its annex")
+
+
+def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
+    """Check an amendment that the next entry would take in. Raises: LogError."""
+    if amendment is None:
+        return
+    if not log.closes:
+        raise LogError("only the entry that closes a cycle takes in an amendment")
+    if log.amendment and amendment.number <= log.amendment.number:
+        raise LogError(f"amendment {amendment.number} does not come after {log.amendment.number}, which is in force")
+    if not amendment.is_signed(log.run, log.organiser):
+        raise LogError(f"amendment {amendment.number} is not signed by the run's organiser")
 
 
 def _tenures_after(
@@ -564,21 +545,20 @@ def _place_of_turn(turn: int, members: int) -> int:
     return place if place < members else place - ring // 2
 
 
-def _fault_in_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> str | None:
-    """Return what is wrong with an entry's annex; None: nothing.
+def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> None:
+    """Check an entry's annex. Raises: LogError.
 
     Only peers with a lease can be excluded, so that nobody fills the log with peers that it has made up. Nobody who is
     in the entry is: a peer that is needed for it is excluded later.
     """
     peers = [fault.peer for fault in faults]
     if len(set(peers)) < len(peers):
-        return "a peer is named twice in its annex"
+        raise LogError("a peer is named twice in its annex")
     for peer in peers:
         if peer not in known:
-            return f"{peer}: its annex names a peer without a lease"
+            raise LogError(f"{peer}: its annex names a peer without a lease")
         if peer in roster:
-            return f"{peer}: its annex names a member"
-    return None
+            raise LogError(f"{peer}: its annex names a member")
 
 
 def _exclusions_after(

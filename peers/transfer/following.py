@@ -17,7 +17,7 @@ from typing import Protocol
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
 from peers.log.certificate import Certificate, Proof, prove
 from peers.log.chain import header_of
-from peers.log.folder import MemoryLog, RunLog
+from peers.log.folder import RunLog
 from peers.log.header import NO_PAYLOAD, Header, Position
 from peers.log.lineage import UNPROVEN
 from peers.log.settings import RunSettings
@@ -189,7 +189,7 @@ class Following:
         self.log = settings.empty_log
         self.state_digest = b""
         self.donors = Donors(transport, self.log)
-        self._past = MemoryLog(self.log, 0)
+        self._past = RunLog(self.log, 0)
         self._doubts = Doubts(settings.timing.partition_grace)
         self._transport = transport
         self._state = state

@@ -16,7 +16,7 @@ from pydantic import Field
 from peers.errors import RemoteProtocolError
 from peers.log.certificate import Certificate
 from peers.log.chain import STRETCH_LIMIT, Chain, Entry, Stretch, follow, header_of
-from peers.log.folder import MemoryLog, RunLog
+from peers.log.folder import RunLog
 from peers.log.header import Header, Position
 from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
@@ -282,12 +282,12 @@ class LineageFetch:
 
 async def best_branch(
     transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, signed: SignedHeads = NOTHING_SIGNED
-) -> tuple[Branch, MemoryLog]:
+) -> tuple[Branch, RunLog]:
     """Return the best of the branches that these peers show, all from the manifest on, and its entries.
 
     Raises: LineageError when nobody shows any, or none that the run's archives would have signed.
     """
-    log, best, reasons = MemoryLog(empty_log, 0), Branch(empty_log, empty_log), list[str]()
+    log, best, reasons = RunLog(empty_log, 0), Branch(empty_log, empty_log), list[str]()
     donors = [beat.peer for beat in beats]
     for beat in [*beats[:1], *CHANCE.sample(beats[1:], min(ASKED - 1, len(beats[1:])))]:
         if best.heads.get(beat.index) == beat.head:

@@ -205,7 +205,7 @@ async def _ask_offer(
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
     packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, SnapshotOffer, packed)
-    chunks = chunks_of(donor, SNAPSHOT, digests, offer.bytes, offer.state_digest)
+    chunks = chunks_of(donor, SNAPSHOT, digests, StateChunking(offer.bytes).count, offer.state_digest)
     if offer.last is not None and offer.last.run != log.run:
         raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
     if not log.may_end_with(offer.last, offer.ends):

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 
 def empty(size: int) -> memoryview:
@@ -82,31 +82,22 @@ SUFFIX = ".state"
 IN_MEMORY = 1 << 26  # bytes of a snapshot that lies in memory, although there is a folder
 
 
-class Storage(Protocol):
-    def snapshot(self, size: int) -> MemoryFile:
-        """Memory for a frozen state. Raises: OSError when there is no room."""
-
-    def download(self, digest: bytes, size: int) -> MemoryFile:
-        """For the state with this digest; what was fetched of it before is in it. Raises: OSError."""
-
-    def downloaded(self) -> None:
-        """The download is complete: nothing of it is needed after the memory is closed."""
-
-
-class MemoryStorage:
+class Storage:
     """Memory only: a download that breaks off is begun anew."""
 
     def snapshot(self, size: int) -> MemoryFile:
+        """Return memory for a frozen state. Raises: OSError when there is no room."""
         return MemoryFile.ready_in_memory(size)
 
     def download(self, digest: bytes, size: int) -> MemoryFile:
+        """Return memory for the state with this digest; what was fetched of it before is in it. Raises: OSError."""
         return MemoryFile.in_memory(size)
 
     def downloaded(self) -> None:
-        pass
+        """Hear that the download is complete: nothing of it is needed after the memory is closed."""
 
 
-class FolderStorage:
+class FolderStorage(Storage):
     """Small snapshots in memory, larger ones in the folder; downloads in the folder, to outlive a restart."""
 
     def __init__(self, folder: Path, available_memory: Callable[[], int]) -> None:

@@ -55,9 +55,9 @@ class PayloadSize:
     bytes: int
 
 
-def payload_digest(chunk_digests: Iterable[bytes]) -> bytes:
-    """The digest that names a payload, from those of its chunks in order."""
-    return digest_of(b"".join(chunk_digests))
+def digest_of_chunks(digests: Iterable[bytes]) -> bytes:
+    """Return the digest that names a payload or a state, from those of its chunks in order."""
+    return digest_of(b"".join(digests))
 
 
 def parts_of(shares: Sequence[int]) -> list[range]:
@@ -202,7 +202,7 @@ class Payload:
 
     @property
     def digest(self) -> bytes:
-        return payload_digest(self.chunk_digests)
+        return digest_of_chunks(self.chunk_digests)
 
 
 class KeptPayloads:
@@ -278,18 +278,13 @@ def chunk_digests(vectors: Sequence[Buffer]) -> tuple[bytes, ...]:
         return tuple(pool.map(digest, range(chunking.count)))
 
 
-def digest_of_chunks(digests: Sequence[bytes]) -> bytes:
-    """The digest of a state, from those of its chunks."""
-    return digest_of(b"".join(digests))
-
-
-def chunks_of(peer: str, what: str, digests: Buffer, size: int, digest: bytes) -> tuple[bytes, ...]:
-    """The digests of the chunks, as `peer` sent them, of what has `size` bytes and this digest.
+def chunks_of(peer: str, what: str, digests: Buffer, count: int, digest: bytes) -> tuple[bytes, ...]:
+    """Return the digests of the chunks, as `peer` sent them, of what has so many chunks and this digest.
 
     Raises: RemoteProtocolError when they are others.
     """
     chunks = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
-    if len(chunks) != StateChunking(size).count or digest_of_chunks(chunks) != digest:
+    if len(chunks) != count or digest_of_chunks(chunks) != digest:
         raise RemoteProtocolError(peer, f"its {what} has other chunks than its digest says")
     return chunks
 

@@ -113,6 +113,10 @@ class Identity:
         """Signature, 64 bytes."""
         return self.private_key.sign(data)
 
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        """Return whether this is the signature of any peer; see the function `verify`."""
+        return verify(peer, data, signature)
+
     def libp2p_private_key(self) -> bytes:
         """The private key as libp2p's protobuf, as its daemon reads it from a file."""
         return PRIVATE_KEY_PREFIX + self.seed + self.public_bytes
@@ -198,16 +202,3 @@ class Keys(Protocol):
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
         """Whether the peer of this name made this signature of these bytes."""
-
-
-class IdentityKeys:
-    """Ed25519."""
-
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
-
-    def sign(self, data: bytes) -> bytes:
-        return self._identity.sign(data)
-
-    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        return verify(peer, data, signature)

@@ -32,7 +32,7 @@ from peers.protocol.effects import Effect, Send, SendChunk
 from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import Message
 from peers.values.chunks import Payload
-from peers.values.identity import Identity, IdentityKeys
+from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, Reduction
@@ -124,7 +124,7 @@ class LyingDriver(Driver, Means):
 
     def __init__(self, identity: Identity, transport: LyingTransport, workload: LyingWorkload) -> None:
         super().__init__(identity, transport, workload, SETTINGS, Keeping(workload.state.digest()))
-        self.name, self.keys, self.allies = identity.peer_id, IdentityKeys(identity), (identity.peer_id,)
+        self.name, self.keys, self.allies = identity.peer_id, identity, (identity.peer_id,)
         self.transport, self.workload = transport, workload
         self.lies: tuple[Lie, ...] = ()
         self._has_lied = False
@@ -233,8 +233,8 @@ class LyingDriver(Driver, Means):
         return beat
 
     # What it makes lies of ------------------------------------------------------------------------------------
-    def keys_of(self, ally: str) -> IdentityKeys:
-        assert isinstance(self.keys, IdentityKeys)
+    def keys_of(self, ally: str) -> Identity:
+        assert isinstance(self.keys, Identity)
         return self.keys
 
     def payload_of_its_own(self) -> Payload:

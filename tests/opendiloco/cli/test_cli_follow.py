@@ -26,7 +26,7 @@ from opendiloco.shared_memory import Vector
 from opendiloco.training.state import LocalState
 from opendiloco.volunteer import volunteer
 from peers.errors import DilocoPeerError
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.network.channel import PeerUnreachableError
 from peers.network.head_store import HeadStore
 from peers.presence.heartbeat import Heartbeat
@@ -59,7 +59,7 @@ class Donor:
         self.buffers = PayloadBuffers(new_state(recorded.run).fragments[0], 1 << 30)
         for payload in recorded.payloads:
             self.buffers.kept.keep(payload)
-        self.log = MemoryLog(recorded.empty_log)
+        self.log = RunLog(recorded.empty_log)
         recorded.fill(self.log)
 
     async def serve(self) -> FakeTransport:

@@ -24,7 +24,7 @@ from peers.log.header import FAULT_AGE, Fault, Position
 from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
 from peers.protocol.faults import BadContribution, TwoCommitments
 from peers.values.chunks import Payload, Sum
-from peers.values.identity import Identity, IdentityKeys
+from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead, pack_heads
 from peers.values.wire import digest_of, pack
@@ -295,7 +295,7 @@ def test_a_false_signature_is_found(folder: RunFolder, recorded: RecordedRun) ->
 
 def sign(folder: RunFolder, index: int, head: bytes, by: Identity = ORGANISER) -> None:
     """A head that this machine has heard of."""
-    signed = SignedHead.sign(folder.run_id, index, head, by.peer_id, IdentityKeys(by))
+    signed = SignedHead.sign(folder.run_id, index, head, by.peer_id, by)
     folder.signed_heads.write_bytes(pack_heads([signed]))
 
 
@@ -414,7 +414,7 @@ def test_indices_in_words() -> None:
 def two_commitments(position: Position, liar: int = 0, is_lie: bool = True) -> TwoCommitments:
     author = Author(peer=PEERS[liar], incarnation=0, position=position, after=0)
     roots = [Sum(digest_of(b"%d" % (number * is_lie)), 1.0) for number in range(2)]
-    first, second = (commit_to(root, author, IdentityKeys(IDENTITIES[liar])) for root in roots)
+    first, second = (commit_to(root, author, IDENTITIES[liar]) for root in roots)
     return TwoCommitments(author=author, first=first, second=second)
 
 
@@ -485,7 +485,7 @@ def test_what_proves_nothing_is_found(what: str, recorded: RecordedRun, tmp_path
 
 def test_a_false_contribution_is_not_verified_without_the_model(recorded: RecordedRun, tmp_path: Path) -> None:
     author = Author(peer=PEERS[0], incarnation=0, position=position(recorded, 1), after=0)
-    said = commit_to(Sum(digest_of(b"root"), 1.0), author, IdentityKeys(IDENTITIES[0]))
+    said = commit_to(Sum(digest_of(b"root"), 1.0), author, IDENTITIES[0])
     shown = Evidence(commitment=said, chunk=0, proof=ChunkProof(squares=1.0, path=b""), data=b"chunk")
     proof = BadContribution(author=author, evidence=shown)
     keep(tmp_path, pack(proof))

@@ -13,7 +13,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.dashboard.sources import Source
 from opendiloco.run import Run
 from peers.log.certificate import Certificate, ballot, certify
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.log.header import Header, Member
 from peers.log.state import LogState, take_order
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
@@ -74,7 +74,7 @@ class InventedLog:
 
     def __init__(self, run: Run) -> None:
         self.end = run.settings.empty_log
-        self.log = MemoryLog(self.end, 0)
+        self.log = RunLog(self.end, 0)
 
     def add(
         self, peers: Sequence[str], gone: Sequence[str] = (), died: str = "", amendment: Amendment | None = None

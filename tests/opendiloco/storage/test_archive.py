@@ -39,7 +39,7 @@ from peers.transfer.payloads import Payloads
 from peers.transfer.proofs import serve_proofs
 from peers.transfer.snapshots import Snapshot
 from peers.values.chunks import Payload
-from peers.values.identity import Identity, IdentityKeys
+from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHead, SignedHeads, pack_heads
 from peers.values.wire import digest_of
@@ -512,7 +512,7 @@ def test_an_archive_hears_what_it_has_signed_before_it_signs(
     network.told = None
     asyncio.run(kept.sign())
     assert "nobody says what this archive has signed before" in caplog.text
-    elsewhere = SignedHead.sign(run.run_id, 1, bytes(32), NODE.peer_id, IdentityKeys(NODE))
+    elsewhere = SignedHead.sign(run.run_id, 1, bytes(32), NODE.peer_id, NODE)
     network.told = pack_heads([elsewhere])
     clock += 61.0
     asyncio.run(kept.sign())
@@ -531,9 +531,9 @@ def test_an_archive_goes_by_what_others_have_signed_until_it_has_signed_itself(
     head = positions(kept, 2)[1].position.head
     store = cast(Any, kept._transport).head_store
     assert not kept._is_astray
-    store.take(run.run_id, [SignedHead.sign(run.run_id, 2, bytes(32), other.peer_id, IdentityKeys(other))])
+    store.take(run.run_id, [SignedHead.sign(run.run_id, 2, bytes(32), other.peer_id, other)])
     assert kept._is_astray
-    store.take(run.run_id, [SignedHead.sign(run.run_id, 1, head, NODE.peer_id, IdentityKeys(NODE))])
+    store.take(run.run_id, [SignedHead.sign(run.run_id, 1, head, NODE.peer_id, NODE)])
     assert not kept._is_astray
 
 

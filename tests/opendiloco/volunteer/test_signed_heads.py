@@ -18,7 +18,7 @@ from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from peers.network.channel import PeerUnreachableError
 from peers.network.head_store import HeadStore
 from peers.network.transport import HivemindTransport
-from peers.values.identity import Identity, IdentityKeys
+from peers.values.identity import Identity
 from peers.values.signed_heads import SignedHead
 
 ORGANISER, NODE = Identity.generate(), Identity.generate()
@@ -49,7 +49,7 @@ def run(small_config: RunConfig) -> Run:
 
 
 def head(run: Run, index: int) -> SignedHead:
-    return SignedHead.sign(run.run_id, index, bytes(32), ORGANISER.peer_id, IdentityKeys(ORGANISER))
+    return SignedHead.sign(run.run_id, index, bytes(32), ORGANISER.peer_id, ORGANISER)
 
 
 def begin(network: Network, run: Run, folder: RunFolder | None = None) -> list[int]:

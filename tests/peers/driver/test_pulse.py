@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver.pulse import REFRESH_BEATS, Pulse
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.log.lineage import Lineage
 from peers.network.links import EAGER
 from peers.presence.heartbeat import Heartbeat
@@ -17,7 +17,7 @@ from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace
 from peers.protocol.events import HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
-from peers.values.identity import Identity, IdentityKeys
+from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 from peers.values.wire import Reach
@@ -95,16 +95,16 @@ async def beats(network: Network, peer: Peer, count: int) -> None:
 
 
 def new_peer() -> Peer:
-    return Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, incarnation=5, keys=IdentityKeys(ME))
+    return Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, incarnation=5, keys=ME)
 
 
 def test_what_the_runs_archives_have_signed_is_held_against_the_log() -> None:
-    network, peer, log = Network(), new_peer(), MemoryLog(LOG, 0)
+    network, peer, log = Network(), new_peer(), RunLog(LOG, 0)
     first = first_log().last
     assert first is not None
     log.follow(chain_of([first]), 1)
-    head = SignedHead.sign(RUN, 1, bytes(32), OTHER.peer_id, IdentityKeys(OTHER))
-    later = SignedHead.sign(RUN, 2, bytes(32), OTHER.peer_id, IdentityKeys(OTHER))
+    head = SignedHead.sign(RUN, 1, bytes(32), OTHER.peer_id, OTHER)
+    later = SignedHead.sign(RUN, 2, bytes(32), OTHER.peer_id, OTHER)
     network.signed = SignedHeads(RUN, (OTHER.peer_id,)).with_heads([head, later])
     pulse = Pulse(peer, ME, network, lambda work: work.close())
     assert pulse.heartbeat().signed is None, "a volunteer never signs"
@@ -112,12 +112,12 @@ def test_what_the_runs_archives_have_signed_is_held_against_the_log() -> None:
 
 
 def test_a_peer_that_began_in_the_middle_is_told_what_its_log_has_of_the_time_before() -> None:
-    log, headers = MemoryLog(LOG, 0), [first_log().last]
+    log, headers = RunLog(LOG, 0), [first_log().last]
     for _ in range(3):
         before = LOG.at(headers[-1])
         headers.append(before.next_header([before.expected(peer) for peer in before.roster], PAYLOAD))
     *_, last = headers
-    peer = Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, 5, IdentityKeys(ME), lineage=Lineage(LOG.at(last)))
+    peer = Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, 5, ME, lineage=Lineage(LOG.at(last)))
     pulse = Pulse(peer, ME, Network(), lambda work: work.close())
     assert pulse.heads(log) is None, "it has nothing yet"
     log.follow(chain_of([header for header in headers if header]), len(headers))

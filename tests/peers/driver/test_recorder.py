@@ -11,7 +11,7 @@ import pytest
 
 from peers.driver import replication as recorder_module
 from peers.driver.replication import _Recorder
-from peers.log.folder import LogFolder, LogFolderError, MemoryLog, proof_path
+from peers.log.folder import LogFolder, LogFolderError, RunLog, proof_path
 from peers.log.header import Header
 from peers.protocol.effects import Apply
 from peers.transfer.lineage_fetch import Past, serve_headers
@@ -28,7 +28,7 @@ from tests.peers.protocol.test_peer import at_second
 def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) -> None:
     async def scenario() -> None:
         rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[Header]()
-        log = LogFolder.open(tmp_path, LOG, 8) if has_disk else MemoryLog(LOG, 0)
+        log = LogFolder.open(tmp_path, LOG, 8) if has_disk else RunLog(LOG, 0)
         recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
         recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
@@ -62,7 +62,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_o
             raise LogFolderError(f"cannot keep the run's log: {reason}.", "Make room there.")
 
     async def scenario() -> None:
-        rig, payload, log = Rig(), Payload.cut(memoryview(b"first"), 8), MemoryLog(LOG, 0)
+        rig, payload, log = Rig(), Payload.cut(memoryview(b"first"), 8), RunLog(LOG, 0)
         monkeypatch.setattr(log, "append", append)
         recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
         first = rig.next_header(payload.digest)
@@ -127,7 +127,7 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
         first, second = rig.peer.log.last, rig.next_header(payload.digest)
         assert first is not None
         pasts: dict[str, Past] = {"a": chain_of([]).stretch, "c": chain_of([first]).stretch}
-        me, log = FakeTransport(), MemoryLog(LOG, 0)
+        me, log = FakeTransport(), RunLog(LOG, 0)
         for name, past in pasts.items():
             me.donors[name] = FakeTransport(name)
             await serve_headers(me.donors[name], {RUN: past})

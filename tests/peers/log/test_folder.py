@@ -19,7 +19,6 @@ from peers.log.folder import (
     PAYLOADS,
     LogFolder,
     LogFolderError,
-    MemoryLog,
     RunLog,
     _entry_line,
     _first_line,
@@ -89,7 +88,7 @@ def opened(path: Path) -> LogFolder:
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunLog]:
     """One of each kind; what the folder's says at the end is what it says when it is opened again."""
     if request.param == "memory":
-        yield MemoryLog(LOG)
+        yield RunLog(LOG)
     else:
         folder = opened(tmp_path / "log")
         yield folder
@@ -184,7 +183,7 @@ def test_a_payload_of_another_entry_is_refused(log: RunLog) -> None:
 
 
 def test_a_log_without_a_disk_keeps_only_some_payloads() -> None:
-    log = MemoryLog(LOG, kept_bytes=0)
+    log = RunLog(LOG, kept_bytes=0)
     fill(log)
     log.prune(3)
     assert [log.payload(header.payload) is not None for header in HEADERS] == [False, False, True, True, True]
@@ -215,7 +214,7 @@ def test_whatever_is_appended_is_the_end_of_one_lineage(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Header, bool, bool]]
 ) -> None:
     path = tmp_path_factory.mktemp("log")
-    folder, memory = opened(path), MemoryLog(LOG)
+    folder, memory = opened(path), RunLog(LOG)
     for header, has_state, is_restarted in steps:
         for log in (folder, memory):
             log.append(header, state(header.index) if has_state else None, None)

@@ -16,7 +16,7 @@ from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.transfer import snapshots as freezing_module
 from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, Freezer, FrozenSnapshot, Snapshot, _is_chosen
-from peers.transfer.storage import MemoryFile, MemoryStorage
+from peers.transfer.storage import MemoryFile, Storage
 from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, PAYLOAD, SETTINGS, Rig
@@ -34,7 +34,7 @@ def _without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "to_thread", at_once)
 
 
-class FullStorage(MemoryStorage):
+class FullStorage(Storage):
     def snapshot(self, size: int) -> MemoryFile:
         raise OSError("no space left on device")
 
@@ -42,13 +42,13 @@ class FullStorage(MemoryStorage):
 class Frozen:
     """The peer of a rig, and its snapshots. Its state says at which entry it is."""
 
-    def __init__(self, rig: Rig, storage: MemoryStorage | None = None) -> None:
+    def __init__(self, rig: Rig, storage: Storage | None = None) -> None:
         self.rig = rig
         self.changed = asyncio.Condition()
         self.workload = FakeWorkload()
         self.told: list[FrozenSnapshot] = []
         self.seconds = 1000.0
-        storage = storage or MemoryStorage()
+        storage = storage or Storage()
         self.freezer = Freezer(rig.peer, self.workload, storage, self, clock=lambda: self.seconds)
         self.freezer.on_snapshot = self.told.append
         self.settle()

@@ -198,7 +198,7 @@ def test_a_donor_with_other_digests_is_passed_over() -> None:
         assert_whole(await fetch(network, ["liar", "a"]))
         assert network.asked[0] == ("liar", 0, 0)
         assert network.asked_for_chunks("liar") == 0
-        with pytest.raises(PayloadError, match="liar: it has other digests"):
+        with pytest.raises(PayloadError, match="liar: its payload has other chunks"):
             await fetch(network, ["liar"])
 
     asyncio.run(scenario())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.log.folder import LogFolder, MemoryLog, RunLog, proof_path
+from peers.log.folder import LogFolder, RunLog, proof_path
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, RefusalError
@@ -248,7 +248,7 @@ def test_a_crowd_that_refuses_is_believed(tmp_path: Path) -> None:
 
 def test_a_log_in_memory_keeps_no_proofs_and_lacks_none(tmp_path: Path) -> None:
     async def scenario() -> None:
-        place, log = Place(tmp_path), MemoryLog(LOG)
+        place, log = Place(tmp_path), RunLog(LOG)
         await place.donor("a", DATA)
         taken(log, ENTRIES)
         missing = MissingProofs(place.me, log)

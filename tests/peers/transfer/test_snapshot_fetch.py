@@ -25,7 +25,7 @@ from peers.transfer.snapshot_fetch import (
     fetch_snapshot,
 )
 from peers.transfer.snapshots import Snapshot, SnapshotOffer, SnapshotRequest, serve_snapshots
-from peers.transfer.storage import FolderStorage, MemoryStorage, Storage
+from peers.transfer.storage import FolderStorage, Storage
 from peers.values import chunks as state_chunks
 from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import Reach, digest_of, unpack
@@ -94,7 +94,7 @@ class Donors:
     async def fetch(
         self, least: int = 0, storage: Storage | None = None, log: LogState = LOG, chance: random.Random | None = None
     ) -> Snapshot:
-        names, storage = list(self.me.donors), storage or MemoryStorage()
+        names, storage = list(self.me.donors), storage or Storage()
 
         async def vouch() -> Vouched:
             return self.vouched.pop(0) if self.vouched else Vouched(branch_to(ROUND[1]), least=least)

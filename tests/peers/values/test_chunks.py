@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.values.chunks import CHUNK_BLOCKS, CHUNKS, Chunking, _split_evenly, parts_of, payload_digest, split_by_rate
+from peers.values.chunks import CHUNK_BLOCKS, CHUNKS, Chunking, _split_evenly, digest_of_chunks, parts_of, split_by_rate
 from peers.values.wire import digest_of
 
 CHUNK_COUNTS = st.integers(1, 2000)
@@ -44,8 +44,8 @@ def test_small_payloads_have_small_chunks_and_large_ones_many(block_count: int, 
 
 def test_a_payload_is_named_by_its_chunks_in_order() -> None:
     one, two = digest_of(b"one"), digest_of(b"two")
-    assert payload_digest([one, two]) == digest_of(one + two)
-    assert payload_digest([one, two]) != payload_digest([two, one])
+    assert digest_of_chunks([one, two]) == digest_of(one + two)
+    assert digest_of_chunks([one, two]) != digest_of_chunks([two, one])
 
 
 @given(st.lists(st.integers(0, 50), max_size=10))

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from peers.values.identity import Identity, IdentityKeys
+from peers.values.identity import Identity
 from peers.values.signed_heads import (
     CONTRADICTED,
     HEADS_LIMIT,
@@ -42,7 +42,7 @@ def branch(end: int, text: str = "ours") -> dict[int, bytes]:
 
 def test_a_head_is_signed_for_one_run_and_place() -> None:
     key = Identity.generate()
-    signed = SignedHead.sign(RUN, 3, name("x"), key.peer_id, IdentityKeys(key))
+    signed = SignedHead.sign(RUN, 3, name("x"), key.peer_id, key)
     assert signed.is_signed(RUN)
     for other in ({"index": 4}, {"head": name("y")}, {"archive": Identity.generate().peer_id}):
         assert not signed.model_copy(update=other).is_signed(RUN)
