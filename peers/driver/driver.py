@@ -12,14 +12,13 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Protocol
 
 from peers import metrics
-from peers.driver.host import Host
-from peers.driver.pulse import Pulse, PulseTransport
+from peers.driver.host import Host, Transport
+from peers.driver.pulse import Pulse
 from peers.driver.replication import Keeping, Replication
-from peers.driver.rounds import RoundCosts, Rounds, RoundTransport
-from peers.driver.traffic import Scout, ScoutTransport
+from peers.driver.rounds import RoundCosts, Rounds
+from peers.driver.traffic import Scout
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.health import HEALTH
@@ -36,7 +35,7 @@ from peers.protocol.messages import Message
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.transfer.buffers import payload_kind
-from peers.transfer.download import Download, PullTransport
+from peers.transfer.download import Download
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.identity import Identity
 from peers.values.system import now
@@ -49,16 +48,10 @@ CALL = "message"
 CALL_TIMEOUT = 10.0  # seconds
 
 
-class _MessageTransport(Protocol):
-    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
-    async def on_call(self, name: str, handler: Callable[[str, bytes], Coroutine[None, None, bytes]]) -> None: ...
-    def check_admitted(self, run_id: str, peer_id: str) -> None: ...
-
-
 class _Messenger:
     """Sends one peer's messages, and takes in those of others."""
 
-    def __init__(self, transport: _MessageTransport, host: Host) -> None:
+    def __init__(self, transport: Transport, host: Host) -> None:
         self._transport = transport
         self._host = host
         self._packer = Packer(host.peer)
@@ -128,10 +121,6 @@ INCARNATION_BITS = 61
 FAREWELL_TIMEOUT = 3.0  # seconds
 
 
-class _Transport(_MessageTransport, RoundTransport, PullTransport, PulseTransport, ScoutTransport, Protocol):
-    pass
-
-
 class Driver:
     """One peer of one run. `run` returns when it has left, and raises what made going on impossible.
 
@@ -141,7 +130,7 @@ class Driver:
     """
 
     def __init__(
-        self, identity: Identity, transport: _Transport, workload: Workload, settings: RunSettings, keeping: Keeping
+        self, identity: Identity, transport: Transport, workload: Workload, settings: RunSettings, keeping: Keeping
     ) -> None:
         stores = keeping.stores(workload.fragments, settings.empty_log)
         self.peer = Peer(
@@ -166,9 +155,11 @@ class Driver:
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._rounds = Rounds(transport, workload, stores.buffers, self)
         self._scout = Scout(transport, self._rounds.traffic, self)
-        self._replication = Replication(transport, workload, stores, worker, self)
-        self._replication.on_entry = lambda header, state_digest: self.on_entry(header, state_digest)
-        self._replication.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
+        self._replication = Replication(
+            *(transport, workload, stores, worker, self),
+            lambda header, state_digest: self.on_entry(header, state_digest),
+            lambda snapshot: self.on_snapshot(snapshot),
+        )
         locks = worker, self._replication.lock
         self._training = Training(workload, stores.buffers, *locks, self, self._replication.is_applying)
         self._effects = self._table()
@@ -180,7 +171,7 @@ class Driver:
             row(effects.Train, self._training.begin),
             row(effects.StopTraining, self._training.stop),
             row(effects.OpenRound, self._rounds.open),
-            row(effects.SendChunk, self._rounds.send),
+            row(effects.SendChunk, self._rounds.traffic.send),
             row(effects.ReduceChunk, self._rounds.average),
             row(effects.AssemblePayload, self._rounds.assemble),
             row(effects.Apply, self._replication.apply),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
 
 from peers import metrics
-from peers.driver.host import Host
-from peers.network.channel import BYTES_UNDER_WAY, Channel, PeerUnreachableError
+from peers.driver.host import Host, Transport
+from peers.network.channel import BYTES_UNDER_WAY, PeerUnreachableError
 from peers.network.chunk_streams import ChunkSender, Frame
 from peers.network.lanes import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes
 from peers.network.sockets import has_bbr
@@ -100,14 +99,6 @@ PATIENCE = 5.0  # seconds for which a chunk waits for those of earlier rounds
 SECONDS_UNDER_WAY = 0.5  # of what our link carries
 
 
-class _Sending(Protocol):
-    """The chunks of one fragment's round, on their way out."""
-
-    hangs_at: set[str]
-
-    def has_more(self, to: str) -> bool: ...
-
-
 class Uplink:
     """Rounds of several fragments may be under way. They take their turns in the order in which they began: if they
     shared the link, each of them would be late. `meter` measures what is confirmed.
@@ -117,17 +108,17 @@ class Uplink:
         self.meter = RateMeter()
         self.lanes = Lanes(FEWEST_WITH_BBR, MOST_WITH_BBR) if has_bbr() else Lanes()
         self.sent_bytes = 0
-        self._rounds: dict[_Sending, None] = {}  # in the order in which they began
+        self._rounds: dict[Outgoing, None] = {}  # in the order in which they began
         self._news = asyncio.Event()
 
-    def begin_round(self, sending: _Sending, others: int) -> None:
+    def begin_round(self, sending: Outgoing, others: int) -> None:
         """A round begins, with so many other members."""
         self.end_round(sending)
         self._rounds[sending] = None
         self.lanes.begin_round(others)
         self.meter.begin_round()
 
-    def end_round(self, sending: _Sending) -> None:
+    def end_round(self, sending: Outgoing) -> None:
         """A round is over, if there is one."""
         self._rounds.pop(sending, None)
         self.moved()
@@ -149,7 +140,7 @@ class Uplink:
         rate = self.meter.rate
         return max(LEAST_PATIENCE, LATE_CHUNK * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
 
-    async def turn(self, sending: _Sending, to: str) -> None:
+    async def turn(self, sending: Outgoing, to: str) -> None:
         """Wait until no round that began earlier has anything to send to a member; but not for one that hangs."""
         try:
             async with asyncio.timeout(PATIENCE):
@@ -159,7 +150,7 @@ class Uplink:
             for other in self._earlier(sending, to):
                 other.hangs_at.add(to)
 
-    def _earlier(self, sending: _Sending, to: str) -> list[_Sending]:
+    def _earlier(self, sending: Outgoing, to: str) -> list[Outgoing]:
         """Return the rounds that began earlier and go on sending to a member."""
         earlier = takewhile(lambda one: one is not sending, self._rounds)
         return [other for other in earlier if other.has_more(to) and to not in other.hangs_at]
@@ -174,14 +165,10 @@ LOOK = 0.25  # seconds from one look at what is late to the next
 STREAMS = 512  # to all members together, where more than the fewest are of use
 
 
-class OutgoingTransport(Protocol):
-    def stream(self, peer_id: str, protocol: str) -> AbstractAsyncContextManager[Channel]: ...
-
-
 class Outgoing:
     """Sends the chunks of one fragment's present round."""
 
-    def __init__(self, transport: OutgoingTransport, buffers: PayloadBuffers, host: Host, uplink: Uplink) -> None:
+    def __init__(self, transport: Transport, buffers: PayloadBuffers, host: Host, uplink: Uplink) -> None:
         self._transport = transport
         self._buffers = buffers
         self._host = host

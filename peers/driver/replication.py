@@ -168,11 +168,17 @@ class Replication:
     """
 
     def __init__(
-        self, transport: PullTransport, workload: Workload, stores: _Stores, worker: asyncio.Lock, host: Host
+        self,
+        transport: PullTransport,
+        workload: Workload,
+        stores: _Stores,
+        worker: asyncio.Lock,
+        host: Host,
+        on_entry: Callable[[Header, bytes], None],
+        on_snapshot: Callable[[FrozenSnapshot], None],
     ) -> None:
         """`worker` is held while another state is fetched, so that nobody trains from this one."""
-        self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
-        self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
+        self._on_entry = on_entry
         self._transport = transport
         self._workload = workload
         self._stores = stores
@@ -187,8 +193,7 @@ class Replication:
         self._fetched: Compared  # the log that vouches for the snapshot that is fetched
         self._recorder = _Recorder(stores.log, host.peer, transport, host.start, self._lies_on_disk)
         self._applying: set[int] = set()
-        self._freezer = Freezer(host.peer, workload, stores.storage, host)
-        self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
+        self._freezer = Freezer(host.peer, workload, stores.storage, host, on_snapshot)
         self.lock = self._freezer.state_lock
         """Held while momentum and theta change, and while the pseudo-gradient is taken from them."""
 
@@ -241,7 +246,7 @@ class Replication:
                 self._host.handle(Digested(log.last, state_digest))
         self._recorder.add(apply, state_digest, kept)
         if log.last is not None and state_digest is not None:
-            self.on_entry(log.last, state_digest)
+            self._on_entry(log.last, state_digest)
             self._host.start(self._freeze())
 
     async def _freeze(self) -> None:

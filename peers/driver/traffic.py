@@ -5,51 +5,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from peers import metrics
-from peers.driver.host import Host
-from peers.driver.outgoing import CHUNKS, CLOSING_TIME, Outgoing, OutgoingTransport, StreamHeader, Uplink
+from peers.driver.host import Host, Transport
+from peers.driver.outgoing import CHUNKS, CLOSING_TIME, Outgoing, StreamHeader, Uplink
 from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError
 from peers.network.chunk_streams import receive_chunks
 from peers.network.lanes import MOST
 from peers.network.rating import RATING, Rater
-from peers.network.throttle import Caps, LinkTime, RateMeter
+from peers.network.throttle import RateMeter
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import RateMeasured, ReachSeen
 from peers.protocol.rounds import Attempt
 from peers.transfer.admission import Admission, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.system import now
-from peers.values.wire import Reach, unpack_from
+from peers.values.wire import unpack_from
 from peers.values.workload import Workload
+
+logger = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
 
 
-class _IncomingTransport(Protocol):
-    async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None: ...
+class Traffic:
+    """The chunks of the present rounds, one round for each fragment at most: sends them, and receives those that the
+    protocol waits for."""
 
-
-class _Incoming:
-    """Receives the chunks of the present rounds, one for each fragment at most. `meter` measures what comes, and
-    `rates` have it by sender."""
-
-    def __init__(
-        self,
-        transport: _IncomingTransport,
-        admissions: Sequence[Admission],
-        buffers: Sequence[PayloadBuffers],
-        host: Host,
-    ) -> None:
-        """`admissions` and `buffers` are of each fragment."""
-        self.meter = RateMeter()
+    def __init__(self, transport: Transport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host) -> None:
+        """`buffers` are of each fragment."""
+        self.uplink = Uplink()
         self.received_bytes = 0
+        """Of chunks that came from other members, in all rounds."""
+        self._downlink = RateMeter()
         self._transport = transport
-        self._admissions = admissions
+        self._outgoing = [Outgoing(transport, each, host, self.uplink) for each in buffers]
+        self._admissions = [Admission(host.peer, each, workload) for each in buffers]
         self._buffers = buffers
         self._host = host
         self._from: dict[str, RateMeter] = {}
@@ -59,18 +52,41 @@ class _Incoming:
         await self._transport.on_stream(CHUNKS, self._receive)
 
     @property
+    def peaks(self) -> tuple[float, float]:
+        """Bytes a second that the link was seen to carry away, and to bring, in rounds; 0: not known."""
+        return self.uplink.meter.rate, self._downlink.rate
+
+    @property
+    def rate(self) -> int:
+        """Bytes a second that the link was seen to carry each way in rounds; 0: not known."""
+        return int(self._transport.caps.of_both(*self.peaks))
+
+    @property
     def rates(self) -> dict[str, int]:
         """Bytes a second at which other members' data came in, in the last rounds."""
         return {peer: int(meter.rate) for peer, meter in self._from.items() if meter.rate}
 
-    def begin(self) -> None:
-        self.meter.begin_round()
-        for meter in self._from.values():
+    def knows(self, upload: float, download: float) -> None:
+        """Take in what the link carries, measured while there was no round."""
+        self.uplink.meter.knows(upload)
+        self._downlink.knows(download)
+
+    def begin(self, round_name: Attempt, others: int) -> None:
+        """Move chunks of this round, which has so many other members."""
+        self._outgoing[round_name.position.fragment].begin(round_name, others)
+        for meter in (self._downlink, *self._from.values()):
             meter.begin_round()
 
+    def send(self, send: SendChunk) -> None:
+        self._outgoing[send.round_name.position.fragment].send(send)
+
     def tidy(self, present: Mapping[Attempt, Collection[str]]) -> None:
-        """End streams that nobody waits for: of other rounds than the `present` ones, and from peers that are not among
+        """End streams that nobody waits for: of other rounds than the `present` ones, and with peers that are not among
         their members any more."""
+        of_fragment = {name.position.fragment: name for name in present}
+        for fragment, outgoing in enumerate(self._outgoing):
+            name = of_fragment.get(fragment)
+            outgoing.tidy(name, present[name] if name else ())
         for task, (round_name, peer) in list(self._receivers.items()):
             if round_name in present and peer not in present[round_name]:
                 task.cancel()
@@ -122,7 +138,7 @@ class _Incoming:
 
     def _passed(self, sender: str, count: int, seconds: float) -> None:
         """Count the bytes of a chunk that took so many seconds to come."""
-        self.meter.passed(count, seconds)
+        self._downlink.passed(count, seconds)
         self._from[sender].passed(count, seconds)
         self.received_bytes += count
         metrics.ROUND_BYTES.labels("received").inc(count)
@@ -165,92 +181,8 @@ class _StreamArrivals:
         return self._take(self._header, self._data, now() - self._began)
 
 
-class StreamTransport(_IncomingTransport, OutgoingTransport, Protocol):
-    caps: Caps
-
-
-class Traffic:
-    """Both directions together."""
-
-    def __init__(
-        self, transport: StreamTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
-    ) -> None:
-        """`buffers` are of each fragment."""
-        self._transport = transport
-        self._uplink = Uplink()
-        self._outgoing = [Outgoing(transport, each, host, self._uplink) for each in buffers]
-        admissions = [Admission(host.peer, each, workload) for each in buffers]
-        self._incoming = _Incoming(transport, admissions, buffers, host)
-
-    async def serve(self) -> None:
-        await self._incoming.serve()
-
-    def begin(self, round_name: Attempt, others: int) -> None:
-        """Move chunks of this round, which has so many other members."""
-        self._outgoing[round_name.position.fragment].begin(round_name, others)
-        self._incoming.begin()
-
-    def tidy(self, present: Mapping[Attempt, Collection[str]]) -> None:
-        """End streams that nobody waits for: of other rounds than the `present` ones, and with peers that are not among
-        their members any more."""
-        of_fragment = {name.position.fragment: name for name in present}
-        for fragment, outgoing in enumerate(self._outgoing):
-            name = of_fragment.get(fragment)
-            outgoing.tidy(name, present[name] if name else ())
-        self._incoming.tidy(present)
-
-    def send(self, send: SendChunk) -> None:
-        self._outgoing[send.round_name.position.fragment].send(send)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of chunks that other members took from this peer, in all rounds."""
-        return self._uplink.sent_bytes
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of chunks that came from other members, in all rounds."""
-        return self._incoming.received_bytes
-
-    @property
-    def peaks(self) -> tuple[float, float]:
-        """Bytes a second that the link was seen to carry away, and to bring, in rounds; 0: not known."""
-        return self._uplink.meter.rate, self._incoming.meter.rate
-
-    @property
-    def rate(self) -> int:
-        """Bytes a second that the link was seen to carry each way in rounds; 0: not known."""
-        return int(self._transport.caps.of_both(*self.peaks))
-
-    @property
-    def rates(self) -> dict[str, int]:
-        """Bytes a second at which other members' data came in, in the last rounds."""
-        return self._incoming.rates
-
-    @property
-    def known_for(self) -> float:
-        """Return how many seconds ago the link was measured without a round; infinity if it never was."""
-        return self._uplink.meter.known_for
-
-    def knows(self, upload: float, download: float) -> None:
-        """Take in what the link carries, measured while there was no round."""
-        self._uplink.meter.knows(upload)
-        self._incoming.meter.knows(download)
-
-
-logger = logging.getLogger(__name__)
-
 AGAIN = 1800.0  # seconds after which the link is measured once more, when it is free
 TRIES = 3  # peers that are asked for a measurement before the next heartbeat
-
-
-class ScoutTransport(Protocol):
-    no_round: LinkTime
-
-    def reach(self) -> dict[str, Reach]: ...
-    def sought(self) -> frozenset[str]: ...
-    def stream(self, peer_id: str, protocol: str) -> AbstractAsyncContextManager[Channel]: ...
-    async def on_stream(self, protocol: str, conversation: Callable[[Channel], Awaitable[None]]) -> None: ...
 
 
 class Scout:
@@ -260,7 +192,7 @@ class Scout:
     slow link.
     """
 
-    def __init__(self, transport: ScoutTransport, traffic: Traffic, host: Host) -> None:
+    def __init__(self, transport: Transport, traffic: Traffic, host: Host) -> None:
         self._transport = transport
         self._traffic = traffic
         self._host = host
@@ -278,7 +210,7 @@ class Scout:
         if self._traffic.rate:
             self._host.handle(RateMeasured(self._traffic.rate))
         is_measuring = self._measuring is not None and not self._measuring.done()
-        is_time = self._traffic.known_for > AGAIN and self._rater.is_idle and not is_measuring
+        is_time = self._traffic.uplink.meter.known_for > AGAIN and self._rater.is_idle and not is_measuring
         if direct and is_time:
             self._measuring = self._host.start(self._measure(direct))
 

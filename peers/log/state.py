@@ -489,7 +489,10 @@ def _append(log: LogState, header: Header) -> LogState:
 
 
 def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> None:
-    """Check the voters that an entry says are gone; `named` are its members, and those in its annex. Raises: LogError."""
+    """Check the voters that an entry says are gone. `named` are its members, and those in its annex.
+
+    Raises: LogError.
+    """
     chosen = set(gone)
     if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
         raise LogError("somebody who is gone is no voter, or they are not in the voters' order")

@@ -45,14 +45,11 @@ async def average_chunk(
     if not buffers.round(round_name):
         return None
     contributions = buffers.contributions(round_name, chunk, me, reduce.weights)
-    tokens = sum(weight for _, weight in reduce.members)
-    first_block = buffers.chunking.blocks(chunk)[0]
     room = buffers.room(len(contributions[0][0]))
-    place = round_name.position
-    reduction = Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index)
     try:
-        average = await codec.reduce(reduction)
+        average = await codec.reduce(_reduction(reduce, contributions, buffers, room))
     except (BadBlocksError, DilocoPeerError) as error:
+        first_block = buffers.chunking.blocks(chunk)[0]
         spoiler, _ = reduce.members[await _find_spoiler(codec, contributions, first_block, buffers.fragment)]
         if spoiler == me:
             raise
@@ -62,6 +59,15 @@ async def average_chunk(
     digest = buffers.store(round_name, chunk, average)
     buffers.give_back([room, *(blocks for blocks, _ in contributions)])
     return ReducedArrived(round_name, me, chunk, reduce.absent, digest)
+
+
+def _reduction(
+    reduce: ReduceChunk, contributions: Sequence[tuple[Blocks, float]], buffers: PayloadBuffers, room: bytearray
+) -> Reduction:
+    """Return what there is to average of a chunk, given the members' blocks and room for the average."""
+    first_block, place = buffers.chunking.blocks(reduce.chunk)[0], reduce.round_name.position
+    tokens = sum(weight for _, weight in reduce.members)
+    return Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index)
 
 
 async def _find_spoiler(
@@ -174,12 +180,9 @@ class SpotCheck:
         if len(contributions) < len(reduce.members):
             return None
         buffers = self._buffers_of(exchange)
-        first_block = buffers.chunking.blocks(average.chunk)[0]
-        room, tokens = bytearray(len(contributions[0][0])), sum(weight for _, weight in reduce.members)
-        place = exchange.name.position
-        reduction = Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index)
+        room = bytearray(len(contributions[0][0]))
         try:
-            again = await self._codec.reduce(reduction)
+            again = await self._codec.reduce(_reduction(reduce, contributions, buffers, room))
         except (BadBlocksError, DilocoPeerError):
             return None  # of which the reducer is to speak
         if digest_of(again) == average.digest:

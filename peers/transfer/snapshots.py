@@ -133,36 +133,24 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
         source = kept_for(transport, sources, request.run, sender)
         async with (places if source.is_member(sender) else places_for_strangers).one_for(sender):
             if request.head is None:
-                yield await _offer(source, request.least)
+                snapshot = await source.newest(request.least)
+                snapshot.offered_at, size = time.monotonic(), len(snapshot.data)
+                offer = SnapshotOffer(
+                    last=snapshot.last, bytes=size, state_digest=snapshot.state_digest, ends=snapshot.ends
+                )
+                yield pack(offer), b"".join(snapshot.chunk_digests)
                 return
-            snapshot = source.held(request.head)
-            if snapshot is None:
+            held = source.held(request.head)
+            if held is None:
                 raise RefusalError("that snapshot is not here any more")
-            start, stop = _requested_bytes(sender, len(snapshot.data), request.first, request.last)
-            async with snapshot.being_read():
-                yield b"", snapshot.data[start:stop]
+            chunking = StateChunking(len(held.data))
+            if not request.first < request.last <= chunking.count:
+                raise RemoteProtocolError(sender, f"there are no chunks {request.first} to {request.last}")
+            start, stop = chunking.bounds(request.first, request.last)
+            async with held.being_read():
+                yield b"", held.data[start:stop]
 
     await transport.on_pull(SNAPSHOT, serve, gives_way=True)
-
-
-def _requested_bytes(sender: str, size: int, first: int, last: int) -> tuple[int, int]:
-    """Bytes [start, stop) of chunks [first, last) of a state of `size` bytes. Raises: RemoteProtocolError."""
-    chunking = StateChunking(size)
-    if not first < last <= chunking.count:
-        raise RemoteProtocolError(sender, f"there are no chunks {first} to {last}")
-    return chunking.bounds(first, last)
-
-
-async def _offer(source: SnapshotSource, least: int) -> tuple[bytes, bytes]:
-    snapshot = await source.newest(least)
-    snapshot.offered_at = time.monotonic()
-    offer = SnapshotOffer(
-        last=snapshot.last,
-        bytes=len(snapshot.data),
-        state_digest=snapshot.state_digest,
-        ends=snapshot.ends,
-    )
-    return pack(offer), b"".join(snapshot.chunk_digests)
 
 
 LEAVE = 600.0  # seconds for which one may be fetched in the second place, at least
@@ -273,11 +261,12 @@ class Freezer:
         workload: Workload,
         storage: Storage,
         host: _Host,
+        on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state_lock = asyncio.Lock()
         self._copy_lock = asyncio.Lock()
-        self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
+        self._on_snapshot = on_snapshot
         self._peer = peer
         self._workload = workload
         self._storage = storage
@@ -328,7 +317,7 @@ class Freezer:
     def hold(self, snapshot: FrozenSnapshot) -> None:
         """Give this one from now on; the one before only as long as somebody fetches it."""
         self._shelf.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
-        self.on_snapshot(snapshot)
+        self._on_snapshot(snapshot)
 
     async def freeze_if_due(self) -> None:
         """After a cycle: a snapshot, if this is the place and the peer for it, or there is none here yet: amid a cycle

@@ -65,11 +65,6 @@ class SamplePool:
     cursor: int = 0
     free: Lease = ()
 
-    def take(self, count: int) -> tuple[Lease, SamplePool]:
-        """Exactly `count` samples: free ones first, the rest fresh."""
-        (lease,), pool = self.deal([count])
-        return lease, pool
-
     def deal(self, counts: Iterable[int]) -> tuple[list[Lease], SamplePool]:
         """Leases of exactly so many samples, one after another, in at most PIECE_LIMIT ranges each."""
         free, cursor = list(reversed(self.free)), self.cursor

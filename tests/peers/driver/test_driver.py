@@ -16,7 +16,8 @@ from prometheus_client import REGISTRY
 from peers.driver import driver as driver_module
 from peers.driver import outgoing
 from peers.driver import traffic as incoming
-from peers.driver.driver import Driver, _Transport
+from peers.driver.driver import Driver
+from peers.driver.host import Transport
 from peers.driver.outgoing import CHUNKS, StreamHeader
 from peers.driver.replication import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
@@ -151,7 +152,7 @@ class DriverOf(Driver):
 
     def __init__(self, transport: SlowTransport) -> None:
         self.workload = FussyWorkload()
-        super().__init__(Identity.generate(), cast(_Transport, transport), self.workload, SETTINGS, Keeping(STATE))
+        super().__init__(Identity.generate(), cast(Transport, transport), self.workload, SETTINGS, Keeping(STATE))
         [self.buffers] = self._rounds._buffers
         offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from peers.driver import outgoing
+from peers.driver.host import Transport
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
@@ -172,7 +173,7 @@ class Host:
         self.events: list[Event] = []
         self.wire = Wire(self.notify)
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.traffic = Traffic(self.wire, FakeWorkload(), [self.buffers], self)
+        self.traffic = Traffic(cast(Transport, self.wire), FakeWorkload(), [self.buffers], self)
         self._waiting: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._held_back: list[SendChunk] = []
@@ -540,7 +541,7 @@ def test_streams_to_all_members_together_are_bounded(monkeypatch: pytest.MonkeyP
 
     async def scenario() -> None:
         async with Host.running() as host:
-            host.traffic._uplink.lanes.count = MOST
+            host.traffic.uplink.lanes.count = MOST
             offer(OWN, host.buffers, lambda chunk, data: 1.0)
             host.traffic.send(SendChunk(host.round, "a", 0, False))
             assert len(host.traffic._outgoing[0]._senders["a"]) == SIZE.chunks, "no more than there are chunks"
@@ -911,7 +912,7 @@ def test_a_link_is_measured_both_ways() -> None:
                 host.buffers.chunk_bytes(said.chunk)[1] - host.buffers.chunk_bytes(said.chunk)[0]
                 for said in host.seen(ChunkSent)
             )
-            assert (host.traffic.sent_bytes, host.traffic.received_bytes) == (sent, BLOCK)
+            assert (host.traffic.uplink.sent_bytes, host.traffic.received_bytes) == (sent, BLOCK)
             assert [now - then for now, then in zip(counted(), before, strict=True)] == [sent, BLOCK], "for Prometheus"
             host.wire.caps = Caps(upload=1.0)
             assert host.traffic.rate == 1, "more than the owner allows, the link does not carry"

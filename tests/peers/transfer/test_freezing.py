@@ -49,8 +49,7 @@ class Frozen:
         self.told: list[FrozenSnapshot] = []
         self.seconds = 1000.0
         storage = storage or Storage()
-        self.freezer = Freezer(rig.peer, self.workload, storage, self, clock=lambda: self.seconds)
-        self.freezer.on_snapshot = self.told.append
+        self.freezer = Freezer(rig.peer, self.workload, storage, self, self.told.append, lambda: self.seconds)
         self.settle()
 
     def settle(self) -> None:

@@ -209,7 +209,7 @@ def test_digests_of_another_number_of_chunks_are_none(size: int) -> None:
     async def scenario() -> None:
         network = Network()
         await network.donor("short", meddle=lambda request, data: data[:size])
-        with pytest.raises(PayloadError, match="short: it has other digests"):
+        with pytest.raises(PayloadError, match="short: its payload has other chunks"):
             await fetch(network, ["short"])
 
     asyncio.run(scenario())

@@ -39,7 +39,7 @@ def test_samples_are_conserved(data: st.DataObject) -> None:
         action = data.draw(st.sampled_from(["take", "claim", "release"]))
         if action == "take":
             count = data.draw(st.integers(0, 15))
-            lease, pool = pool.take(count)
+            (lease,), pool = pool.deal([count])
             assert sample_count(lease) == count
             taken += lease
         elif action == "claim":
@@ -60,7 +60,7 @@ def test_samples_are_conserved(data: st.DataObject) -> None:
 
 
 def test_free_samples_are_handed_out_before_fresh_ones() -> None:
-    lease, pool = SamplePool(100, (SampleRange(3, 5), SampleRange(50, 51))).take(10)
+    (lease,), pool = SamplePool(100, (SampleRange(3, 5), SampleRange(50, 51))).deal([10])
     assert lease == (SampleRange(3, 5), SampleRange(50, 51), SampleRange(100, 107))
     assert pool == SamplePool(107)
 
@@ -79,7 +79,7 @@ def test_dealing_is_taking_again_and_again(free: list[SampleRange], counts: list
     pool = SamplePool(100, _merge(free))
     dealt, after = pool.deal(counts)
     for lease, count in zip(dealt, counts, strict=True):
-        taken, pool = pool.take(count)
+        (taken,), pool = pool.deal([count])
         assert lease == taken
     assert after == pool
 
@@ -90,7 +90,7 @@ def scattered(pieces: int) -> SamplePool:
 
 
 def test_a_lease_has_few_pieces_however_scattered_the_pool_is() -> None:
-    lease, pool = scattered(100).take(40)
+    (lease,), pool = scattered(100).deal([40])
     assert len(lease) == PIECE_LIMIT
     assert sample_count(lease) == 40
     assert sample_count(pool.free) == 100 - (PIECE_LIMIT - 1)
