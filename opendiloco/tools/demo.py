@@ -48,6 +48,15 @@ from peers.values.system import make_private_folder
 
 LINES_KEPT = 10
 STOP_SECONDS = 20.0  # a polite leave may finish a round first
+EVENTS_SHOWN = 8
+PLAIN_SECONDS = 10.0
+DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+START_SECONDS = 60.0
+WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
+LOOK_SECONDS = 0.5
+SAMPLE_TOKENS = 160
+BOOTSTRAP = "bootstrap node"
 
 
 class _Child:
@@ -130,10 +139,6 @@ class _Child:
             self._news.notify_all()
 
 
-EVENTS_SHOWN = 8
-PLAIN_SECONDS = 10.0
-
-
 class DemoScreen:
     """A live picture on a terminal; otherwise, or when `plain`, lines. A context manager."""
 
@@ -194,15 +199,6 @@ class DemoScreen:
 
 def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-
-
-DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-START_SECONDS = 60.0
-WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
-LOOK_SECONDS = 0.5
-SAMPLE_TOKENS = 160
-BOOTSTRAP = "bootstrap node"
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 CALL = "message"
 CALL_TIMEOUT = 10.0  # seconds
+TICK = 0.25  # seconds
+INCARNATION_BITS = 61
+FAREWELL_TIMEOUT = 3.0  # seconds
 
 
 class _Messenger:
@@ -114,11 +117,6 @@ def _tokens_lost(effect: TokensLost) -> None:
 def _trouble(effect: Trouble) -> None:
     metrics.TROUBLED.set(bool(effect.reason))
     logger.warning("%s", effect.reason or "what this peer trains counts again")
-
-
-TICK = 0.25  # seconds
-INCARNATION_BITS = 61
-FAREWELL_TIMEOUT = 3.0  # seconds
 
 
 class Driver:

@@ -25,6 +25,14 @@ from peers.values.wire import Value, pack
 
 CHUNKS = "chunks"
 CLOSING_TIME = 5.0  # seconds that a stream may take to end properly, so that its connection can be used again
+LATE_FLIGHT = 2.0  # times as long as chunks took before: that is late
+MEMORY = 0.25  # of how long they took, that the last one decides
+LATE_CHUNK = 1.5  # times as long as a chunk should take: then it is sent on another stream, too
+LEAST_PATIENCE = 1.0  # seconds before that
+PATIENCE = 5.0  # seconds for which a chunk waits for those of earlier rounds
+SECONDS_UNDER_WAY = 0.5  # of what our link carries
+LOOK = 0.25  # seconds from one look at what is late to the next
+STREAMS = 512  # to all members together, where more than the fewest are of use
 
 
 class StreamHeader(Value):
@@ -35,8 +43,6 @@ class StreamHeader(Value):
 
 Key = tuple[int, bool]
 """A chunk's number, and whether it is averaged."""
-LATE_FLIGHT = 2.0  # times as long as chunks took before: that is late
-MEMORY = 0.25  # of how long they took, that the last one decides
 
 
 @dataclass(frozen=True)
@@ -91,12 +97,6 @@ class _Flights:
                 self.begin(flight.send, stream)
                 return flight.send
         return None
-
-
-LATE_CHUNK = 1.5  # times as long as a chunk should take: then it is sent on another stream, too
-LEAST_PATIENCE = 1.0  # seconds before that
-PATIENCE = 5.0  # seconds for which a chunk waits for those of earlier rounds
-SECONDS_UNDER_WAY = 0.5  # of what our link carries
 
 
 class Uplink:
@@ -159,10 +159,6 @@ class Uplink:
         """A round has nothing left to send to a member, or has ended."""
         self._news.set()
         self._news = asyncio.Event()
-
-
-LOOK = 0.25  # seconds from one look at what is late to the next
-STREAMS = 512  # to all members together, where more than the fewest are of use
 
 
 class Outgoing:

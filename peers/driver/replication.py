@@ -44,6 +44,7 @@ from peers.values.system import now
 from peers.values.workload import Blocked, SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
+FINISH_TIMEOUT = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,6 @@ class Keeping:
         log = RunLog(empty_log, 0) if self.log is None else self.log
         buffers = PayloadBuffers.of_each(fragments, self.payload_bytes, log.payload)
         return _Stores(buffers, log, self.storage or Storage())
-
-
-FINISH_TIMEOUT = 10.0  # seconds
 
 
 class _Recorder:

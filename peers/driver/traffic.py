@@ -28,6 +28,8 @@ from peers.values.workload import Workload
 logger = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
+AGAIN = 1800.0  # seconds after which the link is measured once more, when it is free
+TRIES = 3  # peers that are asked for a measurement before the next heartbeat
 
 
 class Traffic:
@@ -179,10 +181,6 @@ class _StreamArrivals:
         # Averages are copied to their place in the payload; blocks that are to be averaged are kept where they are.
         self._spare = self._data if self._header.reduced else bytearray()
         return self._take(self._header, self._data, now() - self._began)
-
-
-AGAIN = 1800.0  # seconds after which the link is measured once more, when it is free
-TRIES = 3  # peers that are asked for a measurement before the next heartbeat
 
 
 class Scout:

@@ -30,6 +30,11 @@ Column = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MEMBER_LIMI
 """Numbers of some members: how many members stand between this one and the one named before, and its number."""
 Places = Annotated[tuple[Count, ...], Field(max_length=2 * MEMBER_LIMIT)]
 """Of voters, in their order."""
+FRAMES = 32
+"""Cycles from one that is kept whole to the next: any header is found by following the outcomes of fewer than these."""
+STRETCH_LIMIT = 256  # entries
+STRETCH_BYTES = 1 << 22  # of outcomes, after which a stretch ends
+HEADER_LIMIT = 1 << 20  # bytes
 
 
 class Newcomer(Value):
@@ -217,13 +222,6 @@ def _changed(member: Member, **fields: object) -> Member:
         return Member(**{**member.__dict__, **fields})
     except ValidationError as error:
         raise LogError(f"{member.peer}: {error.errors()[0]['msg']}") from error
-
-
-FRAMES = 32
-"""Cycles from one that is kept whole to the next: any header is found by following the outcomes of fewer than these."""
-STRETCH_LIMIT = 256  # entries
-STRETCH_BYTES = 1 << 22  # of outcomes, after which a stretch ends
-HEADER_LIMIT = 1 << 20  # bytes
 
 
 class Stretch(Value):

@@ -34,6 +34,12 @@ NO_PAYLOAD = digest_of(b"")
 
 UNKNOWN_STATE = bytes(DIGEST_BYTES)
 """In place of a state's digest, where nobody has said yet which state an entry is for."""
+FAULT_LIMIT = 4
+"""Faults in one entry: each is shown to all of its members."""
+EXCLUSION_LIMIT = 4000
+"""Peers that are excluded at once. Beyond that those go first that were excluded first."""
+FAULT_AGE = 64
+"""Cycles in which a lie may still be named: for so long all peers know what their log was called."""
 
 
 class Member(Value):
@@ -84,14 +90,6 @@ class Bystander(Value):
     peer: PeerId
     incarnation: Count
 
-
-FAULT_LIMIT = 4
-"""Faults in one entry: each is shown to all of its members."""
-EXCLUSION_LIMIT = 4000
-"""Peers that are excluded at once. Beyond that those go first that were excluded first."""
-
-FAULT_AGE = 64
-"""Cycles in which a lie may still be named: for so long all peers know what their log was called."""
 
 Kind: TypeAlias = Literal["averages", "commitments", "contribution", "votes"]
 """What a peer did: signed two averages of a chunk, two commitments for a round, or two entries in an attempt; or

@@ -22,6 +22,7 @@ from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 
 RECENT_ENTRIES = 64
 """How many of the last headers a peer can name to one that fell behind."""
+UNPROVEN = Proof(is_certified=False, signers=0)
 
 
 class Lineage:
@@ -130,9 +131,6 @@ class Lineage:
         return left
 
 
-UNPROVEN = Proof(is_certified=False, signers=0)
-
-
 @dataclass(frozen=True)
 class Branch:
     """The entries from `start`, which both sides have, to `end`.
@@ -165,11 +163,6 @@ class Branch:
     def has(self, position: Position) -> bool:
         """Whether a cycle of this branch ends there, or it begins there."""
         return self.heads.get(position.index) == position.head
-
-    @property
-    def newest_heads(self) -> tuple[bytes, ...]:
-        """What names the log after the newest cycles, oldest first."""
-        return tuple(self.heads[index] for index in sorted(self.heads)[-RECENT_ENTRIES:] if index)
 
     def followed_by(self, other: Branch) -> Branch:
         """Return this branch up to where the other one starts, and then that."""

@@ -42,19 +42,17 @@ from peers.log.header import (
 from peers.values.leases import Grants, Lease, SamplePool, SampleRange, prefix, sample_count
 from peers.values.manifest import Amendment
 
-
-class LogError(ValueError):
-    """A header that does not follow from the log. The message says which rule it breaks."""
-
-
 TERM = 64
 """Outer steps for which one member leads, if nothing is wrong with it. A leader that gives newcomers no samples does so
 no longer; and each has to find out for itself who holds rounds up, which costs an entry's time."""
-
 OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0} | dict.fromkeys(
     ("tenures", "excluded", "bystanders"), ()
 )
 """What entries that close no cycle say of leases, tokens, tenures, exclusions and bystanders: nothing."""
+
+
+class LogError(ValueError):
+    """A header that does not follow from the log. The message says which rule it breaks."""
 
 
 @lru_cache(maxsize=16)

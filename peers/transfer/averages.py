@@ -25,6 +25,14 @@ from peers.transfer.download import CHANCE, PullTransport
 from peers.values.wire import Count, RunId, Value, digest_of, pack, unpack_from
 from peers.values.workload import BadBlocksError, Blocks, Reduction
 
+CONTRIBUTION = "contribution"
+READERS = 4  # chunks that are given away at once
+TIMEOUT = 60.0  # seconds for one; it gives way to rounds
+ASKED = 16
+"""Chunks that a member asks for after a round, on average: in larger rounds it checks now and then only."""
+MOST = 64
+"""Members of a round that is checked: as many chunks are in memory at once."""
+
 
 class Reducing(Protocol):
     """What averaging needs of the training side."""
@@ -88,15 +96,6 @@ async def _find_spoiler(
         except (BadBlocksError, DilocoPeerError):
             bad = middle
     return good
-
-
-CONTRIBUTION = "contribution"
-READERS = 4  # chunks that are given away at once
-TIMEOUT = 60.0  # seconds for one; it gives way to rounds
-ASKED = 16
-"""Chunks that a member asks for after a round, on average: in larger rounds it checks now and then only."""
-MOST = 64
-"""Members of a round that is checked: as many chunks are in memory at once."""
 
 
 class ContributionRequest(Value):

@@ -20,6 +20,8 @@ from peers.values.chunks import Chunking, KeptPayloads, Payload, PayloadSize, Su
 from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect, PayloadKind
 
+SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
+
 
 @dataclass
 class _RoundBuffers:
@@ -31,9 +33,6 @@ class _RoundBuffers:
     contributions: defaultdict[int, dict[str, bytes | bytearray]] = field(
         default_factory=lambda: defaultdict(dict)
     )  # by chunk and sender
-
-
-SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
 
 
 class PayloadBuffers:

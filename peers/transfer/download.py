@@ -26,23 +26,39 @@ PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, 
 """Donors that give at once: one of this reach is added to fewer than so many. So a relay carries bulk data only where
 direct donors are too few to replace one another, and an unreachable donor is tried when nobody else is left."""
 ORDER: Sequence[Reach | None] = (Reach.OPEN, Reach.PUNCHED, None, Reach.RELAYED, Reach.NONE)
+LEAST = 60.0  # seconds that a donor has for what it was asked, however fast others are: it may be in a round
+MOST = LONGEST  # seconds after which it is given up, however slow all are
+SLOWER = 8  # times as slow as the others on average is too slow
+UNKNOWN = 10.0  # seconds that a donor needs, as long as it has given nothing
+RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
+LOOK = 1.0  # seconds from one look at who is slow to the next
 
 
-class _ReachingTransport(Protocol):
+class PullTransport(Protocol):
     def reach_of(self, peer_id: str) -> Reach | None: ...
+    async def pull(
+        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
+    ) -> tuple[bytes, bytearray]: ...
+    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None: ...
+    def check_admitted(self, run_id: str, peer_id: str) -> None: ...
 
 
-def _best_first(transport: _ReachingTransport, donors: Collection[str]) -> list[str]:
+def _best_first(transport: PullTransport, donors: Collection[str]) -> list[str]:
     """Return the donors with direct ones first and unreachable ones last; otherwise in the order that they have."""
-    return sorted(donors, key=lambda donor: _rank(transport, donor))
+
+    def rank(donor: str) -> int:
+        reach = transport.reach_of(donor)
+        return 0 if reach is not None and reach.is_direct else ORDER.index(reach)
+
+    return sorted(donors, key=rank)
 
 
-def shuffled(transport: _ReachingTransport, donors: Collection[str], chance: random.Random) -> list[str]:
+def shuffled(transport: PullTransport, donors: Collection[str], chance: random.Random) -> list[str]:
     """Return the donors with direct ones first and unreachable ones last; otherwise in an order of chance."""
     return _best_first(transport, chance.sample(list(donors), len(donors)))
 
 
-def to_ask(transport: _ReachingTransport, donors: Sequence[str], most: int, chance: random.Random) -> list[str]:
+def to_ask(transport: PullTransport, donors: Sequence[str], most: int, chance: random.Random) -> list[str]:
     """Return whom to ask what it has: the first donor, which leads, and others by reach and chance, `most` in all.
 
     Those that cannot be reached are left out, unless nobody else is there.
@@ -50,18 +66,6 @@ def to_ask(transport: _ReachingTransport, donors: Sequence[str], most: int, chan
     ordered = [*donors[:1], *shuffled(transport, donors[1:], chance)]
     reachable = [donor for donor in ordered if transport.reach_of(donor) is not Reach.NONE]
     return (reachable or ordered)[:most]
-
-
-def _rank(transport: _ReachingTransport, donor: str) -> int:
-    """Return 0 for donors that are reached directly, and more the worse others are reached."""
-    reach = transport.reach_of(donor)
-    return 0 if reach is not None and reach.is_direct else ORDER.index(reach)
-
-
-LEAST = 60.0  # seconds that a donor has for what it was asked, however fast others are: it may be in a round
-MOST = LONGEST  # seconds after which it is given up, however slow all are
-SLOWER = 8  # times as slow as the others on average is too slow
-UNKNOWN = 10.0  # seconds that a donor needs, as long as it has given nothing
 
 
 @dataclass(frozen=True)
@@ -117,17 +121,6 @@ class _DonorPace:
 
 
 logger = logging.getLogger(__name__)
-
-RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
-LOOK = 1.0  # seconds from one look at who is slow to the next
-
-
-class PullTransport(_ReachingTransport, Protocol):
-    async def pull(
-        self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
-    ) -> tuple[bytes, bytearray]: ...
-    async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None: ...
-    def check_admitted(self, run_id: str, peer_id: str) -> None: ...
 
 
 Kept = TypeVar("Kept")

@@ -39,6 +39,15 @@ TIMEOUT_PER_ENTRY = 0.25  # seconds besides, for each entry: 30 KB at 1 Mbit/s
 
 Past: TypeAlias = Callable[[int, int, bool], Stretch]
 """Return those of the cycles [first, last) that are here, the first of them whole or not: see `Chain.stretch`."""
+BACK = 16
+"""Each look for the place where two logs split goes back so many times as far as the one before."""
+ASKED = 16
+"""Peers whose logs are compared by whoever has none; and that are asked for what one of them lacks."""
+PATIENCE = 60.0  # seconds for one look, and more for each entry that it has brought
+PATIENCE_PER_ENTRY = 0.05
+LONGEST = 1800.0  # seconds, whatever it brings
+CHAIN_BYTES = 1 << 30  # of entries that are looked at
+NO_STRETCH = Stretch()
 
 
 class HeadersRequest(Value):
@@ -93,16 +102,6 @@ async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) 
     await asyncio.to_thread(log.prepend, stretch)
     return bool(stretch.told)
 
-
-BACK = 16
-"""Each look for the place where two logs split goes back so many times as far as the one before."""
-ASKED = 16
-"""Peers whose logs are compared by whoever has none; and that are asked for what one of them lacks."""
-PATIENCE = 60.0  # seconds for one look, and more for each entry that it has brought
-PATIENCE_PER_ENTRY = 0.05
-LONGEST = 1800.0  # seconds, whatever it brings
-CHAIN_BYTES = 1 << 30  # of entries that are looked at
-NO_STRETCH = Stretch()
 
 Told = tuple[Header, Certificate | None]
 

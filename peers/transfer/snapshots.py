@@ -43,6 +43,12 @@ STRANGERS = 6  # besides, others: who exports the model has no heartbeat, nor ha
 PULLS = RANGES + 1  # of one peer at once: one may have been given up, and its end not be seen here yet
 OFFERED = 15.0  # seconds after it was offered for which it is held: where entries come fast, it is soon not the newest
 IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
+LEAVE = 600.0  # seconds for which one may be fetched in the second place, at least
+SLOWEST = 500_000  # bytes a second; a joiner whose links carry as much gets all of a snapshot in this time
+SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for us to finish an outer step
+NOT_YET = "the state is not frozen yet: that is done when the outer step under way ends; ask again then"
+NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
+SNAPSHOT_PEERS = 8  # that freeze the same entry, where there are more
 
 
 class SnapshotRequest(Value):
@@ -153,10 +159,6 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
     await transport.on_pull(SNAPSHOT, serve, gives_way=True)
 
 
-LEAVE = 600.0  # seconds for which one may be fetched in the second place, at least
-SLOWEST = 500_000  # bytes a second; a joiner whose links carry as much gets all of a snapshot in this time
-
-
 class _Shelf:
     """The snapshots that are held, by the heads of the log that they are at."""
 
@@ -231,11 +233,6 @@ class _Shelf:
 
 
 logger = logging.getLogger(__name__)
-
-SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for us to finish an outer step
-NOT_YET = "the state is not frozen yet: that is done when the outer step under way ends; ask again then"
-NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
-SNAPSHOT_PEERS = 8  # that freeze the same entry, where there are more
 
 
 class _Host(Protocol):

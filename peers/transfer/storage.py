@@ -11,6 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
+PIECE = 1 << 24  # bytes
+SUFFIX = ".state"
+IN_MEMORY = 1 << 26  # bytes of a snapshot that lies in memory, although there is a folder
+
 
 def empty(size: int) -> memoryview:
     """Memory that is taken from the system as it is written to, in huge pages: small ones take longer to get."""
@@ -18,10 +23,6 @@ def empty(size: int) -> memoryview:
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:size]
-
-
-MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
-PIECE = 1 << 24  # bytes
 
 
 class MemoryFile:
@@ -77,9 +78,6 @@ def _extend(descriptor: int, offset: int, size: int) -> None:
 
 
 logger = logging.getLogger(__name__)
-
-SUFFIX = ".state"
-IN_MEMORY = 1 << 26  # bytes of a snapshot that lies in memory, although there is a folder
 
 
 class Storage:

@@ -25,6 +25,13 @@ from peers.values.wire import DIGEST_BYTES, digest_of
 
 CHUNK_BLOCKS = 512  # blocks at most: half a MiB of int8, the size at which hivemind's streams are fastest
 CHUNKS = 64  # at least, if there are as many blocks, so that small payloads can be pipelined, too
+CONTEXT = b"diloco-peer sum\0"
+NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
+MOST_LEVELS = 24
+KEPT_BYTES = 1 << 26  # of payloads in memory, for peers that fell behind
+KEPT_AT_LEAST = 3  # that are nowhere else: the one held, the last one applied, and one that somebody may be fetching
+STATE_CHUNK = 1 << 20  # bytes
+THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -117,11 +124,6 @@ def _round(chunk_count: int, shares: Sequence[float]) -> list[int]:
     return [after - before for before, after in pairwise(bounds)]
 
 
-CONTEXT = b"diloco-peer sum\0"
-NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
-MOST_LEVELS = 24
-
-
 @dataclass(frozen=True)
 class Sum:
     """A node: the digest of all chunks below it, and the sum of their squared norms. A leaf has its chunk's digest."""
@@ -182,10 +184,6 @@ def _above(left: Sum, right: Sum) -> Sum:
     return Sum(digest_of(CONTEXT + left.packed + right.packed), left.squares + right.squares)
 
 
-KEPT_BYTES = 1 << 26  # of payloads in memory, for peers that fell behind
-KEPT_AT_LEAST = 3  # that are nowhere else: the one held, the last one applied, and one that somebody may be fetching
-
-
 @dataclass(frozen=True)
 class Payload:
     """A whole payload, and the digests of its chunks."""
@@ -241,9 +239,6 @@ class KeptPayloads:
 
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-
-STATE_CHUNK = 1 << 20  # bytes
-THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,9 @@ ADDRESS = re.compile(r"(/[A-Za-z0-9.:%_-]+)+/p2p/[A-Za-z0-9]+")
 SIGNING_CONTEXT = b"diloco-peer manifest\0"  # a signature made for anything else is worth nothing here
 INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
+AMENDMENT_CONTEXT = b"diloco-peer amendment\0"  # a signature made for anything else is worth nothing here
+LEAST_MOMENTUM = 1e-3
+"""But for none at all: a delayed momentum divides by it."""
 
 
 class SignedManifest(Value):
@@ -197,11 +200,7 @@ def _signed_bytes(name: str, organiser: str, content: bytes) -> bytes:
     return SIGNING_CONTEXT + lengths + name.encode() + organiser.encode() + content
 
 
-AMENDMENT_CONTEXT = b"diloco-peer amendment\0"  # a signature made for anything else is worth nothing here
-
 Number = Annotated[int, Field(strict=True, ge=1, lt=2**62)]
-LEAST_MOMENTUM = 1e-3
-"""But for none at all: a delayed momentum divides by it."""
 
 
 def check_momentum(value: float) -> float:

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+PARTIAL = ".partial"
+"""What the name of a file ends in while it is written. A process that is killed leaves it behind."""
+
 
 def now() -> float:
     """Return the time. A laptop's lid stops the monotonic clock, while for all others time goes on."""
@@ -81,10 +84,6 @@ def sweep_folders(base: Path, prefix: str) -> None:
                 with _held(folder) as is_deserted:
                     if is_deserted:
                         shutil.rmtree(folder)
-
-
-PARTIAL = ".partial"
-"""What the name of a file ends in while it is written. A process that is killed leaves it behind."""
 
 
 def write_whole(path: Path, pieces: Iterable[bytes | memoryview], is_durable: bool = False) -> None:

@@ -24,6 +24,9 @@ DIGEST_BYTES = 32
 REASON_LIMIT = 500  # characters
 LONGEST_WAIT = 30 * 86400.0  # seconds
 MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
+TEAM_LENGTH = 32  # characters
+TEAM = r"^([!-~]([ -~]*[!-~])?)?$"
+"""Printable ASCII, without spaces at its ends; empty: none."""
 
 
 def _sample_range(plain: object) -> SampleRange:
@@ -145,11 +148,6 @@ def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE
         return unpack(kind, data, limit)
     except WireError as error:
         raise RemoteProtocolError(peer, str(error)) from error
-
-
-TEAM_LENGTH = 32  # characters
-TEAM = r"^([!-~]([ -~]*[!-~])?)?$"
-"""Printable ASCII, without spaces at its ends; empty: none."""
 
 
 def check_team(name: str) -> None:

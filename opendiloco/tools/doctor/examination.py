@@ -64,6 +64,13 @@ FIRST_SECONDS = 120.0
 """For the first inner steps."""
 MEGABITS = 1e-3, 1e6
 """Between which the planner wants the rates of links."""
+NO_NODE = "no bootstrap node is given: add --run with an invite, or --initial-peer"
+OF_RUNS = ("run", "admission", "data", "peers", "speed", "round")
+"""Checks that there are only with a run."""
+NEEDED_TO_TRAIN = ("torch", "gpu", "kernels", "data", "memory")
+"""Checks without which a trial would only fail for the same reason."""
+LATENCY = 0.05
+"""Seconds of a round trip, where none could be measured."""
 
 
 @dataclass(frozen=True)
@@ -249,15 +256,6 @@ def _plan_among(
         for each in speeds[:PEERS_LIMIT]
     ]
     return plan_of(config, skeleton, Links(peers=tuple(sections)))
-
-
-NO_NODE = "no bootstrap node is given: add --run with an invite, or --initial-peer"
-OF_RUNS = ("run", "admission", "data", "peers", "speed", "round")
-"""Checks that there are only with a run."""
-NEEDED_TO_TRAIN = ("torch", "gpu", "kernels", "data", "memory")
-"""Checks without which a trial would only fail for the same reason."""
-LATENCY = 0.05
-"""Seconds of a round trip, where none could be measured."""
 
 
 @dataclass(frozen=True)

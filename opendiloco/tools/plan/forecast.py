@@ -25,6 +25,15 @@ QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
 STEPPED = 1.69e9
 """Values a second for which one thread takes the outer step (docs/codecs.md)."""
 BLOCK_VALUES = 1024
+SECONDS_A_DAY = 86_400
+LEAST_IDLE = 0.01
+"""Share of a link's time that joiners need at least; with less they never catch up."""
+SLOWEST_LINK, FASTEST_LINK = 1e4, 1e13
+"""Bits a second between which a bandwidth is looked for."""
+HALVINGS = 12
+"""Times that this interval is halved: to less than one percent."""
+CYCLES = 2
+"""Cycles that are simulated before one is measured, and while it is: from the second on, all are alike."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +120,6 @@ def round_of(swarm: Swarm, values: int, bits: float, encoded: float = QUANTIZED)
             for start, peer in zip(starts, swarm.peers, strict=True)
         ),
     )
-
-
-SECONDS_A_DAY = 86_400
-LEAST_IDLE = 0.01
-"""Share of a link's time that joiners need at least; with less they never catch up."""
-SLOWEST_LINK, FASTEST_LINK = 1e4, 1e13
-"""Bits a second between which a bandwidth is looked for."""
-HALVINGS = 12
-"""Times that this interval is halved: to less than one percent."""
-CYCLES = 2
-"""Cycles that are simulated before one is measured, and while it is: from the second on, all are alike."""
 
 
 @dataclass(frozen=True)
