@@ -43,7 +43,7 @@ def train_pseudo_gradients(config: RunConfig, outer_steps: int) -> list[FloatArr
     for index in range(outer_steps):
         gradients = []
         for replica in replicas:
-            lease, pool = pool.take(steps * config.training.batch_size)
+            (lease,), pool = pool.deal([steps * config.training.batch_size])
             replica.train(theta, index, lease, steps)
             local = np.empty_like(theta)
             replica.store(local)

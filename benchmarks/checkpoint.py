@@ -36,8 +36,7 @@ from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.state import OuterState
-from peers.transfer.memory_file import MemoryFile
-from peers.transfer.storage import FolderStorage
+from peers.transfer.storage import FolderStorage, MemoryFile
 
 OURS, SAFETENSORS, TORCH = "ours, in a process", "safetensors.save_file + fsync", "torch.save + fsync"
 RUN = "benchmark-" + "a" * 32

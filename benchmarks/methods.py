@@ -204,7 +204,7 @@ def _rosters(method: Method, setting: Setting, pool: SamplePool) -> Iterator[lis
             if number in done or (method.late and not is_even and number % 2 > cycle):
                 continue
             steps = setting.inner_steps if is_even or method.late else setting.inner_steps // 2
-            lease, pool = pool.take(steps * setting.batch_size)
+            (lease,), pool = pool.deal([steps * setting.batch_size])
             work = Work(f"{number}", lease, steps, method.overlaps[number] if method.overlaps else None)
             if is_even or method.slow:
                 roster.append(work)
@@ -217,7 +217,7 @@ def _straight(reference: Reference, steps: int, pool: SamplePool) -> Iterator[in
     """Train one worker on and on; yield, after as many steps as an outer step has, how often so far."""
     replica, training = reference.build_replica(), reference.config.training
     for index in range(steps // training.inner_steps):
-        lease, pool = pool.take(training.inner_steps * training.batch_size)
+        (lease,), pool = pool.deal([training.inner_steps * training.batch_size])
         begin_with = None if index else reference.state.theta
         for _ in replica.inner_steps(begin_with, index, lease, training.inner_steps).every():
             pass

@@ -31,7 +31,7 @@ from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
 from opendiloco.workers.inner_loops import InnerLoops
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
+from peers.driver.replication import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.network.transport import HivemindTransport

@@ -28,8 +28,7 @@ from benchmarks.namespaces import IPERF_STREAMS, has_iperf3, place_in, rates_at_
 from benchmarks.processes import PeerProcess, PeerProcessError
 from benchmarks.reporting import Bar, report
 from opendiloco.kernels import FORMATS
-from opendiloco.tools.plan.forecast import Forecast, Plan, forecast
-from opendiloco.tools.plan.rounds import LINK_SHARE, Peer, Swarm, round_of
+from opendiloco.tools.plan.forecast import LINK_SHARE, Forecast, Peer, Plan, Swarm, forecast, round_of
 
 PEER = "benchmarks.streaming_peer"
 CYCLE_SECONDS = 300.0

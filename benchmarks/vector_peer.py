@@ -31,7 +31,7 @@ from opendiloco.training.state import LocalState
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.group import WorkerGroup
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
+from peers.driver.replication import Keeping
 from peers.log.folder import LogFolder
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
@@ -39,10 +39,10 @@ from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.transfer.following import Following
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot
-from peers.transfer.storage import FolderStorage, MemoryStorage
-from peers.values.amendments import Amendment
+from peers.transfer.storage import FolderStorage, Storage
 from peers.values.identity import Identity
 from peers.values.leases import sample_count
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, InnerLoop, Progress, Trained
 
@@ -249,7 +249,7 @@ async def follow(transport: HivemindTransport, part: Part) -> None:
     ended = asyncio.Event()
     reading = asyncio.create_task(read_lines(lines, ended.set))
     state = LocalState(np.zeros(part.values, np.float32), run_config())
-    following = Following(transport, state, part.settings, MemoryStorage())
+    following = Following(transport, state, part.settings, Storage())
     await following.begin()
     say("restored", index=following.log.position.index)
     while not ended.is_set():

@@ -52,7 +52,7 @@ from opendiloco.volunteer.sole import listen
 from opendiloco.volunteer.volunteer import Volunteer, connected
 from opendiloco.workers.trackers import Choice, tracking
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
+from peers.driver.replication import Keeping
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange, prefix, sample_count
 from peers.values.manifest import Invite

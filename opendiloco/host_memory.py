@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from opendiloco.config.codec import CodecSection
 from opendiloco.kernels import FORMATS, Format
 from opendiloco.shared_memory import VALUE_BYTES
-from peers.log.payload import KEPT_AT_LEAST, KEPT_BYTES
 from peers.transfer.storage import IN_MEMORY
+from peers.values.chunks import KEPT_AT_LEAST, KEPT_BYTES
 
 STATE_BYTES = 2 * VALUE_BYTES
 """Of theta and momentum, for each value."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from peers.values.clock import now
+from peers.values.system import now
 
 
 class Health:

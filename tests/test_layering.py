@@ -117,7 +117,7 @@ def test_the_protocol_has_no_input_or_output(name: str) -> None:
     imported = [name for path in modules for name in imports(path)]
     assert modules
     assert not {other for other in imported for module in INPUT_AND_OUTPUT if is_in(other, module)}
-    assert not {"peers.log.files", "peers.log.folder", "peers.values.memory", "peers.values.clock"} & {
+    assert not {"peers.log.folder", "peers.transfer.storage", "peers.values.system"} & {
         other.rpartition(".")[0] for other in imported
     }
 
@@ -220,7 +220,7 @@ def test_folders_are_made_private() -> None:
         "opendiloco.model.export",
     }
     remote = {"opendiloco.storage.remote"}  # whose `makedirs` are those of a store that is not on this machine
-    assert makers - given_away - remote == {"peers.values.private_folders"}
+    assert makers - given_away - remote == {"peers.values.system"}
 
 
 def test_modules_stay_small() -> None:

@@ -39,9 +39,8 @@ if TYPE_CHECKING:
     from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
     from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
-    from peers.values.amendments import Amendment
     from peers.values.identity import Identity
-    from peers.values.manifest import Invite
+    from peers.values.manifest import Amendment, Invite
     from peers.values.workload import ReplicatedState
 
 logger = logging.getLogger(__name__)
@@ -179,7 +178,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker, state_for
     from opendiloco.volunteer.volunteer import working
     from peers.transfer.following import Following
-    from peers.transfer.storage import MemoryStorage
+    from peers.transfer.storage import Storage
 
     poll = run.settings.timing.heartbeat
     total = run.config.total_outer_steps
@@ -193,7 +192,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
         model = await stack.enter_async_context(working(run)) if plan.needs_model else None
         state: ReplicatedState
         state = await Retrying(poll)(partial(state_for, run, transport)) if model is None else model
-        following = Following(transport, state, run.settings, MemoryStorage())
+        following = Following(transport, state, run.settings, Storage())
         async for news in StateTracker(following, audit, poll).until(last):
             if isinstance(news, Disagreement):
                 _show_disagreement(news, plan.as_json)

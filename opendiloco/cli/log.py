@@ -55,7 +55,7 @@ def log_group() -> None:
 @click.pass_obj
 def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
     """Print the entries of a log, one a line."""
-    from peers.log.files import ENTRIES, read_chain
+    from peers.log.folder import ENTRIES, read_chain
 
     log.start()
     entries: deque[tuple[Entry, Header]] = deque(maxlen=last)
@@ -124,7 +124,7 @@ def verify(
 def _find_log(run: str | None, folder: Path | None) -> Path:
     """Return the log's own folder. Raises: UsageError unless there is one, and only one; ManifestError."""
     from opendiloco.storage.run_folder import RunFolder, default_state_folder
-    from peers.log.files import ENTRIES
+    from peers.log.folder import ENTRIES
     from peers.values.manifest import Invite
 
     if (run is None) == (folder is None):

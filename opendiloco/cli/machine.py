@@ -30,8 +30,7 @@ from peers.network.own_network import everywhere
 if TYPE_CHECKING:
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.settings.setting import Setting
-    from opendiloco.tools.demo.screen import DemoScreen
-    from opendiloco.tools.demo.swarm import DemoResult
+    from opendiloco.tools.demo import DemoResult, DemoScreen
     from opendiloco.tools.doctor.examination import Wishes
     from opendiloco.tools.doctor.findings import Finding
     from opendiloco.volunteer.interrupts import Interrupts
@@ -55,8 +54,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def demo(log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
     """Watch a swarm of volunteers train a small model on this machine."""
-    from opendiloco.tools.demo.screen import DemoScreen
-    from opendiloco.tools.demo.swarm import DemoOptions, run_demo
+    from opendiloco.tools.demo import DemoOptions, DemoScreen, run_demo
     from opendiloco.volunteer.interrupts import run_interruptible
 
     log.start()
@@ -131,22 +129,21 @@ def doctor(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool) 
         raise SystemExit(_examine(wishes, as_json))
 
 
-def _examine(wishes: Wishes, as_json: bool) -> int:
+def _examine(wishes: Wishes, plain: bool) -> int:
     """Make the checks, and show what they find. Return the exit code."""
     from rich.console import Console
 
-    from opendiloco.tools.doctor import report
     from opendiloco.tools.doctor.examination import Examination
-    from opendiloco.tools.doctor.findings import Verdict, worst
+    from opendiloco.tools.doctor.findings import Verdict, as_json, conclusion, show, worst
     from opendiloco.volunteer.interrupts import run_interruptible
 
     console = Console()
-    is_live = console.is_terminal and not as_json
+    is_live = console.is_terminal and not plain
     with console.status("") if is_live else nullcontext() as status:
 
         def tell(finding: Finding) -> None:
-            if not as_json:
-                report.show(console, finding)
+            if not plain:
+                show(console, finding)
 
         def at(what: str) -> None:
             if status is not None:
@@ -160,7 +157,7 @@ def _examine(wishes: Wishes, as_json: bool) -> int:
         is_done = run_interruptible(make)
     if not is_done:
         return INTERRUPTED
-    conclude = report.as_json if as_json else report.conclusion
+    conclude = as_json if plain else conclusion
     click.echo(conclude(examination.findings, wishes.run_id))
     return UNFIT if worst(examination.findings) is Verdict.FAIL else 0
 

@@ -31,7 +31,7 @@ def plan(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path | No
     takes, memory, tokens a day, cost, and the bandwidth that computing for more of the time would need.
     """
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.tools.plan.links import Links
+    from opendiloco.tools.plan.setup import Links
 
     log.start()
     config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)

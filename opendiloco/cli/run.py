@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import Run
     from peers.presence.heartbeat import Heartbeat
-    from peers.values.amendments import Amendment
     from peers.values.identity import Identity
-    from peers.values.manifest import Invite
+    from peers.values.manifest import Amendment, Invite
 
 
 logger = logging.getLogger(__name__)
@@ -404,7 +403,7 @@ def _next_amendment(
     """
     from opendiloco.config.run_config import RunConfig
     from opendiloco.view.run_view import Amended
-    from peers.values.amendments import Amendment
+    from peers.values.manifest import Amendment
 
     if momentum is not None and run.config.outer_optimizer.momentum_every > 1:
         raise ManifestError(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from opendiloco.config.section import LARGEST, Fraction, NotNegativeFloat, PositiveFloat, Section, StepCount, TokenCount
-from peers.values.amendments import check_momentum
+from peers.values.manifest import check_momentum
 from peers.values.wire import printable
 
 

@@ -24,7 +24,7 @@ from opendiloco.config.data import TokenizerSection
 from opendiloco.data.token_files import ABOUT, PARTS, Piece, Tokens, digest_of_parts, map_part, write_parts
 from opendiloco.errors import MachineError
 from opendiloco.stages import at_stage
-from peers.values.private_folders import make_private_folder
+from peers.values.system import make_private_folder
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from opendiloco.config.model import ModelSection
 from opendiloco.errors import MachineError
 from opendiloco.shared_memory import Vector
 from peers.errors import ManifestError
-from peers.transfer.state_chunks import digest_of_state
+from peers.values.chunks import digest_of_state
 
 
 def digest_of_weights(theta: Vector) -> str:

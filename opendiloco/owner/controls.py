@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from opendiloco.errors import MachineError
-from peers.values.private_folders import make_private_folder
+from peers.values.system import make_private_folder
 
 NAME = "control"
 ANSWER_SECONDS = 5.0

@@ -12,7 +12,7 @@ from opendiloco.owner.conditions import Condition, parse_conditions, parse_hours
 from opendiloco.settings.setting import Settings, setting
 from opendiloco.workers.options import WorkerOptions, parse_overlap
 from opendiloco.workers.trackers import Choice
-from peers.values.teams import check_team
+from peers.values.wire import check_team
 
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
 MOST_GIGABYTES = 1e9

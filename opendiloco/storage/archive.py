@@ -25,7 +25,7 @@ from opendiloco.storage.run_folder import RunFolder
 from opendiloco.storage.writer import folder_bytes
 from opendiloco.training.codec import BlockCodec
 from peers import metrics
-from peers.driver.messenger import CALL, CALL_TIMEOUT
+from peers.driver.driver import CALL, CALL_TIMEOUT
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.log.folder import LogFolder, RunLog
 from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
@@ -41,20 +41,17 @@ from peers.presence.presence import state_told
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.doubts import Doubts
-from peers.transfer.following import next_in_log
-from peers.transfer.headers import Past, add_headers_before, serve_headers
-from peers.transfer.lineage_fetch import Compared, LineageFetch
+from peers.transfer.following import Doubts, next_in_log
+from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_headers_before, serve_headers
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
 from peers.transfer.proofs import MissingProofs, serve_proofs
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
 from peers.transfer.storage import FolderStorage
-from peers.values.clock import next_sequence, now
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.signing import IdentityKeys
+from peers.values.system import next_sequence, now
 from peers.values.wire import DIGEST_BYTES, WireError
 from peers.values.workload import SnapshotError
 
@@ -202,7 +199,7 @@ class ArchivedRun:
         if me not in self.run.manifest.archives:
             return None
         try:
-            return HeadSigner(self.run.run_id, me, IdentityKeys(self._identity), self.folder.path)
+            return HeadSigner(self.run.run_id, me, self._identity, self.folder.path)
         except SignedFileError as error:
             logger.error("run %s: no outer step is signed: %s", self.run.run_id, error)
             return None

@@ -23,14 +23,12 @@ from opendiloco.training.codec import BlockCodec
 from opendiloco.training.state import OuterState
 from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.chain import Chain, Entry
-from peers.log.exclusions import Fault, may_be_named
-from peers.log.files import ENTRIES, PAYLOADS, payload_path, proof_path, read_chain, read_payload
-from peers.log.folder import LogFolderError
-from peers.log.header import NO_PAYLOAD, Header
+from peers.log.folder import ENTRIES, PAYLOADS, LogFolderError, payload_path, proof_path, read_chain, read_payload
+from peers.log.header import NO_PAYLOAD, Fault, Header, may_be_named
 from peers.log.state import LogState
 from peers.protocol.faults import BadContribution, Court, read_proof
-from peers.values.amendments import Amendment, newest
 from peers.values.identity import verify
+from peers.values.manifest import Amendment, newest
 from peers.values.signed_heads import SignedHeads, SignedHeadsError, unpack_heads
 from peers.values.wire import WireError
 from peers.values.workload import BadBlocksError, Blocks

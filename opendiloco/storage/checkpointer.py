@@ -30,8 +30,8 @@ from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, Job
 from peers.errors import DilocoPeerError
 from peers.log.header import Header
 from peers.network.signals import signals_held_back
-from peers.transfer.memory_file import MemoryFile
-from peers.values.whole_files import PARTIAL
+from peers.transfer.storage import MemoryFile
+from peers.values.system import PARTIAL
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from peers.values.whole_files import PARTIAL
+from peers.values.system import PARTIAL
 
 FORMAT = "diloco-peer checkpoint, version 1"
 NAME = re.compile(r"outer-step-(\d{6,18})\.safetensors")

@@ -21,7 +21,7 @@ from opendiloco.storage.files import (
 )
 from peers.errors import quoted
 from peers.log.header import Header, cycle_head
-from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
+from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, WireError, pack, unpack
 
 logger = logging.getLogger(__name__)

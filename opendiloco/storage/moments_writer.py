@@ -17,7 +17,7 @@ from pathlib import Path
 from opendiloco.storage.remote import RateLimit, Remote
 from opendiloco.storage.writer import FLUSH, NICENESS, NOT_SAVED, PIECE, end, end_sent
 from opendiloco.training.moments_file import digest_place, read_header
-from peers.values.whole_files import PARTIAL, sync_folder
+from peers.values.system import PARTIAL, sync_folder
 
 
 @dataclass(frozen=True)

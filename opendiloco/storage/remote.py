@@ -13,8 +13,7 @@ from pathlib import Path
 
 from opendiloco.errors import RemoteError, first_line
 from opendiloco.storage.files import file_name, indices_in, kept
-from peers.values.private_folders import make_private_folder
-from peers.values.whole_files import PARTIAL
+from peers.values.system import PARTIAL, make_private_folder
 
 PIECE = 1 << 20  # bytes
 

@@ -10,8 +10,8 @@ from typing import Protocol
 from peers.log.folder import RunLog
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError, LogState
-from peers.transfer.cycles import step
-from peers.values.memory import empty
+from peers.transfer.following import step
+from peers.transfer.storage import empty
 from peers.values.workload import BadBlocksError, Workload
 
 logger = logging.getLogger(__name__)

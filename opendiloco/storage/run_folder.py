@@ -14,8 +14,7 @@ from opendiloco.run import Run
 from peers.errors import ManifestError
 from peers.network.first_contact import CONTACT_LIMIT, FILE_NAME, RememberedPeers
 from peers.values.manifest import SignedManifest
-from peers.values.private_folders import make_private_folder
-from peers.values.whole_files import write_whole
+from peers.values.system import make_private_folder, write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from opendiloco.errors import RemoteError
 from opendiloco.storage.files import file_header, file_name, prune, sweep
 from opendiloco.storage.remote import RateLimit, Remote
-from peers.values.private_folders import make_private_folder
-from peers.values.whole_files import PARTIAL, sync_folder
+from peers.values.system import PARTIAL, make_private_folder, sync_folder
 
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6
 NICENESS = 19

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from opendiloco import kernels
 from opendiloco.kernels import Format, Payload, Rounding
 from opendiloco.shared_memory import Vector
-from peers.values.memory import empty
+from peers.transfer.storage import empty
 from peers.values.workload import BadBlocksError, Blocks
 
 

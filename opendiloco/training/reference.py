@@ -43,8 +43,8 @@ from opendiloco.training.replica import ModelReplica
 from opendiloco.training.rounding import RunRounding
 from opendiloco.training.state import OuterState
 from peers.protocol.weights import aged
-from peers.values.amendments import Amendment
 from peers.values.leases import SampleRange
+from peers.values.manifest import Amendment
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from opendiloco.host_memory import STATE_BYTES
 from opendiloco.shared_memory import Vector
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.learning_rate import learning_rate_factor
-from peers.transfer.state_chunks import digest_of_state
-from peers.values.amendments import Amendment
+from peers.values.chunks import digest_of_state
+from peers.values.manifest import Amendment
 from peers.values.workload import Blocks, SnapshotError
 
 PIECE = 1 << 20  # values checked at once, so that it takes no memory to speak of

@@ -17,7 +17,7 @@ import numpy as np
 from opendiloco.kernels import Payload, dequantize
 from opendiloco.shared_memory import Vector
 from opendiloco.training.state import OuterState
-from peers.values.amendments import Amendment
+from peers.values.manifest import Amendment
 from peers.values.workload import Blocks
 
 TILE_BLOCKS = 128

@@ -15,7 +15,7 @@ from peers.log.folder import RunLog
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat
-from peers.values.amendments import Amendment
+from peers.values.manifest import Amendment
 
 SLICE_SECONDS = 0.02
 """For which a log is read at once: a long one must not hold up what else the process does."""

@@ -21,7 +21,7 @@ from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.states import State
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 if TYPE_CHECKING:
     from peers.network.throttle import Caps

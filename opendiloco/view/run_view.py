@@ -19,7 +19,7 @@ from peers.network.contacts import host_of, is_numeric, is_public
 from peers.network.sockets import parse_endpoint
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.values.amendments import Amendment, newest
+from peers.values.manifest import Amendment, newest
 
 FINISHED = "finished"
 OPEN, BEHIND_NAT, UNKNOWN = "open", "NAT", "-"

@@ -19,7 +19,7 @@ from peers.network.channel import PeerUnreachableError
 from peers.network.daemon import peer_id_of
 from peers.presence.admission import RunAdmission, refused
 from peers.values.identity import Identity
-from peers.values.private_folders import make_private_folder, open_private
+from peers.values.system import make_private_folder, open_private, write_whole
 from peers.values.tickets import (
     ANOTHER_TICKET,
     GRACE,
@@ -30,7 +30,6 @@ from peers.values.tickets import (
     Ticket,
     TicketError,
 )
-from peers.values.whole_files import write_whole
 from peers.values.wire import pack
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from opendiloco.volunteer.volunteer import connected, working
 from peers.network.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, nobody_trains
-from peers.transfer.storage import MemoryStorage
+from peers.transfer.storage import Storage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
-from peers.values.private_folders import make_private_folder
+from peers.values.system import make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
 
     Raises: SwarmUnreachableError when no peer gives a state that holds up.
     """
-    following = Following(transport, workload, run.settings, MemoryStorage())
+    following = Following(transport, workload, run.settings, Storage())
     await following.begin()
     while True:
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peers.errors import LocalNetworkError
 from peers.values.identity import Identity
-from peers.values.private_folders import make_private_folder
+from peers.values.system import make_private_folder
 
 
 def default_identity_path() -> Path:

@@ -20,8 +20,7 @@ from opendiloco.volunteer.origins import Past
 from opendiloco.volunteer.volunteer import working
 from peers.errors import ManifestError
 from peers.log.chain import Chain
-from peers.log.files import ENTRIES, read_chain
-from peers.log.folder import LogFolder
+from peers.log.folder import ENTRIES, LogFolder, read_chain
 from peers.values.workload import SnapshotError
 
 

@@ -12,7 +12,7 @@ from opendiloco.storage.run_folder import RunFolder
 from peers.network.daemon import peer_id_of
 from peers.network.transport import HivemindTransport
 from peers.values.signed_heads import SignedHeadsError, unpack_heads
-from peers.values.whole_files import write_whole
+from peers.values.system import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from peers.errors import CopiedKeyError, DilocoPeerError
 from peers.log.state import LogState
 from peers.presence.copies import Copies
 from peers.presence.heartbeat import Heartbeat
-from peers.values.clock import now
+from peers.values.system import now
 
 logger = logging.getLogger(__name__)
 

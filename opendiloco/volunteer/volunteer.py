@@ -34,7 +34,7 @@ from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.trackers import Tracker
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
+from peers.driver.replication import Keeping
 from peers.errors import DilocoPeerError
 from peers.health import HEALTH
 from peers.log.folder import LogFolder, RunLog
@@ -48,8 +48,8 @@ from peers.presence.heartbeat import Heartbeat
 from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.transfer.storage import FolderStorage
-from peers.values.clock import now
 from peers.values.identity import Identity
+from peers.values.system import now
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)

@@ -8,44 +8,115 @@ rounds, the training side, the run's state, and what people are told.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Protocol
 
 from peers import metrics
-from peers.driver import reports
-from peers.driver.keeping import Keeping
-from peers.driver.messenger import MessageTransport, Messenger
-from peers.driver.pulse import Pulse, PulseTransport
-from peers.driver.replication import Replication
-from peers.driver.rounds import RoundCosts, Rounds, RoundTransport
-from peers.driver.scouting import Scout, ScoutTransport
+from peers.driver.host import Host, Transport
+from peers.driver.pulse import Pulse
+from peers.driver.replication import Keeping, Replication
+from peers.driver.rounds import RoundCosts, Rounds
+from peers.driver.traffic import Scout
 from peers.driver.training import Training
-from peers.errors import DilocoPeerError
+from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.health import HEALTH
 from peers.log.header import Header
 from peers.log.settings import RunSettings
+from peers.log.state import LogError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
-from peers.protocol.events import Event, LeaveRequested, Tick
+from peers.protocol.effects import Dropped, Note, Send, TokensLost, Trouble
+from peers.protocol.events import Event, LeaveRequested, Received, Tick, Undelivered
+from peers.protocol.messages import Message
+from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
-from peers.transfer.download import Download, PullTransport
-from peers.transfer.inspection import payload_kind
+from peers.transfer.buffers import payload_kind
+from peers.transfer.download import Download
 from peers.transfer.snapshots import FrozenSnapshot
-from peers.values.clock import now
 from peers.values.identity import Identity
-from peers.values.signing import IdentityKeys
+from peers.values.system import now
+from peers.values.wire import WireError
 from peers.values.workload import Workload
 
+logger = logging.getLogger(__name__)
+
+CALL = "message"
+CALL_TIMEOUT = 10.0  # seconds
 TICK = 0.25  # seconds
 INCARNATION_BITS = 61
 FAREWELL_TIMEOUT = 3.0  # seconds
 
 
-class Transport(MessageTransport, RoundTransport, PullTransport, PulseTransport, ScoutTransport, Protocol):
-    pass
+class _Messenger:
+    """Sends one peer's messages, and takes in those of others."""
+
+    def __init__(self, transport: Transport, host: Host) -> None:
+        self._transport = transport
+        self._host = host
+        self._packer = Packer(host.peer)
+
+    async def serve(self) -> None:
+        await self._transport.on_call(CALL, self._receive)
+
+    def send(self, send: Send) -> None:
+        """Begin to send a message. One about a lineage that we have left meanwhile is of no use to anybody."""
+        with suppress(LogError):
+            self._host.start(self._send(send.to, self._packer.pack(send.message)))
+
+    def last_words(self, message: Message, to: Iterable[str], timeout: float) -> list[Awaitable[object]]:
+        """Return what tells this to each of these peers. Failures are of no consequence."""
+        packed = self._packer.pack(message)
+        return [self._transport.call(peer, CALL, packed, timeout) for peer in to]
+
+    async def _send(self, to: str, packed: bytes) -> None:
+        try:
+            await self._transport.call(to, CALL, packed, CALL_TIMEOUT)
+        except PeerRefusedError as error:
+            logger.warning("%s", error)
+        except PeerUnreachableError as error:
+            logger.debug("%s", error)
+            self._host.handle(Undelivered(to))
+        except LocalProtocolError as error:  # too large: what others sent us may have made it so
+            logger.error("cannot tell %s: %s", to, error)
+
+    async def _receive(self, sender: str, data: bytes) -> bytes:
+        """Take in a message. The transport drops and counts what is none: not of this run or this version, of no known
+        kind, or with a field out of bounds.
+
+        Raises: RemoteProtocolError; RefusalError for a peer that is not admitted to the run.
+        """
+        self._transport.check_admitted(self._host.peer.settings.run, sender)
+        try:
+            message = self._packer.unpack(data)
+        except WireError as error:
+            raise RemoteProtocolError(sender, str(error)) from error
+        if message is not None:
+            self._host.handle(Received(sender, message))
+        return b""
+
+
+def _note(effect: Note) -> None:
+    logger.log(logging.getLevelNamesMapping()[effect.level.upper()], effect.text)
+
+
+def _dropped(effect: Dropped) -> None:
+    """Name what broke the rules, and who sent it."""
+    metrics.DROPPED.labels(effect.what).inc()
+    logger.warning("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
+
+
+def _tokens_lost(effect: TokensLost) -> None:
+    metrics.TOKENS_LOST.labels(effect.what).inc(effect.tokens)
+    logger.warning("%d tokens that we trained are lost: %s", effect.tokens, effect.reason)
+
+
+def _trouble(effect: Trouble) -> None:
+    metrics.TROUBLED.set(bool(effect.reason))
+    logger.warning("%s", effect.reason or "what this peer trains counts again")
 
 
 class Driver:
@@ -67,7 +138,7 @@ class Driver:
             keeping.state_digest,
             now(),
             secrets.randbits(INCARNATION_BITS),
-            IdentityKeys(identity),
+            identity,
             keeping.lineage,
         )
         self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
@@ -77,14 +148,16 @@ class Driver:
         self._waiting: list[asyncio.Future[None]] = []
         self._stopped = asyncio.Event()
         worker = asyncio.Lock()
-        self._messenger = Messenger(transport, self)
+        self._messenger = _Messenger(transport, self)
         self.entries = stores.log
         self._pulse = Pulse(self.peer, identity, transport, self.start)
         self._rounds = Rounds(transport, workload, stores.buffers, self)
         self._scout = Scout(transport, self._rounds.traffic, self)
-        self._replication = Replication(transport, workload, stores, worker, self)
-        self._replication.on_entry = lambda header, state_digest: self.on_entry(header, state_digest)
-        self._replication.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
+        self._replication = Replication(
+            *(transport, workload, stores, worker, self),
+            lambda header, state_digest: self.on_entry(header, state_digest),
+            lambda snapshot: self.on_snapshot(snapshot),
+        )
         locks = worker, self._replication.lock
         self._training = Training(workload, stores.buffers, *locks, self, self._replication.is_applying)
         self._effects = self._table()
@@ -96,17 +169,17 @@ class Driver:
             row(effects.Train, self._training.begin),
             row(effects.StopTraining, self._training.stop),
             row(effects.OpenRound, self._rounds.open),
-            row(effects.SendChunk, self._rounds.send),
+            row(effects.SendChunk, self._rounds.traffic.send),
             row(effects.ReduceChunk, self._rounds.average),
             row(effects.AssemblePayload, self._rounds.assemble),
             row(effects.Apply, self._replication.apply),
             row(effects.FetchPayload, self._replication.fetch_payload),
             row(effects.FetchLineage, self._replication.fetch_lineage),
             row(effects.FetchSnapshot, self._replication.fetch_snapshot),
-            row(effects.Note, reports.note),
-            row(effects.Dropped, reports.dropped),
-            row(effects.TokensLost, reports.tokens_lost),
-            row(effects.Trouble, reports.trouble),
+            row(effects.Note, _note),
+            row(effects.Dropped, _dropped),
+            row(effects.TokensLost, _tokens_lost),
+            row(effects.Trouble, _trouble),
             row(effects.Stop, lambda stop: self._stopped.set()),
         )
 

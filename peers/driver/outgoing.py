@@ -1,37 +1,168 @@
-"""The chunks of rounds on their way out: one queue for each member, and several streams that empty it."""
+"""The chunks of rounds on their way out: one queue for each member, several streams that empty it, one link for all."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
-from contextlib import AbstractAsyncContextManager, suppress
-from typing import Protocol
+import math
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
 
-from peers.driver.flights import Flights
-from peers.driver.host import Host
-from peers.driver.incoming import CHUNKS, CLOSING_TIME, StreamHeader
-from peers.driver.uplink import Uplink
-from peers.network.channel import Channel, ChunkSender, Frame, PeerUnreachableError
-from peers.network.throttle import FEWEST
+from peers import metrics
+from peers.driver.host import Host, Transport
+from peers.network.channel import BYTES_UNDER_WAY, ChunkSender, Frame, PeerUnreachableError
+from peers.network.sockets import has_bbr
+from peers.network.throttle import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes, RateMeter
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import ChunkSent, ChunksUnsent
 from peers.protocol.rounds import Attempt
 from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
-from peers.values.wire import pack
+from peers.values.wire import Value, pack
 
+CHUNKS = "chunks"
+CLOSING_TIME = 5.0  # seconds that a stream may take to end properly, so that its connection can be used again
+LATE_FLIGHT = 2.0  # times as long as chunks took before: that is late
+MEMORY = 0.25  # of how long they took, that the last one decides
+LATE_CHUNK = 1.5  # times as long as a chunk should take: then it is sent on another stream, too
+LEAST_PATIENCE = 1.0  # seconds before that
+PATIENCE = 5.0  # seconds for which a chunk waits for those of earlier rounds
+SECONDS_UNDER_WAY = 0.5  # of what our link carries
 LOOK = 0.25  # seconds from one look at what is late to the next
 STREAMS = 512  # to all members together, where more than the fewest are of use
 
 
-class OutgoingTransport(Protocol):
-    def stream(self, peer_id: str, protocol: str) -> AbstractAsyncContextManager[Channel]: ...
+class StreamHeader(Value):
+    """The round that a stream's chunks are of."""
+
+    round_name: Attempt
+
+
+Key = tuple[int, bool]
+"""A chunk's number, and whether it is averaged."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A chunk that is not answered: when it was sent first, and last; on which stream, and how often."""
+
+    first: float
+    last: float
+    stream: object
+    times: int
+    send: SendChunk
+
+
+class _Flights:
+    """When each was sent, and on which stream. Where TCP waits for a lost packet, one of several connections may stand
+    still for seconds, while the others have nothing left to send.
+
+    Where all chunks take long, none of them hangs: a member whose link is slow, or shared by many, would be sent
+    everything twice, and take twice as long.
+    """
+
+    def __init__(self, clock: Callable[[], float], usual: float = 0.0) -> None:
+        self.usual = usual
+        """Seconds from when a chunk is sent until it is answered; 0: not known."""
+        self._clock = clock
+        self._flights: dict[Key, _Flight] = {}  # the one that was sent first comes first
+
+    def begin(self, send: SendChunk, stream: object) -> None:
+        """A chunk is sent on a stream, maybe once more."""
+        now, before = self._clock(), self._flights.pop((send.chunk, send.reduced), None)
+        first, times = (before.first, before.times + (before.stream is not stream)) if before else (now, 1)
+        self._flights[send.chunk, send.reduced] = _Flight(first, now, stream, times, send)
+
+    def end(self, send: SendChunk) -> bool:
+        """A chunk was answered. Returns whether it was not before, on another stream."""
+        flight = self._flights.pop((send.chunk, send.reduced), None)
+        if flight is None:
+            return False
+        took = self._clock() - flight.first
+        self.usual = self.usual + MEMORY * (took - self.usual) if self.usual else took
+        return True
+
+    def late(self, stream: object, patience: float) -> SendChunk | None:
+        """Return what has been under way on another stream for longer than that, and than is usual; for twice as long
+        each time, so that no link that has become slow is filled with what is there already.
+
+        It is this stream's from now on: others that look, too, before it is sent, would send it as well.
+        """
+        now, limit = self._clock(), max(patience, LATE_FLIGHT * self.usual)
+        for flight in self._flights.values():
+            if flight.stream is not stream and now - flight.last > limit * 2 ** (flight.times - 1):
+                self.begin(flight.send, stream)
+                return flight.send
+        return None
+
+
+class Uplink:
+    """Rounds of several fragments may be under way. They take their turns in the order in which they began: if they
+    shared the link, each of them would be late. `meter` measures what is confirmed.
+    """
+
+    def __init__(self) -> None:
+        self.meter = RateMeter()
+        self.lanes = Lanes(FEWEST_WITH_BBR, MOST_WITH_BBR) if has_bbr() else Lanes()
+        self.sent_bytes = 0
+        self._rounds: dict[Outgoing, None] = {}  # in the order in which they began
+        self._news = asyncio.Event()
+
+    def begin_round(self, sending: Outgoing, others: int) -> None:
+        """A round begins, with so many other members."""
+        self.end_round(sending)
+        self._rounds[sending] = None
+        self.lanes.begin_round(others)
+        self.meter.begin_round()
+
+    def end_round(self, sending: Outgoing) -> None:
+        """A round is over, if there is one."""
+        self._rounds.pop(sending, None)
+        self.moved()
+
+    def passed(self, count: int, seconds: float) -> None:
+        """So many bytes of a chunk are confirmed, which took so many seconds."""
+        self.meter.passed(count, seconds)
+        self.sent_bytes += count
+        metrics.ROUND_BYTES.labels("sent").inc(count)
+
+    def under_way(self, streams: int) -> int:
+        """Return the bytes that each of so many streams has under way at most: what lies in buffers when another chunk
+        becomes more urgent, or another stream runs dry, is out of our hands."""
+        rate = self.meter.rate
+        return int(min(BYTES_UNDER_WAY, SECONDS_UNDER_WAY * rate / max(streams, 1))) if rate else BYTES_UNDER_WAY
+
+    def patience(self, streams: int, chunk: int) -> float:
+        """Return the seconds after which a chunk of so many bytes, on one of so many streams, should be there."""
+        rate = self.meter.rate
+        return max(LEAST_PATIENCE, LATE_CHUNK * (SECONDS_UNDER_WAY + streams * chunk / rate)) if rate else math.inf
+
+    async def turn(self, sending: Outgoing, to: str) -> None:
+        """Wait until no round that began earlier has anything to send to a member; but not for one that hangs."""
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while self._earlier(sending, to):
+                    await self._news.wait()
+        except TimeoutError:
+            for other in self._earlier(sending, to):
+                other.hangs_at.add(to)
+
+    def _earlier(self, sending: Outgoing, to: str) -> list[Outgoing]:
+        """Return the rounds that began earlier and go on sending to a member."""
+        earlier = takewhile(lambda one: one is not sending, self._rounds)
+        return [other for other in earlier if other.has_more(to) and to not in other.hangs_at]
+
+    def moved(self) -> None:
+        """A round has nothing left to send to a member, or has ended."""
+        self._news.set()
+        self._news = asyncio.Event()
 
 
 class Outgoing:
     """Sends the chunks of one fragment's present round."""
 
-    def __init__(self, transport: OutgoingTransport, buffers: PayloadBuffers, host: Host, uplink: Uplink) -> None:
+    def __init__(self, transport: Transport, buffers: PayloadBuffers, host: Host, uplink: Uplink) -> None:
         self._transport = transport
         self._buffers = buffers
         self._host = host
@@ -39,7 +170,7 @@ class Outgoing:
         self._round: Attempt | None = None
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
-        self._flights: dict[str, Flights] = {}
+        self._flights: dict[str, _Flights] = {}
         self._usual: dict[str, float] = {}  # seconds that a chunk took to each member of the last round
         self.hangs_at = set[str]()
         """Members for whom chunks wait, and none was sent for long: later rounds do not wait for that."""
@@ -123,7 +254,7 @@ class Outgoing:
             pass  # the round is over
 
     async def _next(
-        self, to: str, queue: asyncio.Queue[SendChunk | None], flights: Flights, stream: object
+        self, to: str, queue: asyncio.Queue[SendChunk | None], flights: _Flights, stream: object
     ) -> SendChunk | None:
         """Return what is to be sent next; None ends the stream. When nothing waits, that is what hangs on another."""
         while True:
@@ -138,9 +269,9 @@ class Outgoing:
             if late := flights.late(stream, patience):
                 return late
 
-    def _flights_to(self, to: str) -> Flights:
+    def _flights_to(self, to: str) -> _Flights:
         if to not in self._flights:
-            self._flights[to] = Flights(asyncio.get_running_loop().time, self._usual.get(to, 0.0))
+            self._flights[to] = _Flights(asyncio.get_running_loop().time, self._usual.get(to, 0.0))
         return self._flights[to]
 
     def has_more(self, to: str) -> bool:

@@ -4,49 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Protocol
 
 from peers import metrics
+from peers.driver.host import Transport
 from peers.health import HEALTH
 from peers.log.folder import RunLog
 from peers.log.lineage import RECENT_ENTRIES
 from peers.network.links import EAGER
 from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
-from peers.presence.life_signs import LifeSign
-from peers.presence.voice import Pace, Voice
+from peers.presence.voice import Voice
 from peers.protocol.events import AmendmentSeen, HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
 from peers.protocol.states import SHOWN_AS, State
-from peers.values.amendments import Amendment
-from peers.values.clock import next_sequence, now
 from peers.values.identity import Identity
-from peers.values.signed_heads import SignedHeads
+from peers.values.system import next_sequence, now
 from peers.values.wire import printable
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
 SHARE_FOR_SILENCE = 0.25
 """Of a heartbeat's expiry, how long a beat may wait for a DHT node that is silent. A beat has two such waits at most,
 and others must still see it in time: one machine that is frozen must not make all others deaf to each other."""
-
-
-class PulseTransport(Protocol):
-    @property
-    def addresses(self) -> tuple[str, ...]: ...
-
-    @property
-    def endpoints(self) -> tuple[str, ...]: ...
-    @property
-    def relays(self) -> tuple[str, ...]: ...
-    def expect_answers_within(self, seconds: float) -> None: ...
-    async def refresh_addresses(self) -> tuple[str, ...]: ...
-    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
-    def pace(self, run_id: str) -> Pace: ...
-    def credentials(self, run_id: str) -> tuple[bytes, int]: ...
-    def signed_heads_of(self, run_id: str) -> SignedHeads: ...
-    def amendment_of(self, run_id: str) -> Amendment | None: ...
-    async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool: ...
-    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
-    def silences(self, run_id: str) -> dict[str, float]: ...
 
 
 class Pulse:
@@ -56,7 +33,7 @@ class Pulse:
         self,
         peer: Peer,
         identity: Identity,
-        transport: PulseTransport,
+        transport: Transport,
         start: Callable[[Coroutine[None, None, None]], object],
     ) -> None:
         """`start` runs something beside us: connecting to a peer that is gone takes long, and a beat must not wait."""

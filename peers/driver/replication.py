@@ -1,20 +1,23 @@
-"""The run's state on this machine: stepped on by entries, fetched where it is behind, and given to others."""
+"""The run's state on this machine: stepped on by entries, written down, fetched where it is behind, given to others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 from peers import metrics
 from peers.driver.host import Host
-from peers.driver.keeping import Stores
-from peers.driver.recorder import Recorder
-from peers.errors import LocalProtocolError
+from peers.errors import LocalProtocolError, RemoteProtocolError
+from peers.log.chain import Chain
+from peers.log.folder import LogFolderError, RunLog
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.lineage import RECENT_ENTRIES
+from peers.log.lineage import RECENT_ENTRIES, Lineage
+from peers.log.state import LogError, LogState
+from peers.network.channel import PeerUnreachableError
 from peers.presence.presence import state_told
 from peers.protocol.effects import Apply, FetchLineage, FetchPayload, FetchSnapshot
 from peers.protocol.events import (
@@ -27,17 +30,132 @@ from peers.protocol.events import (
     SnapshotFailed,
     SnapshotRestored,
 )
-from peers.transfer.download import Download, PullTransport
-from peers.transfer.freezing import Freezer
-from peers.transfer.headers import serve_headers
-from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch
+from peers.protocol.peer import Peer
+from peers.transfer.buffers import PayloadBuffers
+from peers.transfer.download import CHANCE, Download, PullTransport, shuffled
+from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch, add_headers_before, serve_headers
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
-from peers.transfer.proofs import serve_proofs
+from peers.transfer.proofs import MissingProofs, serve_proofs
 from peers.transfer.snapshot_fetch import Vouched, fetch_snapshot
-from peers.transfer.snapshots import FrozenSnapshot, serve_snapshots
-from peers.values.workload import SnapshotError, Workload
+from peers.transfer.snapshots import Freezer, FrozenSnapshot, serve_snapshots
+from peers.transfer.storage import Storage
+from peers.values.chunks import KEPT_BYTES, Payload
+from peers.values.system import now
+from peers.values.workload import Blocked, SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
+FINISH_TIMEOUT = 10.0  # seconds
+
+
+@dataclass(frozen=True)
+class _Stores:
+    """Where a peer keeps payloads, of each fragment apart, headers and snapshots."""
+
+    buffers: tuple[PayloadBuffers, ...]
+    log: RunLog
+    storage: Storage
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where a peer's state is when it begins, and where the peer keeps what comes.
+
+    `lineage` ends where in the log the workload's state is (None: before the first entry), with `state_digest`. `log`
+    keeps what is applied from there, `storage` has room for snapshots (None: both in memory). `payload_bytes` of past
+    payloads stay in memory in any case.
+    """
+
+    state_digest: bytes
+    lineage: Lineage | None = None
+    log: RunLog | None = None
+    storage: Storage | None = None
+    payload_bytes: int = KEPT_BYTES
+
+    def stores(self, fragments: Sequence[Blocked], empty_log: LogState) -> _Stores:
+        """Return the stores of a run with these fragments."""
+        log = RunLog(empty_log, 0) if self.log is None else self.log
+        buffers = PayloadBuffers.of_each(fragments, self.payload_bytes, log.payload)
+        return _Stores(buffers, log, self.storage or Storage())
+
+
+class _Recorder:
+    """Writes beside everything else, one entry after another."""
+
+    def __init__(
+        self,
+        log: RunLog,
+        peer: Peer,
+        transport: PullTransport,
+        start: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+        lies_on_disk: Callable[[Header], None] = lambda header: None,
+    ) -> None:
+        """`lies_on_disk` is told of every entry whose payload has been written there."""
+        self._log = log
+        self._peer = peer
+        self._transport = transport
+        self._start = start
+        self._lies_on_disk = lies_on_disk
+        self._proofs = MissingProofs(transport, log)
+        self._turn = asyncio.Lock()
+        self._last: asyncio.Task[None] | None = None
+        self._trouble = ""
+        """Why the disk did not take the last entry; empty: it did."""
+
+    def add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
+        """Write down an entry that was applied, with what proves it and its annex. The digest is that of the state
+        after its cycle, if the entry is the last one of it to be applied."""
+        self._last = self._start(self._add(made, state_digest, payload))
+
+    async def follow(self, chain: Chain, end: int) -> None:
+        """Take over what leads up to a snapshot."""
+        async with self._turn:
+            try:
+                await asyncio.to_thread(self._log.follow, chain, end)
+            except LogFolderError as error:
+                logger.warning("the entries before %d are not kept: %s", end, error)
+
+    async def finish(self) -> None:
+        """Wait for what has been added, within seconds."""
+        if self._last is not None:
+            await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
+
+    async def _add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
+        header = made.header
+        async with self._turn:
+            try:
+                await asyncio.to_thread(self._log.append, header, state_digest, payload, made.certificate)
+                if made.proofs:
+                    await asyncio.to_thread(self._log.keep_proofs, made.proofs)
+            except LogFolderError as error:  # the run goes on all the same
+                self._note(str(error), header.index)
+            else:
+                self._note("", header.index)
+                if self._log.is_on_disk:
+                    self._lies_on_disk(header)
+            if self._log.first:
+                await self._add_headers_before()
+            await asyncio.to_thread(self._proofs.look)
+        self._start(self._proofs.fetch(self._donors))
+
+    def _note(self, trouble: str, index: int) -> None:
+        """Say what keeps entries from being kept: once, again when it changes, and when it is over."""
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        if trouble:
+            logger.warning("entries are not kept, from %d on: %s", index, trouble)
+        else:
+            logger.warning("entries are kept again, from %d on", index)
+
+    @property
+    def _donors(self) -> list[str]:
+        return list(self._peer.membership.live(now()))
+
+    async def _add_headers_before(self) -> None:
+        for donor in shuffled(self._transport, self._donors, CHANCE):
+            with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
+                if await add_headers_before(self._transport, donor, self._log):
+                    return
 
 
 class Replication:
@@ -48,11 +166,17 @@ class Replication:
     """
 
     def __init__(
-        self, transport: PullTransport, workload: Workload, stores: Stores, worker: asyncio.Lock, host: Host
+        self,
+        transport: PullTransport,
+        workload: Workload,
+        stores: _Stores,
+        worker: asyncio.Lock,
+        host: Host,
+        on_entry: Callable[[Header, bytes], None],
+        on_snapshot: Callable[[FrozenSnapshot], None],
     ) -> None:
         """`worker` is held while another state is fetched, so that nobody trains from this one."""
-        self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
-        self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
+        self._on_entry = on_entry
         self._transport = transport
         self._workload = workload
         self._stores = stores
@@ -65,10 +189,9 @@ class Replication:
         self.download: Download | None = None
         """The newest one of a snapshot."""
         self._fetched: Compared  # the log that vouches for the snapshot that is fetched
-        self._recorder = Recorder(stores.log, host.peer, transport, host.start, self._lies_on_disk)
+        self._recorder = _Recorder(stores.log, host.peer, transport, host.start, self._lies_on_disk)
         self._applying: set[int] = set()
-        self._freezer = Freezer(host.peer, workload, stores.storage, host)
-        self._freezer.on_snapshot = lambda snapshot: self.on_snapshot(snapshot)
+        self._freezer = Freezer(host.peer, workload, stores.storage, host, on_snapshot)
         self.lock = self._freezer.state_lock
         """Held while momentum and theta change, and while the pseudo-gradient is taken from them."""
 
@@ -121,7 +244,7 @@ class Replication:
                 self._host.handle(Digested(log.last, state_digest))
         self._recorder.add(apply, state_digest, kept)
         if log.last is not None and state_digest is not None:
-            self.on_entry(log.last, state_digest)
+            self._on_entry(log.last, state_digest)
             self._host.start(self._freeze())
 
     async def _freeze(self) -> None:

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from peers import metrics
-from peers.driver.host import Host
-from peers.driver.traffic import StreamTransport, Traffic
-from peers.network.throttle import LinkTime
-from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk, SendChunk
+from peers.driver.host import Host, Transport
+from peers.driver.traffic import Traffic
+from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk
 from peers.protocol.events import PayloadAssembled
 from peers.protocol.exchange import Exchange
 from peers.protocol.rounds import Attempt, Round
+from peers.transfer.averages import SpotCheck, asking, average_chunk, serve_contributions
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.chunk_average import average_chunk
-from peers.transfer.download import PullTransport
-from peers.transfer.spot_check import SpotCheck, asking, serve_contributions
-from peers.values.clock import now
+from peers.values.system import now
 from peers.values.workload import Workload
 
 REDUCERS = 2  # chunks averaged at once
-
-
-class RoundTransport(StreamTransport, PullTransport, Protocol):
-    no_round: LinkTime
 
 
 class RoundCosts(NamedTuple):
@@ -42,9 +35,7 @@ class RoundCosts(NamedTuple):
 class Rounds:
     """One peer's rounds, of which one is under way at a time for each fragment."""
 
-    def __init__(
-        self, transport: RoundTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
-    ) -> None:
+    def __init__(self, transport: Transport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host) -> None:
         """`buffers` are of each fragment."""
         self._transport = transport
         self._workload = workload
@@ -64,7 +55,7 @@ class Rounds:
         """Return the costs of all rounds until now, the present one's included."""
         present = 0.0 if self._began_at is None else now() - self._began_at
         traffic = self.traffic
-        return RoundCosts(self._seconds + present, traffic.sent_bytes, traffic.received_bytes, *traffic.peaks)
+        return RoundCosts(self._seconds + present, traffic.uplink.sent_bytes, traffic.received_bytes, *traffic.peaks)
 
     async def serve(self) -> None:
         await self.traffic.serve()
@@ -84,9 +75,6 @@ class Rounds:
         self._buffers_of(opening.round.name).open(opening.round.name)
         self._members[opening.round.name.position.fragment] = frozenset(opening.round.peers)
         self.traffic.begin(opening.round.name, len(opening.round.remaining) - 1)
-
-    def send(self, send: SendChunk) -> None:
-        self.traffic.send(send)
 
     def average(self, reduce: ReduceChunk) -> None:
         self._host.start(self._average(reduce))

@@ -13,10 +13,9 @@ from peers.health import HEALTH
 from peers.protocol.effects import StopTraining, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
 from peers.protocol.slot import SlotState
-from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.inspection import inspection, offer
+from peers.transfer.buffers import PayloadBuffers, inspection, offer
+from peers.values.chunks import Sum
 from peers.values.leases import sample_count
-from peers.values.sum_tree import Sum
 from peers.values.workload import Progress, Trained, Workload
 
 FIRST_STEP_LIMIT = 1800.0  # seconds; a compiler may be at work

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.log.state import LogError, LogState
-from peers.values.signing import Signature, Verify
+from peers.values.identity import Signature, Verify
 from peers.values.wire import Count, Digest, PeerId, RunId, Value, pack
 
 VOTE_CONTEXT = b"diloco-peer vote\0"

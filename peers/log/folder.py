@@ -1,44 +1,190 @@
 """The entries of a run that one peer has: to resume from, to serve to others, and to look at afterwards.
 
 On disk a log is a folder with `entries.jsonl` and `payloads/<index>-<digest>.payload`. It may lack its beginning, where
-the peer joined in the middle, and payloads that a checkpoint covers.
+the peer joined in the middle, and payloads that a checkpoint covers. The first line of the file names the run, and the
+numbers that its entries depend on. Each line after it is an entry in brief, checksum included, so that any flipped bit
+shows. Files that are replaced are written under another name first, and so are there whole or not at all. Nothing waits
+for the disk: what a power failure takes is found out by checksums and digests, and other peers have it still.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import mmap
+import os
 import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 from peers.errors import DilocoPeerError
 from peers.log.certificate import Certificate
-from peers.log.chain import Chain, Entry, Stretch, newest
-from peers.log.exclusions import Fault
-from peers.log.files import (
-    ENTRIES,
-    PAYLOADS,
-    SUFFIX,
-    entry_line,
-    first_line,
-    index_of,
-    payload_path,
-    proof_path,
-    read_chain,
-    read_payload,
-    remove_partial,
-)
-from peers.log.header import Header, Position, cycle_head
+from peers.log.chain import HEADER_LIMIT, Chain, Entry, Outcome, Stretch, newest
+from peers.log.header import Fault, Header, Position, cycle_head
 from peers.log.lineage import Lineage
-from peers.log.payload import KEPT_BYTES, KeptPayloads, Payload
 from peers.log.state import LogError, LogState
-from peers.values.private_folders import make_private_folder
-from peers.values.whole_files import write_whole
-from peers.values.wire import digest_of
+from peers.values.chunks import KEPT_BYTES, KeptPayloads, Payload
+from peers.values.system import PARTIAL, make_private_folder, write_whole
+from peers.values.wire import DIGEST_BYTES, digest_of, unpack
+
+ENTRIES = "entries.jsonl"
+PAYLOADS = "payloads"
+PROOFS = "proofs"
+SUFFIX = ".payload"
+PROOF_SUFFIX = ".proof"
+NO_RUN = LogState("", bytes(DIGEST_BYTES), samples_per_lease=1, tokens_per_sample=1)
+
+
+def _write_line(fields: dict[str, object]) -> bytes:
+    """One line of the file: these fields, and a checksum of them."""
+    checksum = digest_of(json.dumps(fields).encode()).hex()[:16]
+    return json.dumps(fields | {"checksum": checksum}).encode() + b"\n"
+
+
+def _first_line(log: LogState) -> bytes:
+    """What all entries of a run depend on, so that the file can be read by itself."""
+    return _write_line(
+        {
+            "run": log.run,
+            "manifest": log.manifest_digest.hex(),
+            "samples_per_lease": log.samples_per_lease,
+            "tokens_per_sample": log.tokens_per_sample,
+            "staleness": log.staleness,
+            "fragments": log.fragments,
+            "probation": log.probation,
+            "exclusion": log.exclusion,
+            "organiser": log.organiser,
+        }
+    )
+
+
+def _read_first_line(line: bytes) -> LogState:
+    """Return a run's log before its first entry. Raises: LogError unless `_first_line` has written the line."""
+    try:
+        fields = json.loads(line)
+        names = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion")
+        besides = (fields[name] for name in (*names, "organiser"))
+        log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), *besides)
+        if _first_line(log) == line:
+            return log
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise LogError("it is corrupt, cut short, or of an older version")
+
+
+def _entry_line(entry: Entry) -> bytes:
+    """One entry as it is written to the file, bytes in hexadecimal."""
+    return _write_line(
+        {
+            "index": entry.index,
+            "header" if entry.is_whole else "outcome": entry.told.hex(),
+            "digest": entry.digest.hex(),
+            "state_digest": None if entry.state_digest is None else entry.state_digest.hex(),
+            "certificate": None if entry.certificate is None else entry.certificate.hex(),
+        }
+    )
+
+
+def _read_entry(line: bytes) -> Entry:
+    """Raises: LogError unless the line is one that `entry_line` has written, to the last bit."""
+    try:
+        fields = json.loads(line)
+        is_whole = "header" in fields
+        told, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
+        content = unpack(Header, told, HEADER_LIMIT) if is_whole else unpack(Outcome, told, HEADER_LIMIT)
+        state_digest = bytes.fromhex(fields["state_digest"] or "") or None
+        certificate = bytes.fromhex(fields["certificate"] or "") or None
+        entry = Entry(fields["index"], digest, told, is_whole, state_digest, certificate, content.fragment)
+        _ = entry.proof
+        if _entry_line(entry) == line:
+            return entry
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise LogError("it is corrupt, or cut short")
+
+
+def read_chain(
+    path: Path,
+    empty_log: LogState | None = None,
+    see: Callable[[Entry, Header, LogState], None] = lambda entry, header, before: None,
+) -> tuple[Chain, str | None]:
+    """Read the whole cycles of a file, up to the first that is corrupt or does not follow. Returns what is wrong there,
+    too.
+
+    The first cycle may be from the middle of the run: what came before is vouched for by its headers alone.
+
+    Args:
+        empty_log: of the run; by default the one that the file names.
+        see: is told each entry with its header, and the log before it. All headers at once may be too large to keep.
+
+    Raises: OSError.
+    """
+    with path.open("rb") as file:
+        lines = enumerate(file, 1)
+        first = next(lines, (1, b""))[1]
+        try:
+            named = _read_first_line(first)
+            if empty_log and _first_line(empty_log) != first:
+                raise LogError(f"it is of the run {named.run}, or of another manifest")
+        except LogError as error:
+            return Chain(empty_log or NO_RUN), f"{path}, line 1: {error}" if first else None
+        chain, cycle, problem = Chain(named), list[tuple[Entry, Header, LogState]](), None
+        for number, line in lines:
+            before = chain.end
+            try:
+                entry = chain.add(_read_entry(line))
+            except LogError as error:
+                problem = f"{path}, line {number}: {error}"
+                break
+            cycle.append((entry, newest(chain.end), before))
+            if not chain.end.made:
+                for told in cycle:
+                    see(*told)
+                cycle.clear()
+        if cycle:
+            chain.cut(chain.next_index)
+            problem = problem or f"{path}: the last outer step is cut short"
+    return chain, problem
+
+
+def payload_path(folder: Path, index: int, digest: bytes) -> Path:
+    """The file of an entry's payload, in the folder of payloads."""
+    return folder / f"{index}-{digest.hex()[:8]}{SUFFIX}"
+
+
+def proof_path(folder: Path, digest: bytes) -> Path:
+    """The file of what proves a fault, in a log's folder."""
+    return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
+
+
+def _remove_partial(folder: Path) -> None:
+    """Remove what a process that was killed while it wrote has left of a log's files. Raises: OSError."""
+    patterns = (ENTRIES, f"{PAYLOADS}/*{SUFFIX}", f"{PROOFS}/*{PROOF_SUFFIX}")
+    for path in [path for pattern in patterns for path in folder.glob(f"{pattern}{PARTIAL}")]:
+        path.unlink()
+
+
+def _index_of(path: Path) -> int | None:
+    """The entry whose payload a file is; None if it is none."""
+    index = path.name.partition("-")[0]
+    return int(index) if index.isdecimal() and path.suffix == SUFFIX else None
+
+
+def read_payload(path: Path, block_bytes: int) -> Payload:
+    """Map a payload's file, and digest its chunks anew; whether they are the wanted ones is for the caller to see.
+
+    Args:
+        block_bytes: of each of the payload's blocks but the last, which may be shorter.
+
+    Raises: OSError.
+    """
+    with path.open("rb") as file:
+        empty = os.fstat(file.fileno()).st_size == 0  # which cannot be mapped
+        data = memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return Payload.cut(data, block_bytes)
+
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +195,18 @@ class LogFolderError(DilocoPeerError):
     exit_code = 6
 
 
-class RunLog(ABC):
-    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Beside them are, in memory, entries of
-    a cycle that is not whole yet."""
+class RunLog:
+    """Consecutive cycles of one lineage, from `first` on, in brief: see `Chain`. Beside them are entries of a cycle
+    that is not whole yet.
 
-    is_on_disk: ClassVar[bool]
+    It lies in memory, with the newest payloads, `kept_bytes` of them but a few at least, and without proofs.
+    """
 
-    def __init__(self, chain: Chain) -> None:
-        self.empty_log, self._chain = chain.empty_log, chain
+    is_on_disk = False
+
+    def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
+        self.empty_log, self._chain = empty_log, Chain(empty_log)
+        self._payloads = KeptPayloads(kept_bytes)
         self._made: dict[int, tuple[Entry, Header]] = {}  # entries of one cycle, by fragment
 
     def __len__(self) -> int:
@@ -181,32 +331,29 @@ class RunLog(ABC):
             self._chain.cut(end)
             self._save()
 
-    @abstractmethod
     def payload(self, digest: bytes) -> Payload | None:
-        """The payload with that digest, if it is here. May take as long as digesting it does."""
+        """Return the payload with that digest, if it is here. May take as long as digesting it does."""
+        return self._payloads.get(digest)
 
-    @abstractmethod
     def prune(self, before: int) -> None:
-        """Drop the payloads of entries with an index less than `before`. Raises: LogFolderError."""
+        """Drop the payloads on the disk of entries with an index less than `before`. Raises: LogFolderError."""
 
-    @abstractmethod
     def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        """Keep what proves the faults in an entry's annex. Raises: LogFolderError."""
+        """Keep what proves the faults in an entry's annex, where there is a disk. Raises: LogFolderError."""
 
-    @abstractmethod
     def has_proof(self, digest: bytes) -> bool:
-        """Whether the proof with that digest is kept here."""
+        """Return whether the proof with that digest is kept here."""
+        return False
 
-    @abstractmethod
     def proof(self, digest: bytes) -> bytes | None:
-        """The proof with that digest, if it is here."""
+        """Return the proof with that digest, if it is here."""
+        return None
 
-    @abstractmethod
-    def _keep(self, index: int, payload: Payload) -> None: ...
+    def _keep(self, index: int, payload: Payload) -> None:
+        self._payloads.keep(payload)
 
-    @abstractmethod
     def _save(self, appended: Sequence[Entry] = ()) -> None:
-        """The entries have changed; if `appended` are given, by these at their end alone."""
+        """Write the entries, which have changed, to the disk; if `appended` are given, these at their end alone."""
 
     def _add(self, entry: Entry, header: Header) -> None:
         known = self._chain.entry(header.index, header.fragment)
@@ -253,44 +400,14 @@ def _ending(cycle: Sequence[Entry]) -> list[Entry]:
     return [*(replace(entry, state_digest=None) for entry in others), replace(closing, state_digest=state_digest)]
 
 
-class MemoryLog(RunLog):
-    """For a peer without a disk: it keeps the newest payloads, `kept_bytes` of them but a few at least."""
-
-    is_on_disk = False
-
-    def __init__(self, empty_log: LogState, kept_bytes: int = KEPT_BYTES) -> None:
-        super().__init__(Chain(empty_log))
-        self._payloads = KeptPayloads(kept_bytes)
-
-    def payload(self, digest: bytes) -> Payload | None:
-        return self._payloads.get(digest)
-
-    def prune(self, before: int) -> None:
-        """Nothing is dropped but for the room that it takes."""
-
-    def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        """There is room for none."""
-
-    def has_proof(self, digest: bytes) -> bool:
-        return False
-
-    def proof(self, digest: bytes) -> bytes | None:
-        return None
-
-    def _keep(self, index: int, payload: Payload) -> None:
-        self._payloads.keep(payload)
-
-    def _save(self, appended: Sequence[Entry] = ()) -> None:
-        pass
-
-
 class LogFolder(RunLog):
     """On disk, for one process at a time; its methods are for one thread at a time, but `payload` for any."""
 
     is_on_disk = True
 
     def __init__(self, path: Path, chain: Chain, block_bytes: int) -> None:
-        super().__init__(chain)
+        super().__init__(chain.empty_log)
+        self._chain = chain
         self.path = path
         self._block_bytes = block_bytes
         self._is_behind = False  # the file lacks something, or ends in half a line
@@ -304,7 +421,7 @@ class LogFolder(RunLog):
         file = path / ENTRIES
         try:
             make_private_folder(path / PAYLOADS)
-            remove_partial(path)
+            _remove_partial(path)
             file.touch()
             chain, problem = read_chain(file, empty_log)
             log = cls(path, chain, block_bytes)
@@ -333,7 +450,7 @@ class LogFolder(RunLog):
     def prune(self, before: int) -> None:
         try:
             for path in (self.path / PAYLOADS).glob(f"*{SUFFIX}"):
-                index = index_of(path)
+                index = _index_of(path)
                 if index is not None and index < before:
                     path.unlink(missing_ok=True)
         except OSError as error:
@@ -382,11 +499,11 @@ class LogFolder(RunLog):
         self._is_behind = True
         try:
             if whole:
-                entries = map(entry_line, self._chain.entries)
-                write_whole(file, (first_line(self.empty_log), *entries))
+                entries = map(_entry_line, self._chain.entries)
+                write_whole(file, (_first_line(self.empty_log), *entries))
             else:
                 with file.open("ab") as lines:
-                    lines.write(b"".join(map(entry_line, appended)))
+                    lines.write(b"".join(map(_entry_line, appended)))
         except OSError as error:
             raise _unusable(self.path, error) from error
         self._is_behind = False

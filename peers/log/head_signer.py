@@ -14,11 +14,10 @@ from peers.errors import DilocoPeerError
 from peers.log.certificate import prove
 from peers.log.folder import RunLog
 from peers.log.state import LogError
+from peers.values.identity import Keys, Verify
 from peers.values.identity import verify as verify_signature
-from peers.values.private_folders import make_private_folder
 from peers.values.signed_heads import HEADS_BYTES, SignedHead, SignedHeads
-from peers.values.signing import Keys, Verify
-from peers.values.whole_files import write_whole
+from peers.values.system import make_private_folder, write_whole
 from peers.values.wire import WireError, pack, unpack
 
 SIGNED = "signed"

@@ -3,19 +3,22 @@
 An entry is a header and a payload, the averaged pseudo-gradient. A header carries everything that the next entry
 depends on (roster, leases, sample pool, tokens so far), so that a peer needs only the last header and a snapshot to
 go on; and it says nothing about how the round went, so that whoever finishes a round writes the same header.
+
+An entry that closes a cycle may have an *annex*: faults of peers, each with the digest of what proves it. The proof
+itself is not in the entry. Members that sign the entry have seen it. For so many cycles after the entry as the manifest
+says its peer gets no lease and is in no roster, so that it neither votes nor leads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from peers.log.exclusions import Exclusions, Faults
-from peers.values.amendments import Amendment
 from peers.values.leases import PIECE_LIMIT
+from peers.values.manifest import Amendment
 from peers.values.wire import DIGEST_BYTES, Count, Digest, PeerId, RunId, Samples, Value, digest_of, pack
 
 MEMBER_LIMIT = 1000
@@ -31,6 +34,12 @@ NO_PAYLOAD = digest_of(b"")
 
 UNKNOWN_STATE = bytes(DIGEST_BYTES)
 """In place of a state's digest, where nobody has said yet which state an entry is for."""
+FAULT_LIMIT = 4
+"""Faults in one entry: each is shown to all of its members."""
+EXCLUSION_LIMIT = 4000
+"""Peers that are excluded at once. Beyond that those go first that were excluded first."""
+FAULT_AGE = 64
+"""Cycles in which a lie may still be named: for so long all peers know what their log was called."""
 
 
 class Member(Value):
@@ -80,6 +89,30 @@ class Bystander(Value):
 
     peer: PeerId
     incarnation: Count
+
+
+Kind: TypeAlias = Literal["averages", "commitments", "contribution", "votes"]
+"""What a peer did: signed two averages of a chunk, two commitments for a round, or two entries in an attempt; or
+committed to what is no contribution."""
+
+
+class Fault(Value):
+    """A peer's lie, of this kind, and the digest of what proves it."""
+
+    peer: PeerId
+    kind: Kind
+    proof: Digest
+
+
+class Exclusion(Value):
+    """A peer, and the last cycle from which it is excluded."""
+
+    peer: PeerId
+    until: Count
+
+
+Faults = Annotated[tuple[Fault, ...], Field(max_length=FAULT_LIMIT)]
+Exclusions = Annotated[tuple[Exclusion, ...], Field(max_length=EXCLUSION_LIMIT)]
 
 
 class Header(Value):
@@ -147,3 +180,9 @@ class Position(Value):
 def cycle_head(entries: Sequence[bytes]) -> bytes:
     """What names a lineage after a cycle with these entries, one for each fragment, in order."""
     return entries[0] if len(entries) == 1 else digest_of(b"".join(entries))
+
+
+def may_be_named(told_at: int, index: int, exclusion: int) -> bool:
+    """Return whether a lie told for entry `told_at` may be named in entry `index`: so lately that nobody can have been
+    excluded for it before, since whoever was is still so. What was signed for the first entry excludes nobody."""
+    return 0 < told_at <= index < told_at + min(FAULT_AGE, exclusion)

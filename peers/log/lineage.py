@@ -1,16 +1,28 @@
-"""The end of the log, as one peer has seen it: what followed what, and what is lost with a lineage that it leaves."""
+"""Lineages: the end of one peer's own log, and the branches that other logs split off into, with the better of two.
+
+Two certified entries never have one place. So of two branches that split, the one whose first own entry is certified is
+the run's, whatever the other one has trained. Of two that a minority made each, the one that more of the roster before
+the split have signed is better, then the one with more tokens, then the one whose entry has the smaller digest. The
+first roster is that of the founders: of two foundings the one with more tokens is better.
+
+Before all of that comes what the run's archives have signed.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from peers.log.certificate import Certificate, weigh
-from peers.log.header import Header, Position
+from peers.log.certificate import Certificate, Proof, prove, weigh
+from peers.log.header import UNKNOWN_STATE, Header, Position
 from peers.log.state import LogState
+from peers.values.identity import Verify
+from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 
 RECENT_ENTRIES = 64
 """How many of the last headers a peer can name to one that fell behind."""
+UNPROVEN = Proof(is_certified=False, signers=0)
 
 
 class Lineage:
@@ -117,3 +129,162 @@ class Lineage:
         self._heads = deque(heads[: place + 1], maxlen=RECENT_ENTRIES)
         self._end = end.index
         return left
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The entries from `start`, which both sides have, to `end`.
+
+    `first` are those of the first cycle: by fragment, the digest and what proves it; `certificates` are theirs, whose
+    signatures have been checked. `heads` name the log after each
+    cycle, from `start` on, by index; `states` the digests of the state there, as certified entries after it say, and
+    `claimed` as others do.
+    `doubts` are the places that were gone on from by too few. `founders`: how many founded the run, if the branch has
+    its first entry.
+    """
+
+    start: LogState
+    end: LogState
+    first: Mapping[int, tuple[bytes, Proof]] = field(default_factory=dict)
+    heads: Mapping[int, bytes] = field(default_factory=dict)
+    states: Mapping[int, bytes] = field(default_factory=dict)
+    claimed: Mapping[int, bytes] = field(default_factory=dict)
+    doubts: tuple[LogState, ...] = ()
+    founders: int | None = None
+    certificates: Mapping[int, Certificate] = field(default_factory=dict)
+
+    def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
+        """Return the last place before this one from which too few went on. `ours` is that of our own log, which the
+        branch has, too, if it starts later."""
+        is_in_both = ours is not None and ours.position.index < self.start.position.index
+        doubts = (*((ours,) if is_in_both else ()), *self.doubts)
+        return next((doubt for doubt in reversed(doubts) if doubt and doubt.position.index < index), None)
+
+    def has(self, position: Position) -> bool:
+        """Whether a cycle of this branch ends there, or it begins there."""
+        return self.heads.get(position.index) == position.head
+
+    def followed_by(self, other: Branch) -> Branch:
+        """Return this branch up to where the other one starts, and then that."""
+        if other.start.position.index == self.start.position.index:
+            return other
+        before = self.until(other.start)
+        return replace(
+            before,
+            end=other.end,
+            heads={**before.heads, **other.heads},
+            states={**before.states, **other.states},
+            claimed={**before.claimed, **other.claimed},
+            doubts=before.doubts + other.doubts,
+        )
+
+    def preceded_by(self, first: int, heads: Sequence[bytes]) -> Branch:
+        """Return the same with places before its start, too: of `heads`, from index `first` on, those that are."""
+        before = {index: head for index, head in enumerate(heads, first) if index < self.start.position.index}
+        return replace(self, heads=before | dict(self.heads))
+
+    def until(self, place: LogState) -> Branch:
+        """Return the branch as far as this one of its places."""
+        last = place.position.index
+        is_empty = last == self.start.position.index
+        return replace(
+            self,
+            end=place,
+            first={} if is_empty else self.first,
+            certificates={} if is_empty else self.certificates,
+            heads={index: head for index, head in self.heads.items() if index <= last},
+            states={index: state for index, state in self.states.items() if index <= last},
+            claimed={index: state for index, state in self.claimed.items() if index < last},
+            doubts=tuple(other for other in self.doubts if other.position.index < last),
+        )
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether most have signed the entries that it begins with."""
+        return all(proof.is_certified for _, proof in self.first.values())
+
+    def splits_from(self, other: Branch) -> bool:
+        """Whether they have different entries at one place."""
+        return self._split(other) is not None
+
+    def is_better_than(self, other: Branch, signed: SignedHeads = NOTHING_SIGNED) -> bool:
+        """Whether a peer that has the other branch is to move to this one. Both start at one place.
+
+        Nobody goes on where an archive has signed something else.
+        """
+        fragment = self._split(other)
+        if fragment is None:
+            is_further = self.end.position.index > other.end.position.index
+            return is_further and self.contradiction(signed) is None
+        ours, theirs = self.standing(signed), other.standing(signed)
+        return (ours, *self._weight(fragment)) > (theirs, *other._weight(fragment))
+
+    def standing(self, signed: SignedHeads) -> int:
+        """What the run's archives say of its own entries."""
+        return signed.standing(self.heads, self.start.position.index)
+
+    def contradiction(self, signed: SignedHeads) -> SignedHead | None:
+        """Return the head that an archive has signed in place of one of its own, or of one before its start."""
+        return signed.contradiction(self.heads)
+
+    def _split(self, other: Branch) -> int | None:
+        """The first fragment of which they have different entries."""
+        both = sorted(self.first.keys() & other.first.keys())
+        return next((one for one in both if self.first[one][0] != other.first[one][0]), None)
+
+    def _weight(self, fragment: int) -> tuple[bool, int, int, int]:
+        digest, proof = self.first[fragment]
+        tokens, by_digest = self.end.lineage_tokens, -int.from_bytes(digest, "big")
+        if self.start.last is None:
+            return proof.is_certified, tokens, proof.signers, by_digest
+        return proof.is_certified, proof.signers, tokens, by_digest
+
+
+class Walk:
+    """Goes along a branch, entry by entry, and checks who has signed them."""
+
+    def __init__(self, start: LogState, verify: Verify) -> None:
+        self.end = self._start = self.whole = start
+        """`whole` is the log after the last whole cycle that was passed."""
+        self._verify = verify
+        self._first: dict[int, tuple[bytes, Proof]] = {}
+        self._heads = {start.position.index: start.position.head}
+        self._states: dict[int, bytes] = {}
+        self._claimed: dict[int, bytes] = {}
+        self._doubts: list[LogState] = []
+        self._founders: int | None = None
+        self._certificates: dict[int, Certificate] = {}
+
+    def take(self, header: Header, certificate: Certificate | None) -> None:
+        """Go on by one entry. Raises: LogError where it does not follow, or a signature is false."""
+        log = self.end.of(header.fragment)
+        end = log.append(header)
+        if log.last is None:
+            self._founders = len(header.roster)
+        proof = UNPROVEN if certificate is None else prove(certificate, log, header, self._verify)
+        if header.previous == self._start.position.head:
+            self._first[header.fragment] = header.digest, proof
+            if certificate is not None:
+                self._certificates[header.fragment] = certificate
+        if not proof.is_certified:
+            self._doubts.append(log)
+        if header.state != UNKNOWN_STATE:
+            states = self._states if proof.is_certified else self._claimed
+            states.setdefault(header.index, header.state)
+        self.end = end
+        self.whole = self.whole if end.made else end
+        self._heads[end.position.index] = end.position.head
+
+    def branch(self) -> Branch:
+        """Return what has been passed."""
+        return Branch(
+            self._start,
+            self.end,
+            dict(self._first),
+            dict(self._heads),
+            dict(self._states),
+            dict(self._claimed),
+            tuple(self._doubts),
+            self._founders,
+            dict(self._certificates),
+        )

@@ -5,11 +5,16 @@ begins, so that its entries can be made side by side, in any order: they follow 
 entry of its last fragment, the *closing* entry, whose pseudo-gradient is taken when the lease is trained, or is about
 to be. So there is no header of a cycle to agree on: `head`, which all its entries name, stands for all the entries of
 the cycle before. Plain DiLoCo has one fragment, whose entry closes the cycle.
+
+A leader chooses whom it takes into a round. Were its members the only voters of the next entry, a liar that leads could
+take in its allies and just as many others as make a majority with them, and they would be the majority from then on. So
+a peer that had a say keeps it, whether it is in an entry or stands by, until the entry says that it is `gone`. Members
+sign no entry that says so of a peer that they hear themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,33 +22,37 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from peers.log.amended import Amended
-from peers.log.electorate import Electorate, take_order, wrong_in_gone
-from peers.log.exclusions import Fault, exclusions_after, fault_in_annex
 from peers.log.header import (
+    BYSTANDER_LIMIT,
+    EXCLUSION_LIMIT,
     FREE_LIMIT,
     MEMBER_LIMIT,
     NO_PAYLOAD,
     UNKNOWN_STATE,
     Assignment,
+    Bystander,
+    Exclusion,
+    Fault,
     Header,
     Member,
     Position,
+    Tenure,
     cycle_head,
 )
-from peers.log.tenures import tenures_after
-from peers.values.amendments import Amendment
 from peers.values.leases import Grants, Lease, SamplePool, SampleRange, prefix, sample_count
+from peers.values.manifest import Amendment
 
-
-class LogError(ValueError):
-    """A header that does not follow from the log. The message says which rule it breaks."""
-
-
+TERM = 64
+"""Outer steps for which one member leads, if nothing is wrong with it. A leader that gives newcomers no samples does so
+no longer; and each has to find out for itself who holds rounds up, which costs an entry's time."""
 OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0} | dict.fromkeys(
     ("tenures", "excluded", "bystanders"), ()
 )
 """What entries that close no cycle say of leases, tokens, tenures, exclusions and bystanders: nothing."""
+
+
+class LogError(ValueError):
+    """A header that does not follow from the log. The message says which rule it breaks."""
 
 
 @lru_cache(maxsize=16)
@@ -52,7 +61,7 @@ def _grants(pool: SamplePool, samples_per_lease: int) -> Grants:
 
 
 @dataclass(frozen=True)
-class LogState(Electorate, Amended):
+class LogState:
     """The log as seen from its end: all that the next entry depends on. Immutable; `append` gives the next state.
 
     `last` is the closing entry of the last cycle, whose entries have the digests `ends`. `made` are entries of the
@@ -112,6 +121,98 @@ class LogState(Electorate, Amended):
     def lineage_tokens(self) -> int:
         return self.last.lineage_tokens if self.last else 0
 
+    # Who has a say ------------------------------------------------------------------------------------------------
+    @property
+    def roster(self) -> tuple[str, ...]:
+        """Peers of the last entry, first of them the leader's first choice; empty before the first entry."""
+        return self.last.peers if self.last else ()
+
+    @cached_property
+    def incarnations(self) -> dict[str, int]:
+        """The roster and the bystanders, and of each the start at which it was in an entry last."""
+        if self.last is None:
+            return {}
+        starts = {member.peer: member.incarnation for member in self.last.roster}
+        return starts | {one.peer: one.incarnation for one in self.last.bystanders}
+
+    @cached_property
+    def voting_members(self) -> tuple[str, ...]:
+        """Those of the roster that vote."""
+        if not self.probation:
+            return self.roster
+        return tuple(peer for peer in self.roster if not self.is_on_probation(peer))
+
+    @cached_property
+    def voters(self) -> tuple[str, ...]:
+        """The peers that have a say in the next entry: of the roster those that are not on probation, in its order, and
+        then the bystanders."""
+        return (*self.voting_members, *(one.peer for one in self.last.bystanders)) if self.last else ()
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """The voters, and of each the start that has a say."""
+        return {peer: self.incarnations[peer] for peer in self.voters}
+
+    def counts(self, peer: str, incarnation: int) -> bool:
+        """Whether the peer is a voter as the start that it is, and so remembers what it did as one."""
+        return self.starts.get(peer) == incarnation
+
+    def is_majority(self, starts: Collection[tuple[str, int]]) -> bool:
+        """Whether these peers, each as the start that it is, are more than half of the voters."""
+        return 2 * sum(self.counts(peer, start) for peer, start in starts) > len(self.voters)
+
+    @cached_property
+    def served(self) -> dict[str, int]:
+        """In how many outer steps' rosters each peer has been, up to the manifest's `probation`."""
+        return {tenure.peer: tenure.served for tenure in self.last.tenures} if self.last else {}
+
+    def is_on_probation(self, peer: str) -> bool:
+        """Whether the peer neither counts nor votes yet. Before the first entry nobody is."""
+        return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
+
+    @cached_property
+    def leaders(self) -> tuple[str, ...]:
+        """Who leads before whom: the members that vote, in turn, each for a term; then bystanders, who may be late or
+        hold rounds up; and then those on probation."""
+        members = self.voting_members
+        first = _place_of_turn(self.last.index // TERM, len(members)) if self.last and members else 0
+        return tuple(dict.fromkeys((*members[first:], *members[:first], *self.voters, *self.roster)))
+
+    def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
+        """The roster as it counts: of those on probation nothing, unless all of them are."""
+        new = {member.peer for member in roster if self.is_on_probation(member.peer)}
+        if not new or len(new) == len(roster):
+            return tuple(roster)
+        nothing = {"tokens": 0, "samples": (), "missed": 0}
+        return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
+
+    @cached_property
+    def excluded(self) -> dict[str, int]:
+        """The peers that are excluded from the present cycle for a proven lie; the last cycle from which each is."""
+        return {exclusion.peer: exclusion.until for exclusion in self.last.excluded} if self.last else {}
+
+    def bystanders_besides(self, peers: Collection[str]) -> tuple[Bystander, ...]:
+        """Return the voters besides these peers, as bystanders: of too many those that were in an entry last."""
+        besides = (peer for peer in self.voters if peer not in peers)
+        bystanders = tuple(Bystander(peer=peer, incarnation=self.incarnations[peer]) for peer in besides)
+        return bystanders[:BYSTANDER_LIMIT]
+
+    # Amendments ---------------------------------------------------------------------------------------------------
+    @property
+    def amendment(self) -> Amendment | None:
+        """The amendment that is in force in the present cycle; None: the manifest's values are."""
+        return self.last.amendment if self.last else None
+
+    def taken_in(self, header: Header) -> Amendment | None:
+        """Return the amendment that the next entry, which this is, takes in."""
+        return header.amendment if header.amendment != self.amendment else None
+
+    def is_truly_amended(self, header: Header) -> bool:
+        """Return whether the organiser has signed the amendment that a header names, if it names one. An entry that is
+        taken on trust shows no more."""
+        return header.amendment is None or header.amendment.is_signed(self.run, self.organiser)
+
+    # Samples, leases and members ----------------------------------------------------------------------------------
     @property
     def pool(self) -> SamplePool:
         return SamplePool(self.last.cursor, self.last.free) if self.last else SamplePool()
@@ -244,6 +345,7 @@ class LogState(Electorate, Amended):
         except ValueError as error:
             raise LogError(str(error)) from error
 
+    # What may follow ----------------------------------------------------------------------------------------------
     def next_header(
         self,
         roster: Sequence[Member],
@@ -255,76 +357,6 @@ class LogState(Electorate, Amended):
         """The only header that may follow, given who took part, what came out, which faults are proven, which voters
         are gone, and which amendment it takes in. Raises: LogError."""
         return _next_header(self, tuple(roster), payload, tuple(faults), tuple(gone), amendment)
-
-    def make_header(
-        self,
-        roster: Sequence[Member],
-        payload: bytes,
-        faults: tuple[Fault, ...],
-        gone: tuple[str, ...],
-        amendment: Amendment | None,
-    ) -> Header:
-        """`next_header`, worked out. Raises: LogError."""
-        has_trained, peers = any(member.tokens for member in roster), [member.peer for member in roster]
-        if has_trained == (payload == NO_PAYLOAD) or (self.closes and not has_trained):
-            raise LogError("nobody in the roster has trained anything" if not has_trained else "it lacks a payload")
-        if len(set(peers)) != len(peers) or peers != take_order(self.roster, peers):
-            raise LogError("a peer is in the roster twice, or out of order")
-        if self.probation and self.weighed(roster) != tuple(roster):
-            raise LogError("a peer on probation counts in the roster")
-        if faults and not (self.closes and self.exclusion):
-            raise LogError("it has no annex")
-        if gone and not self.closes:
-            raise LogError("only the entry that closes a cycle says who is gone")
-        wrong = fault_in_annex(faults, self.known, peers)
-        wrong = wrong or wrong_in_gone(gone, self.voters, {*peers, *(fault.peer for fault in faults)})
-        wrong = wrong or self.wrong_in_amendment(amendment, self.closes)
-        if wrong is not None:
-            raise LogError(wrong)
-        try:
-            return Header(
-                run=self.run,
-                index=self.position.index,
-                fragment=self.fragment,
-                previous=self.position.head,
-                state=self.state,
-                roster=tuple(roster),
-                payload=payload,
-                faults=faults,
-                amendment=(amendment or self.amendment) if self.closes else None,
-                **_closing(self, tuple(roster), faults, gone),
-            )
-        except ValidationError as error:
-            raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
-
-    def closing(self, roster: Sequence[Member], faults: tuple[Fault, ...], gone: tuple[str, ...]) -> dict[str, Any]:
-        """What the entry that closes a cycle says besides: the next leases, the pool, the tokens so far, who is
-        excluded, and who votes besides its members.
-
-        Raises: LogError when a member trained what was not for it.
-        """
-        if not self.closes:
-            for member in roster:
-                self.check_member(member)
-            return OPEN_CYCLE
-        index = self.position.index
-        leases, pool = self.pool_after(roster, faults).deal(member.wants or self.samples_per_lease for member in roster)
-        pool = pool.bounded(FREE_LIMIT)
-        dealt = zip((member.peer for member in roster), leases, strict=True)
-        fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
-        tokens = sum(member.tokens for member in roster if not member.missed)
-        tenures, before = (self.last.tenures, self.last.excluded) if self.last else ((), ())
-        excluded = exclusions_after(before, faults, index, self.exclusion)
-        liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
-        return {
-            "leases": (*fresh, *self.carried(roster, faults)),
-            "cursor": pool.cursor,
-            "free": pool.free,
-            "lineage_tokens": self.lineage_tokens + tokens,
-            "tenures": tenures_after(tenures, peers, self.probation, liars),
-            "excluded": excluded,
-            "bystanders": self.bystanders_besides({*peers, *gone, *(fault.peer for fault in faults)}),
-        }
 
     def gone_in(self, header: Header) -> tuple[str, ...]:
         """Return the voters that have no say any more, as the next entry says."""
@@ -364,8 +396,34 @@ class LogState(Electorate, Amended):
 def _closing(
     log: LogState, roster: tuple[Member, ...], faults: tuple[Fault, ...], gone: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Asked when a round begins, whether it can lead to an entry; and again when it is known to which one."""
-    return log.closing(roster, faults, gone)
+    """Return what the entry that closes a cycle says besides: the next leases, the pool, the tokens so far, who is
+    excluded, and who votes besides its members. Asked when a round begins, whether it can lead to an entry; and again
+    when it is known to which one.
+
+    Raises: LogError when a member trained what was not for it.
+    """
+    if not log.closes:
+        for member in roster:
+            log.check_member(member)
+        return OPEN_CYCLE
+    index = log.position.index
+    leases, pool = log.pool_after(roster, faults).deal(member.wants or log.samples_per_lease for member in roster)
+    pool = pool.bounded(FREE_LIMIT)
+    dealt = zip((member.peer for member in roster), leases, strict=True)
+    fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
+    tokens = sum(member.tokens for member in roster if not member.missed)
+    tenures, before = (log.last.tenures, log.last.excluded) if log.last else ((), ())
+    excluded = _exclusions_after(before, faults, index, log.exclusion)
+    liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
+    return {
+        "leases": (*fresh, *log.carried(roster, faults)),
+        "cursor": pool.cursor,
+        "free": pool.free,
+        "lineage_tokens": log.lineage_tokens + tokens,
+        "tenures": _tenures_after(tenures, peers, log.probation, liars),
+        "excluded": excluded,
+        "bystanders": log.bystanders_besides({*peers, *gone, *(fault.peer for fault in faults)}),
+    }
 
 
 @lru_cache(maxsize=8)
@@ -378,7 +436,35 @@ def _next_header(
     amendment: Amendment | None,
 ) -> Header:
     """A round asks several times for what follows from one outcome, and with many members that is much work."""
-    return log.make_header(roster, payload, faults, gone, amendment)
+    has_trained, peers = any(member.tokens for member in roster), [member.peer for member in roster]
+    if has_trained == (payload == NO_PAYLOAD) or (log.closes and not has_trained):
+        raise LogError("nobody in the roster has trained anything" if not has_trained else "it lacks a payload")
+    if len(set(peers)) != len(peers) or peers != take_order(log.roster, peers):
+        raise LogError("a peer is in the roster twice, or out of order")
+    if log.probation and log.weighed(roster) != roster:
+        raise LogError("a peer on probation counts in the roster")
+    if faults and not (log.closes and log.exclusion):
+        raise LogError("it has no annex")
+    if gone and not log.closes:
+        raise LogError("only the entry that closes a cycle says who is gone")
+    _check_annex(faults, log.known, peers)
+    _check_gone(gone, log.voters, {*peers, *(fault.peer for fault in faults)})
+    _check_amendment(log, amendment)
+    try:
+        return Header(
+            run=log.run,
+            index=log.position.index,
+            fragment=log.fragment,
+            previous=log.position.head,
+            state=log.state,
+            roster=roster,
+            payload=payload,
+            faults=faults,
+            amendment=(amendment or log.amendment) if log.closes else None,
+            **_closing(log, roster, faults, gone),
+        )
+    except ValidationError as error:
+        raise LogError(f"no header can say that: {error.errors()[0]['msg']}") from error
 
 
 @lru_cache(maxsize=8)
@@ -398,3 +484,88 @@ def _append(log: LogState, header: Header) -> LogState:
     if len(made) < log.fragments:
         return replace(log, made=tuple(made))
     return log.at(made[-1], tuple(entry.digest for entry in made))
+
+
+def _check_gone(gone: Sequence[str], voters: Sequence[str], named: Collection[str]) -> None:
+    """Check the voters that an entry says are gone. `named` are its members, and those in its annex.
+
+    Raises: LogError.
+    """
+    chosen = set(gone)
+    if tuple(gone) != tuple(peer for peer in voters if peer in chosen):
+        raise LogError("somebody who is gone is no voter, or they are not in the voters' order")
+    if not chosen.isdisjoint(named):
+        raise LogError("somebody who is gone is a member, or named in its annex")
+
+
+def _check_amendment(log: LogState, amendment: Amendment | None) -> None:
+    """Check an amendment that the next entry would take in. Raises: LogError."""
+    if amendment is None:
+        return
+    if not log.closes:
+        raise LogError("only the entry that closes a cycle takes in an amendment")
+    if log.amendment and amendment.number <= log.amendment.number:
+        raise LogError(f"amendment {amendment.number} does not come after {log.amendment.number}, which is in force")
+    if not amendment.is_signed(log.run, log.organiser):
+        raise LogError(f"amendment {amendment.number} is not signed by the run's organiser")
+
+
+def _tenures_after(
+    before: Sequence[Tenure], roster: Sequence[str], probation: int, excluded: Collection[str]
+) -> tuple[Tenure, ...]:
+    """Return the tenures after an entry with this roster; none where the run has no probation.
+
+    Whoever founds the run has served. So has a roster of nobody but those on probation: it founds it anew. Peers that
+    are excluded begin anew.
+    """
+    if not probation:
+        return ()
+    served = {tenure.peer: tenure.served for tenure in before}
+    is_founding = all(served.get(peer, 0) < probation for peer in roster)
+    present = {peer: probation if is_founding else min(probation, served.get(peer, 0) + 1) for peer in roster}
+    absent = [tenure for tenure in before if tenure.peer not in present and tenure.peer not in excluded]
+    absent.sort(key=lambda tenure: -tenure.served)  # of those who have served as long, the latest stay first
+    return (*(Tenure(peer=peer, served=steps) for peer, steps in present.items()), *absent[:MEMBER_LIMIT])
+
+
+def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
+    """Roster order for the next entry: those of the last one in their old order, then newcomers by id."""
+    old = {peer: place for place, peer in enumerate(roster)}
+    return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
+
+
+def _place_of_turn(turn: int, members: int) -> int:
+    """Return the place of the member that leads in a term.
+
+    Turns count round a ring of places, whose size is a power of two; an empty one falls to the place half a ring before
+    it. So whoever joins at the end, or leaves there, moves no turn but its own. Were it the remainder by the number of
+    members, each of their comings and goings would have somebody else lead, and liars could choose whom.
+    """
+    ring = 1 << (members - 1).bit_length()
+    place = turn % ring
+    return place if place < members else place - ring // 2
+
+
+def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> None:
+    """Check an entry's annex. Raises: LogError.
+
+    Only peers with a lease can be excluded, so that nobody fills the log with peers that it has made up. Nobody who is
+    in the entry is: a peer that is needed for it is excluded later.
+    """
+    peers = [fault.peer for fault in faults]
+    if len(set(peers)) < len(peers):
+        raise LogError("a peer is named twice in its annex")
+    for peer in peers:
+        if peer not in known:
+            raise LogError(f"{peer}: its annex names a peer without a lease")
+        if peer in roster:
+            raise LogError(f"{peer}: its annex names a member")
+
+
+def _exclusions_after(
+    before: Iterable[Exclusion], faults: Iterable[Fault], index: int, cycles: int
+) -> tuple[Exclusion, ...]:
+    """Return who is excluded from the cycle after entry `index`, and until when: for so many cycles."""
+    still = (exclusion for exclusion in before if exclusion.until > index)
+    new = (Exclusion(peer=fault.peer, until=index + cycles) for fault in faults)
+    return (*still, *new)[-EXCLUSION_LIMIT:]

@@ -28,10 +28,10 @@ from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.manifest import RUN_ID, SignedManifest
 from peers.values.signed_heads import SignedHeadsError, unpack_heads
+from peers.values.system import now
 from peers.values.tickets import Ticket, TicketError
 from peers.values.wire import printable
 

@@ -24,7 +24,7 @@ from blake3 import blake3
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.network.direct_io import DirectReads
 from peers.network.throttle import UNLIMITED, LinkTime, Throttle
-from peers.values.clock import now
+from peers.values.system import now
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

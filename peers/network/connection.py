@@ -24,7 +24,7 @@ from peers.network.data_port import CERTIFICATE_BYTES, Hello, pack_opening, send
 from peers.network.direct_io import DirectReads, TlsTransport, start_tls
 from peers.network.sockets import closed_on_failure, endpoint_of_peer, parse_endpoint
 from peers.values.identity import Identity, peer_id_of_key
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 CONTEXTS = 1024  # kept, one per peer
 NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "diloco-peer")])

@@ -36,7 +36,7 @@ from peers.network.own_network import network_at
 from peers.network.signals import signals_held_back
 from peers.presence.heartbeat import ADDRESS_LENGTH
 from peers.values.identity import Identity, is_peer_id
-from peers.values.private_folders import open_private, sweep_folders, temporary_folder
+from peers.values.system import open_private, sweep_folders, temporary_folder
 
 logger = logging.getLogger(__name__)
 

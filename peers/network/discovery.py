@@ -22,7 +22,7 @@ from peers.presence.life_signs import LifeSign
 from peers.presence.meeting_place import MeetingPlace
 from peers.presence.news import Request
 from peers.presence.voice import Pace
-from peers.values.clock import now
+from peers.values.system import now
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from peers.network.contacts import is_public
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat, PeerState
 from peers.values.identity import is_peer_id
 from peers.values.manifest import ADDRESS
-from peers.values.whole_files import write_whole
+from peers.values.system import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from peers.network.data_port import Hello, Splice, Token, pack_opening, probe, r
 from peers.network.relays import AskInfo, Relay, Relays, Splicer
 from peers.network.sockets import can_dial, closed_on_failure, dial, parse_endpoint
 from peers.presence.heartbeat import Endpoint
-from peers.values.reach import Reach
-from peers.values.wire import Count, PeerId, Value, pack, unpack_from
+from peers.values.wire import Count, PeerId, Reach, Value, pack, unpack_from
 
 if TYPE_CHECKING:
     from peers.network.links import Links

@@ -22,8 +22,7 @@ from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.daemon import NETWORK_ERRORS
 from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
-from peers.values.amendments import Amendment, newest
-from peers.values.manifest import SignedManifest
+from peers.values.manifest import Amendment, SignedManifest, newest
 from peers.values.signed_heads import SignedHead, SignedHeads, SignedHeadsError, pack_heads, unpack_heads
 from peers.values.tickets import LIST_BYTES, TicketError
 from peers.values.wire import RunId, Value, pack, unpack_from

@@ -21,8 +21,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection
 from peers.network.throttle import MOST, UNLIMITED, Throttle
-from peers.values.reach import Reach
-from peers.values.wire import MESSAGE_LIMIT, Count, Value, pack, printable, unpack_from
+from peers.values.wire import MESSAGE_LIMIT, Count, Reach, Value, pack, printable, unpack_from
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from peers import metrics
 from peers.errors import LocalNetworkError
 from peers.network.channel import RefusalError
 from peers.values.manifest import SignedManifest
-from peers.values.private_folders import make_private_folder
-from peers.values.whole_files import write_whole
+from peers.values.system import make_private_folder, write_whole
 from peers.values.wire import printable
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from peers.errors import DilocoPeerError
-from peers.values.clock import now
+from peers.values.system import now
 
 logger = logging.getLogger(__name__)
 

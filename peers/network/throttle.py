@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
-from peers.values.clock import now
+from peers.values.system import now
 
 PIECE = 1 << 18  # bytes that are let through at once
 PIECE_SECONDS = 0.1  # that one piece takes at most, where a rate is given

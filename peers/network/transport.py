@@ -41,12 +41,10 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.news import Request
 from peers.presence.voice import Pace
-from peers.values.amendments import Amendment
 from peers.values.identity import Identity
-from peers.values.manifest import SignedManifest
-from peers.values.reach import Reach
+from peers.values.manifest import Amendment, SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.wire import MESSAGE_LIMIT, printable, unpack_from
+from peers.values.wire import MESSAGE_LIMIT, Reach, printable, unpack_from
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from peers.errors import RemoteProtocolError
-from peers.values.amendments import Amendment
-from peers.values.identity import SIGNATURE_BYTES, Identity, verify
+from peers.values.identity import SIGNATURE_BYTES, Identity, Signature, verify
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead
-from peers.values.signing import Signature
-from peers.values.teams import TEAM, TEAM_LENGTH
 from peers.values.tickets import SHOWN_BYTES
 from peers.values.wire import (
     PROTOCOL_VERSION,
+    TEAM,
+    TEAM_LENGTH,
     Count,
     Digest,
     PeerId,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from peers.log.branch import Branch
 from peers.log.header import MEMBER_LIMIT, UNKNOWN_STATE
-from peers.log.lineage import Lineage
+from peers.log.lineage import Branch, Lineage
 from peers.log.state import LogState
 from peers.presence.distrust import Distrust
 from peers.presence.election import broken_pairs, elect, most_named, quorum

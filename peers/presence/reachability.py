@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 SEEN_LIMIT = 64
 """Peers whose rate one Ready tells: enough to check a claim, and small in a swarm of a thousand."""

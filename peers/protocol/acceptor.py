@@ -17,8 +17,8 @@ from peers.log.header import Header, Position
 from peers.presence.election import LATENESS, highest_attempt
 from peers.protocol.messages import Complete, Leaving
 from peers.protocol.rounds import Attempt, Held, Round
-from peers.values.signing import Keys
-from peers.values.sum_tree import Sum
+from peers.values.chunks import Sum
+from peers.values.identity import Keys
 
 MEMORY = 32
 """Positions at which a peer remembers what it has promised. It comes back to one only where lineages meet."""

@@ -7,7 +7,7 @@ cycle. Nobody waits for it: a leader that leaves it out delays it until another 
 from __future__ import annotations
 
 from peers.log.state import LogState
-from peers.values.amendments import Amendment, newest
+from peers.values.manifest import Amendment, newest
 
 
 class Amending:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from peers.log.exclusions import Fault
-from peers.log.header import NO_PAYLOAD
+from peers.log.header import NO_PAYLOAD, Fault
 from peers.presence.election import culprits
 from peers.presence.standing import Pairs
 from peers.protocol.effects import Effect, Send

@@ -14,7 +14,7 @@ from pydantic import Field
 from peers.log.header import MEMBER_LIMIT
 from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Averaged, Origin
-from peers.values.signing import Keys
+from peers.values.identity import Keys
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack
 
 AVERAGE_CONTEXT = b"diloco-peer average\0"

@@ -10,7 +10,7 @@ from peers.log.state import LogError, LogState
 from peers.protocol.effects import Send
 from peers.protocol.messages import Commit
 from peers.protocol.rounds import Attempt, Round
-from peers.values.signing import Keys
+from peers.values.identity import Keys
 
 Farewells = Mapping[str, tuple[int, bytes]]
 """Of peers that have left: from which index on, and their signature of that."""

@@ -13,8 +13,8 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.log.header import Position
-from peers.values.signing import Keys, Signature, Verify
-from peers.values.sum_tree import MOST_LEVELS, NODE, Sum, root_of
+from peers.values.chunks import MOST_LEVELS, NODE, Sum, root_of
+from peers.values.identity import Keys, Signature, Verify
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack, pack_plain
 from peers.values.workload import BadBlocksError, Blocks, Inspect
 

@@ -24,8 +24,8 @@ from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import NOTHING, Trainer, TrainerState
 from peers.protocol.troubles import Troubles
-from peers.values.amendments import Amendment
 from peers.values.leases import Lease
+from peers.values.manifest import Amendment
 
 
 class Course:

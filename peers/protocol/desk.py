@@ -15,7 +15,7 @@ from peers.protocol.events import Event, Received
 from peers.protocol.faults import Court
 from peers.protocol.schedule import Schedule
 from peers.protocol.votes import Polls
-from peers.values.signing import Keys
+from peers.values.identity import Keys
 from peers.values.workload import PayloadKind
 
 

@@ -10,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from peers.log.exclusions import FAULT_LIMIT, Fault, may_be_named
-from peers.log.header import Position
+from peers.log.header import FAULT_LIMIT, Fault, Position, may_be_named
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.protocol.faults import Court, FaultProof, read_proof

@@ -10,7 +10,7 @@ from peers.log.header import Header
 from peers.protocol.messages import Message
 from peers.protocol.rounds import Attempt, Round
 from peers.protocol.signed_averages import Origin
-from peers.values.amendments import Amendment
+from peers.values.manifest import Amendment
 from peers.values.workload import InnerLoop
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from peers.log.branch import Branch
 from peers.log.header import NO_PAYLOAD, Header
+from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.commitment import Evidence
 from peers.protocol.messages import Message, Unread
 from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Origin
-from peers.values.amendments import Amendment
-from peers.values.reach import Reach
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHeads
+from peers.values.wire import Reach
 from peers.values.workload import Progress, Trained
 
 

@@ -34,7 +34,7 @@ from peers.protocol.messages import Accuse, Compare, Holding, Marked, Waiting, W
 from peers.protocol.rounds import Attempt, Round
 from peers.protocol.signed_averages import Origin
 from peers.values.chunks import parts_of
-from peers.values.signing import Keys
+from peers.values.identity import Keys
 
 ExchangeEvent = (
     ContributionArrived | BadBlocks | ReducedArrived | AverageTooEarly | ChunkSent | ChunksUnsent | PayloadAssembled

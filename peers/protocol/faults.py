@@ -15,12 +15,11 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 
 from peers.log.certificate import Ballot
-from peers.log.exclusions import Fault, Kind
-from peers.log.header import MEMBER_LIMIT, Position
+from peers.log.header import MEMBER_LIMIT, Fault, Kind, Position
 from peers.protocol.averages import Statement
 from peers.protocol.commitment import Author, Commitment, Evidence
 from peers.protocol.rounds import Attempt
-from peers.values.signing import Signature, Verify
+from peers.values.identity import Signature, Verify
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, WireError, digest_of, pack, unpack
 from peers.values.workload import PayloadKind
 

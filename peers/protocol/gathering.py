@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from peers.log.electorate import take_order
-from peers.log.exclusions import Fault
-from peers.log.header import MEMBER_LIMIT, Member
+from peers.log.header import MEMBER_LIMIT, Fault, Member
 from peers.log.settings import RunSettings
-from peers.log.state import LogError, LogState
+from peers.log.state import LogError, LogState, take_order
 from peers.presence.election import highest_attempt, quorum
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing

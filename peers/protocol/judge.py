@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from peers.log.exclusions import Faults
+from peers.log.header import Faults
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.protocol.amending import Amending
@@ -16,7 +16,7 @@ from peers.protocol.messages import Accuse, Prove, Ready
 from peers.protocol.rounds import Round
 from peers.protocol.showings import Showings
 from peers.protocol.signed_averages import Averaged
-from peers.values.amendments import Amendment
+from peers.values.manifest import Amendment
 
 
 @dataclass(frozen=True)

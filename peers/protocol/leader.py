@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from peers.log.electorate import take_order
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings
-from peers.log.state import LogError, LogState
+from peers.log.state import LogError, LogState, take_order
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.standing import Standing
 from peers.protocol.attempts import annex_of, are_apart, ends, held_up_by, is_connected, reducers, still_in_round, told

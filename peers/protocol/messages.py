@@ -11,16 +11,15 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 from pydantic import Field
 
 from peers.log.certificate import Certificate
-from peers.log.exclusions import FAULT_LIMIT, Kind
-from peers.log.header import MEMBER_LIMIT, Header, Member, Position
+from peers.log.header import FAULT_LIMIT, MEMBER_LIMIT, Header, Kind, Member, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
 from peers.protocol.commitment import Author, Commitment, Contribution, Evidence
 from peers.protocol.faults import PROOF_LIMIT
 from peers.protocol.rounds import Attempt, Disclaimer, Held, Holder, Round
 from peers.protocol.signed_averages import Averaged, Marks
+from peers.values.identity import Signature
 from peers.values.leases import PIECE_LIMIT
-from peers.values.signing import Signature
 from peers.values.wire import Count, Digest, PeerId, Reason, Samples, Seconds, Value
 
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]

@@ -15,7 +15,7 @@ from peers.protocol.replica import Replica
 from peers.protocol.rounds import Round, Stance
 from peers.protocol.trainer import Trainer
 from peers.protocol.weights import weights_of
-from peers.values.sum_tree import Sum
+from peers.values.chunks import Sum
 from peers.values.workload import Trained
 
 

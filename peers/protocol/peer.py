@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from peers.errors import LocalProtocolError
-from peers.log.branch import Branch
 from peers.log.header import Position
-from peers.log.lineage import Lineage
+from peers.log.lineage import Branch, Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.presence.membership import Membership
@@ -83,8 +82,8 @@ from peers.protocol.slot import Slot, SlotState
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.troubles import Troubles
-from peers.values.amendments import Amendment
-from peers.values.signing import Keys
+from peers.values.identity import Keys
+from peers.values.manifest import Amendment
 from peers.values.workload import PayloadKind
 
 

@@ -9,12 +9,11 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.log.certificate import AttemptName
-from peers.log.exclusions import Faults
-from peers.log.header import MEMBER_LIMIT, Header, Member, Position
+from peers.log.header import MEMBER_LIMIT, Faults, Header, Member, Position
 from peers.log.state import LogState
 from peers.protocol.commitment import NOTHING, Author
-from peers.values.amendments import Amendment
-from peers.values.signing import Signature
+from peers.values.identity import Signature
+from peers.values.manifest import Amendment
 from peers.values.wire import Count, Digest, PeerId, Value, digest_of, field_names, pack
 
 STANCE_CONTEXT = b"diloco-peer stance\0"

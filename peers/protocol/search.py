@@ -7,8 +7,7 @@ branch, when signatures have shown that the other one is better.
 
 from __future__ import annotations
 
-from peers.log.branch import Branch
-from peers.log.lineage import RECENT_ENTRIES
+from peers.log.lineage import RECENT_ENTRIES, Branch
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence

@@ -12,15 +12,14 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from peers.log.exclusions import Faults
-from peers.log.header import MEMBER_LIMIT, Header, Position
-from peers.log.outcome import Outcome, Places, Turnout, header_of, outcome_of, places_of, turnout_of, voters_at
+from peers.log.chain import Outcome, Places, Turnout, header_of, outcome_of, places_of, turnout_of, voters_at
+from peers.log.header import MEMBER_LIMIT, Faults, Header, Position
 from peers.log.state import LogError, LogState
 from peers.protocol.chunk_sets import chunk_set, chunks_in
 from peers.protocol.messages import Disclaimers, Holders, Missed, Peers, Rates
 from peers.protocol.rounds import Attempt, Disclaimer, Held, Holder, Round, Share
-from peers.values.amendments import Amendment
-from peers.values.signing import Signature
+from peers.values.identity import Signature
+from peers.values.manifest import Amendment
 from peers.values.wire import Count, Digest, PeerId, Value, from_plain
 
 PeerSet = Annotated[bytes, Field(strict=True, max_length=MEMBER_LIMIT // 4)]

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from peers.log.header import MEMBER_LIMIT
-from peers.values.signing import Signature
+from peers.values.identity import Signature
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value
 
 Marks = Annotated[bytes, Field(strict=True, max_length=MESSAGE_LIMIT // 2)]

@@ -11,15 +11,15 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from peers.log.branch import Branch
 from peers.log.certificate import Certificate, electorate, prove
 from peers.log.header import Header, Position
+from peers.log.lineage import Branch
 from peers.log.state import LogError, LogState
 from peers.protocol.docket import OF_ONE
 from peers.protocol.faults import SignedEntry, TwoVotes
 from peers.protocol.messages import Commit, Complete
 from peers.protocol.rounds import Attempt, Round
-from peers.values.signing import Verify
+from peers.values.identity import Verify
 
 PLACES = 8
 """Places before the present cycle's whose votes are remembered: what was said of an entry may come late, but not for

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 
-from peers.log.exclusions import Fault, Faults
+from peers.log.header import Fault, Faults
 from peers.log.state import LogState
 from peers.presence.presence import Presence
 from peers.protocol.commitment import Author, Commitment

@@ -15,9 +15,8 @@ from peers.protocol.exchange import Exchange
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Origin
-from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.inspection import Measuring, inspection
-from peers.values.signing import Signature
+from peers.transfer.buffers import Measuring, PayloadBuffers, inspection
+from peers.values.identity import Signature
 from peers.values.wire import Count, PeerId, Value, digest_of
 from peers.values.workload import BadBlocksError, Blocks
 

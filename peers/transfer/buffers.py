@@ -1,4 +1,4 @@
-"""Where payloads lie, while a round makes one and afterwards: memory only, used by every driver.
+"""Memory for payloads, while a round makes one and afterwards; used by every driver.
 
 A round of n members takes two payloads and at most (n - 1) / n of one: our own blocks, the average, and what the others
 sent of our part until it is averaged. On top come the payloads that are kept for peers that fell behind.
@@ -11,20 +11,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Self
+from typing import Protocol, Self
 
-from peers.log.payload import KeptPayloads, Payload
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.rounds import Attempt
-from peers.values.chunks import Chunking, PayloadSize
-from peers.values.memory import empty
-from peers.values.sum_tree import SumTree
+from peers.transfer.storage import empty
+from peers.values.chunks import Chunking, KeptPayloads, Payload, PayloadSize, Sum, SumTree
 from peers.values.wire import digest_of
-from peers.values.workload import Blocked, Blocks
+from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect, PayloadKind
+
+SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
 
 
 @dataclass
-class RoundBuffers:
+class _RoundBuffers:
     """The blocks of one round."""
 
     name: Attempt
@@ -33,9 +33,6 @@ class RoundBuffers:
     contributions: defaultdict[int, dict[str, bytes | bytearray]] = field(
         default_factory=lambda: defaultdict(dict)
     )  # by chunk and sender
-
-
-SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
 
 
 class PayloadBuffers:
@@ -59,7 +56,7 @@ class PayloadBuffers:
         self._finding = Lock()
         self.own: Blocks = b""  # what we trained last, for this round or a later one
         self.tree: SumTree | None = None  # over its chunks
-        self._round: RoundBuffers | None = None
+        self._round: _RoundBuffers | None = None
         self._spare: memoryview | None = None
         self._used: list[bytearray] = []
 
@@ -93,7 +90,7 @@ class PayloadBuffers:
             self._spare = spare
 
     def open(self, name: Attempt) -> None:
-        self._round = RoundBuffers(name, self.room_for_payload())
+        self._round = _RoundBuffers(name, self.room_for_payload())
 
     def room_for_payload(self) -> memoryview:
         """Return memory for a whole payload: what was prepared, if it is still there."""
@@ -105,7 +102,7 @@ class PayloadBuffers:
         self._round = None
         del self._used[SPARE_BYTES // max(1, self.chunk_bytes(0)[1]) :]
 
-    def round(self, name: Attempt) -> RoundBuffers | None:
+    def round(self, name: Attempt) -> _RoundBuffers | None:
         return self._round if self._round and self._round.name == name else None
 
     def room(self, length: int) -> bytearray:
@@ -178,8 +175,46 @@ class PayloadBuffers:
         self.kept.keep(payload)
         return payload.digest
 
-    def _open_round(self, name: Attempt) -> RoundBuffers:
+    def _open_round(self, name: Attempt) -> _RoundBuffers:
         current = self.round(name)
         if current is None:
             raise KeyError(f"round {name} is over")
         return current
+
+
+class Measuring(Protocol):
+    """What this needs of the training side."""
+
+    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
+        """See `Workload.squared_norm`."""
+
+
+def inspection(codec: Measuring, buffers: PayloadBuffers) -> Inspect:
+    """Return what measures one chunk, and refuses bytes that are none."""
+
+    def inspect(chunk: int, data: Blocks) -> float:
+        start, stop = buffers.chunk_bytes(chunk)
+        if len(data) != stop - start:
+            raise BadBlocksError(f"chunk {chunk} has {len(data)} bytes, not {stop - start}")
+        return codec.squared_norm(data, buffers.chunking.blocks(chunk)[0], buffers.fragment)
+
+    return inspect
+
+
+def payload_kind(codec: Measuring, buffers: PayloadBuffers) -> PayloadKind:
+    """Return what the protocol is to know of a fragment's payloads."""
+    return PayloadKind(buffers.size, inspection(codec, buffers))
+
+
+def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect) -> Sum:
+    """Take this for our own blocks from now on. Return the root over their digests and norms.
+
+    Raises: BadBlocksError when they are no payload.
+    """
+    leaves = list[Sum]()
+    for chunk in range(buffers.size.chunks):
+        start, stop = buffers.chunk_bytes(chunk)
+        blocks = memoryview(own)[start:stop]
+        leaves.append(Sum(digest_of(blocks), inspect(chunk, blocks)))
+    buffers.own, buffers.tree = own, SumTree(leaves)
+    return buffers.tree.root

@@ -1,37 +1,126 @@
 """Something large from several peers at once, chunk by chunk, each held against its digest.
 
-Every donor is asked for a few ranges of chunks at a time, so that fast ones give more. A donor that fails, stalls,
-trickles or gives wrong bytes costs the ranges it was to give, and is asked no more. At the end idle donors are asked
-for what slow ones still owe.
+Donors that bulk data reaches best are asked first, and by chance among these: everybody sees the same peers in the same
+order, and without chance all joiners would ask the same few. Every donor is asked for a few ranges of chunks at a time,
+so that fast ones give more. A donor that fails, stalls, trickles or gives wrong bytes costs the ranges it was to give,
+and is asked no more. At the end idle donors are asked for what slow ones still owe.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
 from peers.errors import RemoteProtocolError
+from peers.network.channel import LONGEST_HELD as LONGEST
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
-from peers.transfer.donor_pace import MOST, UNKNOWN, DonorPace, Request
-from peers.transfer.donors import PLACES, ReachingTransport, best_first
-from peers.values.wire import digest_of
+from peers.values.wire import Reach, digest_of
 
-logger = logging.getLogger(__name__)
-
+CHANCE = random.Random()
+PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, Reach.RELAYED: 2, Reach.NONE: 1}
+"""Donors that give at once: one of this reach is added to fewer than so many. So a relay carries bulk data only where
+direct donors are too few to replace one another, and an unreachable donor is tried when nobody else is left."""
+ORDER: Sequence[Reach | None] = (Reach.OPEN, Reach.PUNCHED, None, Reach.RELAYED, Reach.NONE)
+LEAST = 60.0  # seconds that a donor has for what it was asked, however fast others are: it may be in a round
+MOST = LONGEST  # seconds after which it is given up, however slow all are
+SLOWER = 8  # times as slow as the others on average is too slow
+UNKNOWN = 10.0  # seconds that a donor needs, as long as it has given nothing
 RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
 LOOK = 1.0  # seconds from one look at who is slow to the next
 
 
-class PullTransport(ReachingTransport, Protocol):
+class PullTransport(Protocol):
+    def reach_of(self, peer_id: str) -> Reach | None: ...
     async def pull(
         self, peer_id: str, name: str, header: bytes, max_bytes: int, timeout: float
     ) -> tuple[bytes, bytearray]: ...
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None: ...
     def check_admitted(self, run_id: str, peer_id: str) -> None: ...
+
+
+def _best_first(transport: PullTransport, donors: Collection[str]) -> list[str]:
+    """Return the donors with direct ones first and unreachable ones last; otherwise in the order that they have."""
+
+    def rank(donor: str) -> int:
+        reach = transport.reach_of(donor)
+        return 0 if reach is not None and reach.is_direct else ORDER.index(reach)
+
+    return sorted(donors, key=rank)
+
+
+def shuffled(transport: PullTransport, donors: Collection[str], chance: random.Random) -> list[str]:
+    """Return the donors with direct ones first and unreachable ones last; otherwise in an order of chance."""
+    return _best_first(transport, chance.sample(list(donors), len(donors)))
+
+
+def to_ask(transport: PullTransport, donors: Sequence[str], most: int, chance: random.Random) -> list[str]:
+    """Return whom to ask what it has: the first donor, which leads, and others by reach and chance, `most` in all.
+
+    Those that cannot be reached are left out, unless nobody else is there.
+    """
+    ordered = [*donors[:1], *shuffled(transport, donors[1:], chance)]
+    reachable = [donor for donor in ordered if transport.reach_of(donor) is not Reach.NONE]
+    return (reachable or ordered)[:most]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Something that a donor was asked for."""
+
+    donor: str
+    size: int  # bytes
+    at: float  # seconds
+    given_then: Counter[str]
+
+
+@dataclass
+class _DonorPace:
+    """What donors have given. `at_once` is how many requests each answers beside one another."""
+
+    at_once: int
+    given: Counter[str] = field(default_factory=Counter)
+    """Bytes by donor."""
+    _seconds_per_byte: dict[str, float] = field(default_factory=dict)
+
+    def ask(self, donor: str, size: int, now: float) -> _Request:
+        return _Request(donor, size, now, self.given.copy())
+
+    def answered(self, request: _Request, now: float) -> None:
+        """A donor has given what it was asked for."""
+        latest = (now - request.at) / max(1, request.size)
+        known = self._seconds_per_byte.get(request.donor, latest)
+        self._seconds_per_byte[request.donor] = (known + latest) / 2
+
+    def seconds(self, donor: str, size: int) -> float:
+        """Return how long a donor takes for so many bytes, as far as it is known."""
+        return size * self._seconds_per_byte[donor] if donor in self._seconds_per_byte else UNKNOWN
+
+    def seconds_left(self, request: _Request, now: float) -> float:
+        """Return how long a donor will probably still take.
+
+        One that has taken twice as long as it does usually, or has given nothing so far, will take as long again.
+        """
+        elapsed, usual = now - request.at, request.size * self._seconds_per_byte.get(request.donor, 0.0)
+        return elapsed if elapsed > 2 * usual else max(0.0, usual - elapsed)
+
+    def is_too_slow(self, request: _Request, now: float) -> bool:
+        """Return whether the others have given several times as much meanwhile.
+
+        What they gave before does not count: when a round is under way, all give little.
+        """
+        if now - request.at < LEAST:
+            return False
+        meanwhile = self.given - request.given_then
+        meanwhile.pop(request.donor, None)
+        return bool(meanwhile) and meanwhile.total() >= SLOWER * self.at_once * request.size * len(meanwhile)
+
+
+logger = logging.getLogger(__name__)
 
 
 Kept = TypeVar("Kept")
@@ -73,11 +162,11 @@ class Download:
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
-        self._asked: dict[Range, dict[Pull, Request]] = {}  # longest ago first
+        self._asked: dict[Range, dict[Pull, _Request]] = {}  # longest ago first
         self._reasons: dict[str, str] = {}  # why who failed us
         self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
         self._began: dict[str, float] = {}  # when who was first asked
-        self._pace = DonorPace(RANGES)
+        self._pace = _DonorPace(RANGES)
         self._changed = asyncio.Event()
         self._now = asyncio.get_running_loop().time
 
@@ -102,7 +191,7 @@ class Download:
 
         Raises: DownloadError when no donor is left; what has arrived stays in `data`.
         """
-        waiting = deque(best_first(self._transport, donors))
+        waiting = deque(_best_first(self._transport, donors))
         try:
             while not self._is_done:
                 self._forget_those_that_ended()

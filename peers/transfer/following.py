@@ -1,21 +1,25 @@
-"""Following a run's log without a part in it: a snapshot, and then entry after entry, from whoever is furthest on.
+"""Following a run's log without a part in it: a snapshot, and then entry after entry, from the peer furthest on.
 
-Whoever evaluates or exports a run, mirrors it or looks over its shoulder follows it so.
+Evaluation, export, mirrors and onlookers follow a run so. An entry that too few have signed to certify it is believed
+late: a minority that goes on alone has waited for the partition grace, and so does a follower. If most of the roster
+are there, they make an entry of their own, and that is certified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
-from peers.log.branch import UNPROVEN
 from peers.log.certificate import Certificate, Proof, prove
-from peers.log.folder import MemoryLog, RunLog
-from peers.log.header import NO_PAYLOAD, Header
-from peers.log.outcome import header_of
+from peers.log.chain import header_of
+from peers.log.folder import RunLog
+from peers.log.header import NO_PAYLOAD, Header, Position
+from peers.log.lineage import UNPROVEN
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError
@@ -23,17 +27,61 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import DONATING
 from peers.presence.presence import state_told
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.cycles import step
-from peers.transfer.doubts import Doubts
 from peers.transfer.download import PullTransport
-from peers.transfer.headers import fetch_stretch
-from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch
+from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch, fetch_stretch
 from peers.transfer.payloads import PayloadError, Payloads
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
 from peers.transfer.storage import Storage
 from peers.values.identity import verify
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHeads
-from peers.values.workload import BadBlocksError, ReplicatedState, SnapshotError
+from peers.values.system import now
+from peers.values.workload import BadBlocksError, Blocks, ReplicatedState, SnapshotError
+
+
+async def step(state: ReplicatedState, index: int, payloads: Mapping[int, Blocks], amendment: Amendment | None) -> None:
+    """Take outer step `index` of each fragment of which there is a payload. The others stay as they are. `amendment` is
+    the one that is in force before the cycle.
+
+    Raises: BadBlocksError, and changes nothing.
+    """
+    if len(payloads) > 1:  # one alone is checked when it is applied
+        for fragment, payload in payloads.items():
+            blocked = state.fragments[fragment]
+            if len(payload) != blocked.byte_range(0, blocked.block_count)[1]:
+                raise BadBlocksError(f"{len(payload)} bytes are no payload of fragment {fragment}")
+            await asyncio.to_thread(blocked.check, payload, 0)
+    for fragment in sorted(payloads):
+        await state.apply(payloads[fragment], index, fragment, amendment=amendment)
+
+
+logger = logging.getLogger(__name__)
+
+
+class Doubts:
+    """Remembers since when there is nothing certified to follow where one follower of a run is in its log."""
+
+    def __init__(self, grace: float) -> None:
+        """`grace`: seconds for which it waits."""
+        self._grace = grace
+        self._place: Position | None = None
+        self._since = 0.0
+
+    def may_follow(self, log: LogState, proof: Proof, beats: Iterable[Heartbeat]) -> bool:
+        """Whether to follow an entry after `log` for which this speaks. While most of those who could certify one are
+        there, too, as `beats` say, it is not: else anybody could put one there."""
+        if proof.is_certified:
+            return True
+        index, voters = log.position.index, len(log.voters)
+        if self._place != log.position:
+            self._place, self._since = log.position, now()
+            logger.warning("of %d peers only %d have signed entry %d: waiting for others", voters, proof.signers, index)
+        head = log.position.head
+        here = {beat.peer for beat in beats if beat.head == head and log.counts(beat.peer, beat.incarnation)}
+        if now() - self._since < self._grace or 2 * len(here) > voters:
+            return False
+        logger.warning("entry %d is followed, though it is not certified", index)
+        return True
 
 
 def nobody_trains(run: str) -> SwarmUnreachableError:
@@ -50,12 +98,12 @@ class CannotFollowError(SwarmUnreachableError):
         self.least = least
 
 
-class OtherLineageError(LogError):
+class _OtherLineageError(LogError):
     """An entry of a log that split off from ours."""
 
 
 @dataclass(frozen=True)
-class Next:
+class _Next:
     """The cycle that follows in a donor's log: the log with it, its entries with their certificates, and what the one
     of them proves that fewest have signed."""
 
@@ -67,7 +115,7 @@ class Next:
 
 async def next_in_log(
     transport: PullTransport, donor: str, log: LogState, signed: SignedHeads, heads: dict[int, bytes]
-) -> Next:
+) -> _Next:
     """The cycle that follows, as a donor knows it. `heads` are what the log has where archives have signed.
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError, also where an archive has signed another one;
@@ -78,7 +126,7 @@ async def next_in_log(
     after, entries, proofs = log, list[tuple[Header, Certificate | None]](), list[Proof]()
     for told, certificate in stretch.told[: log.fragments]:
         if told.previous != log.position.head:
-            raise OtherLineageError(f"entry {index}: its previous does not follow from the log")
+            raise _OtherLineageError(f"entry {index}: its previous does not follow from the log")
         header = told if isinstance(told, Header) else header_of(after, told)
         at, after = after.of(header.fragment), after.append(header)
         entries.append((header, certificate))
@@ -87,7 +135,7 @@ async def next_in_log(
         raise LogError(f"it has no entry {index}")
     if (head := signed.contradiction(heads | {after.position.index: after.position.head})) is not None:
         raise LogError(f"entry {index}: the archive {head.archive} has signed another outer step {head.index}")
-    return Next(donor, after, tuple(entries), min(proofs))
+    return _Next(donor, after, tuple(entries), min(proofs))
 
 
 class FollowTransport(PullTransport, Protocol):
@@ -125,10 +173,10 @@ class Donors:
         try:
             return await ask_size(self._transport, [beat.peer for beat in await self.live()], self._log, memory)
         except SnapshotError as error:
-            raise no_state_given(str(error)) from error
+            raise _no_state_given(str(error)) from error
 
 
-def no_state_given(reasons: str) -> SwarmUnreachableError:
+def _no_state_given(reasons: str) -> SwarmUnreachableError:
     return SwarmUnreachableError(f"no peer gave its state: {reasons}.", "Try again in a minute.")
 
 
@@ -141,7 +189,7 @@ class Following:
         self.log = settings.empty_log
         self.state_digest = b""
         self.donors = Donors(transport, self.log)
-        self._past = MemoryLog(self.log, 0)
+        self._past = RunLog(self.log, 0)
         self._doubts = Doubts(settings.timing.partition_grace)
         self._transport = transport
         self._state = state
@@ -198,7 +246,7 @@ class Following:
             else:
                 self.log, self.state_digest = self.log.at(snapshot.last, snapshot.ends), snapshot.state_digest
                 return
-        raise no_state_given("; ".join(reasons))
+        raise _no_state_given("; ".join(reasons))
 
     async def advance(self) -> tuple[Header, bytes] | None:
         """Take the next outer step: the entry that closes it, and the state digest after it; None when nobody is
@@ -211,7 +259,7 @@ class Following:
         self._check_signed()
         index, tokens = self.log.position.index, self.log.lineage_tokens
         beats = [beat for beat in live if beat.index > index or beat.lineage_tokens > tokens]
-        donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[Next]()
+        donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[_Next]()
         least = None  # as the first that has a better log than ours has it
         is_waiting = False
         for beat in beats:
@@ -219,7 +267,7 @@ class Following:
                 found = await self._next(beat, donors)
             except (PeerUnreachableError, RemoteProtocolError, LogError) as error:
                 reasons.append(f"{beat.peer}: {error}")
-                least = 0 if least is None and isinstance(error, OtherLineageError) else least
+                least = 0 if least is None and isinstance(error, _OtherLineageError) else least
                 continue
             if found is None:
                 continue
@@ -252,16 +300,16 @@ class Following:
             index + 1 if least is None else least,
         )
 
-    async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> Next | None:
+    async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> _Next | None:
         """What follows at a peer; None where its log is another, and no better than ours.
 
         Raises: PeerUnreachableError, RemoteProtocolError, LogError; OtherLineageError where its log is better.
         """
         try:
             if beat.index <= self.log.position.index:
-                raise OtherLineageError("it has trained more, and took no more outer steps")
+                raise _OtherLineageError("it has trained more, and took no more outer steps")
             return await next_in_log(self._transport, beat.peer, self.log, self._signed, self._heads)
-        except OtherLineageError:
+        except _OtherLineageError:
             fetch = LineageFetch(self._transport, self._past)
             found = await fetch.compare(beat.peer, beat.index, donors, self.log)
             if not found.theirs.is_better_than(found.ours, self._signed):

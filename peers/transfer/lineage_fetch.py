@@ -1,29 +1,43 @@
-"""Getting another peer's log, as far as it is not ours, and checking who has signed it."""
+"""Past entries of the log, in brief: served to peers, and fetched from one as far as its log is not ours.
+
+The signatures of what is fetched are checked, and the two branches compared.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
 
 from peers.errors import RemoteProtocolError
-from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate
-from peers.log.chain import STRETCH_LIMIT, Chain, Entry, Stretch
-from peers.log.folder import MemoryLog, RunLog
+from peers.log.chain import STRETCH_LIMIT, Chain, Entry, Stretch, follow, header_of
+from peers.log.folder import RunLog
 from peers.log.header import Header, Position
-from peers.log.outcome import follow, header_of
+from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
-from peers.network.channel import PeerUnreachableError
+from peers.network.channel import Buffer, PeerUnreachableError, Places
 from peers.presence.heartbeat import Heartbeat
-from peers.transfer.donors import CHANCE, shuffled
-from peers.transfer.download import PullTransport
-from peers.transfer.headers import fetch_stretch
+from peers.transfer.download import CHANCE, PullTransport, kept_for, shuffled
+from peers.values.identity import Verify
 from peers.values.identity import verify as verify_signature
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
-from peers.values.signing import Verify
+from peers.values.wire import Count, RunId, Value, pack, unpack_from
 
+HEADERS = "headers"
+READERS = 8  # pulls of members of the log that are served at once; each may take megabytes meanwhile
+STRANGERS = 4  # besides, others: who joins or follows the run, or only wants to keep us busy
+PULLS = 1  # of one peer at once: packing a stretch of a large run takes the event loop's time
+BYTES_LIMIT = 1 << 23  # bytes: the outcomes of a stretch, and the header that it may begin with
+TIMEOUT = 30.0  # seconds for an answer: the donor may be in a round
+TIMEOUT_PER_ENTRY = 0.25  # seconds besides, for each entry: 30 KB at 1 Mbit/s
+
+Past: TypeAlias = Callable[[int, int, bool], Stretch]
+"""Return those of the cycles [first, last) that are here, the first of them whole or not: see `Chain.stretch`."""
 BACK = 16
 """Each look for the place where two logs split goes back so many times as far as the one before."""
 ASKED = 16
@@ -33,6 +47,60 @@ PATIENCE_PER_ENTRY = 0.05
 LONGEST = 1800.0  # seconds, whatever it brings
 CHAIN_BYTES = 1 << 30  # of entries that are looked at
 NO_STRETCH = Stretch()
+
+
+class HeadersRequest(Value):
+    """Those of the cycles [first, last); the first `is_whole` if the asker does not know what it follows."""
+
+    run: RunId
+    first: Count
+    last: Count
+    is_whole: Annotated[bool, Field(strict=True)]
+
+
+async def serve_headers(
+    transport: PullTransport,
+    pasts: Mapping[str, Past],
+    is_member: Callable[[str, str], bool] = lambda run, peer: False,
+) -> None:
+    """Answer `fetch_stretch` about these runs from now on. `is_member` says of a run and a peer whether the run's log
+    has a lease for it: no stranger keeps such a peer from being answered."""
+    places, places_for_strangers = Places(READERS, PULLS), Places(STRANGERS, PULLS)
+
+    @asynccontextmanager
+    async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
+        request = unpack_from(sender, HeadersRequest, packed)
+        past = kept_for(transport, pasts, request.run, sender)
+        async with (places if is_member(request.run, sender) else places_for_strangers).one_for(sender):
+            last = min(request.last, request.first + STRETCH_LIMIT)
+            yield b"", pack(past(request.first, last, request.is_whole))
+
+    await transport.on_pull(HEADERS, serve, gives_way=True)
+
+
+async def fetch_stretch(
+    transport: PullTransport, donor: str, run: str, first: int, last: int, is_whole: bool
+) -> Stretch:
+    """Fetch as many of the cycles [first, last) as the donor gives at once, from `first` on.
+
+    Whether they fit is for the log to say. Raises: PeerUnreachableError, RemoteProtocolError.
+    """
+    request = pack(HeadersRequest(run=run, first=first, last=last, is_whole=is_whole))
+    timeout = TIMEOUT + TIMEOUT_PER_ENTRY * max(0, min(STRETCH_LIMIT, last - first))
+    _, packed = await transport.pull(donor, HEADERS, request, BYTES_LIMIT, timeout)
+    return unpack_from(donor, Stretch, bytes(packed), BYTES_LIMIT)
+
+
+async def add_headers_before(transport: PullTransport, donor: str, log: RunLog) -> bool:
+    """Add some of the entries that lead up to a log's first one. Returns whether the donor has any.
+
+    Raises: PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError.
+    """
+    first = max(0, log.first - max(1, STRETCH_LIMIT // log.empty_log.fragments))
+    stretch = await fetch_stretch(transport, donor, log.empty_log.run, first, log.first, is_whole=True)
+    await asyncio.to_thread(log.prepend, stretch)
+    return bool(stretch.told)
+
 
 Told = tuple[Header, Certificate | None]
 
@@ -52,7 +120,7 @@ class Compared:
 
 
 @dataclass
-class Look:
+class _Look:
     """A look at one donor's log, from where our state is: how far it has come."""
 
     donor: str
@@ -76,7 +144,7 @@ class LineageFetch:
         self._ours = ours
         self._verify = verify
         self._recent = recent
-        self._last: Look | None = None
+        self._last: _Look | None = None
 
     async def compare(
         self, donor: str, index: int, others: Sequence[str], here: LogState, head: bytes | None = None
@@ -113,13 +181,13 @@ class LineageFetch:
             self._last = look
         return await asyncio.to_thread(self._compared, theirs, here, chain)
 
-    async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[Look, Stretch]:
+    async def _begin(self, donor: str, others: Sequence[str], here: LogState) -> tuple[_Look, Stretch]:
         """What is known of the donor's log, and what follows. Raises: LineageError."""
         last, self._last = self._last, None
         if last is not None and (last.donor, last.here) == (donor, here.position):
             return last, await self._next(donor, others, last.walk.end)
         start, stretch = await self._where_it_leaves(donor, others, here)
-        return Look(donor, here.position, Walk(start, self._verify), Chain(self._ours.empty_log)), stretch
+        return _Look(donor, here.position, Walk(start, self._verify), Chain(self._ours.empty_log)), stretch
 
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
         """Both branches, with the places before their start as far as they are here."""
@@ -212,12 +280,12 @@ class LineageFetch:
 
 async def best_branch(
     transport: PullTransport, beats: Sequence[Heartbeat], empty_log: LogState, signed: SignedHeads = NOTHING_SIGNED
-) -> tuple[Branch, MemoryLog]:
+) -> tuple[Branch, RunLog]:
     """Return the best of the branches that these peers show, all from the manifest on, and its entries.
 
     Raises: LineageError when nobody shows any, or none that the run's archives would have signed.
     """
-    log, best, reasons = MemoryLog(empty_log, 0), Branch(empty_log, empty_log), list[str]()
+    log, best, reasons = RunLog(empty_log, 0), Branch(empty_log, empty_log), list[str]()
     donors = [beat.peer for beat in beats]
     for beat in [*beats[:1], *CHANCE.sample(beats[1:], min(ASKED - 1, len(beats[1:])))]:
         if best.heads.get(beat.index) == beat.head:

@@ -11,12 +11,10 @@ from weakref import WeakValueDictionary
 
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
-from peers.log.payload import Payload
 from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.donors import CHANCE, shuffled
-from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted
-from peers.values.chunks import payload_digest
+from peers.transfer.download import CHANCE, RANGES, Download, DownloadError, PullTransport, Wanted, shuffled
+from peers.values.chunks import Payload, chunks_of
 from peers.values.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_from
 
 PAYLOAD = "payload"
@@ -140,10 +138,6 @@ class Payloads:
 
     async def _ask_digests(self, buffers: PayloadBuffers, donor: str, payload: bytes) -> tuple[bytes, ...]:
         """Raises: PeerUnreachableError; RemoteProtocolError when they are those of another payload."""
-        size = DIGEST_BYTES * buffers.size.chunks
-        request = self._request(buffers.fragment, payload, 0, 0)
-        _, packed = await self._transport.pull(donor, PAYLOAD, request, size, DIGESTS_TIMEOUT)
-        digests = tuple(bytes(packed[at : at + DIGEST_BYTES]) for at in range(0, len(packed), DIGEST_BYTES))
-        if len(packed) != size or payload_digest(digests) != payload:
-            raise RemoteProtocolError(donor, "it has other digests")
-        return digests
+        count, request = buffers.size.chunks, self._request(buffers.fragment, payload, 0, 0)
+        _, packed = await self._transport.pull(donor, PAYLOAD, request, DIGEST_BYTES * count, DIGESTS_TIMEOUT)
+        return chunks_of(donor, PAYLOAD, packed, count, payload)

@@ -16,8 +16,7 @@ from peers.errors import RemoteProtocolError
 from peers.log.folder import LogFolderError, RunLog
 from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
 from peers.protocol.faults import PROOF_LIMIT
-from peers.transfer.donors import CHANCE, shuffled
-from peers.transfer.download import PullTransport, kept_for
+from peers.transfer.download import CHANCE, PullTransport, kept_for, shuffled
 from peers.values.wire import Digest, RunId, Value, digest_of, pack, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> 
     await transport.on_pull(PROOF, serve, gives_way=True)
 
 
-async def fetch_proof(transport: PullTransport, donor: str, run: str, proof: bytes) -> bytes:
+async def _fetch_proof(transport: PullTransport, donor: str, run: str, proof: bytes) -> bytes:
     """Fetch the proof with this digest. Raises: PeerUnreachableError, RemoteProtocolError."""
     request = pack(ProofRequest(run=run, proof=proof))
     _, data = await transport.pull(donor, PROOF, request, PROOF_LIMIT, TIMEOUT)
@@ -103,7 +102,7 @@ class MissingProofs:
     async def _fetch(self, proof: bytes, donor: str) -> bool:
         """Ask one peer for a proof. Returns whether none is to be asked for it now."""
         try:
-            data = await fetch_proof(self._transport, donor, self._log.empty_log.run, proof)
+            data = await _fetch_proof(self._transport, donor, self._log.empty_log.run, proof)
             await asyncio.to_thread(self._log.keep_proofs, [data])
         except (PeerUnreachableError, RemoteProtocolError):
             asked = self._asked[proof]

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from peers.errors import RemoteProtocolError
-from peers.log.branch import Branch
 from peers.log.header import UNKNOWN_STATE, Position
+from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError
-from peers.transfer.donors import CHANCE, to_ask
-from peers.transfer.download import Download, DownloadError, PullTransport, Wanted
+from peers.transfer.download import CHANCE, Download, DownloadError, PullTransport, Wanted, to_ask
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot, SnapshotOffer, SnapshotRequest
-from peers.transfer.state_chunks import StateChunking, chunks_of
 from peers.transfer.storage import Storage
+from peers.values.chunks import StateChunking, chunks_of
 from peers.values.wire import DIGEST_BYTES, pack, unpack_from
 from peers.values.workload import SnapshotError
 
@@ -165,7 +164,7 @@ async def _offers(
     """
 
     async def ask(donor: str) -> Offered:
-        offered = await ask_offer(transport, donor, log, least, limit)
+        offered = await _ask_offer(transport, donor, log, least, limit)
         if size not in (None, offered.offer.bytes):
             raise RemoteProtocolError(donor, f"its snapshot has {offered.offer.bytes} bytes, not {size}")
         return offered
@@ -200,7 +199,7 @@ async def ask_size(
     return size
 
 
-async def ask_offer(
+async def _ask_offer(
     transport: PullTransport, donor: str, log: LogState, least: int = 0, limit: int = DIGESTS_LIMIT
 ) -> Offered:
     """What snapshot a donor has, with digests of `limit` bytes at most.
@@ -210,7 +209,7 @@ async def ask_offer(
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
     packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, SnapshotOffer, packed)
-    chunks = chunks_of(donor, SNAPSHOT, digests, offer.bytes, offer.state_digest)
+    chunks = chunks_of(donor, SNAPSHOT, digests, StateChunking(offer.bytes).count, offer.state_digest)
     if offer.last is not None and offer.last.run != log.run:
         raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
     if not log.may_end_with(offer.last, offer.ends):

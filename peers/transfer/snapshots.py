@@ -1,10 +1,23 @@
-"""Snapshots of the outer state, as they are given to who joins: which there is, and its chunks."""
+"""Snapshots of the outer state: frozen while training goes on, held for a while, and served to peers that join.
+
+After every `snapshot_every`-th cycle each peer, or in larger swarms a few in turn, copies momentum and theta. Since the
+state at a place in the log is the same everywhere, so are the digests: who joins takes the snapshot on which most peers
+agree, and its chunks from all of them at once. Who has frozen nothing that is new enough does so when it is asked.
+
+There is room for two snapshots, of 8 bytes a parameter each, whatever others ask for. The first place is that of the
+newest one from a chosen entry; it is given to all for whom it is new enough, so that joiners find the same one at many
+donors. In the second is one that is still fetched: the one before, or one that was frozen since a joiner asked for a
+newer one. Since identities cost nothing in an open run, no rule counts who fetches: whatever is in the second place has
+a time limit, and one that was asked for gives way to a chosen one. So nobody can keep a peer from having a new snapshot
+for others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
@@ -13,12 +26,15 @@ from pydantic import Field
 
 from peers.errors import RemoteProtocolError
 from peers.log.chain import STRETCH_LIMIT
-from peers.log.header import Header
+from peers.log.header import Header, Position
+from peers.log.state import LogState
 from peers.network.channel import Buffer, Places, RefusalError
+from peers.protocol.peer import Peer
 from peers.transfer.download import RANGES, PullTransport, kept_for
-from peers.transfer.memory_file import MemoryFile
-from peers.transfer.state_chunks import StateChunking
+from peers.transfer.storage import MemoryFile, Storage
+from peers.values.chunks import StateChunking, chunk_digests, digest_of_chunks
 from peers.values.wire import Count, Digest, RunId, Value, pack, unpack_from
+from peers.values.workload import SnapshotError, Workload
 
 SNAPSHOT = "snapshot"
 READERS = 16  # pulls of peers of the run that are served at once
@@ -26,6 +42,12 @@ STRANGERS = 6  # besides, others: who exports the model has no heartbeat, nor ha
 PULLS = RANGES + 1  # of one peer at once: one may have been given up, and its end not be seen here yet
 OFFERED = 15.0  # seconds after it was offered for which it is held: where entries come fast, it is soon not the newest
 IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
+LEAVE = 600.0  # seconds for which one may be fetched in the second place, at least
+SLOWEST = 500_000  # bytes a second; a joiner whose links carry as much gets all of a snapshot in this time
+SETTLE_TIMEOUT = 20.0  # seconds that a joiner may wait for us to finish an outer step
+NOT_YET = "the state is not frozen yet: that is done when the outer step under way ends; ask again then"
+NO_ROOM = "as many snapshots as there is room for are being fetched; ask again later"
+SNAPSHOT_PEERS = 8  # that freeze the same entry, where there are more
 
 
 class SnapshotRequest(Value):
@@ -116,33 +138,229 @@ async def serve_snapshots(transport: PullTransport, sources: Mapping[str, Snapsh
         source = kept_for(transport, sources, request.run, sender)
         async with (places if source.is_member(sender) else places_for_strangers).one_for(sender):
             if request.head is None:
-                yield await _offer(source, request.least)
+                snapshot = await source.newest(request.least)
+                snapshot.offered_at, size = time.monotonic(), len(snapshot.data)
+                offer = SnapshotOffer(
+                    last=snapshot.last, bytes=size, state_digest=snapshot.state_digest, ends=snapshot.ends
+                )
+                yield pack(offer), b"".join(snapshot.chunk_digests)
                 return
-            snapshot = source.held(request.head)
-            if snapshot is None:
+            held = source.held(request.head)
+            if held is None:
                 raise RefusalError("that snapshot is not here any more")
-            start, stop = requested_bytes(sender, len(snapshot.data), request.first, request.last)
-            async with snapshot.being_read():
-                yield b"", snapshot.data[start:stop]
+            chunking = StateChunking(len(held.data))
+            if not request.first < request.last <= chunking.count:
+                raise RemoteProtocolError(sender, f"there are no chunks {request.first} to {request.last}")
+            start, stop = chunking.bounds(request.first, request.last)
+            async with held.being_read():
+                yield b"", held.data[start:stop]
 
     await transport.on_pull(SNAPSHOT, serve, gives_way=True)
 
 
-def requested_bytes(sender: str, size: int, first: int, last: int) -> tuple[int, int]:
-    """Bytes [start, stop) of chunks [first, last) of a state of `size` bytes. Raises: RemoteProtocolError."""
-    chunking = StateChunking(size)
-    if not first < last <= chunking.count:
-        raise RemoteProtocolError(sender, f"there are no chunks {first} to {last}")
-    return chunking.bounds(first, last)
+class _Shelf:
+    """The snapshots that are held, by the heads of the log that they are at."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._first: tuple[bytes, Snapshot] | None = None
+        self._second: tuple[bytes, Snapshot] | None = None
+        self._is_asked_for = False
+        """Whether the second one is at no chosen entry."""
+        self._leaves_at = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        return self._first is None
+
+    def held(self, head: bytes) -> Snapshot | None:
+        return next((snapshot for at, snapshot in self._all if at == head), None)
+
+    def new_enough(self, least: int) -> Snapshot | None:
+        """Return one at index `least` or later; if both are, the first, which other peers have, too. One that another
+        has followed is given to nobody else: it may be of a log that was left."""
+        given = self._all if self._is_asked_for else self._all[:1]
+        return next((snapshot for _, snapshot in given if snapshot.index >= least), None)
+
+    def gives_again(self, head: bytes) -> bool:
+        """Whether the snapshot at this head is here. If so, it is given from now on."""
+        snapshot = self.held(head)
+        if snapshot is not None and self._second is not None and self._second[1] is snapshot:
+            self.add_chosen(head, snapshot)
+        return snapshot is not None
+
+    def has_room(self, is_chosen: bool) -> bool:
+        """Whether another snapshot may be frozen, which `is_chosen` or was asked for. One that is in its way, and that
+        nobody fetches any more or has had its time, is dropped."""
+        if self._second is None:
+            return True
+        now, (_, snapshot) = self._clock(), self._second
+        if snapshot.is_in_use(now) and now < self._leaves_at and not (is_chosen and self._is_asked_for):
+            return False
+        self._drop_second()
+        return True
+
+    def add_chosen(self, head: bytes, snapshot: Snapshot) -> None:
+        """Give this one from now on, and the one before as long as somebody fetches it."""
+        before, self._first = self._first, (head, snapshot)
+        if before is not None and before[0] != head and before[1].is_in_use(self._clock()):
+            self._put_second(*before, is_asked_for=False)
+        elif self._second is not None and self._second[0] == head:
+            self._second = None
+
+    def add_asked_for(self, head: bytes, snapshot: Snapshot) -> None:
+        """Give this one to those for whom the first is too old; without any, to all."""
+        if self._first is None:
+            self._first = head, snapshot
+        else:
+            self._put_second(head, snapshot, is_asked_for=True)
+
+    def _drop_second(self) -> None:
+        if self._second is not None:
+            self._second[1].let_go()
+            self._second = None
+
+    def _put_second(self, head: bytes, snapshot: Snapshot, is_asked_for: bool) -> None:
+        if self._second is not None and self._second[1] is not snapshot:
+            self._drop_second()
+        self._second, self._is_asked_for = (head, snapshot), is_asked_for
+        self._leaves_at = self._clock() + max(LEAVE, len(snapshot.data) / SLOWEST)
+
+    @property
+    def _all(self) -> list[tuple[bytes, Snapshot]]:
+        return [one for one in (self._first, self._second) if one is not None]
 
 
-async def _offer(source: SnapshotSource, least: int) -> tuple[bytes, bytes]:
-    snapshot = await source.newest(least)
-    snapshot.offered_at = time.monotonic()
-    offer = SnapshotOffer(
-        last=snapshot.last,
-        bytes=len(snapshot.data),
-        state_digest=snapshot.state_digest,
-        ends=snapshot.ends,
-    )
-    return pack(offer), b"".join(snapshot.chunk_digests)
+logger = logging.getLogger(__name__)
+
+
+class _Host(Protocol):
+    """The driver that states are frozen for."""
+
+    async def until(self, condition: Callable[[Peer], bool]) -> None: ...
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]: ...
+
+
+class Freezer:
+    """Makes and holds one peer's snapshots.
+
+    `state_lock` is held while theta and momentum change, and while the pseudo-gradient is taken from them. A copy for a
+    snapshot, which may take long on a disk, keeps only a change waiting.
+
+    `on_snapshot` is told of every one that is frozen at a chosen entry or taken over, and not of those that somebody
+    has asked for: what it leads to, a checkpoint, is not for strangers to ask for.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        workload: Workload,
+        storage: Storage,
+        host: _Host,
+        on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state_lock = asyncio.Lock()
+        self._copy_lock = asyncio.Lock()
+        self._on_snapshot = on_snapshot
+        self._peer = peer
+        self._workload = workload
+        self._storage = storage
+        self._host = host
+        self._shelf = _Shelf(clock)
+        self._freezing = asyncio.Lock()
+        self._on_demand: asyncio.Task[None] | None = None
+        self._refusal = ""  # why that failed
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """Hold the state for a change: nobody reads it meanwhile."""
+        async with self._copy_lock, self.state_lock:
+            yield
+
+    def is_member(self, peer: str) -> bool:
+        return self._peer.is_live(peer)
+
+    def held(self, head: bytes) -> Snapshot | None:
+        return self._shelf.held(head)
+
+    async def newest(self, least: int) -> Snapshot:
+        """Raises: RefusalError."""
+        if self._peer.log.position.index < least:
+            raise RefusalError(f"outer step {least} is not here yet")
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT):
+                while (snapshot := self._shelf.new_enough(least)) is None:
+                    if self._on_demand is None or self._on_demand.done():
+                        self._on_demand = self._host.start(self._freeze_on_demand())
+                    await asyncio.wait([self._on_demand])  # it goes on for who asks next
+                    if self._refusal:
+                        raise RefusalError(self._refusal)
+        except TimeoutError:
+            raise RefusalError(NOT_YET) from None
+        return snapshot
+
+    async def _freeze_on_demand(self) -> None:
+        self._refusal = ""
+        try:
+            await self._host.until(lambda peer: peer.is_at_cycles_end)
+            if not await self._freeze():
+                self._refusal = NO_ROOM
+        except (OSError, SnapshotError) as error:
+            logger.warning("no snapshot for who asks: %s", error)
+            self._refusal = "no snapshot can be made here"
+
+    def hold(self, snapshot: FrozenSnapshot) -> None:
+        """Give this one from now on; the one before only as long as somebody fetches it."""
+        self._shelf.add_chosen(self._peer.log.at(snapshot.last, snapshot.ends).position.head, snapshot)
+        self._on_snapshot(snapshot)
+
+    async def freeze_if_due(self) -> None:
+        """After a cycle: a snapshot, if this is the place and the peer for it, or there is none here yet: amid a cycle
+        of several entries nothing can be frozen for whoever asks.
+
+        Raises: OSError, SnapshotError.
+        """
+        log = self._peer.settled
+        if (self._is_chosen(log) or self._shelf.is_empty) and not await self._freeze(log.position):
+            logger.info("no snapshot of outer step %d: older ones are being fetched", log.position.index)
+
+    async def _freeze(self, place: Position | None = None) -> bool:
+        """Freeze the present state, if it is at `place`. Returns whether there was room for another one.
+
+        Raises: OSError, without memory; SnapshotError, when the state is corrupt.
+        """
+        async with self._freezing:
+            if self._shelf.gives_again(self._peer.settled.position.head):
+                return True
+            if not self._shelf.has_room(self._is_chosen(self._peer.settled)):
+                return False
+            memory = await asyncio.to_thread(self._storage.snapshot, self._workload.state_size)
+            async with self._copy_lock:
+                log, state_digest = self._peer.settled, self._peer.state_digest
+                if not self._peer.is_at_cycles_end or place not in (None, log.position):
+                    return True
+                await self._workload.copy_state(memory.data)
+            digests = await asyncio.to_thread(chunk_digests, [memory.data])
+            if digest_of_chunks(digests) != state_digest:
+                raise SnapshotError(f"the state at {log.position} is not the one that its digest names")
+            snapshot = FrozenSnapshot(log.last, state_digest, digests, memory.data, log.ends, memory=memory)
+            if self._is_chosen(log):
+                self.hold(snapshot)
+            else:
+                self._shelf.add_asked_for(log.position.head, snapshot)
+            return True
+
+    def _is_chosen(self, log: LogState) -> bool:
+        return _is_chosen(self._peer.me, log, self._peer.settings.snapshot_every)
+
+
+def _is_chosen(me: str, log: LogState, every: int) -> bool:
+    """Whether this peer freezes the state here: at every such entry eight peers of the roster, others each time."""
+    if log.position.index % every:
+        return False
+    roster = log.roster
+    if len(roster) <= SNAPSHOT_PEERS:
+        return True
+    turn = log.position.index // every
+    return me in roster and (roster.index(me) - turn * SNAPSHOT_PEERS) % len(roster) < SNAPSHOT_PEERS

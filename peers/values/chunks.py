@@ -1,20 +1,37 @@
-"""How a payload is cut up: into chunks to move, to count and to be digested, and into parts, one per reducer.
+"""The chunks of payloads and of states: where they are cut, how they are digested, and how a peer commits to them.
 
-A chunk is a run of consecutive blocks. Where the cuts lie follows from the number of blocks alone, so that the digest
-of a payload, taken over the digests of its chunks, is the same everywhere and each chunk can be checked by itself.
+A chunk of a payload is a run of consecutive blocks. Where the cuts lie follows from the number of blocks alone, so that
+the digest of a payload, taken over the digests of its chunks, is the same everywhere and each chunk can be checked by
+itself. So it is with the outer state, momentum and theta, whose chunks are cut by bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeAlias
 
-from peers.values.wire import digest_of
+from blake3 import blake3
+
+from peers.errors import RemoteProtocolError
+from peers.values.wire import DIGEST_BYTES, digest_of
 
 CHUNK_BLOCKS = 512  # blocks at most: half a MiB of int8, the size at which hivemind's streams are fastest
 CHUNKS = 64  # at least, if there are as many blocks, so that small payloads can be pipelined, too
+CONTEXT = b"diloco-peer sum\0"
+NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
+MOST_LEVELS = 24
+KEPT_BYTES = 1 << 26  # of payloads in memory, for peers that fell behind
+KEPT_AT_LEAST = 3  # that are nowhere else: the one held, the last one applied, and one that somebody may be fetching
+STATE_CHUNK = 1 << 20  # bytes
+THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -45,9 +62,9 @@ class PayloadSize:
     bytes: int
 
 
-def payload_digest(chunk_digests: Iterable[bytes]) -> bytes:
-    """The digest that names a payload, from those of its chunks in order."""
-    return digest_of(b"".join(chunk_digests))
+def digest_of_chunks(digests: Iterable[bytes]) -> bytes:
+    """Return the digest that names a payload or a state, from those of its chunks in order."""
+    return digest_of(b"".join(digests))
 
 
 def parts_of(shares: Sequence[int]) -> list[range]:
@@ -59,7 +76,7 @@ def parts_of(shares: Sequence[int]) -> list[range]:
     return parts
 
 
-def split_evenly(chunk_count: int, reducers: int) -> list[int]:
+def _split_evenly(chunk_count: int, reducers: int) -> list[int]:
     """Chunks per part, as equal as can be."""
     return [chunk_count * (place + 1) // reducers - chunk_count * place // reducers for place in range(reducers)]
 
@@ -86,7 +103,7 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
     reducers = len(rates)
     known = sorted(rate for rate in rates if rate > 0)
     if members < 3 or not known:
-        return split_evenly(chunk_count, reducers)
+        return _split_evenly(chunk_count, reducers)
     rates = [(rate or known[0]) / known[-1] for rate in rates]
     shares = [0.0] * reducers
     fastest = sorted(rates, reverse=True)
@@ -105,3 +122,176 @@ def _round(chunk_count: int, shares: Sequence[float]) -> list[int]:
         total += share
         bounds.append(min(chunk_count, round(chunk_count * total / max(sum(shares), 1e-9))))
     return [after - before for before, after in pairwise(bounds)]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A node: the digest of all chunks below it, and the sum of their squared norms. A leaf has its chunk's digest."""
+
+    digest: bytes
+    squares: float
+
+    @property
+    def packed(self) -> bytes:
+        return NODE.pack(self.digest, self.squares)
+
+
+class SumTree:
+    """Over the chunks of one payload, in order."""
+
+    def __init__(self, leaves: Sequence[Sum]) -> None:
+        self._levels = [list(leaves)]
+        while len(level := self._levels[-1]) > 1:
+            pairs = [_above(level[place], level[place + 1]) for place in range(0, len(level) - 1, 2)]
+            self._levels.append(pairs + level[2 * len(pairs) :])
+
+    @property
+    def root(self) -> Sum:
+        return self._levels[-1][0]
+
+    def squares(self, chunk: int) -> float:
+        """Return the squared norm of one chunk."""
+        return self._levels[0][chunk].squares
+
+    def path(self, chunk: int) -> bytes:
+        """Return the nodes beside the way from a chunk to the root, packed, from the lowest on."""
+        beside, place = list[Sum](), chunk
+        for level in self._levels:
+            beside += level[place ^ 1 : (place ^ 1) + 1]
+            place //= 2
+        return b"".join([node.packed for node in beside])
+
+
+def root_of(chunk: int, count: int, leaf: Sum, path: bytes) -> Sum | None:
+    """Return the root to which a leaf of a tree with `count` leaves leads; None if that is no path in such a tree."""
+    if len(path) % NODE.size:
+        return None
+    nodes = [Sum(*fields) for fields in NODE.iter_unpack(path)]
+    if any(not 0 <= node.squares < math.inf for node in nodes):  # not so for NaN, either
+        return None
+    node, place, left = leaf, chunk, count
+    while left > 1:
+        if place ^ 1 < left:
+            if not nodes:
+                return None
+            beside = nodes.pop(0)
+            node = _above(beside, node) if place % 2 else _above(node, beside)
+        place, left = place // 2, (left + 1) // 2
+    return None if nodes else node
+
+
+def _above(left: Sum, right: Sum) -> Sum:
+    return Sum(digest_of(CONTEXT + left.packed + right.packed), left.squares + right.squares)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A whole payload, and the digests of its chunks."""
+
+    data: memoryview
+    chunk_digests: tuple[bytes, ...]
+
+    @classmethod
+    def cut(cls, data: memoryview, block_bytes: int) -> Payload:
+        """From bytes alone, which are digested now. All blocks have `block_bytes` bytes, but for the last."""
+        chunking = Chunking(-(-len(data) // block_bytes))
+        size = chunking.size * block_bytes
+        return cls(data, tuple(digest_of(data[start : start + size]) for start in range(0, len(data), size)))
+
+    @property
+    def digest(self) -> bytes:
+        return digest_of_chunks(self.chunk_digests)
+
+
+class KeptPayloads:
+    """The last payloads, within a budget in bytes. Those that lie on a disk, too, are dropped first, then the oldest;
+    but of those that lie nowhere else a few are always kept."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._payloads: OrderedDict[bytes, Payload] = OrderedDict()
+        self._on_disk: set[bytes] = set()
+
+    def keep(self, payload: Payload) -> None:
+        """Keep a payload that is needed: it counts as the newest, and as lying nowhere else."""
+        self._payloads[payload.digest] = payload
+        self._payloads.move_to_end(payload.digest)
+        self._on_disk.discard(payload.digest)
+        self._drop_what_is_too_much()
+
+    def lies_on_disk(self, digest: bytes) -> None:
+        """Keep a payload only as long as there is room: it can be had from the disk."""
+        if digest in self._payloads:
+            self._on_disk.add(digest)
+            self._drop_what_is_too_much()
+
+    def get(self, digest: bytes) -> Payload | None:
+        return self._payloads.get(digest)
+
+    def _drop_what_is_too_much(self) -> None:
+        while self._bytes() > self._budget and (self._on_disk or len(self._payloads) > KEPT_AT_LEAST):
+            dropped = next(digest for digest in self._payloads if not self._on_disk or digest in self._on_disk)
+            del self._payloads[dropped]
+            self._on_disk.discard(dropped)
+
+    def _bytes(self) -> int:
+        return sum(len(payload.data) for payload in self._payloads.values())
+
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class StateChunking:
+    """The chunks of a state of `bytes` bytes: all of STATE_CHUNK, but for the last."""
+
+    bytes: int
+
+    @property
+    def count(self) -> int:
+        return -(-self.bytes // STATE_CHUNK)
+
+    def bounds(self, first: int, last: int) -> tuple[int, int]:
+        """Byte offsets [start, stop) of chunks [first, last)."""
+        return first * STATE_CHUNK, min(last * STATE_CHUNK, self.bytes)
+
+
+def chunk_digests(vectors: Sequence[Buffer]) -> tuple[bytes, ...]:
+    """Of the state that these buffers make one after another, on all cores: training waits for it."""
+    views = [memoryview(vector).cast("B") for vector in vectors]
+    chunking = StateChunking(sum(view.nbytes for view in views))
+
+    def digest(chunk: int) -> bytes:
+        hasher = blake3()
+        for piece in _pieces(views, *chunking.bounds(chunk, chunk + 1)):
+            hasher.update(piece)
+        return hasher.digest()
+
+    if chunking.count < THREADS:
+        return tuple(map(digest, range(chunking.count)))
+    with ThreadPoolExecutor(THREADS) as pool:
+        return tuple(pool.map(digest, range(chunking.count)))
+
+
+def chunks_of(peer: str, what: str, digests: Buffer, count: int, digest: bytes) -> tuple[bytes, ...]:
+    """Return the digests of the chunks, as `peer` sent them, of what has so many chunks and this digest.
+
+    Raises: RemoteProtocolError when they are others.
+    """
+    chunks = tuple(bytes(digests[at : at + DIGEST_BYTES]) for at in range(0, len(digests), DIGEST_BYTES))
+    if len(chunks) != count or digest_of_chunks(chunks) != digest:
+        raise RemoteProtocolError(peer, f"its {what} has other chunks than its digest says")
+    return chunks
+
+
+def digest_of_state(vectors: Sequence[Buffer]) -> bytes:
+    """The digest (32 bytes) of the state that these buffers make one after another."""
+    return digest_of_chunks(chunk_digests(vectors))
+
+
+def _pieces(views: Sequence[memoryview], start: int, stop: int) -> Iterator[memoryview]:
+    """Bytes [start, stop) of the views one after another."""
+    for view in views:
+        if start < view.nbytes and stop > 0:
+            yield view[max(start, 0) : stop]
+        start, stop = start - view.nbytes, stop - view.nbytes

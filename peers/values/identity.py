@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, Protocol, TypeAlias
 
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -22,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
 )
+from pydantic import Field
 
 from peers.errors import LocalNetworkError, quoted
 
@@ -110,6 +113,10 @@ class Identity:
         """Signature, 64 bytes."""
         return self.private_key.sign(data)
 
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        """Return whether this is the signature of any peer; see the function `verify`."""
+        return verify(peer, data, signature)
+
     def libp2p_private_key(self) -> bytes:
         """The private key as libp2p's protobuf, as its daemon reads it from a file."""
         return PRIVATE_KEY_PREFIX + self.seed + self.public_bytes
@@ -180,3 +187,18 @@ def _not_a_key(path: Path) -> LocalNetworkError:
         f"{path} is not an identity file: it holds no unencrypted Ed25519 private key in PEM form.",
         "Name another file, or one that does not exist yet to have a new identity made.",
     )
+
+
+Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+Verify: TypeAlias = Callable[[str, bytes, bytes], bool]
+"""Whether the peer of this name made this signature of these bytes, given in the order peer, bytes, signature."""
+
+
+class Keys(Protocol):
+    """One peer's key, and the names of all others, which are their public keys."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Our signature, 64 bytes."""
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        """Whether the peer of this name made this signature of these bytes."""

@@ -36,7 +36,7 @@ def sample_count(ranges: Iterable[SampleRange]) -> int:
     return sum(piece.size for piece in ranges)
 
 
-def merge(ranges: Iterable[SampleRange]) -> Lease:
+def _merge(ranges: Iterable[SampleRange]) -> Lease:
     """Sorted, non-empty, adjacent ranges joined."""
     joined: list[SampleRange] = []
     for piece in sorted(piece for piece in ranges if piece.size > 0):
@@ -65,11 +65,6 @@ class SamplePool:
     cursor: int = 0
     free: Lease = ()
 
-    def take(self, count: int) -> tuple[Lease, SamplePool]:
-        """Exactly `count` samples: free ones first, the rest fresh."""
-        (lease,), pool = self.deal([count])
-        return lease, pool
-
     def deal(self, counts: Iterable[int]) -> tuple[list[Lease], SamplePool]:
         """Leases of exactly so many samples, one after another, in at most PIECE_LIMIT ranges each."""
         free, cursor = list(reversed(self.free)), self.cursor
@@ -90,7 +85,7 @@ class SamplePool:
             if missing > 0:
                 pieces.append(SampleRange(cursor, cursor + missing))
                 cursor += missing
-            dealt.append(merge(pieces) if len(pieces) > 1 else tuple(pieces))
+            dealt.append(_merge(pieces) if len(pieces) > 1 else tuple(pieces))
         return dealt, SamplePool(cursor, tuple(reversed(free)))
 
     def claim(self, lease: Iterable[SampleRange]) -> SamplePool:
@@ -101,7 +96,7 @@ class SamplePool:
         wanted = deque(sorted(lease))
         cursor = max([self.cursor, *(piece.stop for piece in wanted)])
         left: list[SampleRange] = []
-        for whole in merge((*self.free, SampleRange(self.cursor, cursor))):
+        for whole in _merge((*self.free, SampleRange(self.cursor, cursor))):
             start = whole.start
             while wanted and start <= wanted[0].start < wanted[0].stop <= whole.stop:
                 piece = wanted.popleft()
@@ -110,7 +105,7 @@ class SamplePool:
             left.append(SampleRange(start, whole.stop))
         if wanted:
             raise ValueError(f"samples {wanted[0].start}..{wanted[0].stop} are trained or leased already")
-        return SamplePool(cursor, merge(left))
+        return SamplePool(cursor, _merge(left))
 
     def bounded(self, limit: int) -> SamplePool:
         """Give up the smallest free ranges, of equal ones the later, until at most `limit` are left.
@@ -124,7 +119,7 @@ class SamplePool:
 
     def release(self, returned: Iterable[SampleRange]) -> SamplePool:
         """Put ranges back; they will be handed out again."""
-        return SamplePool(self.cursor, merge((*self.free, *returned)))
+        return SamplePool(self.cursor, _merge((*self.free, *returned)))
 
 
 class Grants(Sequence[Lease]):

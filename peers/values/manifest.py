@@ -1,9 +1,13 @@
-"""What defines a run, signed by its organiser, under a name that certifies itself.
+"""The definition of a run, signed by its organiser, and the amendments by which the organiser changes it later.
 
 The run id ends in the digest of the whole signed manifest: who has the id can check whatever the network returns.
 An invite is the run id and where to find the swarm, in one string that needs no quoting in a shell:
 
     diloco:tiny-qz3h…4a@/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW…,/ip4/…
+
+A manifest never changes. An *amendment* of the outer optimizer is signed by the same key, and an entry of the log takes
+it in: from the next outer step on every peer steps with its values. Amendments are numbered. An entry takes in only one
+with a higher number than all before it, so nothing is replayed, and of two with one number the log has the first.
 """
 
 from __future__ import annotations
@@ -13,16 +17,26 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any
+from functools import cached_property, lru_cache
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from peers.errors import ManifestError, quoted
-from peers.values.identity import Identity, is_peer_id, verify
+from peers.values.identity import Identity, Signature, is_peer_id, verify
 from peers.values.signed_heads import KEYS_LIMIT
-from peers.values.signing import Signature
-from peers.values.wire import PROTOCOL_VERSION, Count, PeerId, Value, WireError, decode, digest_of, from_plain, pack
+from peers.values.wire import (
+    PROTOCOL_VERSION,
+    Count,
+    PeerId,
+    RunId,
+    Value,
+    WireError,
+    decode,
+    digest_of,
+    from_plain,
+    pack,
+)
 
 SIZE_LIMIT = 64 * 1024  # bytes of a packed manifest
 CONTENT_LIMIT = SIZE_LIMIT - 1024  # bytes; the rest is for name, organiser and signature
@@ -33,6 +47,9 @@ ADDRESS = re.compile(r"(/[A-Za-z0-9.:%_-]+)+/p2p/[A-Za-z0-9]+")
 SIGNING_CONTEXT = b"diloco-peer manifest\0"  # a signature made for anything else is worth nothing here
 INVITE_PREFIX = "diloco:"
 ASK_AGAIN = "Ask the organiser for the invite again."
+AMENDMENT_CONTEXT = b"diloco-peer amendment\0"  # a signature made for anything else is worth nothing here
+LEAST_MOMENTUM = 1e-3
+"""But for none at all: a delayed momentum divides by it."""
 
 
 class SignedManifest(Value):
@@ -47,7 +64,7 @@ class SignedManifest(Value):
     @classmethod
     def create(cls, identity: Identity, name: str, content: Mapping[str, Any]) -> SignedManifest:
         """Sign `content` (what JSON can say) as the run `name`. Raises: ManifestError."""
-        check_name(name)
+        _check_name(name)
         try:
             canonical = _canonical(content)
         except (TypeError, ValueError, RecursionError) as error:
@@ -123,7 +140,7 @@ class SignedManifest(Value):
                 f"the run is of protocol version {self.version}; this diloco-peer speaks version {PROTOCOL_VERSION}.",
                 "Install the diloco-peer that the run's organiser uses: `diloco-peer --version` says what one speaks.",
             )
-        check_name(self.name)
+        _check_name(self.name)
         if not verify(self.organiser, _signed_bytes(self.name, self.organiser, self.content), self.signature):
             raise ManifestError(f"the manifest's signature is not that of its organiser {self.organiser}.", ASK_AGAIN)
         try:
@@ -165,7 +182,7 @@ class Invite:
         return cls(run_id, parts)
 
 
-def check_name(name: str) -> None:
+def _check_name(name: str) -> None:
     """Raises: ManifestError when a run cannot be called that."""
     if NAME.fullmatch(name) is None:
         raise ManifestError(
@@ -181,3 +198,68 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 def _signed_bytes(name: str, organiser: str, content: bytes) -> bytes:
     lengths = b"".join(len(part).to_bytes(4, "big") for part in (name.encode(), organiser.encode()))
     return SIGNING_CONTEXT + lengths + name.encode() + organiser.encode() + content
+
+
+Number = Annotated[int, Field(strict=True, ge=1, lt=2**62)]
+
+
+def check_momentum(value: float) -> float:
+    """Return the momentum; 0 for -0, which is equal to it, and has other bytes. Raises: ValueError."""
+    if 0 < value < LEAST_MOMENTUM:
+        raise ValueError(f"a momentum of {value:g} is too small; use 0, or {LEAST_MOMENTUM:g} or more")
+    return value + 0.0
+
+
+LearningRate = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]
+Momentum = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False), AfterValidator(check_momentum)]
+
+
+class AmendmentText(Value):
+    """What the organiser signs."""
+
+    run: RunId
+    number: Number
+    learning_rate: LearningRate
+    momentum: Momentum
+
+
+class Amendment(Value):
+    """The outer optimizer's learning rate, which a schedule goes on multiplying, and its momentum. Both stand in place
+    of the manifest's, whatever earlier amendments said."""
+
+    number: Number
+    learning_rate: LearningRate
+    momentum: Momentum
+    signature: Signature
+
+    @classmethod
+    def sign(cls, run: str, number: int, learning_rate: float, momentum: float, organiser: Identity) -> Self:
+        """Sign an amendment as the organiser. Raises: ValueError when a value is out of bounds."""
+        signature = organiser.sign(_text(run, number, learning_rate, momentum))
+        return cls(number=number, learning_rate=learning_rate, momentum=momentum, signature=signature)
+
+    def __str__(self) -> str:
+        return f"amendment {self.number} (outer learning rate {self.learning_rate:g}, momentum {self.momentum:g})"
+
+    def is_signed(self, run: str, organiser: str) -> bool:
+        """Return whether the organiser has signed it for this run."""
+        text = _text(run, self.number, self.learning_rate, self.momentum)
+        return _is_signed(text, self.signature, organiser)
+
+
+# Heartbeats and headers repeat the same one, and a signature costs 0.1 ms to check: two of each of 10,000 peers fit.
+# The key is what is signed, byte for byte: values that are equal may differ there.
+@lru_cache(maxsize=32_768)
+def _is_signed(text: bytes, signature: bytes, organiser: str) -> bool:
+    return verify(organiser, text, signature)
+
+
+def _text(run: str, number: int, learning_rate: float, momentum: float) -> bytes:
+    said = AmendmentText(run=run, number=number, learning_rate=learning_rate, momentum=momentum)
+    return AMENDMENT_CONTEXT + pack(said)
+
+
+def newest(*amendments: Amendment | None) -> Amendment | None:
+    """Return the amendment with the highest number, the first of several; None: there is none."""
+    there = [amendment for amendment in amendments if amendment is not None]
+    return max(there, key=lambda amendment: amendment.number, default=None)

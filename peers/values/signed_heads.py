@@ -17,8 +17,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
-from peers.values.identity import verify
-from peers.values.signing import Keys, Signature, Verify
+from peers.values.identity import Keys, Signature, Verify, verify
 from peers.values.wire import Count, Digest, PeerId, RunId, Value, WireError, pack, unpack
 
 SIGNING_CONTEXT = b"diloco-peer signed head\0"  # a signature made for anything else is worth nothing here

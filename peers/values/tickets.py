@@ -16,8 +16,7 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import Field
 
 from peers.errors import AdmissionError, quoted
-from peers.values.identity import KEY_BYTES, Identity, key_of_peer, peer_id_of_bytes, verify
-from peers.values.signing import Signature
+from peers.values.identity import KEY_BYTES, Identity, Signature, key_of_peer, peer_id_of_bytes, verify
 from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, unpack
 
 TICKET_PREFIX = "diloco-ticket:"
@@ -70,7 +69,7 @@ class ShownTicket(Value):
     bearer_signature: Signature | None
 
 
-class CheckedTicket(NamedTuple):
+class _CheckedTicket(NamedTuple):
     """The facts about a ticket whose signatures are good. `expires` is in seconds since the epoch."""
 
     id: bytes
@@ -78,7 +77,7 @@ class CheckedTicket(NamedTuple):
 
 
 @lru_cache(maxsize=4096)  # each heartbeat of a peer shows the same bytes; a signature costs 0.1 ms to check
-def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> CheckedTicket:
+def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> _CheckedTicket:
     """Check that a packed ShownTicket admits a peer to a run, but for its age. Raises: TicketError."""
     try:
         ticket = unpack(ShownTicket, shown, SHOWN_BYTES)
@@ -94,7 +93,7 @@ def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> CheckedTi
             raise TicketError(f"it is for {holder}")
     elif not verify(holder, _bearer_text(peer), ticket.bearer_signature):
         raise TicketError("its bearer has not signed the id of this peer")
-    return CheckedTicket(text.id, ticket.expires)
+    return _CheckedTicket(text.id, ticket.expires)
 
 
 class Ticket(Value):

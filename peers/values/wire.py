@@ -1,4 +1,5 @@
-"""Bytes to typed values and back. Everything that comes from the network enters through `unpack`.
+"""Bytes to typed values and back, and the kinds of fields that values share. Everything that comes from the network
+enters through `unpack`.
 
 Values are pydantic models packed as msgpack arrays in field order: canonical (the same value always gives the same
 bytes, so digests can be taken of them), bounded in size, and checked field by field. Never pickle.
@@ -6,6 +7,8 @@ bytes, so digests can be taken of them), bounded in size, and checked field by f
 
 from __future__ import annotations
 
+import re
+from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -21,6 +24,9 @@ DIGEST_BYTES = 32
 REASON_LIMIT = 500  # characters
 LONGEST_WAIT = 30 * 86400.0  # seconds
 MESSAGE_LIMIT = 1 << 20  # bytes; a roster of 1,000 peers with their leases needs about 200 KB
+TEAM_LENGTH = 32  # characters
+TEAM = r"^([!-~]([ -~]*[!-~])?)?$"
+"""Printable ASCII, without spaces at its ends; empty: none."""
 
 
 def _sample_range(plain: object) -> SampleRange:
@@ -142,3 +148,29 @@ def unpack_from(peer: str, kind: type[ValueT], data: bytes, limit: int = MESSAGE
         return unpack(kind, data, limit)
     except WireError as error:
         raise RemoteProtocolError(peer, str(error)) from error
+
+
+def check_team(name: str) -> None:
+    """Raises: ValueError unless others can be told this name."""
+    if not name or len(name) > TEAM_LENGTH or not re.fullmatch(TEAM, name):
+        raise ValueError(
+            f"{name!r} is no name of a team: give 1 to {TEAM_LENGTH} printable ASCII characters, without spaces at its "
+            "ends"
+        )
+
+
+class Reach(StrEnum):
+    """The way that bulk data takes between two peers; the same in both directions."""
+
+    OPEN = "open"
+    """One of the two can dial the other."""
+    PUNCHED = "punched"
+    """Both dialled at once, through their NATs."""
+    RELAYED = "relayed"
+    """A node that both can dial passes the bytes on, and can't read them."""
+    NONE = "none"
+    """Every way was tried, and failed."""
+
+    @property
+    def is_direct(self) -> bool:
+        return self in (Reach.OPEN, Reach.PUNCHED)

@@ -6,10 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from peers.values.amendments import Amendment
-from peers.values.chunks import PayloadSize
+from peers.values.chunks import PayloadSize, Sum
 from peers.values.leases import SampleRange
-from peers.values.sum_tree import Sum
+from peers.values.manifest import Amendment
 
 Blocks: TypeAlias = bytes | bytearray | memoryview
 """Whole blocks of a payload."""

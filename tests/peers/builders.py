@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from peers.log.branch import Branch
 from peers.log.certificate import Departure, Proof, ballot, certify, electorate
 from peers.log.chain import Chain, Entry
-from peers.log.electorate import take_order
 from peers.log.header import Header, Member, Position
-from peers.log.lineage import Lineage
+from peers.log.lineage import Branch, Lineage
 from peers.log.settings import RunSettings, Timing
-from peers.log.state import LogState
+from peers.log.state import LogState, take_order
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.amending import Amending
 from peers.protocol.commitment import Author, ChunkProof, Commitment, Contribution, Evidence, commit_to, digest_of_all
@@ -49,9 +47,8 @@ from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt, Held, Holder, Round, Share, Stance
 from peers.protocol.showings import Showings
 from peers.protocol.states import State
-from peers.values.chunks import PayloadSize, split_evenly
+from peers.values.chunks import PayloadSize, Sum, SumTree, _split_evenly
 from peers.values.leases import Lease, SampleRange
-from peers.values.sum_tree import Sum, SumTree
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, PayloadKind, Trained
 from tests.simulator.simulated_keys import SimulatedKeys
@@ -124,7 +121,7 @@ def round_of(
 ) -> Round:
     """A round in which `chunks` says how many each member reduces; by default all with tokens reduce as much."""
     if chunks is None:
-        parts = iter(split_evenly(SIZE.chunks, sum(one.tokens > 0 for one in roster)))
+        parts = iter(_split_evenly(SIZE.chunks, sum(one.tokens > 0 for one in roster)))
         chunks = [next(parts) if one.tokens else 0 for one in roster]
     shares = tuple(Share(member=one, chunks=count) for one, count in zip(roster, chunks, strict=True))
     committed = digest_of_all([CONTRIBUTED] * sum(one.tokens > 0 for one in roster))

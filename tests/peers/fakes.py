@@ -12,10 +12,10 @@ from peers.network.throttle import Caps, LinkTime
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.contributions import Contributions
 from peers.protocol.peer import Peer
-from peers.transfer.state_chunks import digest_of_state
-from peers.values.amendments import Amendment
-from peers.values.reach import Reach
+from peers.values.chunks import digest_of_state
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
+from peers.values.wire import Reach
 from peers.values.workload import (
     BadBlocksError,
     Blocked,

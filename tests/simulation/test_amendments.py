@@ -15,8 +15,8 @@ import pytest
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.events import AmendmentSeen
 from peers.protocol.schedule import Schedule
-from peers.values.amendments import Amendment
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from tests.simulator.schedules import LONGEST_TRAINING, agreed, draw_life, live
 from tests.simulator.simulated_peer import SimulatedPeer

@@ -10,8 +10,8 @@ import pytest
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.averages import Averages
 from peers.protocol.effects import Note, SendChunk
-from peers.transfer.inspection import inspection, offer
-from peers.values.sum_tree import Sum
+from peers.transfer.buffers import inspection, offer
+from peers.values.chunks import Sum
 from peers.values.wire import digest_of
 from peers.values.workload import Trained
 from tests.simulator.schedules import agreed

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from peers.log.certificate import ballot
-from peers.log.electorate import TERM
 from peers.log.header import Header, Member
 from peers.log.settings import RunSettings, Timing
+from peers.log.state import TERM
 from peers.protocol.effects import Note, SendChunk, Trouble
 from peers.protocol.messages import Begin, Commit, Message, Ready
 from peers.protocol.rounds import Attempt, Held

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log import branch, lineage
+from peers.log import lineage
+from peers.log import lineage as branch
 from peers.protocol import search
 from tests.simulation.test_schedules import SETTINGS, Fetches, goes_on
 from tests.simulator.history import InvariantError

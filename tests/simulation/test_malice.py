@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from peers.log import electorate
+from peers.log import state as electorate
 from peers.log.settings import Timing
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.schedule import Schedule

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from peers.log.branch import Walk
 from peers.log.certificate import ballot
 from peers.log.header import Header, Member
-from peers.log.payload import Payload
+from peers.log.lineage import Walk
 from peers.log.settings import RunSettings, Timing
 from peers.log.state import LogError
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -25,7 +24,8 @@ from peers.protocol.rounds import Attempt, Held
 from peers.protocol.states import State
 from peers.transfer.snapshot_fetch import Offered, Vouched
 from peers.transfer.snapshots import SnapshotOffer
-from peers.values.amendments import Amendment
+from peers.values.chunks import Payload
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from tests.simulation.test_broken_links import Tally
 from tests.simulator.history import InvariantError

@@ -6,14 +6,14 @@ import random
 from collections import deque
 from dataclasses import replace
 
-from peers.log.exclusions import Fault
+from peers.log.header import Fault
 from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.commitment import Author, commit_to, digest_of_all
 from peers.protocol.effects import SendChunk
 from peers.protocol.faults import FaultProof, SignedAverage, TwoAverages, TwoCommitments
 from peers.protocol.messages import Begin, Complete, Message, Prove, Ready, Unread
 from peers.protocol.rounds import Attempt
-from peers.values.sum_tree import Sum
+from peers.values.chunks import Sum
 from peers.values.wire import digest_of, pack
 from tests.simulator.liars import Lie, Means, Said, invented
 

@@ -9,7 +9,7 @@ from peers.log.certificate import Certificate, prove
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
-from peers.values.amendments import Amendment
+from peers.values.manifest import Amendment
 from tests.simulator.simulated_keys import SimulatedKeys
 from tests.simulator.simulated_workload import GENESIS, stepped
 

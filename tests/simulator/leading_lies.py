@@ -29,8 +29,7 @@ from peers.protocol.messages import (
     Unread,
 )
 from peers.protocol.rounds import Round, Share
-from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.inspection import inspection, offer
+from peers.transfer.buffers import PayloadBuffers, inspection, offer
 from peers.values.wire import LONGEST_WAIT, digest_of
 from tests.simulator.fault_lies import NamesHonest
 from tests.simulator.liars import Liar, Lie, Means, Said, invented

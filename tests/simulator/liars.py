@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from peers.log.certificate import ballot
 from peers.log.header import Header, Member
-from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import Effect, Send, SendChunk
@@ -24,9 +23,10 @@ from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt, Held, Holder
 from peers.transfer.admission import Admitted, ChunkHeader
+from peers.transfer.averages import Reducing
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.chunk_average import Reducing
-from peers.values.signing import Keys
+from peers.values.chunks import Payload
+from peers.values.identity import Keys
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, Reduction
 from tests.simulator.simulated_keys import SimulatedKeys

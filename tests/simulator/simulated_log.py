@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
+from peers.log.lineage import RECENT_ENTRIES, Branch, Walk
 from peers.log.state import LogError, LogState
 from peers.protocol.events import SnapshotRestored
 from peers.transfer.snapshot_fetch import Offered
 from peers.transfer.snapshots import SnapshotOffer
-from peers.values.signing import Verify
+from peers.values.identity import Verify
 from tests.simulator.simulated_workload import digest_of_states
 
 
@@ -94,7 +94,8 @@ def restored(donor: str, frozen: Frozen, branch: Branch, doubt: LogState | None)
     """What a peer is told that has taken over a state, for which this branch vouches. `doubt` is its own log's."""
     index = frozen.last.index + 1 if frozen.last else 0
     state_digest, doubt = digest_of_states(frozen.states), branch.doubt_before(index, doubt)
-    return SnapshotRestored(donor, frozen.last, state_digest, branch.newest_heads, frozen.ends, doubt)
+    heads = tuple(branch.heads[index] for index in sorted(branch.heads)[-RECENT_ENTRIES:] if index)
+    return SnapshotRestored(donor, frozen.last, state_digest, heads, frozen.ends, doubt)
 
 
 def _walked(start: LogState, entries: Sequence[tuple[Header, Certificate | None]], verify: Verify) -> Branch:

@@ -50,11 +50,10 @@ from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.protocol.states import SHOWN_AS, State
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
-from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.chunk_average import average_chunk
-from peers.transfer.inspection import payload_kind
+from peers.transfer.averages import average_chunk
+from peers.transfer.buffers import PayloadBuffers, payload_kind
 from peers.transfer.snapshot_fetch import PATIENCE, PAUSE, NotYetVouchedError, Vouched
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 from peers.values.workload import Progress, SnapshotError, Trained
 from tests.simulator.history import InvariantError
 from tests.simulator.simulated_keys import SimulatedKeys

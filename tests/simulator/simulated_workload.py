@@ -9,12 +9,11 @@ from typing import TypeVar
 
 from peers.log.settings import RunSettings
 from peers.protocol.effects import Train
-from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.chunk_average import Reducing
-from peers.transfer.inspection import inspection, offer
-from peers.values.amendments import Amendment
+from peers.transfer.averages import Reducing
+from peers.transfer.buffers import PayloadBuffers, inspection, offer
+from peers.values.chunks import Sum
 from peers.values.leases import prefix, sample_count
-from peers.values.sum_tree import Sum
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Blocks, Reduction, Trained
 

@@ -34,9 +34,8 @@ from peers.protocol.events import (
     Undelivered,
 )
 from peers.protocol.messages import Message, Unread
-from peers.values.reach import Reach
 from peers.values.signed_heads import NOTHING_SIGNED
-from peers.values.wire import WireError
+from peers.values.wire import Reach, WireError
 from tests.simulator.history import History
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.trace import brief

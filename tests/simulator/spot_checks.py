@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from peers.network.channel import PeerUnreachableError
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.events import Event, PayloadAssembled
-from peers.transfer.spot_check import SpotCheck
+from peers.transfer.averages import SpotCheck
 from peers.values.workload import Blocks
 from tests.simulator.liars import Liar
 from tests.simulator.simulated_peer import SimulatedPeer

@@ -20,9 +20,8 @@ from typing import Any
 import click
 
 from benchmarks.processes import say
-from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
-from peers.driver.messenger import CALL
+from peers.driver.driver import CALL, Driver
+from peers.driver.replication import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.network import dht_node

@@ -21,7 +21,7 @@ import click
 
 from benchmarks.processes import say
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
+from peers.driver.replication import Keeping
 from peers.log.settings import RunSettings, Timing
 from peers.network.channel import Buffer, PeerUnreachableError, Serve
 from peers.network.throttle import Caps
@@ -29,8 +29,8 @@ from peers.network.transport import HivemindTransport
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
 from peers.transfer.snapshots import SNAPSHOT, SnapshotRequest
-from peers.transfer.state_chunks import StateChunking
 from peers.transfer.storage import FolderStorage, Storage
+from peers.values.chunks import StateChunking
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, unpack
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing

@@ -21,9 +21,8 @@ import click
 
 from benchmarks.processes import read_lines, say
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
+from peers.driver.replication import Keeping
 from peers.log.header import Header
-from peers.log.payload import Payload
 from peers.log.settings import RunSettings, Timing
 from peers.network.channel import Buffer, Serve
 from peers.network.throttle import Caps
@@ -32,9 +31,9 @@ from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import Effect, Send, SendChunk
 from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import Message
-from peers.values.amendments import Amendment
+from peers.values.chunks import Payload
 from peers.values.identity import Identity
-from peers.values.signing import IdentityKeys
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, Reduction
 from tests.simulator.liars import LiarsPacker, Lie, Means
@@ -125,7 +124,7 @@ class LyingDriver(Driver, Means):
 
     def __init__(self, identity: Identity, transport: LyingTransport, workload: LyingWorkload) -> None:
         super().__init__(identity, transport, workload, SETTINGS, Keeping(workload.state.digest()))
-        self.name, self.keys, self.allies = identity.peer_id, IdentityKeys(identity), (identity.peer_id,)
+        self.name, self.keys, self.allies = identity.peer_id, identity, (identity.peer_id,)
         self.transport, self.workload = transport, workload
         self.lies: tuple[Lie, ...] = ()
         self._has_lied = False
@@ -234,8 +233,8 @@ class LyingDriver(Driver, Means):
         return beat
 
     # What it makes lies of ------------------------------------------------------------------------------------
-    def keys_of(self, ally: str) -> IdentityKeys:
-        assert isinstance(self.keys, IdentityKeys)
+    def keys_of(self, ally: str) -> Identity:
+        assert isinstance(self.keys, Identity)
         return self.keys
 
     def payload_of_its_own(self) -> Payload:

@@ -14,7 +14,7 @@ import click
 
 from benchmarks.processes import say
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
+from peers.driver.replication import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.network.links import LinkSettings

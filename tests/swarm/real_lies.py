@@ -18,10 +18,10 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.news import News, Request, Whole
 from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.effects import SendChunk
-from peers.transfer.headers import BYTES_LIMIT, HEADERS, HeadersRequest
+from peers.transfer.lineage_fetch import BYTES_LIMIT, HEADERS, HeadersRequest
 from peers.transfer.payloads import PAYLOAD, PayloadRequest
 from peers.transfer.snapshots import SNAPSHOT, SnapshotOffer, SnapshotRequest
-from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
+from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.identity import Identity
 from peers.values.wire import digest_of, pack, unpack
 from tests.simulator.leading_lies import HandsOnItsOwn, RefusesAll

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peers.log import electorate
+from peers.log import state as electorate
 
 
 def let_none_end() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
+from peers.driver.replication import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.network.transport import HivemindTransport

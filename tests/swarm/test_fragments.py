@@ -12,16 +12,15 @@ import pytest
 
 from opendiloco.storage.resume import resume
 from peers.driver.driver import Driver
-from peers.driver.keeping import Keeping
-from peers.log.files import ENTRIES, read_chain
-from peers.log.folder import LogFolder
+from peers.driver.replication import Keeping
+from peers.log.folder import ENTRIES, LogFolder, read_chain
 from peers.log.header import UNKNOWN_STATE
 from peers.network.transport import HivemindTransport
 from peers.protocol.events import AmendmentSeen
 from peers.transfer.following import Following
-from peers.transfer.storage import MemoryStorage
-from peers.values.amendments import Amendment
+from peers.transfer.storage import Storage
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
 from tests.swarm.test_driver import LOCAL, SETTINGS, Swarm, Volunteer, digests_by_position
 from tests.swarm.vector_workload import VectorWorkload
 
@@ -200,7 +199,7 @@ def test_a_run_of_fragments_is_followed_from_outside(tmp_path: Path) -> None:
             transport = await HivemindTransport.create(Identity.generate(), run.bootstrap.addresses, LOCAL)
             try:
                 state = VectorWorkload(fragments=FRAGMENTS)
-                following = Following(transport, state, STREAMING, MemoryStorage())
+                following = Following(transport, state, STREAMING, Storage())
                 await following.begin()
                 began = following.log.position.index
                 await past(volunteers, 2)

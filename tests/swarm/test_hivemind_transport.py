@@ -38,8 +38,7 @@ from peers.network.transport import PROTOCOL_PREFIX, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
-from peers.values.reach import Reach
-from peers.values.wire import MESSAGE_LIMIT
+from peers.values.wire import MESSAGE_LIMIT, Reach
 from tests.child_processes import child_processes
 from tests.peers.network.test_chunk_streams import Inbox, Outbox
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.processes import PeerProcess
 from peers.network.own_network import everywhere
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 from tests.swarm.routers import Internet, Kind, Machine
 
 pytestmark = pytest.mark.swarm

@@ -13,7 +13,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.storage.journal import Journal
-from opendiloco.tools.demo.processes import Child
+from opendiloco.tools.demo import _Child
 from opendiloco.training.reference import Reference, Work
 
 pytestmark = pytest.mark.swarm
@@ -59,10 +59,10 @@ def write_run(folder: Path, streaming: str) -> Path:
 
 async def train_as_a_swarm(folder: Path, streaming: str) -> list[Journal]:
     """Run a whole swarm of commands; the volunteers' journals."""
-    children: list[Child] = []
+    children: list[_Child] = []
 
-    async def start(name: str, *arguments: str) -> Child:
-        children.append(await Child.start(name, [*arguments, "--identity", str(folder / f"{name}.pem")], folder))
+    async def start(name: str, *arguments: str) -> _Child:
+        children.append(await _Child.start(name, [*arguments, "--identity", str(folder / f"{name}.pem")], folder))
         return children[-1]
 
     try:

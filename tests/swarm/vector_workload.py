@@ -11,9 +11,9 @@ from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.kernels import INT8
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.state import OuterState
-from peers.transfer.state_chunks import digest_of_state
-from peers.values.amendments import Amendment
+from peers.values.chunks import digest_of_state
 from peers.values.leases import sample_count
+from peers.values.manifest import Amendment
 from peers.values.workload import (
     Blocks,
     InnerLoop,

@@ -45,7 +45,7 @@ INSTALL_TORCH = "Install a build of torch for this GPU (pytorch.org says how), i
 
 
 @dataclass(frozen=True)
-class Cards:
+class _Cards:
     """GPUs on this machine's buses, whether anything can use them or not. `driver` is NVIDIA's version, if there is
     one."""
 
@@ -67,18 +67,24 @@ class Taken:
 def check_quickly(state: Path | None, options: WorkerOptions) -> None:
     """Log what could be better on this machine. Nothing is imported, started or asked for it. Raises: MachineError for
     what would keep it from training."""
-    for finding in quick_findings(state, options):
+    for finding in _quick_findings(state, options):
         if finding.verdict is Verdict.FAIL:
             raise MachineError(f"{finding.found}.", f"{finding.remedy} `diloco-peer doctor` explains more.")
         if finding.verdict is Verdict.WARN:
             logger.warning("%s. %s", finding.found, finding.remedy)
 
 
-def quick_findings(state: Path | None, options: WorkerOptions) -> Iterator[Finding]:
+def _quick_findings(state: Path | None, options: WorkerOptions) -> Iterator[Finding]:
     """Yield what these checks find. How much memory and disk the run takes is not known yet."""
-    torch, cards = installed_torch(), cards_for(options)
-    gpus = gpus_in_use(torch, options)
-    yield from (check_python(), check_torch(torch, cards), check_compiler(gpus > 0), check_shm(gpus), check_power(()))
+    torch, cards = installed_torch(), _cards_for(options)
+    gpus = _gpus_in_use(torch, options)
+    yield from (
+        _check_python(),
+        _check_torch(torch, cards),
+        _check_compiler(gpus > 0),
+        _check_shm(gpus),
+        _check_power(()),
+    )
     disk = check_disk(state)
     if "free" not in disk.values:  # nothing can be written there at all
         yield disk
@@ -87,19 +93,19 @@ def quick_findings(state: Path | None, options: WorkerOptions) -> Iterator[Findi
 # The checks -----------------------------------------------------------------------------------------------------------
 def machine_findings(torch: Torch | None, options: WorkerOptions) -> list[Finding]:
     """Return what the checks find that need no kernels, no network and no run."""
-    gpus, cards, states = gpus_in_use(torch, options), cards_for(options), read_gpus()
+    gpus, cards, states = _gpus_in_use(torch, options), _cards_for(options), read_gpus()
     return [
-        check_python(),
-        check_torch(torch, cards),
-        check_gpu(torch, cards, options.device),
-        check_compiler(gpus > 0),
-        check_shm(gpus),
-        check_heat(states),
-        check_power(states),
+        _check_python(),
+        _check_torch(torch, cards),
+        _check_gpu(torch, cards, options.device),
+        _check_compiler(gpus > 0),
+        _check_shm(gpus),
+        _check_heat(states),
+        _check_power(states),
     ]
 
 
-def check_python() -> Finding:
+def _check_python() -> Finding:
     version, cores = python_version(), usable_cores()
     found = f"Python {version}, {cores} core{'s' * (cores != 1)} to train on"
     if tuple(map(int, version.split(".")[:2])) < LEAST_PYTHON:
@@ -108,7 +114,7 @@ def check_python() -> Finding:
     return passed("python", found, version=version, cores=cores)
 
 
-def check_torch(torch: Torch | None, cards: Cards) -> Finding:
+def _check_torch(torch: Torch | None, cards: _Cards) -> Finding:
     """Whether torch is there, and was built for the GPUs that are."""
     if torch is None:
         return failed("torch", "torch is not installed", "pip install diloco-peer into this environment again.")
@@ -122,7 +128,7 @@ def check_torch(torch: Torch | None, cards: Cards) -> Finding:
     return passed("torch", found, **values)
 
 
-def check_gpu(torch: Torch | None, cards: Cards, device: str = "auto") -> Finding:
+def _check_gpu(torch: Torch | None, cards: _Cards, device: str = "auto") -> Finding:
     """Whether torch can compute on this machine's GPUs. `device` is what the owner wants to train on."""
     there = ", ".join(cards.names)
     if torch is None:
@@ -163,7 +169,7 @@ def _about_gpus(gpus: tuple[Gpu, ...]) -> Finding:
     return passed("gpu", f"{names}, with bf16", gpus=len(gpus), bf16=has_bf16)
 
 
-def check_compiler(has_gpu: bool) -> Finding:
+def _check_compiler(has_gpu: bool) -> Finding:
     if not has_gpu:
         return skipped("compiler", "no GPU: models are compiled only on GPUs")
     if not any(map(shutil.which, [*filter(None, [os.environ.get("CC")]), "gcc", "clang"])):
@@ -171,9 +177,9 @@ def check_compiler(has_gpu: bool) -> Finding:
     return passed("compiler", "a C compiler is there for torch.compile")
 
 
-def check_shm(gpus: int) -> Finding:
+def _check_shm(gpus: int) -> Finding:
     """Only several GPUs of one machine need /dev/shm: NCCL's. Ours is memory without a name."""
-    free = free_shm()
+    free = _free_shm()
     found = "there is no /dev/shm" if free is None else f"{in_words(free)} free in /dev/shm"
     if gpus < 2:
         return passed("shm", f"{found}; only several GPUs need it", free=free)
@@ -185,7 +191,7 @@ def check_shm(gpus: int) -> Finding:
     return passed("shm", found, free=free)
 
 
-def check_heat(gpus: Sequence[GpuState]) -> Finding:
+def _check_heat(gpus: Sequence[GpuState]) -> Finding:
     readings = [(sensor.name, sensor.celsius, (sensor.critical or HOT + NEARLY) - NEARLY) for sensor in read_sensors()]
     readings += [(gpu.name, gpu.celsius, HOT_GPU) for gpu in gpus if gpu.celsius is not None]
     slowed = [gpu.name for gpu in gpus if gpu.is_slowed_by_heat]
@@ -200,7 +206,7 @@ def check_heat(gpus: Sequence[GpuState]) -> Finding:
     return passed("heat", f"{found}, the hottest of {len(readings)}", celsius=celsius)
 
 
-def check_power(gpus: Sequence[GpuState]) -> Finding:
+def _check_power(gpus: Sequence[GpuState]) -> Finding:
     if is_on_battery():
         return warned("power", "this machine is on battery", "Plug it in: training takes all the power there is.")
     slowed = [gpu.name for gpu in gpus if gpu.is_slowed_by_power]
@@ -263,9 +269,9 @@ def check_memory(gpus: Sequence[Gpu] = (), taken: Taken | None = None) -> Findin
 
 
 def check_disk(state: Path | None, taken: Taken | None = None) -> Finding:
-    where, remedy = state_folder(state), "Name a folder on a disk with space with --state."
+    where, remedy = _state_folder(state), "Name a folder on a disk with space with --state."
     try:
-        free = free_disk(where)
+        free = _free_disk(where)
     except OSError as error:
         return failed("disk", f"{where} cannot be written to: {error.strerror or error}", remedy)
     found, values = f"{in_words(free)} free for {where}", {"free": free}
@@ -284,22 +290,22 @@ def check_disk(state: Path | None, taken: Taken | None = None) -> Finding:
 
 
 # What is there --------------------------------------------------------------------------------------------------------
-def gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
+def _gpus_in_use(torch: Torch | None, options: WorkerOptions) -> int:
     """Return how many GPUs would train. Where torch was not asked, those on the buses count, if it is built for any."""
     if torch is None or options.device == "cpu":
         return 0
-    seen = len(read_cards().names) if torch.platform else 0
+    seen = len(_read_cards().names) if torch.platform else 0
     there = seen if torch.gpus is None else len(torch.gpus)
     wanted = options.gpus or there if needs_gpu_count(options) else 1
     return min(wanted, there)
 
 
-def cards_for(options: WorkerOptions) -> Cards:
+def _cards_for(options: WorkerOptions) -> _Cards:
     """Return the GPUs on the buses; none for an owner who wants the CPU, and need not hear of them."""
-    return Cards() if options.device == "cpu" else read_cards()
+    return _Cards() if options.device == "cpu" else _read_cards()
 
 
-def read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER) -> Cards:
+def _read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER) -> _Cards:
     """Return NVIDIA's cards: by name where its driver tells it, else those on the PCI bus."""
     names = [_model(path) for path in sorted(driver.glob("gpus/*/information"))]
     if not names:
@@ -308,7 +314,7 @@ def read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER) -> Cards:
     with suppress(OSError, IndexError):
         first = (driver / "version").read_text(encoding="utf-8").splitlines()[0]
         version = next((word for word in first.split() if word[0].isdigit() and "." in word), None)
-    return Cards(tuple(names), version)
+    return _Cards(tuple(names), version)
 
 
 def _model(information: Path) -> str:
@@ -326,18 +332,18 @@ def _is_card(device: Path) -> bool:
     return False
 
 
-def free_shm(path: Path = SHM) -> int | None:
+def _free_shm(path: Path = SHM) -> int | None:
     with suppress(OSError):
         return shutil.disk_usage(path).free
     return None
 
 
-def state_folder(state: Path | None) -> Path:
+def _state_folder(state: Path | None) -> Path:
     """Return where what outlives a volunteer is kept."""
     return default_state_folder() if state is None else state
 
 
-def free_disk(path: Path) -> int:
+def _free_disk(path: Path) -> int:
     """Return the free bytes for a folder; it, or the nearest one above it that is there, is written to, and nothing is
     left there. Raises: OSError."""
     there = path.absolute()
@@ -349,4 +355,4 @@ def free_disk(path: Path) -> int:
 
 def has_volunteer(state: Path | None) -> bool:
     """Whether a volunteer runs on this machine that keeps what outlives it there."""
-    return any(ask(socket, Request(do="look")) is not None for socket in sockets(state_folder(state)))
+    return any(ask(socket, Request(do="look")) is not None for socket in sockets(_state_folder(state)))

@@ -28,8 +28,7 @@ from peers.network.relays import LINK_INFO, LinkInfo
 from peers.network.sockets import endpoint_of, listen, parse_endpoint
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
-from peers.values.reach import Reach
-from peers.values.wire import unpack_from
+from peers.values.wire import Reach, unpack_from
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class DialledBack:
+class _DialledBack:
     """What a bootstrap node says that it sees of us. `open_port` is a data port of ours that it could dial, if any.
 
     `keeps_ports`: our router gave a connection the port number that it has here.
@@ -161,7 +160,7 @@ def check_clock(nodes: Sequence[Node]) -> Finding:
 
 async def check_reach(transport: HivemindTransport, nodes: Sequence[Node]) -> Finding:
     """How others reach this machine, as far as bootstrap nodes can tell by dialling it back."""
-    seen = await dialled_back(transport, [node.address for node in nodes])
+    seen = await _dialled_back(transport, [node.address for node in nodes])
     if not seen:
         if not any(node.answers for node in nodes):
             return skipped("reach", "no bootstrap node answers")
@@ -237,7 +236,7 @@ async def _with_clock(transport: HivemindTransport, node: Node) -> Node:
     return Node(node.address, node.answers, *min(told)) if told else node
 
 
-async def dialled_back(transport: HivemindTransport, addresses: Sequence[str]) -> list[DialledBack]:
+async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) -> list[_DialledBack]:
     """Ask bootstrap nodes to dial our data ports. Waits a while for the router to open one, if it may."""
     ports = [parse_endpoint(own)[1] for own in transport.endpoints]
     places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
@@ -261,7 +260,7 @@ async def _data_place(transport: HivemindTransport, address: str) -> str | None:
     return endpoint_of(host, info.port) if host and 0 < info.port < 1 << 16 else None
 
 
-async def _ask(place: str, ports: Sequence[int]) -> DialledBack | None:
+async def _ask(place: str, ports: Sequence[int]) -> _DialledBack | None:
     asked = tuple(dict.fromkeys(port for port in ports if port))[:PROBED_PORTS]
     try:
         own = _free_port()
@@ -270,7 +269,7 @@ async def _ask(place: str, ports: Sequence[int]) -> DialledBack | None:
         logger.debug("%s does not say how it sees us: %s", place, error)
         return None
     host, port = parse_endpoint(seen.endpoint)
-    return DialledBack(host, asked[0] if asked else 0, seen.open[0] if seen.open else None, port == own)
+    return _DialledBack(host, asked[0] if asked else 0, seen.open[0] if seen.open else None, port == own)
 
 
 def _free_port() -> int:

@@ -71,10 +71,10 @@ def probed_torch(torch: Torch | None) -> Torch | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return replace(torch, error=f"it did not answer within {PROBE_SECONDS:.0f} s")
-    return answered(torch, done.returncode, done.stdout, done.stderr)
+    return _answered(torch, done.returncode, done.stdout, done.stderr)
 
 
-def answered(torch: Torch, code: int, out: str, err: str) -> Torch:
+def _answered(torch: Torch, code: int, out: str, err: str) -> Torch:
     """Return what the probe's output says."""
     try:
         told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
@@ -86,7 +86,7 @@ def answered(torch: Torch, code: int, out: str, err: str) -> Torch:
         return replace(torch, error=f"{signal.Signals(-code).name} ended it" if code < 0 else why)
 
 
-def probe() -> dict[str, object]:
+def _probe() -> dict[str, object]:
     """Import torch, and compute something on each GPU."""
     import torch
 
@@ -94,11 +94,11 @@ def probe() -> dict[str, object]:
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
     if not is_available:
-        return {"gpus": [], "error": first_sentence(said[-1].message if said else "")}
+        return {"gpus": [], "error": _first_sentence(said[-1].message if said else "")}
     return {"gpus": [asdict(_gpu(torch, number)) for number in range(torch.cuda.device_count())], "error": ""}
 
 
-def first_sentence(message: object) -> str:
+def _first_sentence(message: object) -> str:
     """Return the beginning of what a library says at length."""
     return str(message).strip().partition(". ")[0].partition("\n")[0][:200]
 
@@ -110,11 +110,11 @@ def _gpu(torch: Any, number: int) -> Gpu:
         torch.ones(2, device=device).sum().item()
         free, _ = torch.cuda.mem_get_info(device)
     except RuntimeError as failure:
-        error = first_sentence(failure)
+        error = _first_sentence(failure)
     with torch.cuda.device(device):
         has_bf16 = not error and torch.cuda.is_bf16_supported(including_emulation=False)
     return Gpu(about.name, (about.major, about.minor), about.total_memory, free, has_bf16, error)
 
 
 if __name__ == "__main__":
-    print(json.dumps(probe()))
+    print(json.dumps(_probe()))

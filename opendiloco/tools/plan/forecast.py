@@ -1,4 +1,6 @@
-"""A forecast of a run with given machines and links: utilisation, tokens, bytes, money, joining, bandwidth needed."""
+"""A forecast of a run with given machines and links: utilisation, tokens, bytes, money, joining, bandwidth needed.
+docs/planning.md says what is left out of the time that a round takes.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from opendiloco.host_memory import STATE_BYTES
-from opendiloco.tools.plan.rounds import LINK_SHARE, QUANTIZED, Peer, Round, Swarm, round_of
 from peers.log.settings import Timing
 from peers.protocol.pace import Pace
+from peers.protocol.planning import deal
+from peers.values.chunks import Chunking, payloads_moved
 
+LINK_SHARE = 0.95
+"""Of a link's bits, that are data: a packet of 1,514 bytes carries 1,448, less what TLS and chunk headers take."""
+DELAYS = 6
+"""One way, in a round: Ready, Begin, a block to its reducer, its average back, Prepared, Complete."""
+QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
+"""Values a second that one thread encodes, and as sparse payloads with error feedback (docs/codecs.md)."""
+STEPPED = 1.69e9
+"""Values a second for which one thread takes the outer step (docs/codecs.md)."""
+BLOCK_VALUES = 1024
 SECONDS_A_DAY = 86_400
 LEAST_IDLE = 0.01
 """Share of a link's time that joiners need at least; with less they never catch up."""
@@ -22,6 +34,92 @@ HALVINGS = 12
 """Times that this interval is halved: to less than one percent."""
 CYCLES = 2
 """Cycles that are simulated before one is measured, and while it is: from the second on, all are alike."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """So many equal peers. Bits a second, the seconds of a round trip to a well-connected server, and of an inner step.
+
+    `gpus` 0 trains on the CPU. Bytes and prices are None where nobody has said them.
+    """
+
+    name: str
+    count: int
+    up: float
+    down: float
+    latency: float
+    step_seconds: float
+    gpus: int = 1
+    gpu_memory: float | None = None
+    main_memory: float | None = None
+    price_per_hour: float | None = None
+
+    @property
+    def rate(self) -> float:
+        """Return the bits of data that its link carries in a second, both ways at once."""
+        return LINK_SHARE * min(self.up, self.down)
+
+
+@dataclass(frozen=True)
+class Swarm:
+    """All peers of a planned run."""
+
+    peers: tuple[Peer, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(peer.count for peer in self.peers)
+
+    @property
+    def slowest_rate(self) -> float:
+        return min(peer.rate for peer in self.peers)
+
+    @property
+    def delay(self) -> float:
+        """Return the seconds one way between the two peers that are furthest apart."""
+        all_latencies = (peer.latency for peer in self.peers for _ in range(min(2, peer.count)))
+        return sum(sorted(all_latencies)[-2:]) / 2
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One round: its seconds, and how many payloads each of the swarm's kinds of peers sends, and gets, in it."""
+
+    arithmetic: float
+    delays: float
+    transfer: float
+    payload_bits: float
+    moved: tuple[float, ...]
+
+    @property
+    def lag(self) -> float:
+        """Return the seconds that it takes beside its transfer; meanwhile the link is free for the next round."""
+        return self.arithmetic + self.delays
+
+    @property
+    def seconds(self) -> float:
+        return self.transfer + self.lag
+
+
+def round_of(swarm: Swarm, values: int, bits: float, encoded: float = QUANTIZED) -> _Round:
+    """Return the round that averages so many values at so many bits each, of which each peer encodes `encoded` a
+    second. Parts are dealt as a leader deals them."""
+    rates = [peer.rate for peer in swarm.peers for _ in range(peer.count)]
+    names = [str(place) for place in range(len(rates))]
+    chunks = deal(Chunking(-(-values // BLOCK_VALUES)).count, len(names), names, dict(zip(names, rates, strict=True)))
+    moved = [payloads_moved(len(names), chunks[name] / sum(chunks.values())) for name in names]
+    payload = values * bits
+    starts = [sum(peer.count for peer in swarm.peers[:place]) for place in range(len(swarm.peers))]
+    return _Round(
+        arithmetic=values / encoded + values / STEPPED,
+        delays=DELAYS * swarm.delay,
+        transfer=max(payload * share / rate for share, rate in zip(moved, rates, strict=True)),
+        payload_bits=payload,
+        moved=tuple(
+            math.fsum(moved[start : start + peer.count]) / peer.count
+            for start, peer in zip(starts, swarm.peers, strict=True)
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -63,7 +161,7 @@ class Plan:
         )
 
     @cached_property
-    def rounds(self) -> tuple[Round, ...]:
+    def rounds(self) -> tuple[_Round, ...]:
         """Return the round of each fragment."""
         return tuple(round_of(self.swarm, values, self.bits, self.encoded) for values in self.fragments)
 
@@ -89,7 +187,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class PeerForecast:
+class _PeerForecast:
     """Of each of some equal peers: inner steps that it makes for an entry, how many cycles there are from one of its
     entries to the next (0: its work never counts), shares of its time that it computes for them and its link sends;
     seconds until a newcomer among them has the state, None if it never has."""
@@ -116,7 +214,7 @@ class Forecast:
     utilisation: float
     tokens_per_day: float
     cost_per_day: float | None
-    peers: tuple[PeerForecast, ...]
+    peers: tuple[_PeerForecast, ...]
 
     @property
     def sent_bits(self) -> float:
@@ -145,13 +243,13 @@ def forecast(plan: Plan) -> Forecast:
     steps = [plan.own_steps(peer) for peer in kinds]
     waited_for = [peer for peer in kinds if plan.training_seconds(peer) <= plan.closes_after]
     seconds = max(map(plan.training_seconds, waited_for)) + max(
-        max(0.0, cycle_seconds(plan, peer) - plan.training_seconds(peer)) for peer in waited_for
+        max(0.0, _cycle_seconds(plan, peer) - plan.training_seconds(peer)) for peer in waited_for
     )
     sent = [sum(each.payload_bits * each.moved[kind] for each in plan.rounds) for kind in range(len(kinds))]
     cycles = [_cycles(plan, peer, seconds) for peer in kinds]
     busy = max(bits / peer.rate for bits, peer in zip(sent, kinds, strict=True))
     peers = tuple(
-        PeerForecast(
+        _PeerForecast(
             name=peer.name,
             count=peer.count,
             inner_steps=own,
@@ -159,7 +257,7 @@ def forecast(plan: Plan) -> Forecast:
             utilisation=own * peer.step_seconds / (between * seconds) if between else 0.0,
             link_share=min(1.0, bits / peer.rate / seconds),
             sent_bits=bits,
-            joining=joining(plan, peer, seconds, busy),
+            joining=_joining(plan, peer, seconds, busy),
         )
         for peer, own, between, bits in zip(kinds, steps, cycles, sent, strict=True)
     )
@@ -176,7 +274,7 @@ def forecast(plan: Plan) -> Forecast:
     )
 
 
-def cycle_seconds(plan: Plan, peer: Peer) -> float:
+def _cycle_seconds(plan: Plan, peer: Peer) -> float:
     """Return how long a peer's cycle takes in a long run, with its waiting for rounds but none for other peers.
 
     Each fragment has a round of its own, which begins after an inner step and ends before one. What a round that began
@@ -223,7 +321,7 @@ def _cycles(plan: Plan, peer: Peer, seconds: float) -> int:
     return cycles if cycles <= 1 + plan.staleness else 0
 
 
-def joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | None:
+def _joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | None:
     """Return the seconds until a newcomer has the state: a snapshot, and the entries since, replayed.
 
     It fetches in the time that rounds leave, from all others at once. The snapshot may be as old as two snapshots are

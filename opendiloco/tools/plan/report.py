@@ -9,8 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from opendiloco.quantities import bandwidth_in_words
-from opendiloco.tools.plan.forecast import Forecast, Plan
-from opendiloco.tools.plan.rounds import Peer
+from opendiloco.tools.plan.forecast import Forecast, Peer, Plan
 
 FULL = 0.85
 """Share of its time from which on a link may be too busy for rounds that overlap. Chosen, between what was measured: at
@@ -29,9 +28,9 @@ class Memory:
     def lacks(self, peer: Peer) -> str | None:
         """Return what the machine has too little of, in words."""
         if peer.main_memory is not None and peer.main_memory < self.main:
-            return f"{peer.name}: needs {gigabytes(self.main)} of main memory, and has {gigabytes(peer.main_memory)}"
+            return f"{peer.name}: needs {_gigabytes(self.main)} of main memory, and has {_gigabytes(peer.main_memory)}"
         if peer.gpu_memory is not None and self.gpu is not None and peer.gpu_memory < self.gpu:
-            return f"{peer.name}: needs {gigabytes(self.gpu)} of each GPU, and has {gigabytes(peer.gpu_memory)}"
+            return f"{peer.name}: needs {_gigabytes(self.gpu)} of each GPU, and has {_gigabytes(peer.gpu_memory)}"
         return None
 
 
@@ -67,16 +66,16 @@ def peers_table(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> Table:
             peer.name,
             str(peer.count),
             str(forecast.inner_steps),
-            how_often(forecast.cycles),
+            _how_often(forecast.cycles),
             f"{forecast.utilisation:.1%}",
             f"{forecast.link_share:.1%}",
-            gigabytes(needed.main),
-            "-" if needed.gpu is None else gigabytes(needed.gpu),
+            _gigabytes(needed.main),
+            "-" if needed.gpu is None else _gigabytes(needed.gpu),
         )
     return table
 
 
-def how_often(cycles: int) -> str:
+def _how_often(cycles: int) -> str:
     """Return in how many entries a peer's work counts, in words."""
     return {0: "never", 1: "each time", 2: "every 2nd", 3: "every 3rd"}.get(cycles, f"every {cycles}th")
 
@@ -148,7 +147,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def gigabytes(size: float) -> str:
+def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 

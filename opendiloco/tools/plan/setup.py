@@ -1,29 +1,93 @@
-"""A plan from a run's configuration, the skeleton of its model, and `links.toml`."""
+"""A plan from a run's configuration, the skeleton of its model, and `links.toml`, each value checked."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Self
 
+from pydantic import Field, ValidationError, model_validator
+
+from opendiloco.config.errors import explain_validation_error, read_toml
 from opendiloco.config.run_config import RunConfig
+from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section
 from opendiloco.kernels import FORMATS
-from opendiloco.model.build import layout_of
 from opendiloco.model.utilisation import peak_tokens_per_second
-from opendiloco.tools.plan.forecast import Plan
-from opendiloco.tools.plan.links import Links, PeerSection
+from opendiloco.tools.plan.forecast import QUANTIZED, QUANTIZED_SPARSE, Peer, Plan, Swarm
 from opendiloco.tools.plan.report import Memory
-from opendiloco.tools.plan.rounds import QUANTIZED, QUANTIZED_SPARSE, Peer, Swarm
-from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.errors import ManifestError
+
+Megabits = Annotated[float, Field(gt=0, le=1e7)]
+Amount = Annotated[float, Field(gt=0, le=1e30)]
+Milliseconds = Annotated[float, Field(ge=0, le=60_000)]
+PEERS_LIMIT = 1000
+"""That a swarm is built for."""
+
+
+class PeerSection(Section):
+    """So many equal peers. `latency_ms` is what ping shows to a well-connected server: a round trip.
+
+    How fast each trains is one of `step_seconds` (an inner step of its whole batch), `tokens_per_second`, and `gpu`:
+    what torch calls it, of which there are `gpus`.
+    """
+
+    name: Name | None = None
+    count: Positive = 1
+    up_mbit: Megabits
+    down_mbit: Megabits
+    latency_ms: Milliseconds = 50.0
+    step_seconds: Amount | None = None
+    tokens_per_second: Amount | None = None
+    gpu: Name | None = None
+    gpus: Annotated[int, Field(ge=0, le=64)] = 1
+    gpu_memory_gb: Amount | None = None
+    main_memory_gb: Amount | None = None
+    price_per_hour: NotNegativeFloat | None = None
+
+    @model_validator(mode="after")
+    def check_speed(self) -> Self:
+        given = [key for key in ("step_seconds", "tokens_per_second", "gpu") if getattr(self, key) is not None]
+        if len(given) != 1:
+            named = " and ".join(given) or "none of them"
+            raise ValueError(f"{named} given; say with one of step_seconds, tokens_per_second and gpu how fast it is")
+        if self.gpus == 0 and (self.gpu is not None or self.gpu_memory_gb is not None):
+            raise ValueError("gpus = 0 has neither a gpu nor gpu_memory_gb; remove these, or say how many there are")
+        return self
+
+
+class Links(Section):
+    """A whole `links.toml`."""
+
+    peers: Annotated[tuple[PeerSection, ...], Field(strict=False, min_length=1, max_length=PEERS_LIMIT)]
+
+    @model_validator(mode="after")
+    def check_count(self) -> Self:
+        count = sum(peer.count for peer in self.peers)
+        if not 2 <= count <= PEERS_LIMIT:
+            raise ValueError(f"the counts of all [[peers]] add up to {count}; give 2 to {PEERS_LIMIT} peers")
+        return self
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Self:
+        """Read and check a file. Raises: ManifestError, with one line for each problem."""
+        content = read_toml(path, "Give a file that exists.")
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise explain_validation_error(str(path), error, cls) from None
 
 
 def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
     """Return the plan. Raises: ManifestError where a machine's speed does not follow from its GPU."""
+    from opendiloco.model.build import layout_of  # this and the next import torch
+    from opendiloco.workers.needs import UTILISATION, needs_of
+
     training, needs, peers = config.training, needs_of(config, skeleton), []
     for place, section in enumerate(links.peers):
         peak = None
         if section.gpu is not None:
             peak = peak_tokens_per_second(section.gpu, section.gpus, needs.precision, needs.token_flops)
-        peers.append(_peer(section, place, training.batch_size * training.sequence_length, peak))
+        rate = section.tokens_per_second or (None if peak is None else UTILISATION * peak)
+        peers.append(_peer(section, place, training.batch_size * training.sequence_length, rate))
     return Plan(
         fragments=tuple(part.stop - part.start for part in layout_of(skeleton, config.streaming).fragments),
         swarm=Swarm(tuple(peers)),
@@ -31,7 +95,7 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
         tokens_per_step=training.batch_size * training.sequence_length,
         smallest_share=config.rounds.smallest_share,
         snapshot_every=config.snapshots.every,
-        bits=bits_of(config.codec.kind),
+        bits=_bits_of(config.codec.kind),
         encoded=QUANTIZED_SPARSE if config.codec.kind == "sparse" else QUANTIZED,
         timing=config.rounds.timing,
         staleness=config.rounds.staleness,
@@ -42,25 +106,25 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
 
 def memory_of(config: RunConfig, skeleton: Any, peer: Peer) -> Memory:
     """Return what `join` will hold against the machine's memory."""
+    from opendiloco.workers.needs import needs_of  # which imports torch
+
     needs = needs_of(config, skeleton, max(1, peer.gpus))
     if not peer.gpus:
         return Memory(needs.main_memory_on_cpu, None)
     return Memory(needs.main_memory, needs.device_memory)
 
 
-def bits_of(codec: str) -> float:
+def _bits_of(codec: str) -> float:
     """Return the bits that a codec takes for a value, its blocks' headers included."""
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
 
 
-def _peer(section: PeerSection, place: int, tokens: int, peak: float | None) -> Peer:
-    """Return the peers of a section, whose inner step has so many tokens. `peak` is their GPUs', in tokens a second."""
+def _peer(section: PeerSection, place: int, tokens: int, rate: float | None) -> Peer:
+    """Return the peers of a section, whose inner step has so many tokens, of which they train `rate` a second."""
     if section.step_seconds is not None:
         seconds = section.step_seconds
-    elif section.tokens_per_second is not None:
-        seconds = tokens / section.tokens_per_second
-    elif peak is not None:
-        seconds = tokens / (UTILISATION * peak)
+    elif rate is not None:
+        seconds = tokens / rate
     else:
         raise ManifestError(
             f"peers.{place}.gpu = {section.gpu!r}: its peak is not known here.",

@@ -22,9 +22,8 @@ from peers.errors import ManifestError, SwarmUnreachableError
 from peers.network.channel import PeerUnreachableError
 from peers.network.known_runs import Amendments
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.values.amendments import Amendment
 from peers.values.identity import Identity
-from peers.values.manifest import Invite
+from peers.values.manifest import Amendment, Invite
 from tests.opendiloco.view.test_agreement import beat
 
 ORGANISER, STRANGER = Identity.generate(), Identity.generate()

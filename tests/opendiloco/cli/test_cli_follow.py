@@ -26,18 +26,17 @@ from opendiloco.shared_memory import Vector
 from opendiloco.training.state import LocalState
 from opendiloco.volunteer import volunteer
 from peers.errors import DilocoPeerError
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.network.channel import PeerUnreachableError
 from peers.network.known_runs import KnownRuns
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.headers import HEADERS, HeadersRequest, serve_headers
+from peers.transfer.lineage_fetch import HEADERS, HeadersRequest, serve_headers
 from peers.transfer.payloads import serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
-from peers.transfer.state_chunks import chunk_digests
-from peers.values.amendments import Amendment
+from peers.values.chunks import chunk_digests
 from peers.values.identity import Identity
-from peers.values.manifest import Invite, SignedManifest
+from peers.values.manifest import Amendment, Invite, SignedManifest
 from peers.values.wire import digest_of, unpack
 from tests.opendiloco.training.recorded_run import RecordedRun, record
 from tests.peers.builders import beat
@@ -60,7 +59,7 @@ class Donor:
         self.buffers = PayloadBuffers(new_state(recorded.run).fragments[0], 1 << 30)
         for payload in recorded.payloads:
             self.buffers.kept.keep(payload)
-        self.log = MemoryLog(recorded.empty_log)
+        self.log = RunLog(recorded.empty_log)
         recorded.fill(self.log)
 
     async def serve(self) -> FakeTransport:

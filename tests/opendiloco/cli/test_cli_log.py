@@ -19,18 +19,14 @@ from opendiloco.storage.files import file_header
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import RunFolder
 from peers.log.chain import Entry
-from peers.log.exclusions import FAULT_AGE, Fault
-from peers.log.files import ENTRIES, NO_RUN, PAYLOADS, entry_line, first_line, payload_path, read_chain
-from peers.log.folder import LogFolder
-from peers.log.header import Position
-from peers.log.payload import Payload
+from peers.log.folder import ENTRIES, NO_RUN, PAYLOADS, LogFolder, _entry_line, _first_line, payload_path, read_chain
+from peers.log.header import FAULT_AGE, Fault, Position
 from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
 from peers.protocol.faults import BadContribution, TwoCommitments
-from peers.values.amendments import Amendment
+from peers.values.chunks import Payload, Sum
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead, pack_heads
-from peers.values.signing import IdentityKeys
-from peers.values.sum_tree import Sum
 from peers.values.wire import digest_of, pack
 from tests.opendiloco.training.recorded_run import BLOCK_BYTES, IDENTITIES, PEERS, RecordedRun, certificate, record
 
@@ -83,7 +79,7 @@ def rewrite(folder: RunFolder, change: Callable[[list[Entry]], list[Entry]]) -> 
     file = folder.log / ENTRIES
     chain, _ = read_chain(file)
     changed = change(chain.entries)
-    file.write_bytes(first_line(chain.empty_log) + b"".join(entry_line(entry) for entry in changed))
+    file.write_bytes(_first_line(chain.empty_log) + b"".join(_entry_line(entry) for entry in changed))
 
 
 def checkpoint(folder: RunFolder, recorded: RecordedRun, index: int) -> Path:
@@ -299,7 +295,7 @@ def test_a_false_signature_is_found(folder: RunFolder, recorded: RecordedRun) ->
 
 def sign(folder: RunFolder, index: int, head: bytes, by: Identity = ORGANISER) -> None:
     """A head that this machine has heard of."""
-    signed = SignedHead.sign(folder.run_id, index, head, by.peer_id, IdentityKeys(by))
+    signed = SignedHead.sign(folder.run_id, index, head, by.peer_id, by)
     folder.signed_heads.write_bytes(pack_heads([signed]))
 
 
@@ -418,7 +414,7 @@ def test_indices_in_words() -> None:
 def two_commitments(position: Position, liar: int = 0, is_lie: bool = True) -> TwoCommitments:
     author = Author(peer=PEERS[liar], incarnation=0, position=position, after=0)
     roots = [Sum(digest_of(b"%d" % (number * is_lie)), 1.0) for number in range(2)]
-    first, second = (commit_to(root, author, IdentityKeys(IDENTITIES[liar])) for root in roots)
+    first, second = (commit_to(root, author, IDENTITIES[liar]) for root in roots)
     return TwoCommitments(author=author, first=first, second=second)
 
 
@@ -489,7 +485,7 @@ def test_what_proves_nothing_is_found(what: str, recorded: RecordedRun, tmp_path
 
 def test_a_false_contribution_is_not_verified_without_the_model(recorded: RecordedRun, tmp_path: Path) -> None:
     author = Author(peer=PEERS[0], incarnation=0, position=position(recorded, 1), after=0)
-    said = commit_to(Sum(digest_of(b"root"), 1.0), author, IdentityKeys(IDENTITIES[0]))
+    said = commit_to(Sum(digest_of(b"root"), 1.0), author, IDENTITIES[0])
     shown = Evidence(commitment=said, chunk=0, proof=ChunkProof(squares=1.0, path=b""), data=b"chunk")
     proof = BadContribution(author=author, evidence=shown)
     keep(tmp_path, pack(proof))

@@ -9,9 +9,7 @@ import pytest
 
 from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
-from opendiloco.tools.demo.processes import Child
-from opendiloco.tools.demo.screen import DemoScreen
-from opendiloco.tools.demo.swarm import _Swarm, _Volunteer, judge
+from opendiloco.tools.demo import DemoScreen, _Child, _judge, _Swarm, _Volunteer
 from opendiloco.view.run_view import Agreement
 from tests.peers.builders import LOG, beat
 
@@ -23,29 +21,29 @@ def swarm(tmp_path: Path) -> _Swarm:
     """Three volunteers, of which one has been killed, and one that came in the middle and trains."""
     found = _Swarm(cast(Run, None), "", tmp_path, cast(DemoScreen, None), [], agreement=Agreement())
     for number in (1, 2, 3, 4):
-        found.volunteers[str(number)] = _Volunteer(f"volunteer {number}", cast(Child, None), trains=True)
+        found.volunteers[str(number)] = _Volunteer(f"volunteer {number}", cast(_Child, None), trains=True)
     found.newcomer = found.volunteers["4"]
     found.agreement.observe([beat("a", LOG), beat("b", LOG)])
     return found
 
 
 def test_all_went_well(swarm: _Swarm) -> None:
-    assert judge(swarm, FACTS, before=3.0) == ()
+    assert _judge(swarm, FACTS, before=3.0) == ()
 
 
 def test_a_newcomer_that_never_joined_was_not_shown(swarm: _Swarm) -> None:
     """Regression: a demo of one minute looked like success, though nobody had joined in the middle."""
     swarm.volunteers["4"].trains = False
-    [problem] = judge(swarm, FACTS, before=3.0)
+    [problem] = _judge(swarm, FACTS, before=3.0)
     assert problem.startswith("the demo was too short: volunteer 4, which came in the middle, had not taken over")
     assert "MINUTES" in problem
 
 
 def test_nor_was_a_death_that_did_not_happen(swarm: _Swarm) -> None:
     swarm.newcomer = None
-    [problem] = judge(swarm, FACTS, before=3.0)
+    [problem] = _judge(swarm, FACTS, before=3.0)
     assert problem.startswith("the demo was too short: no volunteer was killed")
 
 
 def test_a_model_that_did_not_learn(swarm: _Swarm) -> None:
-    assert judge(swarm, FACTS, before=2.0) == ("the held-out loss has not fallen",)
+    assert _judge(swarm, FACTS, before=2.0) == ("the held-out loss has not fallen",)

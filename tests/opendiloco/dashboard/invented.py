@@ -13,14 +13,13 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.dashboard.sources import Source
 from opendiloco.run import Run
 from peers.log.certificate import Certificate, ballot, certify
-from peers.log.electorate import take_order
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.log.header import Header, Member
-from peers.log.state import LogState
+from peers.log.state import LogState, take_order
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState
-from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED
 from peers.values.wire import digest_of
 
@@ -75,7 +74,7 @@ class InventedLog:
 
     def __init__(self, run: Run) -> None:
         self.end = run.settings.empty_log
-        self.log = MemoryLog(self.end, 0)
+        self.log = RunLog(self.end, 0)
 
     def add(
         self, peers: Sequence[str], gone: Sequence[str] = (), died: str = "", amendment: Amendment | None = None

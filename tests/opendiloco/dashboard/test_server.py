@@ -28,7 +28,7 @@ from opendiloco.dashboard.watching import RunWatch, Watching
 from opendiloco.storage.held_out_curve import HeldOutCurve
 from opendiloco.view.history import RunHistory
 from peers.errors import LocalNetworkError, SwarmUnreachableError
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.values.identity import Identity
@@ -295,7 +295,7 @@ def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(
     assert [source.log() for source in sources.current(manifests)] == [None, None]
     kept[story.run.run_id] = Archived()
     first, second = sources.current(manifests)
-    assert isinstance(first.log(), MemoryLog)
+    assert isinstance(first.log(), RunLog)
     assert second.log() is None
     assert sources.current(manifests)[0] is first
     assert sources.current(manifests[1:]) == [second], "a run that was forgotten"

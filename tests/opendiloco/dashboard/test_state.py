@@ -15,9 +15,9 @@ from opendiloco.view import chronicle
 from opendiloco.view.chronicle import Chronicle
 from opendiloco.view.history import MOST_POINTS, REMEMBERED_SECONDS, SHOWN_SPANS, Curve, RunHistory, Timeline
 from opendiloco.view.run_view import LARGEST_LOSS, LARGEST_RATE, RunView
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
-from peers.values.amendments import Amendment
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from tests.opendiloco.dashboard.invented import (
     AMENDED,
@@ -38,7 +38,7 @@ def story() -> Story:
     return Story(14)
 
 
-def read(log: MemoryLog) -> Chronicle:
+def read(log: RunLog) -> Chronicle:
     found = Chronicle()
     while found.read(log):
         pass
@@ -131,7 +131,7 @@ def test_what_is_not_known_of_an_entry_is_taken_up_later() -> None:
     run, found = invented_run(), Chronicle()
     whole = InventedLog(run)
     header = whole.add(PEERS[:3])
-    log = MemoryLog(run.settings.empty_log, 0)
+    log = RunLog(run.settings.empty_log, 0)
     log.append(header, None, None)
     found.read(log)
     assert found.records[0].signatures is None
@@ -146,7 +146,7 @@ def test_a_log_without_its_beginning_says_from_where_it_counts() -> None:
     whole = InventedLog(run)
     for _ in range(4):
         whole.add(PEERS[:3])
-    log = MemoryLog(run.settings.empty_log, 0)
+    log = RunLog(run.settings.empty_log, 0)
     for index in (2, 3):
         header = whole.log.header_at(index)
         assert header is not None

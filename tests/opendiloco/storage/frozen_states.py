@@ -13,8 +13,8 @@ from opendiloco.storage.run_folder import RunFolder
 from opendiloco.storage.writer import Job
 from peers.log.header import Header, Member
 from peers.log.state import LogState
-from peers.transfer.memory_file import MemoryFile
-from peers.transfer.state_chunks import digest_of_state
+from peers.transfer.storage import MemoryFile
+from peers.values.chunks import digest_of_state
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
 

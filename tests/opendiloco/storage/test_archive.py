@@ -23,11 +23,9 @@ from opendiloco.storage.archive import Archive, ArchivedRun
 from opendiloco.storage.disk_room import DiskRoom, NoRoomError
 from opendiloco.training.codec import BlockCodec
 from peers.errors import LocalProtocolError
-from peers.log.exclusions import Fault
 from peers.log.folder import LogFolder
 from peers.log.head_signer import SIGNED
-from peers.log.header import Header, Member
-from peers.log.payload import Payload
+from peers.log.header import Fault, Header, Member
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
@@ -40,10 +38,10 @@ from peers.transfer.lineage_fetch import LineageFetch
 from peers.transfer.payloads import Payloads
 from peers.transfer.proofs import serve_proofs
 from peers.transfer.snapshots import Snapshot
+from peers.values.chunks import Payload
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHead, SignedHeads, pack_heads
-from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of
 from tests.peers.builders import CERTIFIED
 from tests.peers.fakes import FakeTransport
@@ -519,7 +517,7 @@ def test_an_archive_hears_what_it_has_signed_before_it_signs(
     network.told = None
     asyncio.run(kept.sign())
     assert "nobody says what this archive has signed before" in caplog.text
-    elsewhere = SignedHead.sign(run.run_id, 1, bytes(32), NODE.peer_id, IdentityKeys(NODE))
+    elsewhere = SignedHead.sign(run.run_id, 1, bytes(32), NODE.peer_id, NODE)
     network.told = pack_heads([elsewhere])
     clock += 61.0
     asyncio.run(kept.sign())
@@ -538,9 +536,9 @@ def test_an_archive_goes_by_what_others_have_signed_until_it_has_signed_itself(
     head = positions(kept, 2)[1].position.head
     store = cast(Any, kept._transport).runs.heads
     assert not kept._is_astray
-    store.take(run.run_id, [SignedHead.sign(run.run_id, 2, bytes(32), other.peer_id, IdentityKeys(other))])
+    store.take(run.run_id, [SignedHead.sign(run.run_id, 2, bytes(32), other.peer_id, other)])
     assert kept._is_astray
-    store.take(run.run_id, [SignedHead.sign(run.run_id, 1, head, NODE.peer_id, IdentityKeys(NODE))])
+    store.take(run.run_id, [SignedHead.sign(run.run_id, 1, head, NODE.peer_id, NODE)])
     assert not kept._is_astray
 
 

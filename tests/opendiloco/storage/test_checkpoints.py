@@ -11,7 +11,7 @@ from opendiloco.errors import CheckpointError
 from opendiloco.storage.files import file_header, file_name, read_file_header
 from opendiloco.storage.loading import Checkpoints, metadata_of
 from opendiloco.storage.writer import write_checkpoint
-from peers.transfer.state_chunks import chunk_digests
+from peers.values.chunks import chunk_digests
 from tests.opendiloco.storage.frozen_states import RUN, FrozenState, frozen
 
 

@@ -13,11 +13,10 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.storage.resume import resume
 from opendiloco.volunteer.local_workload import LocalWorkload
-from peers.log.files import PAYLOADS, payload_path
-from peers.log.folder import LogFolder, MemoryLog
-from peers.log.payload import Payload
-from peers.values.amendments import Amendment
+from peers.log.folder import PAYLOADS, LogFolder, RunLog, payload_path
+from peers.values.chunks import Payload
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from peers.values.workload import SnapshotError
 from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, Saved, record
@@ -51,7 +50,7 @@ def payload_file(log: LogFolder, index: int) -> Path:
 
 
 def assert_reaches(
-    index: int, recorded: RecordedRun, workload: LocalWorkload, log: LogFolder | MemoryLog, start: int | None = None
+    index: int, recorded: RecordedRun, workload: LocalWorkload, log: LogFolder | RunLog, start: int | None = None
 ) -> None:
     async def story() -> None:
         reached = await resume(workload, log, None if start is None else recorded.states[start])
@@ -84,17 +83,17 @@ def test_the_whole_log_is_replayed_from_wherever_there_is_a_state(
 
 
 def test_an_empty_log_is_the_beginning(recorded: RecordedRun, workload: LocalWorkload) -> None:
-    assert_reaches(0, recorded, workload, MemoryLog(recorded.empty_log))
+    assert_reaches(0, recorded, workload, RunLog(recorded.empty_log))
 
 
 def test_a_checkpoint_alone_will_do(recorded: RecordedRun, workload: LocalWorkload) -> None:
-    assert_reaches(3, recorded, workload, MemoryLog(recorded.empty_log), start=3)
+    assert_reaches(3, recorded, workload, RunLog(recorded.empty_log), start=3)
 
 
 def test_a_log_from_the_middle_needs_a_checkpoint(
     recorded: RecordedRun, workload: LocalWorkload, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = MemoryLog(recorded.empty_log)
+    log = RunLog(recorded.empty_log)
     recorded.fill(log, first=2)
     assert_reaches(0, recorded, workload, log)
     assert "entry 0 is not in this machine's log" in caplog.text
@@ -126,7 +125,7 @@ def test_a_payload_that_is_missing_or_damaged_ends_it(
 def test_a_state_that_is_not_the_recorded_one_is_not_kept(
     start: int | None, recorded: RecordedRun, workload: LocalWorkload, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = MemoryLog(recorded.empty_log)
+    log = RunLog(recorded.empty_log)
     for index, header in enumerate(recorded.headers):
         state_digest = digest_of(b"other") if index == 3 else recorded.states[index + 1].state_digest
         log.append(header, state_digest, recorded.payloads[index])
@@ -135,7 +134,7 @@ def test_a_state_that_is_not_the_recorded_one_is_not_kept(
 
 
 def test_a_state_whose_digest_is_not_known_is_taken(recorded: RecordedRun, workload: LocalWorkload) -> None:
-    log = MemoryLog(recorded.empty_log)
+    log = RunLog(recorded.empty_log)
     for header, payload in zip(recorded.headers, recorded.payloads, strict=True):
         log.append(header, None, payload)
     assert_reaches(ENTRIES, recorded, workload, log)
@@ -145,7 +144,7 @@ def test_a_checkpoint_of_another_lineage_is_where_the_run_goes_on(
     recorded: RecordedRun, workload: LocalWorkload, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = record(recorded.run, np.ones(VALUES, np.float32), ENTRIES, seed=2)
-    log = MemoryLog(recorded.empty_log)
+    log = RunLog(recorded.empty_log)
     other.fill(log)
     assert_reaches(2, recorded, workload, log, start=2)
     assert "entry 2: its previous does not follow" in caplog.text
@@ -154,7 +153,7 @@ def test_a_checkpoint_of_another_lineage_is_where_the_run_goes_on(
 def test_a_payload_that_no_encoder_makes_ends_it(
     recorded: RecordedRun, workload: LocalWorkload, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = MemoryLog(recorded.empty_log)
+    log = RunLog(recorded.empty_log)
     first, second = recorded.headers[:2]
     nonsense = Payload.cut(memoryview(b"\xff" * len(recorded.payloads[0].data)), BLOCK_BYTES)
     log.append(first, None, recorded.payloads[0])
@@ -171,7 +170,7 @@ def test_a_checkpoint_of_another_model_is_refused(recorded: RecordedRun, workloa
             Saved(recorded.headers[0], recorded.states[0].state, recorded.states[1].state_digest),
         ):
             with pytest.raises(SnapshotError):
-                await resume(workload, MemoryLog(recorded.empty_log), saved)
+                await resume(workload, RunLog(recorded.empty_log), saved)
         assert await workload.state_digest() == before
 
     asyncio.run(story())

@@ -17,11 +17,11 @@ from opendiloco.training.state import OuterState
 from peers.log.certificate import Certificate, ballot, certify
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member
-from peers.log.payload import Payload
 from peers.log.state import LogState
-from peers.values.amendments import Amendment
+from peers.values.chunks import Payload
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
+from peers.values.manifest import Amendment
 
 BLOCK_BYTES = kernels.INT8.block_bytes
 IDENTITIES = tuple(Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)) for number in range(2))

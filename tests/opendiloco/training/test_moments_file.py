@@ -39,7 +39,7 @@ from opendiloco.volunteer.volunteer import recall_moments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
-from peers.values.whole_files import PARTIAL
+from peers.values.system import PARTIAL
 from peers.values.workload import InnerLoop, SnapshotError
 from tests.opendiloco.storage.frozen_states import RUN, frozen
 from tests.opendiloco.training.test_optimizers import KINDS

@@ -8,8 +8,8 @@ from blake3 import blake3
 from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection, OuterScheduleSection
 from opendiloco.training.state import OuterState
-from peers.transfer.state_chunks import digest_of_state
-from peers.values.amendments import Amendment
+from peers.values.chunks import digest_of_state
+from peers.values.manifest import Amendment
 
 
 def test_the_outer_step_is_torchs_nesterov_sgd_on_the_decoded_average() -> None:

@@ -24,9 +24,9 @@ from opendiloco.training.reference import Reference, StreamingDiLoCo, Work
 from opendiloco.training.replica import ModelReplica
 from opendiloco.training.state import OuterState
 from peers.errors import ManifestError
-from peers.values.amendments import Amendment
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
+from peers.values.manifest import Amendment
 from tests.opendiloco.training import streaming_by_hand as by_hand
 from tests.opendiloco.training.streaming_by_hand import Case
 

@@ -31,13 +31,13 @@ from opendiloco.view.progress import (
     stage_line,
 )
 from opendiloco.view.run_view import RunView
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.network.throttle import Caps
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol.states import State
 from peers.transfer.download import Download
 from peers.values.identity import Identity
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 from tests.opendiloco.view.test_agreement import beat
 
 RELAY = "/dns4/node.example/tcp/1/p2p/X"
@@ -60,7 +60,7 @@ def progress(small_config: RunConfig) -> Progress:
     run = Run.sign(small_config.model_copy(update={"outer_steps": 40, "training": training}), Identity.generate())
     beats = own_beat(held_out=HeldOutLoss(index=8, loss=2.31)), *map(own_beat, ("b", "c", "unknown"))
     reach = {"b": Reach.RELAYED, "c": Reach.OPEN, "gone": Reach.NONE}
-    facts = OwnFacts(beats, MemoryLog(run.settings.empty_log), State.TRAINING, False, reach, Caps(), 0, 0)
+    facts = OwnFacts(beats, RunLog(run.settings.empty_log), State.TRAINING, False, reach, Caps(), 0, 0)
     return Progress(
         view=RunView.of(run, facts.heartbeats),
         facts=facts,

@@ -21,7 +21,7 @@ from opendiloco.volunteer.local_workload import LocalWorkload, start_workload
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import WorkersRestartedError
-from peers.transfer.state_chunks import digest_of_state
+from peers.values.chunks import digest_of_state
 from peers.values.leases import SampleRange
 from peers.values.workload import BadBlocksError, InnerLoop, Progress, Reduction, SnapshotError, Trained, Workload
 

@@ -20,7 +20,6 @@ from peers.network.known_runs import HeadStore, KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.signed_heads import SignedHead
-from peers.values.signing import IdentityKeys
 
 ORGANISER, NODE = Identity.generate(), Identity.generate()
 ADDRESS = f"/ip4/192.0.2.2/tcp/31337/p2p/{NODE.peer_id}"
@@ -50,7 +49,7 @@ def run(small_config: RunConfig) -> Run:
 
 
 def head(run: Run, index: int) -> SignedHead:
-    return SignedHead.sign(run.run_id, index, bytes(32), ORGANISER.peer_id, IdentityKeys(ORGANISER))
+    return SignedHead.sign(run.run_id, index, bytes(32), ORGANISER.peer_id, ORGANISER)
 
 
 def begin(network: Network, run: Run, folder: RunFolder | None = None) -> list[int]:

@@ -13,7 +13,7 @@ from opendiloco.volunteer.tracking import Audit, Disagreement, Reached, StateTra
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.header import Position
 from peers.presence.heartbeat import PeerState
-from peers.transfer.state_chunks import digest_of_state
+from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
 from tests.peers.builders import beat
 from tests.peers.transfer.test_following import Donor, Run, Swarm

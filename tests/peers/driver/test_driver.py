@@ -14,12 +14,13 @@ import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver import driver as driver_module
-from peers.driver import incoming, outgoing
-from peers.driver.driver import Driver, Transport
-from peers.driver.incoming import CHUNKS, StreamHeader
-from peers.driver.keeping import Keeping
+from peers.driver import outgoing
+from peers.driver import traffic as incoming
+from peers.driver.driver import Driver
+from peers.driver.host import Transport
+from peers.driver.outgoing import CHUNKS, StreamHeader
+from peers.driver.replication import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
-from peers.log.payload import Payload
 from peers.network.channel import Channel
 from peers.protocol.commitment import Contribution, digest_of_all
 from peers.protocol.effects import Apply, OpenRound, ReduceChunk, SendChunk, TokensLost, Train
@@ -28,11 +29,11 @@ from peers.protocol.messages import Abort, Accuse, Complete, Message, Prepared, 
 from peers.protocol.packing import Packer, open_envelope, unpack_message
 from peers.protocol.rounds import Attempt
 from peers.protocol.states import State
-from peers.transfer.buffers import PayloadBuffers, RoundBuffers
-from peers.transfer.inspection import offer
+from peers.transfer.buffers import PayloadBuffers, _RoundBuffers, offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads
-from peers.values.amendments import Amendment
+from peers.values.chunks import Payload
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, unpack
 from peers.values.workload import Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
 from tests.peers.builders import RUN, SETTINGS, SIZE, STATE, Rig, ready
@@ -168,7 +169,7 @@ class DriverOf(Driver):
         return self.peer.exchange.name
 
     @property
-    def current(self) -> RoundBuffers:
+    def current(self) -> _RoundBuffers:
         current = self.buffers.round(self.round)
         assert current is not None
         return current

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peers.driver.flights import Flights
+from peers.driver.outgoing import _Flights
 from peers.log.header import Position
 from peers.protocol.effects import SendChunk
 from peers.protocol.rounds import Attempt
@@ -16,7 +16,7 @@ def send(chunk: int, reduced: bool = False) -> SendChunk:
 
 def test_what_hangs_is_for_another_stream_the_oldest_first() -> None:
     clock = Clock()
-    flights = Flights(clock)
+    flights = _Flights(clock)
     for chunk in (1, 2):
         flights.begin(send(chunk), "first")
         clock.now += 1.0
@@ -30,7 +30,7 @@ def test_what_hangs_is_for_another_stream_the_oldest_first() -> None:
 def test_what_is_sent_once_more_has_twice_the_time() -> None:
     """Regression: where a link was slower than it had been, every stream sent the same chunks again each second."""
     clock = Clock()
-    flights = Flights(clock)
+    flights = _Flights(clock)
     flights.begin(send(1), "first")
     clock.now += 3.0
     flights.begin(send(1), "second")
@@ -43,12 +43,12 @@ def test_what_is_sent_once_more_has_twice_the_time() -> None:
 def test_where_all_chunks_take_long_none_hangs() -> None:
     """Regression: to a member with a slow link all was sent twice, since ours is fast."""
     clock = Clock()
-    flights = Flights(clock)
+    flights = _Flights(clock)
     for chunk in (1, 2):
         flights.begin(send(chunk), "first")
         clock.now += 6.0
         flights.end(send(chunk))
-    for each in (flights, Flights(clock, flights.usual)):
+    for each in (flights, _Flights(clock, flights.usual)):
         each.begin(send(3), "first")
         clock.now += 11.0
         assert each.late("second", patience=1.0) is None
@@ -57,7 +57,7 @@ def test_where_all_chunks_take_long_none_hangs() -> None:
 
 
 def test_a_chunk_is_answered_once() -> None:
-    flights = Flights(Clock())
+    flights = _Flights(Clock())
     flights.begin(send(1), "first")
     flights.begin(send(1), "second")
     flights.begin(send(1, reduced=True), "first")

@@ -11,7 +11,7 @@ import pytest
 
 import peers.driver.pulse
 import peers.driver.training
-from peers.driver.host import Host
+from peers.driver.host import Host, Transport
 from peers.driver.pulse import Pulse
 from peers.driver.training import STEP_LIMIT, STUCK, Training
 from peers.health import Health
@@ -62,7 +62,7 @@ def health(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Health:
 
 
 def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health, clock: Clock) -> None:
-    pulse = Pulse(new_peer(), ME, Network(), lambda work: work.close())
+    pulse = Pulse(new_peer(), ME, cast(Transport, Network()), lambda work: work.close())
     asyncio.run(pulse.publish())
     clock.now += SETTINGS.timing.heartbeat_expiry
     assert health.reasons == []

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from typing import cast
 
 import msgpack
 import pytest
 
-from peers.driver.messenger import CALL, CALL_TIMEOUT, Messenger
+from peers.driver.driver import CALL, CALL_TIMEOUT, _Messenger
+from peers.driver.host import Transport
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.protocol.effects import Send
@@ -69,7 +71,7 @@ def hear(data: bytes) -> list[Event]:
 
     async def scenario() -> list[Event]:
         host, wire = Host(), Wire()
-        await Messenger(wire, host).serve()
+        await _Messenger(cast(Transport, wire), host).serve()
         assert await wire.receive("c", data) == b""
         return host.events
 
@@ -114,7 +116,7 @@ def test_the_protocol_hears_of_a_peer_that_cannot_be_reached(failure: Exception 
     async def scenario() -> None:
         host, wire = Host(), Wire()
         wire.failure = failure
-        Messenger(wire, host).send(Send("c", MESSAGE))
+        _Messenger(cast(Transport, wire), host).send(Send("c", MESSAGE))
         await asyncio.gather(*host.tasks)
         [(to, name, payload, timeout)] = wire.calls
         assert (to, name, unpack_message(RUN, payload, None), timeout) == ("c", CALL, MESSAGE, CALL_TIMEOUT)

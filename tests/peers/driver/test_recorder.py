@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from peers.driver import recorder as recorder_module
-from peers.driver.recorder import Recorder
-from peers.log.files import proof_path
-from peers.log.folder import LogFolder, LogFolderError, MemoryLog
+from peers.driver import replication as recorder_module
+from peers.driver.replication import _Recorder
+from peers.log.folder import LogFolder, LogFolderError, RunLog, proof_path
 from peers.log.header import Header
-from peers.log.payload import Payload
 from peers.protocol.effects import Apply
-from peers.transfer.headers import Past, serve_headers
+from peers.transfer.lineage_fetch import Past, serve_headers
 from peers.transfer.proofs import serve_proofs
+from peers.values.chunks import Payload
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import LOG, RUN, STATE, Rig, chain_of
 from tests.peers.fakes import FakeTransport
@@ -29,8 +28,8 @@ from tests.peers.protocol.test_peer import at_second
 def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) -> None:
     async def scenario() -> None:
         rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[Header]()
-        log = LogFolder.open(tmp_path, LOG, 8) if has_disk else MemoryLog(LOG, 0)
-        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
+        log = LogFolder.open(tmp_path, LOG, 8) if has_disk else RunLog(LOG, 0)
+        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
         recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert [header.payload for header in told] == ([payload.digest] if has_disk else [])
@@ -44,7 +43,7 @@ def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path
         rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[Header]()
         log = LogFolder.open(tmp_path / "log", LOG, 8)
         shutil.rmtree(tmp_path / "log")
-        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
+        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
         recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert told == []
@@ -63,9 +62,9 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_o
             raise LogFolderError(f"cannot keep the run's log: {reason}.", "Make room there.")
 
     async def scenario() -> None:
-        rig, payload, log = Rig(), Payload.cut(memoryview(b"first"), 8), MemoryLog(LOG, 0)
+        rig, payload, log = Rig(), Payload.cut(memoryview(b"first"), 8), RunLog(LOG, 0)
         monkeypatch.setattr(log, "append", append)
-        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
+        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
         first = rig.next_header(payload.digest)
         for index in range(len(reasons)):
             recorder.add(Apply(first.model_copy(update={"index": index})), STATE, payload)
@@ -83,7 +82,7 @@ def test_what_proves_an_annex_is_kept_beside_its_entry(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig, payload = Rig(), Payload.cut(memoryview(b"first"), 8)
         log = LogFolder.open(tmp_path, LOG, 8)
-        recorder = Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
+        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
         recorder.add(Apply(rig.next_header(payload.digest), proofs=(b"one", b"two")), STATE, payload)
         await recorder.finish()
         for kept in (b"one", b"two"):
@@ -111,7 +110,7 @@ def test_what_proves_an_annex_is_fetched_where_it_was_not_seen(tmp_path: Path, m
             tasks.append(asyncio.create_task(work))
             return tasks[-1]
 
-        Recorder(mine, rig.peer, me, start).add(Apply(header), STATE, payload)
+        _Recorder(mine, rig.peer, me, start).add(Apply(header), STATE, payload)
         for task in tasks:  # those that these begin, too
             await task
         assert mine.proof(shown.fault.proof) == pack(shown)
@@ -128,11 +127,11 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
         first, second = rig.peer.log.last, rig.next_header(payload.digest)
         assert first is not None
         pasts: dict[str, Past] = {"a": chain_of([]).stretch, "c": chain_of([first]).stretch}
-        me, log = FakeTransport(), MemoryLog(LOG, 0)
+        me, log = FakeTransport(), RunLog(LOG, 0)
         for name, past in pasts.items():
             me.donors[name] = FakeTransport(name)
             await serve_headers(me.donors[name], {RUN: past})
-        recorder = Recorder(log, rig.peer, me, asyncio.create_task)
+        recorder = _Recorder(log, rig.peer, me, asyncio.create_task)
         recorder.add(Apply(second), STATE, payload)
         await recorder.finish()
         assert log.headers(0, 2) == [first, second]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver import rounds
+from peers.driver.host import Transport
 from peers.driver.rounds import RoundCosts, Rounds
 from peers.network.throttle import LinkTime
 from peers.protocol.rounds import Attempt
@@ -21,11 +22,11 @@ class StandIn:
     """Traffic that moves nothing."""
 
     def __init__(self) -> None:
-        self.sent_bytes = self.received_bytes = 0
+        self.uplink, self.received_bytes = SimpleNamespace(sent_bytes=0), 0
         self.peaks = 0.0, 0.0
 
     def begin(self, round_name: object, others: int) -> None:
-        self.sent_bytes += 10
+        self.uplink.sent_bytes += 10
 
     def tidy(self, present: object) -> None:
         self.received_bytes += 1
@@ -40,7 +41,7 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     transport: Any = SimpleNamespace(no_round=LinkTime(), caps=None)
     workload: Any = FakeWorkload()
     monkeypatch.setattr(rounds, "Traffic", lambda *parts: StandIn())
-    counted = Rounds(transport, workload, [PayloadBuffers(workload)], host)
+    counted = Rounds(cast(Transport, transport), workload, [PayloadBuffers(workload)], host)
     assert counted.costs == RoundCosts(0.0, 0, 0)
     seconds, taken = "diloco_peer_round_seconds_total", "diloco_peer_rounds_total"
     before = {name: REGISTRY.get_sample_value(name) or 0.0 for name in (seconds, taken)}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from peers.driver import outgoing
-from peers.driver.incoming import ADMISSION_TIMEOUT, CHUNKS, CLOSING_TIME, StreamHeader
-from peers.driver.traffic import Traffic
+from peers.driver.host import Transport
+from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
+from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
 from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
 from peers.network.throttle import FEWEST, MOST, Caps
@@ -36,8 +37,7 @@ from peers.protocol.messages import Abort
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.transfer.admission import ChunkHeader
-from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.inspection import offer
+from peers.transfer.buffers import PayloadBuffers, offer
 from peers.values.wire import pack, unpack
 from tests.peers.builders import SIZE, Rig, commitment
 from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
@@ -172,7 +172,7 @@ class Host:
         self.events: list[Event] = []
         self.wire = Wire(self.notify)
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.traffic = Traffic(self.wire, FakeWorkload(), [self.buffers], self)
+        self.traffic = Traffic(cast(Transport, self.wire), FakeWorkload(), [self.buffers], self)
         self._waiting: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._held_back: list[SendChunk] = []
@@ -540,7 +540,7 @@ def test_streams_to_all_members_together_are_bounded(monkeypatch: pytest.MonkeyP
 
     async def scenario() -> None:
         async with Host.running() as host:
-            host.traffic._uplink.lanes.count = MOST
+            host.traffic.uplink.lanes.count = MOST
             offer(OWN, host.buffers, lambda chunk, data: 1.0)
             host.traffic.send(SendChunk(host.round, "a", 0, False))
             assert len(host.traffic._outgoing[0]._senders["a"]) == SIZE.chunks, "no more than there are chunks"
@@ -911,7 +911,7 @@ def test_a_link_is_measured_both_ways() -> None:
                 host.buffers.chunk_bytes(said.chunk)[1] - host.buffers.chunk_bytes(said.chunk)[0]
                 for said in host.seen(ChunkSent)
             )
-            assert (host.traffic.sent_bytes, host.traffic.received_bytes) == (sent, BLOCK)
+            assert (host.traffic.uplink.sent_bytes, host.traffic.received_bytes) == (sent, BLOCK)
             assert [now - then for now, then in zip(counted(), before, strict=True)] == [sent, BLOCK], "for Prometheus"
             host.wire.caps = Caps(upload=1.0)
             assert host.traffic.rate == 1, "more than the owner allows, the link does not carry"

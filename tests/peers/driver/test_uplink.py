@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from peers.driver.uplink import PATIENCE, SECONDS_UNDER_WAY, Uplink
+from peers.driver.outgoing import PATIENCE, SECONDS_UNDER_WAY, Outgoing, Uplink
 from peers.network.channel import BYTES_UNDER_WAY
 from tests.peers.network.test_throttle import now, simulate
 
 
-class Round:
+class Round(Outgoing):
     """Has something to send to these."""
 
     def __init__(self, uplink: Uplink, *members: str) -> None:

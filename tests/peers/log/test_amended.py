@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.chain import Chain, Entry
+from peers.log.chain import Chain, Entry, header_of, outcome_of
 from peers.log.header import Header
-from peers.log.outcome import header_of, outcome_of
 from peers.log.state import LogError, LogState
-from peers.values.amendments import Amendment
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
 from peers.values.wire import pack, unpack
 from tests.peers.builders import LOG, PAYLOAD, RUN, member
 

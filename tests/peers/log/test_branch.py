@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate, CertificateError, Proof
 from peers.log.header import Header
+from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
@@ -51,7 +51,6 @@ def test_it_names_its_places_and_the_states_there() -> None:
     whole = walked((first, certificate_of(START, first, "ab")), (second, certificate_of(middle, second, "ab")))
     assert whole.heads == {1: START.position.head, 2: first.digest, 3: second.digest}
     assert whole.states == {1: digest_of(b"state"), 2: digest_of(b"after")}
-    assert whole.newest_heads == (START.position.head, first.digest, second.digest)
     assert all(whole.has(log.position) for log in (START, START.append(first), whole.end))
     alone = walked((first, None))
     assert alone.states == {}, "whoever signs nothing names no state"

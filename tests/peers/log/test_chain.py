@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from peers.log import chain as chain_module
-from peers.log.chain import FRAMES, STRETCH_LIMIT, Chain, Entry, Stretch
+from peers.log.chain import FRAMES, STRETCH_LIMIT, Chain, Entry, Stretch, follow
 from peers.log.header import Header
-from peers.log.outcome import follow
 from peers.log.state import LogError
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, chain_of

@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from peers.log.certificate import electorate
-from peers.log.electorate import TERM, place_of_turn
-from peers.log.exclusions import Fault
-from peers.log.header import BYSTANDER_LIMIT, MEMBER_LIMIT, Header, Member
-from peers.log.outcome import follow, outcome_of
-from peers.log.state import LogError, LogState
+from peers.log.chain import follow, outcome_of
+from peers.log.header import BYSTANDER_LIMIT, MEMBER_LIMIT, Fault, Header, Member
+from peers.log.state import TERM, LogError, LogState, _place_of_turn
 from peers.values.wire import pack, unpack
 from tests.peers.builders import LOG, PAYLOAD, member
 
@@ -126,10 +124,10 @@ def test_whoever_comes_last_moves_no_turn_but_its_own() -> None:
     """Regression: with each member that came or went somebody else led, so that liars could choose the moment."""
     for members in range(1, 40):
         for turn in range(200):
-            before, after = place_of_turn(turn, members), place_of_turn(turn, members + 1)
+            before, after = _place_of_turn(turn, members), _place_of_turn(turn, members + 1)
             assert after in (before, members)
         turns = range(100, 100 + 2 * members)
-        assert {place_of_turn(turn, members) for turn in turns} == set(range(members)), "each leads soon"
+        assert {_place_of_turn(turn, members) for turn in turns} == set(range(members)), "each leads soon"
 
 
 def test_whoever_leads_does_not_choose_the_rosters_order() -> None:

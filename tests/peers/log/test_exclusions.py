@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.exclusions import EXCLUSION_LIMIT, FAULT_AGE, Exclusion, Fault, exclusions_after, may_be_named
-from peers.log.files import first_line, read_first_line
-from peers.log.header import Header
+from peers.log.chain import follow, header_of, outcome_of
+from peers.log.folder import _first_line, _read_first_line
+from peers.log.header import EXCLUSION_LIMIT, FAULT_AGE, Exclusion, Fault, Header, may_be_named
 from peers.log.lineage import RECENT_ENTRIES
-from peers.log.outcome import follow, header_of, outcome_of
-from peers.log.state import LogError, LogState
+from peers.log.state import LogError, LogState, _exclusions_after
 from peers.values.wire import pack, unpack
 from tests.peers.builders import LOG, PAYLOAD, SETTINGS, member
 
@@ -129,15 +128,15 @@ def test_who_was_excluded_serves_its_probation_anew() -> None:
 
 def test_the_exclusions_of_a_log_are_bounded() -> None:
     before = [Exclusion(peer=f"p{number}", until=10) for number in range(EXCLUSION_LIMIT)]
-    after = exclusions_after(before, [fault("x")], 5, 100)
+    after = _exclusions_after(before, [fault("x")], 5, 100)
     assert len(after) == EXCLUSION_LIMIT
     assert after[-1] == Exclusion(peer="x", until=105)
     assert after[0].peer == "p1"
 
 
 def test_the_file_of_a_log_says_for_how_long_peers_are_excluded() -> None:
-    assert read_first_line(first_line(EMPTY)) == EMPTY
-    assert first_line(EMPTY) != first_line(replace(EMPTY, exclusion=4))
+    assert _read_first_line(_first_line(EMPTY)) == EMPTY
+    assert _first_line(EMPTY) != _first_line(replace(EMPTY, exclusion=4))
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,22 @@ from hypothesis import strategies as st
 
 from peers.log.certificate import Certificate, Vote
 from peers.log.chain import Entry, Stretch
-from peers.log.files import (
+from peers.log.folder import (
     ENTRIES,
     PAYLOADS,
-    entry_line,
-    first_line,
+    LogFolder,
+    LogFolderError,
+    RunLog,
+    _entry_line,
+    _first_line,
+    _read_entry,
+    _read_first_line,
     payload_path,
     read_chain,
-    read_entry,
-    read_first_line,
 )
-from peers.log.folder import LogFolder, LogFolderError, MemoryLog, RunLog
 from peers.log.header import Header, Member
-from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
+from peers.values.chunks import Payload
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, chain_of
@@ -86,7 +88,7 @@ def opened(path: Path) -> LogFolder:
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunLog]:
     """One of each kind; what the folder's says at the end is what it says when it is opened again."""
     if request.param == "memory":
-        yield MemoryLog(LOG)
+        yield RunLog(LOG)
     else:
         folder = opened(tmp_path / "log")
         yield folder
@@ -181,7 +183,7 @@ def test_a_payload_of_another_entry_is_refused(log: RunLog) -> None:
 
 
 def test_a_log_without_a_disk_keeps_only_some_payloads() -> None:
-    log = MemoryLog(LOG, kept_bytes=0)
+    log = RunLog(LOG, kept_bytes=0)
     fill(log)
     log.prune(3)
     assert [log.payload(header.payload) is not None for header in HEADERS] == [False, False, True, True, True]
@@ -212,7 +214,7 @@ def test_whatever_is_appended_is_the_end_of_one_lineage(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[Header, bool, bool]]
 ) -> None:
     path = tmp_path_factory.mktemp("log")
-    folder, memory = opened(path), MemoryLog(LOG)
+    folder, memory = opened(path), RunLog(LOG)
     for header, has_state, is_restarted in steps:
         for log in (folder, memory):
             log.append(header, state(header.index) if has_state else None, None)
@@ -247,8 +249,8 @@ def test_every_flipped_bit_of_a_line_is_noticed() -> None:
     whole = Entry.whole(HEADERS[2], state(2), CERTIFICATE)
     brief = whole.brief(LOG.at(HEADERS[1]), HEADERS[2])
     for entry in (brief, whole, Entry.whole(HEADERS[2], None)):
-        assert read_entry(entry_line(entry)) == entry
-    for line, read in ((entry_line(brief), read_entry), (first_line(LOG), read_first_line)):
+        assert _read_entry(_entry_line(entry)) == entry
+    for line, read in ((_entry_line(brief), _read_entry), (_first_line(LOG), _read_first_line)):
         for place in range(len(line)):
             for bit in range(8):
                 flipped = bytearray(line)
@@ -257,7 +259,7 @@ def test_every_flipped_bit_of_a_line_is_noticed() -> None:
                     read(bytes(flipped))
 
 
-EMPTY_DIGEST = entry_line(Entry.whole(HEADERS[2], None)).replace(b"null", b'""')
+EMPTY_DIGEST = _entry_line(Entry.whole(HEADERS[2], None)).replace(b"null", b'""')
 
 
 @pytest.mark.parametrize(
@@ -275,9 +277,9 @@ EMPTY_DIGEST = entry_line(Entry.whole(HEADERS[2], None)).replace(b"null", b'""')
 )
 def test_other_lines_are_no_entries(line: bytes) -> None:
     with pytest.raises(LogError):
-        read_entry(line)
+        _read_entry(line)
     with pytest.raises(LogError):
-        read_first_line(line)
+        _read_first_line(line)
 
 
 def test_a_damaged_line_in_the_middle_ends_the_log_and_nothing_is_thrown_away(
@@ -307,7 +309,7 @@ def test_a_damaged_line_in_the_middle_ends_the_log_and_nothing_is_thrown_away(
 )
 def test_a_line_that_does_not_follow_ends_the_log(tmp_path: Path, headers: list[Header], whole: int) -> None:
     file = tmp_path / ENTRIES
-    file.write_bytes(first_line(LOG) + b"".join(entry_line(Entry.whole(header, None)) for header in headers))
+    file.write_bytes(_first_line(LOG) + b"".join(_entry_line(Entry.whole(header, None)) for header in headers))
     seen: list[Header] = []
     chain, problem = read_chain(file, LOG, lambda entry, header, before: seen.append(header))
     assert seen == list(chain.headers(0, 9)) == headers[:whole]
@@ -331,7 +333,7 @@ def test_a_file_without_a_first_line_has_no_entries(tmp_path: Path) -> None:
     for empty_log in (LOG, None):
         chain, problem = read_chain(file, empty_log)
         assert (len(chain), problem) == (0, None)
-    file.write_bytes(entry_line(Entry.whole(HEADERS[0], None)))
+    file.write_bytes(_entry_line(Entry.whole(HEADERS[0], None)))
     for empty_log in (LOG, None):
         chain, problem = read_chain(file, empty_log)
         assert len(chain) == 0
@@ -420,7 +422,7 @@ def test_what_a_full_disk_did_not_take_is_written_with_the_next_entry(
         with pytest.raises(LogFolderError, match="No space left on device"):
             log.append(HEADERS[1], state(1), payload(1))
     with (tmp_path / ENTRIES).open("ab") as file:
-        file.write(entry_line(Entry.whole(HEADERS[1], state(1)))[:50])  # as far as it came
+        file.write(_entry_line(Entry.whole(HEADERS[1], state(1)))[:50])  # as far as it came
     assert log.next_index == 2
     log.append(HEADERS[2], state(2), payload(2))
     again = opened(tmp_path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.log.head_signer import SIGNED, STRETCH, CannotSignError, HeadSigner, SignedFileError
 from peers.values.signed_heads import SignedHead, SignedHeads
 from tests.peers.builders import LOG, RUN
@@ -32,7 +32,7 @@ OTHER = Past(20, name=b"other")
 
 def test_it_signs_the_newest_head_once(tmp_path: Path) -> None:
     it = signer(tmp_path)
-    assert it.sign(MemoryLog(LOG, 0), NOBODY) is None
+    assert it.sign(RunLog(LOG, 0), NOBODY) is None
     head = it.sign(COMMON.kept(), NOBODY)
     assert head == it.last == signed(COMMON, 10)
     assert it.sign(COMMON.kept(), NOBODY) is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.log.folder import LogFolder, MemoryLog, RunLog
+from peers.log.folder import LogFolder, RunLog
 from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogState
@@ -262,7 +262,7 @@ def kept(log: RunLog, *signers: str | None, first: int = 0) -> LogState:
 def test_whoever_starts_again_remembers_from_where_too_few_went_on(
     tmp_path: Path, is_on_disk: bool, signers: Sequence[str | None], doubt: int | None
 ) -> None:
-    log: RunLog = LogFolder.open(tmp_path, LOG, 10) if is_on_disk else MemoryLog(LOG)
+    log: RunLog = LogFolder.open(tmp_path, LOG, 10) if is_on_disk else RunLog(LOG)
     end = kept(log, *signers)
     lineage = (LogFolder.open(tmp_path, LOG, 10) if is_on_disk else log).lineage(end)
     assert (lineage.doubt.position.index if lineage.doubt else None) == doubt
@@ -270,7 +270,7 @@ def test_whoever_starts_again_remembers_from_where_too_few_went_on(
 
 
 def test_whoever_starts_again_tells_what_followed_and_sees_who_was_elsewhere() -> None:
-    log = MemoryLog(LOG)
+    log = RunLog(LOG)
     end = kept(log, "abc", "ab")
     lineage, second = log.lineage(end), log.header_at(1)
     assert second is not None
@@ -281,7 +281,7 @@ def test_whoever_starts_again_tells_what_followed_and_sees_who_was_elsewhere() -
 
 
 def test_of_a_log_that_goes_on_as_much_as_the_state_has() -> None:
-    log = MemoryLog(LOG)
+    log = RunLog(LOG)
     kept(log, "abc", "a")
     here = log.log_after(2)
     assert here is not None
@@ -291,7 +291,7 @@ def test_of_a_log_that_goes_on_as_much_as_the_state_has() -> None:
 
 
 def test_of_a_log_without_its_beginning_what_follows_its_first_entry() -> None:
-    log = MemoryLog(LOG)
+    log = RunLog(LOG)
     end = kept(log, "abc", "a", "a", first=2)
     lineage = log.lineage(end)
     assert lineage.heads == tuple(log.heads(2, 4))
@@ -299,7 +299,7 @@ def test_of_a_log_without_its_beginning_what_follows_its_first_entry() -> None:
 
 
 def test_of_a_log_that_has_not_come_so_far_nothing() -> None:
-    log = MemoryLog(LOG)
+    log = RunLog(LOG)
     kept(log, "abc")
     elsewhere = LOG.at(THEIRS[4])
     lineage = log.lineage(elsewhere)
@@ -307,7 +307,7 @@ def test_of_a_log_that_has_not_come_so_far_nothing() -> None:
 
 
 def test_a_minority_that_starts_again_says_so() -> None:
-    log = MemoryLog(LOG)
+    log = RunLog(LOG)
     lineage = log.lineage(kept(log, "a"))
     peer = Peer("a", SETTINGS, PAYLOADS, STATE, 0.0, 1, SimulatedKeys("a"), lineage)
     assert peer.replica.is_of_minority

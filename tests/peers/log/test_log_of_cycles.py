@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from peers.log import chain as chain_module
-from peers.log.chain import FRAMES, Chain, Entry, Stretch
-from peers.log.files import ENTRIES, PAYLOADS, read_chain
-from peers.log.folder import LogFolder, MemoryLog, RunLog
+from peers.log.chain import FRAMES, Chain, Entry, Stretch, header_of
+from peers.log.folder import ENTRIES, PAYLOADS, LogFolder, RunLog, read_chain
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.outcome import header_of
-from peers.log.payload import Payload
 from peers.log.state import LogError, LogState
-from peers.transfer import headers as headers_module
-from peers.transfer.headers import add_headers_before, serve_headers
+from peers.transfer import lineage_fetch as headers_module
+from peers.transfer.lineage_fetch import add_headers_before, serve_headers
+from peers.values.chunks import Payload
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import chain_of
 from tests.peers.fakes import FakeTransport
@@ -82,7 +80,7 @@ def listed(log: RunLog) -> list[object]:
 
 @pytest.fixture(params=["folder", "memory"])
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> RunLog:
-    return MemoryLog(LOG) if request.param == "memory" else opened(tmp_path / "log")
+    return RunLog(LOG) if request.param == "memory" else opened(tmp_path / "log")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -254,7 +252,7 @@ def test_lineages_that_split_in_the_midst_of_a_cycle_share_what_came_before(tmp_
     ours, theirs = went_on(0), went_on(100)
     assert [one == other for one, other in zip(ours, theirs, strict=True)] == [True] + [False] * (2 * FRAGMENTS - 1)
     whole = 3 * FRAGMENTS
-    for log in (MemoryLog(LOG), opened(tmp_path)):
+    for log in (RunLog(LOG), opened(tmp_path)):
         for header in HEADERS[:whole] + ours:
             log.append(header, None, None)
         chain = Chain(LOG)
@@ -269,7 +267,7 @@ def test_lineages_that_split_in_the_midst_of_a_cycle_share_what_came_before(tmp_
 
 
 def test_an_entry_that_is_told_again_disturbs_no_cycle() -> None:
-    log = MemoryLog(LOG)
+    log = RunLog(LOG)
     fill(log, HEADERS[: 2 * FRAGMENTS])
     third = HEADERS[2 * FRAGMENTS : 3 * FRAGMENTS]
     log.append(third[0], None, None)
@@ -282,7 +280,7 @@ def test_an_entry_that_is_told_again_disturbs_no_cycle() -> None:
 
 def test_what_came_before_is_asked_for_in_stretches_that_a_donor_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: with several fragments a stretch has fewer cycles, so that what was told never led up to the log."""
-    donor, joiner = MemoryLog(LOG), MemoryLog(LOG)
+    donor, joiner = RunLog(LOG), RunLog(LOG)
     fill(donor)
     fill(joiner, HEADERS[3 * FRAGMENTS :])
     for module in (chain_module, headers_module):

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.log.electorate import take_order
+from peers.log.chain import Outcome, Turnout, follow, header_of, outcome_of, turnout_of
 from peers.log.header import MEMBER_LIMIT, Header, Member
-from peers.log.outcome import Outcome, Turnout, follow, header_of, outcome_of, turnout_of
-from peers.log.state import LogError, LogState
+from peers.log.state import LogError, LogState, take_order
 from peers.values.leases import prefix, sample_count
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, PAYLOAD, STATE, first_log, member

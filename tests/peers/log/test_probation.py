@@ -9,8 +9,8 @@ from itertools import chain
 import pytest
 
 from peers.log.certificate import CertificateError, Proof, Vote, certify, electorate, prove, weigh
+from peers.log.chain import header_of, outcome_of
 from peers.log.header import MEMBER_LIMIT, Header, Member
-from peers.log.outcome import header_of, outcome_of
 from peers.log.state import LogError, LogState
 from peers.values.wire import pack, unpack
 from tests.peers.builders import LOG, PAYLOAD

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from peers.log import state as state_module
-from peers.log.electorate import take_order
-from peers.log.exclusions import Exclusion, Fault
-from peers.log.header import Assignment, Bystander, Header, Member, Tenure
-from peers.log.outcome import follow, outcome_of
-from peers.log.state import LogError
-from peers.values.amendments import Amendment
+from peers.log.chain import follow, outcome_of
+from peers.log.header import Assignment, Bystander, Exclusion, Fault, Header, Member, Tenure
+from peers.log.state import LogError, take_order
 from peers.values.leases import SampleRange, prefix, sample_count
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, MANIFEST, PAYLOAD, STATE, first_log, member
 

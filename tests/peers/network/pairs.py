@@ -11,7 +11,7 @@ from functools import lru_cache
 from peers.network.connection import Connection, Credentials, greet, welcome
 from peers.network.data_port import Hello, read_opening
 from peers.values.identity import Identity
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 
 @lru_cache

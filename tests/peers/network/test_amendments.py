@@ -9,9 +9,8 @@ import pytest
 from peers.errors import RemoteProtocolError
 from peers.network.channel import RefusalError
 from peers.network.known_runs import Amendments, _AmendmentRequest, give
-from peers.values.amendments import Amendment
 from peers.values.identity import Identity
-from peers.values.manifest import SignedManifest
+from peers.values.manifest import Amendment, SignedManifest
 from peers.values.wire import pack
 from tests.peers.network.told_network import Network
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peers.errors import RemoteProtocolError
 from peers.network.connection import HANDSHAKE_TIMEOUT, Connection, greet, welcome
 from peers.network.data_port import Hello
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 from tests.peers.network.pairs import answer_greeting, connected, credentials_of, open_files, socket_pair
 from tests.peers.network.test_throttle import now, simulate
 

@@ -14,7 +14,6 @@ from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHead, SignedHeadsError, pack_heads, unpack_heads
-from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of, pack
 from tests.peers.network.told_network import Network
 from tests.peers.presence.test_heartbeat import heartbeat
@@ -25,7 +24,7 @@ RUN = MANIFEST.run_id
 
 
 def head(index: int, text: bytes = b"ours", by: Identity = ORGANISER) -> SignedHead:
-    return SignedHead.sign(RUN, index, digest_of(text), by.peer_id, IdentityKeys(by))
+    return SignedHead.sign(RUN, index, digest_of(text), by.peer_id, by)
 
 
 def store(*heads: SignedHead) -> HeadStore:

@@ -16,7 +16,7 @@ from peers.network.connection import Connection, Credentials
 from peers.network.link import CALLS, CONNECTIONS, DIAL_PAUSE, OPEN_TIMEOUT, Link, answer_calls
 from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 from tests.peers.network.pairs import connected, credentials_of
 from tests.peers.network.test_throttle import now, simulate
 

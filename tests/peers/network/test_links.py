@@ -23,8 +23,7 @@ from peers.network.relays import LinkInfo
 from peers.network.sockets import dial, listen
 from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
-from peers.values.reach import Reach
-from peers.values.wire import pack, unpack
+from peers.values.wire import Reach, pack, unpack
 from tests.peers.network.pairs import open_files, sorted_identities
 
 DEADLINE = 240.0  # seconds

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.log.electorate import take_order
+from peers.log.state import take_order
 from peers.presence.election import culprits, elect, quorum
 
 NAMES = st.sets(st.sampled_from("abcdefg"))

@@ -22,8 +22,7 @@ from peers.presence.heartbeat import (
     SignedHeartbeat,
 )
 from peers.values.identity import Identity
-from peers.values.teams import check_team
-from peers.values.wire import PROTOCOL_VERSION, decode, pack
+from peers.values.wire import PROTOCOL_VERSION, check_team, decode, pack
 
 IDENTITY = Identity.generate()
 RUN = "tiny-" + "a" * 32

@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
-from peers.log.branch import Branch
-from peers.log.exclusions import Fault
-from peers.log.header import UNKNOWN_STATE
-from peers.log.lineage import Lineage
+from peers.log.header import UNKNOWN_STATE, Fault
+from peers.log.lineage import Branch, Lineage
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.presence import LINKS_PATIENCE, VAIN, Presence, state_told
 from peers.values.leases import SampleRange
-from peers.values.reach import Reach
-from peers.values.wire import digest_of
+from peers.values.wire import Reach, digest_of
 from tests.peers.builders import LOG, PAYLOAD, STATE, beat, first_log, member
 
 EXPIRY, DISTRUST = 10.0, 40.0

@@ -9,7 +9,7 @@ from peers.protocol.events import ReachSeen, TrainingDone, TrainingProgress
 from peers.protocol.messages import Excluded, Leaving, Ready
 from peers.protocol.states import State
 from peers.protocol.troubles import TOLD_AFTER
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 from peers.values.workload import Progress
 from tests.peers.builders import TIMING, Rig, sends, trained
 from tests.peers.protocol.test_peer import at_second

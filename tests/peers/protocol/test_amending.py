@@ -13,8 +13,8 @@ from peers.protocol.amending import Amending
 from peers.protocol.effects import Apply, Dropped, Note, OpenRound
 from peers.protocol.events import AmendmentSeen, HeartbeatsSeen
 from peers.protocol.messages import Begin, Complete
-from peers.values.amendments import Amendment
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment
 from tests.peers.builders import PAYLOAD, RUN, SETTINGS, STATE, Rig, beat, commit, complete, of, sends
 
 ORGANISER, STRANGER = Identity.of_seed(bytes(32)), Identity.of_seed(bytes(31) + b"1")

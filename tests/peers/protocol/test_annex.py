@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from peers.log.exclusions import Fault
-from peers.log.header import Header
+from peers.log.header import Fault, Header
 from peers.log.lineage import Lineage
 from peers.presence.heartbeat import PeerState
 from peers.protocol.acceptor import Acceptor
@@ -20,7 +19,7 @@ from peers.protocol.messages import Abort, Adopt, Begin, Commit, Complete, Lease
 from peers.protocol.schedule import Schedule
 from peers.protocol.states import State
 from peers.protocol.witness import JUDGED
-from peers.values.sum_tree import Sum
+from peers.values.chunks import Sum
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import (
     CONTRIBUTION,

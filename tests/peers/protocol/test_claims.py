@@ -15,8 +15,7 @@ from peers.protocol.events import HeartbeatsSeen, ReachSeen
 from peers.protocol.messages import Abort, Adopt, Ready
 from peers.protocol.rounds import Disclaimer, Holder, Stance
 from peers.protocol.states import State
-from peers.values.reach import Reach
-from peers.values.wire import digest_of
+from peers.values.wire import Reach, digest_of
 from tests.peers.builders import (
     LOG,
     PAYLOAD,

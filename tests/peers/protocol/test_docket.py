@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.exclusions import FAULT_LIMIT
-from peers.log.header import Position
+from peers.log.header import FAULT_LIMIT, Position
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogState
 from peers.protocol import docket as docket_module
 from peers.protocol.commitment import commit_to
 from peers.protocol.docket import KEPT, OF_ONE, Docket, FalseProofError
 from peers.protocol.faults import TwoCommitments
-from peers.values.sum_tree import Sum
+from peers.values.chunks import Sum
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import COURT, LOG, PAYLOAD, first_log, member
 from tests.peers.builders import author as author_of

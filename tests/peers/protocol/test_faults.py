@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peers.log.exclusions import Fault
+from peers.log.header import Fault
 from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.faults import (
     KINDS,
@@ -21,7 +21,7 @@ from peers.protocol.faults import (
     read_proof,
 )
 from peers.protocol.rounds import Attempt
-from peers.values.sum_tree import Sum
+from peers.values.chunks import Sum
 from peers.values.wire import WireError, digest_of, pack
 from tests.peers.builders import CONTRIBUTION, COURT, attempt, author, commitment, evidence, first_log, vote
 from tests.simulator.simulated_keys import SimulatedKeys

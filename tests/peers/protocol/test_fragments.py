@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from peers.log.electorate import take_order
 from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
-from peers.log.state import LogState
+from peers.log.state import LogState, take_order
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.desk import Desk

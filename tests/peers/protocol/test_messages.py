@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.log.exclusions import FAULT_LIMIT
-from peers.log.header import MEMBER_LIMIT
+from peers.log.header import FAULT_LIMIT, MEMBER_LIMIT
 from peers.log.lineage import Lineage
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import CHUNK_SET_BYTES, chunk_set, chunks_in

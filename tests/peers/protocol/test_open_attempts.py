@@ -13,8 +13,7 @@ from peers.protocol.events import HeartbeatsSeen, PayloadAssembled, ReachSeen, T
 from peers.protocol.messages import Complete, Excluded, LeaseGrant, LeaseRequest, Prepared, Waiting
 from peers.protocol.states import State
 from peers.protocol.troubles import LOOK_AGAIN, TOLD_AFTER, TRAIN_AGAIN
-from peers.values.reach import Reach
-from peers.values.wire import digest_of
+from peers.values.wire import Reach, digest_of
 from peers.values.workload import Progress
 from tests.peers.builders import PAYLOAD, TIMING, Rig, beat, of, sends
 

@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from peers.errors import LocalProtocolError
-from peers.log.branch import Branch
 from peers.log.certificate import Proof
 from peers.log.header import NO_PAYLOAD, Header, Member
-from peers.log.lineage import RECENT_ENTRIES
+from peers.log.lineage import RECENT_ENTRIES, Branch
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.standing import FORGIVEN
@@ -89,9 +88,8 @@ from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.protocol.troubles import TOLD_AFTER
 from peers.values.leases import PIECE_LIMIT, SampleRange
-from peers.values.reach import Reach
 from peers.values.signed_heads import SignedHead, SignedHeads
-from peers.values.wire import digest_of
+from peers.values.wire import Reach, digest_of
 from peers.values.workload import Progress
 from tests.peers.builders import (
     CERTIFIED,

@@ -13,7 +13,7 @@ from peers.presence.reachability import DOUBT, SEEN_LIMIT, Reachability
 from peers.presence.standing import FORGIVEN, REPLANS, Pairs, Standing
 from peers.protocol.planning import MOST_PAYLOADS, SLACK, Plan, credible_rates, deal, evened_out, foreseen, plan
 from peers.values.chunks import payloads_moved
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 NAMES = "abcdef"
 PAIRS = st.sets(st.sampled_from(list(combinations(NAMES, 2))))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from peers.errors import LocalProtocolError
-from peers.log.branch import Branch
 from peers.log.certificate import Proof
 from peers.log.header import Header, Member
-from peers.log.lineage import RECENT_ENTRIES, Lineage
+from peers.log.lineage import RECENT_ENTRIES, Branch, Lineage
 from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence

@@ -6,9 +6,9 @@ import gc
 import weakref
 from dataclasses import replace
 
-from peers.log.branch import Branch, Walk
 from peers.log.certificate import Certificate, Vote
 from peers.log.header import MEMBER_LIMIT, Header
+from peers.log.lineage import Branch, Walk
 from peers.log.state import LogState
 from peers.protocol.effects import Apply, FetchPayload
 from peers.protocol.events import HeartbeatsSeen, LineageSeen, PayloadFetched

@@ -11,7 +11,7 @@ from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrive
 from peers.protocol.rounds import Attempt
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
-from peers.values.sum_tree import Sum
+from peers.values.chunks import Sum
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks
 from tests.peers.builders import SIZE, Rig, commitment

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.log.payload import KEPT_AT_LEAST, KeptPayloads, Payload
 from peers.transfer.buffers import PayloadBuffers
-from peers.values.chunks import payload_digest
-from peers.values.memory import empty
+from peers.transfer.storage import empty
+from peers.values.chunks import KEPT_AT_LEAST, KeptPayloads, Payload, digest_of_chunks
 from peers.values.wire import digest_of
 from tests.peers.builders import attempt, first_log
 from tests.simulator.simulated_workload import SimulatedWorkload
@@ -48,7 +47,7 @@ def test_a_round() -> None:
         assert mine.averaged(AT, number) == chunk(number)
     payload = b"".join(map(chunk, range(7)))
     digest = mine.assemble(AT)
-    assert digest == payload_digest([digest_of(chunk(number)) for number in range(7)])
+    assert digest == digest_of_chunks([digest_of(chunk(number)) for number in range(7)])
     kept = mine.kept.get(digest)
     assert kept is not None
     assert (bytes(kept.data), kept.digest) == (payload, digest)

@@ -9,8 +9,8 @@ import pytest
 from peers.errors import DilocoPeerError
 from peers.protocol.effects import ReduceChunk
 from peers.protocol.events import ReducedArrived
+from peers.transfer.averages import _find_spoiler, average_chunk
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.chunk_average import average_chunk, find_spoiler
 from peers.values.workload import BadBlocksError, Reduction
 from tests.peers.builders import SIZE
 from tests.peers.fakes import BLOCK, FakeWorkload
@@ -51,7 +51,7 @@ def test_the_first_that_spoils_the_average(
     contributions: list[tuple[bytes, int]], place: int, error: Exception
 ) -> None:
     workload = Fussy(error)
-    assert asyncio.run(find_spoiler(workload, contributions, 0)) == place
+    assert asyncio.run(_find_spoiler(workload, contributions, 0)) == place
     assert workload.calls <= 10
 
 

@@ -10,20 +10,18 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.payload import Payload
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.cycles import step
-from peers.transfer.following import CannotFollowError, Following
-from peers.transfer.headers import serve_headers
+from peers.transfer.following import CannotFollowError, Following, step
+from peers.transfer.lineage_fetch import serve_headers
 from peers.transfer.payloads import PAYLOAD, PayloadRequest, serve_payloads
-from peers.transfer.snapshot_fetch import ask_offer
+from peers.transfer.snapshot_fetch import _ask_offer
 from peers.transfer.snapshots import Snapshot, serve_snapshots
-from peers.transfer.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
-from peers.transfer.storage import MemoryStorage
-from peers.values.amendments import Amendment
+from peers.transfer.storage import Storage
+from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest_of_state
+from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Blocked, Blocks
 from tests.peers.builders import RUN, SETTINGS, beat, chain_of
@@ -151,7 +149,7 @@ class Swarm(FakeTransport):
         super().__init__("follower")
         self.ends: dict[str, tuple[LogState, bytes]] = {}
         self.workload = FragmentedWorkload()
-        self.following = Following(self, self.workload, STREAMING, MemoryStorage())
+        self.following = Following(self, self.workload, STREAMING, Storage())
 
     async def add(self, name: str, donor: Donor) -> Donor:
         self.donors[name] = await donor.serve()
@@ -216,7 +214,7 @@ def test_a_snapshot_must_be_of_a_cycles_end() -> None:
             donor = await swarm.add("a", Donor(run, frozen=2))
             donor.frozen.ends = ends
             with pytest.raises(RemoteProtocolError, match="end of a cycle"):
-                await ask_offer(swarm, "a", LOG)
+                await _ask_offer(swarm, "a", LOG)
 
     asyncio.run(scenario())
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from peers.transfer.donor_pace import LEAST, SLOWER, UNKNOWN, DonorPace
+from peers.transfer.download import LEAST, SLOWER, UNKNOWN, _DonorPace
 
 SIZE = 100  # bytes
 ENOUGH = SLOWER * 4 * SIZE  # bytes
 
 
-def pace(seconds: float = 2.0) -> DonorPace:
+def pace(seconds: float = 2.0) -> _DonorPace:
     """Donor "a" takes so long."""
-    pace = DonorPace(at_once=4)
+    pace = _DonorPace(at_once=4)
     pace.answered(pace.ask("a", SIZE, 10.0), 10.0 + seconds)
     return pace
 

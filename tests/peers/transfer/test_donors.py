@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from peers.transfer.donors import best_first, shuffled, to_ask
-from peers.values.reach import Reach
+from peers.transfer.download import _best_first, shuffled, to_ask
+from peers.values.wire import Reach
 from tests.peers.fakes import FakeTransport, NoChance
 
 NAMES = [f"peer{number}" for number in range(40)]
@@ -20,7 +20,7 @@ def reached(**reach: Reach) -> FakeTransport:
 
 def test_direct_donors_come_first_and_unreachable_ones_last() -> None:
     transport = reached(a=NONE, b=RELAYED, c=PUNCHED, d=OPEN, f=RELAYED)
-    assert best_first(transport, "abcdef") == ["c", "d", "e", "b", "f", "a"]
+    assert _best_first(transport, "abcdef") == ["c", "d", "e", "b", "f", "a"]
 
 
 def test_those_that_are_reached_alike_are_in_an_order_of_chance() -> None:

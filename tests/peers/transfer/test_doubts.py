@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from peers.log.branch import UNPROVEN
 from peers.log.certificate import Proof
+from peers.log.lineage import UNPROVEN
 from peers.presence.heartbeat import Heartbeat
-from peers.transfer import doubts
-from peers.transfer.doubts import Doubts
+from peers.transfer import following as doubts
+from peers.transfer.following import Doubts
 from tests.peers.builders import CERTIFIED, PAYLOAD, beat, first_log
 
 GRACE = 60.0

@@ -13,11 +13,8 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, Serve
-from peers.transfer.donor_pace import LEAST, MOST, SLOWER, UNKNOWN
-from peers.transfer.donors import PLACES
-from peers.transfer.download import LOOK, RANGES, Download, DownloadError, Wanted
-from peers.values.reach import Reach
-from peers.values.wire import digest_of
+from peers.transfer.download import LEAST, LOOK, MOST, PLACES, RANGES, SLOWER, UNKNOWN, Download, DownloadError, Wanted
+from peers.values.wire import Reach, digest_of
 from tests.peers.network.test_throttle import now, simulate
 
 SIZE = 10  # bytes of a chunk; the last one is shorter

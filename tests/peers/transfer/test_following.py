@@ -10,21 +10,20 @@ import pytest
 
 from peers.errors import SwarmUnreachableError
 from peers.log.header import Header
-from peers.log.payload import Payload
 from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.network.channel import RefusalError
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import CannotFollowError, Following
-from peers.transfer.headers import serve_headers
+from peers.transfer.lineage_fetch import serve_headers
 from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
-from peers.transfer.state_chunks import chunk_digests, digest_of_chunks, digest_of_state
-from peers.transfer.storage import MemoryStorage
-from peers.values.amendments import Amendment
+from peers.transfer.storage import Storage
+from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest_of_state
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
+from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack
 from peers.values.workload import Blocks
@@ -134,7 +133,7 @@ class Swarm(FakeTransport):
         self.beats: dict[str, Heartbeat] = {}
         self.connected: list[str] = []
         self.workload = FollowedWorkload(GENESIS)
-        self.following = Following(self, self.workload, settings, MemoryStorage())
+        self.following = Following(self, self.workload, settings, Storage())
 
     async def add(self, name: str, donor: Donor, state: PeerState = PeerState.TRAINING) -> Donor:
         self.donors[name] = await donor.serve()
@@ -397,7 +396,7 @@ def test_an_entry_in_place_of_a_signed_one_is_not_followed() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(1000.0)
-    monkeypatch.setattr("peers.transfer.doubts.now", clock)
+    monkeypatch.setattr("peers.transfer.following.now", clock)
     return clock
 
 

@@ -14,12 +14,10 @@ from peers.log.state import LogState
 from peers.network.channel import RefusalError
 from peers.protocol.peer import Peer
 from peers.protocol.states import State
-from peers.transfer import freezing as freezing_module
-from peers.transfer.freezing import SNAPSHOT_PEERS, Freezer, is_chosen
-from peers.transfer.memory_file import MemoryFile
-from peers.transfer.snapshots import IN_USE, FrozenSnapshot, Snapshot
-from peers.transfer.state_chunks import digest_of_state
-from peers.transfer.storage import MemoryStorage
+from peers.transfer import snapshots as freezing_module
+from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, Freezer, FrozenSnapshot, Snapshot, _is_chosen
+from peers.transfer.storage import MemoryFile, Storage
+from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
 from tests.peers.builders import LOG, PAYLOAD, SETTINGS, Rig
 from tests.peers.fakes import FakeWorkload, at_once
@@ -36,7 +34,7 @@ def _without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "to_thread", at_once)
 
 
-class FullStorage(MemoryStorage):
+class FullStorage(Storage):
     def snapshot(self, size: int) -> MemoryFile:
         raise OSError("no space left on device")
 
@@ -44,15 +42,14 @@ class FullStorage(MemoryStorage):
 class Frozen:
     """The peer of a rig, and its snapshots. Its state says at which entry it is."""
 
-    def __init__(self, rig: Rig, storage: MemoryStorage | None = None) -> None:
+    def __init__(self, rig: Rig, storage: Storage | None = None) -> None:
         self.rig = rig
         self.changed = asyncio.Condition()
         self.workload = FakeWorkload()
         self.told: list[FrozenSnapshot] = []
         self.seconds = 1000.0
-        storage = storage or MemoryStorage()
-        self.freezer = Freezer(rig.peer, self.workload, storage, self, clock=lambda: self.seconds)
-        self.freezer.on_snapshot = self.told.append
+        storage = storage or Storage()
+        self.freezer = Freezer(rig.peer, self.workload, storage, self, self.told.append, lambda: self.seconds)
         self.settle()
 
     def settle(self) -> None:
@@ -125,11 +122,11 @@ async def in_time(work: asyncio.Future[T]) -> T:
 # Chosen places and peers ----------------------------------------------------------------------------------------
 def test_in_a_small_swarm_everybody_freezes_every_so_many_entries() -> None:
     for index in range(1, 2 * EVERY + 1):
-        assert is_chosen("b", log_at(index), EVERY) is (index in (EVERY, 2 * EVERY))
+        assert _is_chosen("b", log_at(index), EVERY) is (index in (EVERY, 2 * EVERY))
 
 
 def test_who_is_late_for_the_entry_freezes_it_too_in_a_small_swarm() -> None:
-    assert is_chosen("z", log_at(EVERY), EVERY)
+    assert _is_chosen("z", log_at(EVERY), EVERY)
 
 
 def test_in_a_large_swarm_a_few_freeze_in_turn() -> None:
@@ -137,8 +134,8 @@ def test_in_a_large_swarm_a_few_freeze_in_turn() -> None:
     turns = []
     for turn in range(1, 6):
         log = log_at(2 * turn, names)
-        turns.append({name for name in names if is_chosen(name, log, 2)})
-        assert not is_chosen("Z", log, 2), "who was not there"
+        turns.append({name for name in names if _is_chosen(name, log, 2)})
+        assert not _is_chosen("Z", log, 2), "who was not there"
     assert [len(chosen) for chosen in turns] == [SNAPSHOT_PEERS] * 5
     assert set.union(*turns[:3]) == set(names), "everybody's turn comes"
 

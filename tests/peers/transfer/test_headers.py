@@ -12,8 +12,8 @@ from peers.log.chain import STRETCH_LIMIT, Stretch
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
-from peers.transfer import headers as headers_module
-from peers.transfer.headers import HEADERS, HeadersRequest, fetch_stretch, serve_headers
+from peers.transfer import lineage_fetch as headers_module
+from peers.transfer.lineage_fetch import HEADERS, HeadersRequest, fetch_stretch, serve_headers
 from peers.values.wire import pack
 from tests.peers.builders import LOG, PAYLOAD, RUN, chain_of, member
 from tests.peers.fakes import FakeTransport

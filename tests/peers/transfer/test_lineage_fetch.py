@@ -8,14 +8,21 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from peers.log import chain as chain_module
-from peers.log.branch import Branch
 from peers.log.chain import Chain, Entry, Stretch
-from peers.log.folder import MemoryLog
+from peers.log.folder import RunLog
 from peers.log.header import Header, Position
+from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.transfer import lineage_fetch
-from peers.transfer.headers import HeadersRequest, serve_headers
-from peers.transfer.lineage_fetch import PATIENCE, LineageError, LineageFetch, Told, best_branch
+from peers.transfer.lineage_fetch import (
+    PATIENCE,
+    HeadersRequest,
+    LineageError,
+    LineageFetch,
+    Told,
+    best_branch,
+    serve_headers,
+)
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, beat, commit, first_log
@@ -61,8 +68,8 @@ class Past:
             chain.add(entry)
         return chain
 
-    def kept(self, first: int = 0) -> MemoryLog:
-        log = MemoryLog(LOG, 0)
+    def kept(self, first: int = 0) -> RunLog:
+        log = RunLog(LOG, 0)
         log.follow(self.chain(first), len(self.entries))
         return log
 
@@ -77,7 +84,7 @@ class Donors:
         await serve_headers(self.me.donors[name], {RUN: past.chain(first).stretch})
 
     async def compare(
-        self, ours: MemoryLog, here: LogState, others: Sequence[str] = (), index: int = 100
+        self, ours: RunLog, here: LogState, others: Sequence[str] = (), index: int = 100
     ) -> tuple[Branch, Branch, Chain]:
         fetch = LineageFetch(self.me, ours, SimulatedKeys("me").verify, self.recent)
         found = await fetch.compare("donor", index, others, here)
@@ -93,10 +100,10 @@ def test_a_newcomer_gets_and_checks_the_whole_log() -> None:
     async def scenario() -> None:
         donors = Donors()
         await donors.add("donor", THEIRS)
-        theirs, own, chain = await donors.compare(MemoryLog(LOG, 0), LOG)
+        theirs, own, chain = await donors.compare(RunLog(LOG, 0), LOG)
         assert (theirs.start, theirs.end, own.end, theirs.doubts) == (LOG, THEIRS.end, LOG, ())
         assert theirs.heads == {index: log.position.head for index, log in enumerate(THEIRS.logs)}
-        kept = MemoryLog(LOG, 0)
+        kept = RunLog(LOG, 0)
         kept.follow(chain, 12)
         assert kept.headers(0, 100) == [log.last for log in THEIRS.logs[1:13]]
         assert all(kept.certificate_at(index) for index in range(12)), "it passes on what proves them"
@@ -160,10 +167,10 @@ def test_what_the_donor_lacks_others_may_have() -> None:
     async def scenario() -> None:
         donors = Donors()
         await donors.add("donor", THEIRS, first=8)
-        theirs, _, _ = await donors.compare(MemoryLog(LOG, 0), LOG, others=["gone"])
+        theirs, _, _ = await donors.compare(RunLog(LOG, 0), LOG, others=["gone"])
         assert theirs.end == LOG, "nobody has the beginning"
         await donors.add("old", COMMON)
-        theirs, _, _ = await donors.compare(MemoryLog(LOG, 0), LOG, others=["gone", "old"])
+        theirs, _, _ = await donors.compare(RunLog(LOG, 0), LOG, others=["gone", "old"])
         assert theirs.end == THEIRS.end
 
     asyncio.run(scenario())
@@ -202,7 +209,7 @@ def test_no_more_is_looked_at_than_a_donor_says_it_has() -> None:
         donors = Donors()
         await donors.add("donor", COMMON)
         await donors.add("endless", Past(50, after=COMMON, by="", name=b"endless"))
-        theirs, _, _ = await donors.compare(MemoryLog(LOG, 0), LOG, others=["endless"], index=10)
+        theirs, _, _ = await donors.compare(RunLog(LOG, 0), LOG, others=["endless"], index=10)
         assert theirs.end.position.index < 10 + FEW
 
     asyncio.run(scenario())
@@ -237,14 +244,14 @@ def test_a_donor_that_tells_its_log_too_slowly(monkeypatch: pytest.MonkeyPatch) 
         await donors.add("donor", Past(50))
         donors.me.donors["donor"].meddle = dawdle
         with pytest.raises(LineageError, match="takes too long to show its log"):
-            await donors.compare(MemoryLog(LOG, 0), LOG)
+            await donors.compare(RunLog(LOG, 0), LOG)
 
     monkeypatch.setattr(asyncio, "to_thread", at_once)
     simulate(scenario())
 
 
-@pytest.mark.parametrize("kept", [lambda: OURS.kept(), lambda: MemoryLog(LOG, 0), lambda: COMMON.kept()])
-def test_a_log_that_is_not_where_the_state_is(kept: Callable[[], MemoryLog]) -> None:
+@pytest.mark.parametrize("kept", [lambda: OURS.kept(), lambda: RunLog(LOG, 0), lambda: COMMON.kept()])
+def test_a_log_that_is_not_where_the_state_is(kept: Callable[[], RunLog]) -> None:
     """The last entry is still to be written down, or the folder was lost, or it goes further than the checkpoint."""
 
     async def scenario() -> None:
@@ -313,7 +320,7 @@ def test_a_second_look_goes_on_where_the_first_has_ended() -> None:
     async def scenario() -> None:
         donors = Donors()
         await donors.add("donor", COMMON)
-        fetch = LineageFetch(donors.me, MemoryLog(LOG, 0), SimulatedKeys("me").verify)
+        fetch = LineageFetch(donors.me, RunLog(LOG, 0), SimulatedKeys("me").verify)
         await fetch.compare("donor", 100, (), LOG)
         await donors.add("donor", THEIRS)
         donors.me.pulls.clear()

@@ -11,7 +11,6 @@ import pytest
 
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
-from peers.log.payload import Payload
 from peers.network import channel
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer.buffers import PayloadBuffers
@@ -27,9 +26,8 @@ from peers.transfer.payloads import (
     Payloads,
     serve_payloads,
 )
-from peers.values.chunks import CHUNK_BLOCKS
-from peers.values.reach import Reach
-from peers.values.wire import DIGEST_BYTES, digest_of, pack, unpack
+from peers.values.chunks import CHUNK_BLOCKS, Payload
+from peers.values.wire import DIGEST_BYTES, Reach, digest_of, pack, unpack
 from tests.peers.builders import LOG, RUN, member
 from tests.peers.fakes import NoChance, at_once
 from tests.peers.network.test_throttle import now, simulate
@@ -200,7 +198,7 @@ def test_a_donor_with_other_digests_is_passed_over() -> None:
         assert_whole(await fetch(network, ["liar", "a"]))
         assert network.asked[0] == ("liar", 0, 0)
         assert network.asked_for_chunks("liar") == 0
-        with pytest.raises(PayloadError, match="liar: it has other digests"):
+        with pytest.raises(PayloadError, match="liar: its payload has other chunks"):
             await fetch(network, ["liar"])
 
     asyncio.run(scenario())
@@ -211,7 +209,7 @@ def test_digests_of_another_number_of_chunks_are_none(size: int) -> None:
     async def scenario() -> None:
         network = Network()
         await network.donor("short", meddle=lambda request, data: data[:size])
-        with pytest.raises(PayloadError, match="short: it has other digests"):
+        with pytest.raises(PayloadError, match="short: its payload has other chunks"):
             await fetch(network, ["short"])
 
     asyncio.run(scenario())

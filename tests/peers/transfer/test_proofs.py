@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.log.files import proof_path
-from peers.log.folder import LogFolder, MemoryLog, RunLog
+from peers.log.folder import LogFolder, RunLog, proof_path
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, RefusalError
-from peers.transfer.proofs import ASKED, PATIENCE, PROOF, TIMES, MissingProofs, ProofRequest, fetch_proof, serve_proofs
+from peers.transfer.proofs import ASKED, PATIENCE, PROOF, TIMES, MissingProofs, ProofRequest, _fetch_proof, serve_proofs
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import LOG, PAYLOAD, RUN, chain_of, first_log
 from tests.peers.fakes import FakeTransport
@@ -71,12 +70,12 @@ def test_a_proof_comes_from_a_peer_that_keeps_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         place = Place(tmp_path)
         await place.donor("a", DATA)
-        assert await fetch_proof(place.me, "a", RUN, DIGEST) == DATA
+        assert await _fetch_proof(place.me, "a", RUN, DIGEST) == DATA
         assert place.me.donors["a"].giving_way == {PROOF}
         with pytest.raises(PeerRefusedError, match="not kept here"):
-            await fetch_proof(place.me, "a", RUN, bytes(32))
+            await _fetch_proof(place.me, "a", RUN, bytes(32))
         with pytest.raises(PeerRefusedError, match="run another is not here"):
-            await fetch_proof(place.me, "a", "another", DIGEST)
+            await _fetch_proof(place.me, "a", "another", DIGEST)
 
     asyncio.run(scenario())
 
@@ -104,7 +103,7 @@ def test_other_bytes_than_the_named_ones_are_refused(tmp_path: Path) -> None:
         await place.donor("a", DATA)
         place.me.donors["a"].meddle = meddle
         with pytest.raises(RemoteProtocolError, match="another proof"):
-            await fetch_proof(place.me, "a", RUN, DIGEST)
+            await _fetch_proof(place.me, "a", RUN, DIGEST)
 
     asyncio.run(scenario())
 
@@ -249,7 +248,7 @@ def test_a_crowd_that_refuses_is_believed(tmp_path: Path) -> None:
 
 def test_a_log_in_memory_keeps_no_proofs_and_lacks_none(tmp_path: Path) -> None:
     async def scenario() -> None:
-        place, log = Place(tmp_path), MemoryLog(LOG)
+        place, log = Place(tmp_path), RunLog(LOG)
         await place.donor("a", DATA)
         taken(log, ENTRIES)
         missing = MissingProofs(place.me, log)

@@ -8,8 +8,7 @@ from contextlib import suppress
 import pytest
 
 from peers.network.channel import RefusalError
-from peers.transfer.shelf import LEAVE
-from peers.transfer.snapshots import Snapshot
+from peers.transfer.snapshots import LEAVE, Snapshot
 from tests.peers.fakes import at_once
 from tests.peers.protocol.test_peer import at_second
 from tests.peers.transfer.test_freezing import EVERY, HELD, Frozen, log_at

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from peers.log.branch import Branch
 from peers.log.header import UNKNOWN_STATE, Header
+from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.transfer import snapshot_fetch, state_chunks
+from peers.transfer import snapshot_fetch
 from peers.transfer.download import Download
 from peers.transfer.snapshot_fetch import (
     ASKED,
@@ -26,10 +26,10 @@ from peers.transfer.snapshot_fetch import (
     fetch_snapshot,
 )
 from peers.transfer.snapshots import Snapshot, SnapshotOffer, SnapshotRequest, serve_snapshots
-from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
-from peers.transfer.storage import FolderStorage, MemoryStorage, Storage
-from peers.values.reach import Reach
-from peers.values.wire import DIGEST_BYTES, digest_of, unpack
+from peers.transfer.storage import FolderStorage, Storage
+from peers.values import chunks as state_chunks
+from peers.values.chunks import chunk_digests, digest_of_chunks
+from peers.values.wire import DIGEST_BYTES, Reach, digest_of, unpack
 from peers.values.workload import SnapshotError
 from tests.peers.builders import LOG, RUN
 from tests.peers.fakes import FakeTransport, NoChance, at_once
@@ -95,7 +95,7 @@ class Donors:
     async def fetch(
         self, least: int = 0, storage: Storage | None = None, log: LogState = LOG, chance: random.Random | None = None
     ) -> Snapshot:
-        names, storage = list(self.me.donors), storage or MemoryStorage()
+        names, storage = list(self.me.donors), storage or Storage()
 
         async def vouch() -> Vouched:
             return self.vouched.pop(0) if self.vouched else Vouched(branch_to(ROUND[1]), least=least)

@@ -22,9 +22,8 @@ from peers.transfer.snapshots import (
     SnapshotRequest,
     serve_snapshots,
 )
-from peers.transfer.state_chunks import STATE_CHUNK, chunk_digests, digest_of_chunks
-from peers.values.reach import Reach
-from peers.values.wire import pack, unpack
+from peers.values.chunks import STATE_CHUNK, chunk_digests, digest_of_chunks
+from peers.values.wire import Reach, pack, unpack
 from tests.peers.builders import LOG, RUN, first_log
 
 STATE = b"".join(bytes([number]) * STATE_CHUNK for number in range(3)) + b"the rest"

@@ -13,9 +13,7 @@ from peers.protocol.contributions import Contributions
 from peers.protocol.events import AverageRefuted
 from peers.protocol.exchange import Exchange
 from peers.protocol.signed_averages import Origin
-from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.inspection import inspection, offer
-from peers.transfer.spot_check import (
+from peers.transfer.averages import (
     ASKED,
     CONTRIBUTION,
     MOST,
@@ -24,7 +22,8 @@ from peers.transfer.spot_check import (
     asking,
     serve_contributions,
 )
-from peers.values.sum_tree import Sum
+from peers.transfer.buffers import PayloadBuffers, inspection, offer
+from peers.values.chunks import Sum
 from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Reduction
 from tests.peers.builders import RUN, SIZE, TOKENS, commitment

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from peers.transfer import state_chunks
-from peers.transfer.state_chunks import STATE_CHUNK, StateChunking, chunk_digests, digest_of_chunks, digest_of_state
+from peers.values import chunks as state_chunks
+from peers.values.chunks import STATE_CHUNK, StateChunking, chunk_digests, digest_of_chunks, digest_of_state
 from peers.values.wire import digest_of
 
 

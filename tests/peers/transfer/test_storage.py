@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.transfer.memory_file import MemoryFile
-from peers.transfer.storage import FolderStorage, MemoryStorage
+from peers.transfer.storage import FolderStorage, MemoryFile, Storage
 from peers.values.wire import digest_of
 
 DIGEST, ANOTHER = digest_of(b"a state"), digest_of(b"another state")
@@ -142,7 +141,7 @@ def test_a_folder_that_is_gone_is_no_room_for_a_download(tmp_path: Path) -> None
 
 
 def test_without_a_folder_all_lies_in_memory() -> None:
-    storage = MemoryStorage()
+    storage = Storage()
     first, again = storage.download(DIGEST, 100), storage.download(DIGEST, 100)
     first.data[:] = b"x" * 100
     assert bytes(again.data) == bytes(100), "it begins anew"

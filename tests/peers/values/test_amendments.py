@@ -7,8 +7,8 @@ from math import inf, nan
 import pytest
 
 from opendiloco.config.optimizers import OuterOptimizerSection
-from peers.values.amendments import Amendment, newest
 from peers.values.identity import Identity
+from peers.values.manifest import Amendment, newest
 from peers.values.wire import WireError, pack, unpack
 
 ORGANISER, STRANGER = Identity.of_seed(bytes(32)), Identity.of_seed(bytes(31) + b"1")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.values.chunks import CHUNK_BLOCKS, CHUNKS, Chunking, parts_of, payload_digest, split_by_rate, split_evenly
+from peers.values.chunks import CHUNK_BLOCKS, CHUNKS, Chunking, _split_evenly, digest_of_chunks, parts_of, split_by_rate
 from peers.values.wire import digest_of
 
 CHUNK_COUNTS = st.integers(1, 2000)
@@ -44,8 +44,8 @@ def test_small_payloads_have_small_chunks_and_large_ones_many(block_count: int, 
 
 def test_a_payload_is_named_by_its_chunks_in_order() -> None:
     one, two = digest_of(b"one"), digest_of(b"two")
-    assert payload_digest([one, two]) == digest_of(one + two)
-    assert payload_digest([one, two]) != payload_digest([two, one])
+    assert digest_of_chunks([one, two]) == digest_of(one + two)
+    assert digest_of_chunks([one, two]) != digest_of_chunks([two, one])
 
 
 @given(st.lists(st.integers(0, 50), max_size=10))
@@ -57,7 +57,7 @@ def test_parts_are_consecutive_and_as_large_as_said(shares: list[int]) -> None:
 
 @given(CHUNK_COUNTS, st.integers(1, 40))
 def test_an_even_split_differs_by_one_chunk_at_most(chunk_count: int, reducers: int) -> None:
-    shares = split_evenly(chunk_count, reducers)
+    shares = _split_evenly(chunk_count, reducers)
     assert sum(shares) == chunk_count
     assert max(shares) - min(shares) <= 1
 
@@ -81,7 +81,7 @@ def test_a_faster_link_carries_no_less(chunk_count: int, rates: list[float]) -> 
 def test_no_link_is_busy_for_longer_than_in_an_even_split(rates: list[float]) -> None:
     chunks = 10_000  # so many that rounding to whole ones is nothing
     assert busiest(split_by_rate(chunks, rates, len(rates)), rates) <= 1.01 * busiest(
-        split_evenly(chunks, len(rates)), rates
+        _split_evenly(chunks, len(rates)), rates
     )
 
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from peers.values.clock import next_sequence
+from peers.values.system import next_sequence
 
 
 def test_sequences_rise_whatever_the_clock_does(monkeypatch: pytest.MonkeyPatch) -> None:

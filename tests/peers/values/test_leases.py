@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.values.leases import PIECE_LIMIT, Grants, Lease, SamplePool, SampleRange, merge, prefix, sample_count
+from peers.values.leases import PIECE_LIMIT, Grants, Lease, SamplePool, SampleRange, _merge, prefix, sample_count
 
 RANGES = st.builds(lambda start, size: SampleRange(start, start + size), st.integers(0, 60), st.integers(0, 20))
 LISTS = st.lists(RANGES, max_size=6)
@@ -20,10 +20,10 @@ def numbers(ranges: Lease | list[SampleRange]) -> list[int]:
 
 @given(LISTS)
 def test_merge_is_canonical(ranges: list[SampleRange]) -> None:
-    joined = merge(ranges)
+    joined = _merge(ranges)
     assert numbers(joined) == sorted(set(numbers(ranges)))
     assert all(first.stop < second.start for first, second in pairwise(joined))
-    assert merge(reversed(joined)) == joined
+    assert _merge(reversed(joined)) == joined
 
 
 @given(LISTS, st.integers(0, 80))
@@ -39,7 +39,7 @@ def test_samples_are_conserved(data: st.DataObject) -> None:
         action = data.draw(st.sampled_from(["take", "claim", "release"]))
         if action == "take":
             count = data.draw(st.integers(0, 15))
-            lease, pool = pool.take(count)
+            (lease,), pool = pool.deal([count])
             assert sample_count(lease) == count
             taken += lease
         elif action == "claim":
@@ -56,11 +56,11 @@ def test_samples_are_conserved(data: st.DataObject) -> None:
             pool = pool.release([taken.pop(data.draw(st.integers(0, len(taken) - 1)))])
         held, free = numbers(taken), numbers(pool.free)
         assert sorted(held + free) == list(range(pool.cursor)), "a sample is lost, or in two places"
-        assert pool.free == merge(pool.free)
+        assert pool.free == _merge(pool.free)
 
 
 def test_free_samples_are_handed_out_before_fresh_ones() -> None:
-    lease, pool = SamplePool(100, (SampleRange(3, 5), SampleRange(50, 51))).take(10)
+    (lease,), pool = SamplePool(100, (SampleRange(3, 5), SampleRange(50, 51))).deal([10])
     assert lease == (SampleRange(3, 5), SampleRange(50, 51), SampleRange(100, 107))
     assert pool == SamplePool(107)
 
@@ -76,10 +76,10 @@ def test_one_range_cannot_be_claimed_twice_in_one_lease() -> None:
 
 @given(LISTS, st.lists(st.integers(0, 15), max_size=5))
 def test_dealing_is_taking_again_and_again(free: list[SampleRange], counts: list[int]) -> None:
-    pool = SamplePool(100, merge(free))
+    pool = SamplePool(100, _merge(free))
     dealt, after = pool.deal(counts)
     for lease, count in zip(dealt, counts, strict=True):
-        taken, pool = pool.take(count)
+        (taken,), pool = pool.deal([count])
         assert lease == taken
     assert after == pool
 
@@ -90,7 +90,7 @@ def scattered(pieces: int) -> SamplePool:
 
 
 def test_a_lease_has_few_pieces_however_scattered_the_pool_is() -> None:
-    lease, pool = scattered(100).take(40)
+    (lease,), pool = scattered(100).deal([40])
     assert len(lease) == PIECE_LIMIT
     assert sample_count(lease) == 40
     assert sample_count(pool.free) == 100 - (PIECE_LIMIT - 1)
@@ -117,7 +117,7 @@ def test_a_claim_costs_no_more_than_the_pool_and_itself() -> None:
 
 @given(LISTS, st.integers(0, 6))
 def test_of_too_many_free_ranges_the_smallest_are_given_up(ranges: list[SampleRange], limit: int) -> None:
-    pool = SamplePool(100, merge(ranges))
+    pool = SamplePool(100, _merge(ranges))
     kept = pool.bounded(limit)
     assert (kept.cursor, len(kept.free)) == (100, min(limit, len(pool.free)))
     given_up = [piece for piece in pool.free if piece not in kept.free]
@@ -130,7 +130,7 @@ def test_of_too_many_free_ranges_the_smallest_are_given_up(ranges: list[SampleRa
 @given(LISTS, st.integers(1, 15), st.integers(0, 30))
 def test_grants_are_the_leases_that_the_pool_deals(ranges: list[SampleRange], size: int, count: int) -> None:
     """Whichever of them is looked at first. Each is found by its first sample, and by no other."""
-    pool = SamplePool(cursor=90, free=merge(ranges))
+    pool = SamplePool(cursor=90, free=_merge(ranges))
     grants, dealt = Grants(pool, size, count), pool.deal([size] * count)[0]
     assert [grants[place] for place in reversed(range(count))] == dealt[::-1]
     assert list(grants) == dealt

@@ -11,12 +11,12 @@ from stat import S_IMODE
 
 import pytest
 
-from peers.values.private_folders import make_private_folder, open_private, sweep_folders, temporary_folder
+from peers.values.system import make_private_folder, open_private, sweep_folders, temporary_folder
 
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from peers.values.private_folders import temporary_folder
+from peers.values.system import temporary_folder
 with temporary_folder(Path(sys.argv[1]), "ours-") as folder:
     (folder / "key").touch()
     os.kill(os.getpid(), signal.SIGKILL)

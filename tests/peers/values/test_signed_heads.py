@@ -20,7 +20,6 @@ from peers.values.signed_heads import (
     pack_heads,
     unpack_heads,
 )
-from peers.values.signing import IdentityKeys
 from peers.values.wire import digest_of, pack
 from tests.simulator.simulated_keys import SimulatedKeys
 
@@ -43,7 +42,7 @@ def branch(end: int, text: str = "ours") -> dict[int, bytes]:
 
 def test_a_head_is_signed_for_one_run_and_place() -> None:
     key = Identity.generate()
-    signed = SignedHead.sign(RUN, 3, name("x"), key.peer_id, IdentityKeys(key))
+    signed = SignedHead.sign(RUN, 3, name("x"), key.peer_id, key)
     assert signed.is_signed(RUN)
     for other in ({"index": 4}, {"head": name("y")}, {"archive": Identity.generate().peer_id}):
         assert not signed.model_copy(update=other).is_signed(RUN)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.values.sum_tree import NODE, Sum, SumTree, root_of
+from peers.values.chunks import NODE, Sum, SumTree, root_of
 from peers.values.wire import digest_of
 
 

@@ -14,11 +14,11 @@ from peers.values.tickets import (
     LIST_BYTES,
     REVOKED_LIMIT,
     SHOWN_BYTES,
-    CheckedTicket,
     Revocations,
     ShownTicket,
     Ticket,
     TicketError,
+    _CheckedTicket,
     check_ticket,
 )
 from peers.values.wire import pack, unpack
@@ -29,7 +29,7 @@ LATER = 2_000_000_000
 FOR_FRIEND, FOR_ANYBODY = Ticket.give(RUN, ORGANISER, LATER, FRIEND.peer_id), Ticket.give(RUN, ORGANISER, LATER)
 
 
-def check(shown: bytes, peer: Identity, run: str = RUN) -> CheckedTicket:
+def check(shown: bytes, peer: Identity, run: str = RUN) -> _CheckedTicket:
     return check_ticket(shown, peer.peer_id, run, ORGANISER.peer_id)
 
 

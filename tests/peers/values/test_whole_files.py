@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.values.whole_files import write_whole
+from peers.values.system import write_whole
 
 
 def full(*args: object, **kwargs: object) -> None:

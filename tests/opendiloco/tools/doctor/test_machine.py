@@ -23,27 +23,27 @@ from opendiloco.owner.facts import GpuState, Sensor
 from opendiloco.tools.doctor import machine
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
 from opendiloco.tools.doctor.machine import (
-    Cards,
     Taken,
-    check_compiler,
+    _Cards,
+    _check_compiler,
+    _check_gpu,
+    _check_heat,
+    _check_power,
+    _check_python,
+    _check_shm,
+    _check_torch,
+    _free_disk,
+    _free_shm,
+    _gpus_in_use,
+    _read_cards,
     check_disk,
-    check_gpu,
-    check_heat,
     check_kernels,
     check_memory,
-    check_power,
-    check_python,
     check_quickly,
-    check_shm,
-    check_torch,
-    free_disk,
-    free_shm,
-    gpus_in_use,
     has_volunteer,
     machine_findings,
-    read_cards,
 )
-from opendiloco.tools.doctor.torch_probe import Gpu, Torch, answered, first_sentence, installed_torch, probed_torch
+from opendiloco.tools.doctor.torch_probe import Gpu, Torch, _answered, _first_sentence, installed_torch, probed_torch
 from opendiloco.workers.options import WorkerOptions
 
 PASS, WARN, FAIL, SKIPPED = Verdict
@@ -53,8 +53,8 @@ NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWADA2vJXLmyk1SHLyFogztmUkYfacm9C2finbi
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * GB, 79 * GB, has_bf16=True)
 T4 = Gpu("Tesla T4", (7, 5), 16 * GB, 15 * GB, has_bf16=False)
 BROKEN = replace(H100, error="CUDA error: no kernel image is available for execution on the device")
-CARD = Cards(("NVIDIA H100 80GB HBM3",), "570.124.06")
-NO_DRIVER = Cards(("an NVIDIA GPU",), None)
+CARD = _Cards(("NVIDIA H100 80GB HBM3",), "570.124.06")
+NO_DRIVER = _Cards(("an NVIDIA GPU",), None)
 CPU_BUILD = Torch("2.9.0+cpu", None, ())
 CUDA_BUILD = Torch("2.9.0", "CUDA 12.8", (H100,))
 SEES_NONE = Torch("2.9.0", "CUDA 12.8", (), "The NVIDIA driver on your system is too old (found version 11040)")
@@ -78,8 +78,8 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         for name, value in things.items():
             monkeypatch.setattr(machine, name, lambda *_, value=value: value)
 
-    has(python_version="3.12.1", usable_cores=16, installed_torch=CUDA_BUILD, read_cards=CARD, read_gpus=())
-    has(available_memory=128 * GB, free_shm=64 * GB, free_disk=100 * GB, read_sensors=(), is_on_battery=False)
+    has(python_version="3.12.1", usable_cores=16, installed_torch=CUDA_BUILD, _read_cards=CARD, read_gpus=())
+    has(available_memory=128 * GB, _free_shm=64 * GB, _free_disk=100 * GB, read_sensors=(), is_on_battery=False)
     monkeypatch.setattr(shutil, "which", lambda program: program)
     return has
 
@@ -87,16 +87,16 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("things", "check", "verdict", "says"),
     [
-        ({"python_version": "3.11.7", "usable_cores": 2}, check_python, PASS, "2 cores"),
-        ({"python_version": "3.10.2", "usable_cores": 1}, check_python, FAIL, "Install Python 3.11"),
-        ({}, lambda: check_compiler(has_gpu=True), PASS, "compiler"),
-        ({}, lambda: check_compiler(has_gpu=False), SKIPPED, "no GPU"),
-        ({"free_shm": None}, lambda: check_shm(1), PASS, "no /dev/shm"),
-        ({"free_shm": 0}, lambda: check_shm(1), PASS, "only several GPUs"),
-        ({"free_shm": 0}, lambda: check_shm(2), FAIL, "--shm-size"),
-        ({"free_shm": None}, lambda: check_shm(2), FAIL, "no /dev/shm"),
-        ({"free_shm": 64 << 20}, lambda: check_shm(8), WARN, "little for 8 GPUs"),
-        ({"free_shm": 2 << 30}, lambda: check_shm(8), PASS, "2.15 GB"),
+        ({"python_version": "3.11.7", "usable_cores": 2}, _check_python, PASS, "2 cores"),
+        ({"python_version": "3.10.2", "usable_cores": 1}, _check_python, FAIL, "Install Python 3.11"),
+        ({}, lambda: _check_compiler(has_gpu=True), PASS, "compiler"),
+        ({}, lambda: _check_compiler(has_gpu=False), SKIPPED, "no GPU"),
+        ({"_free_shm": None}, lambda: _check_shm(1), PASS, "no /dev/shm"),
+        ({"_free_shm": 0}, lambda: _check_shm(1), PASS, "only several GPUs"),
+        ({"_free_shm": 0}, lambda: _check_shm(2), FAIL, "--shm-size"),
+        ({"_free_shm": None}, lambda: _check_shm(2), FAIL, "no /dev/shm"),
+        ({"_free_shm": 64 << 20}, lambda: _check_shm(8), WARN, "little for 8 GPUs"),
+        ({"_free_shm": 2 << 30}, lambda: _check_shm(8), PASS, "2.15 GB"),
         ({"available_memory": GB}, check_memory, WARN, "1 GB"),
         ({"available_memory": 8 * GB}, check_memory, PASS, "8 GB"),
         ({"available_memory": 8 * GB}, lambda: check_memory((), Taken(9 * GB, None, 0, 0)), FAIL, "takes 9 GB"),
@@ -104,48 +104,48 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ({}, lambda: check_memory((H100, T4), Taken(7 * GB, 20 * GB, 2, 0)), FAIL, "15 GB that are free"),
         ({}, lambda: check_memory((H100, T4), Taken(7 * GB, 20 * GB, 1, 0)), PASS, "79 GB that are free"),
         ({}, lambda: check_disk(STATE), PASS, "/state"),
-        ({"free_disk": GB}, lambda: check_disk(STATE), WARN, "--state"),
-        ({"free_disk": 1000}, lambda: check_disk(STATE), FAIL, "--state"),
+        ({"_free_disk": GB}, lambda: check_disk(STATE), WARN, "--state"),
+        ({"_free_disk": 1000}, lambda: check_disk(STATE), FAIL, "--state"),
         ({}, lambda: check_disk(STATE, Taken(0, None, 0, 99 * GB)), PASS, "99 GB"),
         ({}, lambda: check_disk(STATE, Taken(0, None, 0, 101 * GB)), WARN, "--keep 1"),
-        ({}, lambda: check_heat(()), SKIPPED, "no temperature"),
+        ({}, lambda: _check_heat(()), SKIPPED, "no temperature"),
         (
             {"read_sensors": (Sensor("coretemp", 60.0, 100.0), Sensor("nvme", 50.0))},
-            lambda: check_heat(()),
+            lambda: _check_heat(()),
             PASS,
             "coretemp is at 60",
         ),
-        ({"read_sensors": (Sensor("coretemp", 97.0, 100.0),)}, lambda: check_heat(()), WARN, "hot already"),
-        ({"read_sensors": (Sensor("acpitz", 96.0),)}, lambda: check_heat(()), WARN, "hot already"),
-        ({}, lambda: check_heat((GpuState("T4", 88.0),)), WARN, "T4 is at 88"),
-        ({}, lambda: check_heat((GpuState("T4", 80.0, is_slowed_by_heat=True),)), WARN, "slowed down: T4"),
-        ({}, lambda: check_power(()), SKIPPED, "not on battery"),
-        ({"is_on_battery": True}, lambda: check_power(()), WARN, "Plug it in"),
-        ({}, lambda: check_power((GpuState("T4", 50.0, limit=70, default_limit=70),)), PASS, "70 of 70 W"),
+        ({"read_sensors": (Sensor("coretemp", 97.0, 100.0),)}, lambda: _check_heat(()), WARN, "hot already"),
+        ({"read_sensors": (Sensor("acpitz", 96.0),)}, lambda: _check_heat(()), WARN, "hot already"),
+        ({}, lambda: _check_heat((GpuState("T4", 88.0),)), WARN, "T4 is at 88"),
+        ({}, lambda: _check_heat((GpuState("T4", 80.0, is_slowed_by_heat=True),)), WARN, "slowed down: T4"),
+        ({}, lambda: _check_power(()), SKIPPED, "not on battery"),
+        ({"is_on_battery": True}, lambda: _check_power(()), WARN, "Plug it in"),
+        ({}, lambda: _check_power((GpuState("T4", 50.0, limit=70, default_limit=70),)), PASS, "70 of 70 W"),
         (
             {},
-            lambda: check_power((GpuState("H100", 50.0, limit=200, default_limit=700),)),
+            lambda: _check_power((GpuState("H100", 50.0, limit=200, default_limit=700),)),
             WARN,
             "nvidia-smi -pl 700",
         ),
-        ({}, lambda: check_power((GpuState("T4", 50.0, is_slowed_by_power=True),)), WARN, "power supply"),
-        ({}, lambda: check_torch(None, CARD), FAIL, "not installed"),
-        ({}, lambda: check_torch(CPU_BUILD, Cards()), PASS, "built for CPUs alone"),
-        ({}, lambda: check_torch(CPU_BUILD, CARD), WARN, "but this machine has a GPU: NVIDIA H100 80GB HBM3"),
-        ({}, lambda: check_torch(CUDA_BUILD, CARD), PASS, "CUDA 12.8"),
-        ({}, lambda: check_torch(Torch("2.9.0", None, None, "SIGILL ended it"), Cards()), FAIL, "SIGILL"),
-        ({}, lambda: check_gpu(None, CARD), SKIPPED, "torch"),
-        ({}, lambda: check_gpu(replace(CUDA_BUILD, gpus=None), CARD), SKIPPED, "H100"),
-        ({}, lambda: check_gpu(CPU_BUILD, Cards()), PASS, "trains on the CPU"),
-        ({}, lambda: check_gpu(CPU_BUILD, Cards(), "cuda:1"), FAIL, "no GPU for --device cuda:1"),
-        ({}, lambda: check_gpu(SEES_NONE, NO_DRIVER), WARN, "--gpus all"),
-        ({}, lambda: check_gpu(SEES_NONE, CARD), WARN, "driver 570.124.06, but torch sees none: The NVIDIA driver"),
-        ({}, lambda: check_gpu(SEES_NONE, CARD, "cuda"), FAIL, "Update the driver"),
-        ({}, lambda: check_gpu(CPU_BUILD, CARD), WARN, "Install a build of torch"),
-        ({}, lambda: check_gpu(CUDA_BUILD, CARD), PASS, "NVIDIA H100 80GB HBM3 (80 GB, 9.0), with bf16"),
-        ({}, lambda: check_gpu(replace(CUDA_BUILD, gpus=(H100, T4)), CARD), WARN, "without bf16"),
-        ({}, lambda: check_gpu(replace(CUDA_BUILD, gpus=(H100, BROKEN)), CARD), FAIL, "no kernel image"),
-        ({}, lambda: check_gpu(replace(CUDA_BUILD, gpus=(BROKEN,)), CARD, "cpu"), PASS, "H100"),
+        ({}, lambda: _check_power((GpuState("T4", 50.0, is_slowed_by_power=True),)), WARN, "power supply"),
+        ({}, lambda: _check_torch(None, CARD), FAIL, "not installed"),
+        ({}, lambda: _check_torch(CPU_BUILD, _Cards()), PASS, "built for CPUs alone"),
+        ({}, lambda: _check_torch(CPU_BUILD, CARD), WARN, "but this machine has a GPU: NVIDIA H100 80GB HBM3"),
+        ({}, lambda: _check_torch(CUDA_BUILD, CARD), PASS, "CUDA 12.8"),
+        ({}, lambda: _check_torch(Torch("2.9.0", None, None, "SIGILL ended it"), _Cards()), FAIL, "SIGILL"),
+        ({}, lambda: _check_gpu(None, CARD), SKIPPED, "torch"),
+        ({}, lambda: _check_gpu(replace(CUDA_BUILD, gpus=None), CARD), SKIPPED, "H100"),
+        ({}, lambda: _check_gpu(CPU_BUILD, _Cards()), PASS, "trains on the CPU"),
+        ({}, lambda: _check_gpu(CPU_BUILD, _Cards(), "cuda:1"), FAIL, "no GPU for --device cuda:1"),
+        ({}, lambda: _check_gpu(SEES_NONE, NO_DRIVER), WARN, "--gpus all"),
+        ({}, lambda: _check_gpu(SEES_NONE, CARD), WARN, "driver 570.124.06, but torch sees none: The NVIDIA driver"),
+        ({}, lambda: _check_gpu(SEES_NONE, CARD, "cuda"), FAIL, "Update the driver"),
+        ({}, lambda: _check_gpu(CPU_BUILD, CARD), WARN, "Install a build of torch"),
+        ({}, lambda: _check_gpu(CUDA_BUILD, CARD), PASS, "NVIDIA H100 80GB HBM3 (80 GB, 9.0), with bf16"),
+        ({}, lambda: _check_gpu(replace(CUDA_BUILD, gpus=(H100, T4)), CARD), WARN, "without bf16"),
+        ({}, lambda: _check_gpu(replace(CUDA_BUILD, gpus=(H100, BROKEN)), CARD), FAIL, "no kernel image"),
+        ({}, lambda: _check_gpu(replace(CUDA_BUILD, gpus=(BROKEN,)), CARD, "cpu"), PASS, "H100"),
     ],
 )
 def test_what_a_check_finds(
@@ -163,7 +163,7 @@ def assert_finding(finding: Finding, verdict: Verdict, says: str) -> None:
 
 def test_without_a_compiler_models_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: None)
-    assert_finding(check_compiler(has_gpu=True), WARN, "Install gcc")
+    assert_finding(_check_compiler(has_gpu=True), WARN, "Install gcc")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_worst_verdict_counts_and_what_was_skipped_does_not() -> None:
     assert worst([]) is PASS
     assert worst([fine, skipped("heat", "x")]) is PASS
     assert worst([fine, could_be_better]) is WARN
-    assert worst([could_be_better, check_torch(None, CARD), fine]) is FAIL
+    assert worst([could_be_better, _check_torch(None, CARD), fine]) is FAIL
 
 
 def test_a_check_that_nobody_knows_is_a_mistake() -> None:
@@ -223,7 +223,7 @@ def test_a_check_that_nobody_knows_is_a_mistake() -> None:
     ],
 )
 def test_how_many_gpus_would_train(torch: Torch | None, options: WorkerOptions, count: int) -> None:
-    assert gpus_in_use(torch, options) == count
+    assert _gpus_in_use(torch, options) == count
 
 
 def test_a_good_machine_passes_and_the_checks_come_in_their_order() -> None:
@@ -251,7 +251,10 @@ def test_join_hears_at_once_of_a_torch_that_does_not_fit(
     ("things", "says"),
     [
         ({"installed_torch": None}, "torch is not installed"),
-        ({"read_cards": Cards(CARD.names * 2), "installed_torch": Torch("2.9.0", "CUDA 12.8"), "free_shm": 0}, "--shm"),
+        (
+            {"_read_cards": _Cards(CARD.names * 2), "installed_torch": Torch("2.9.0", "CUDA 12.8"), "_free_shm": 0},
+            "--shm",
+        ),
     ],
 )
 def test_join_ends_at_once_where_nothing_can_be_trained(
@@ -263,7 +266,7 @@ def test_join_ends_at_once_where_nothing_can_be_trained(
 
 
 def test_join_itself_ends_before_it_asks_anybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_disk", free_disk)
+    monkeypatch.setattr(machine, "_free_disk", _free_disk)
     (tmp_path / "file").write_text("")
     options = ["--identity", str(tmp_path / "key.pem"), "--state", str(tmp_path / "file" / "state")]
     ended = CliRunner().invoke(main, ["join", "--run", RUN, "--initial-peer", NOBODY, "--plain", *options])
@@ -276,7 +279,7 @@ def test_join_says_nothing_of_a_disk_with_little_room(
     has: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody knows yet how much the run takes, and `--keep 0` takes none."""
-    has(free_disk=1)
+    has(_free_disk=1)
     check_quickly(STATE, WorkerOptions())
     assert not caplog.text
 
@@ -299,10 +302,10 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
 
 
 def test_what_torch_answers() -> None:
-    told = answered(TORCH, 0, "some library's line\n" + json.dumps({"gpus": [GPU], "error": ""}), "a warning")
+    told = _answered(TORCH, 0, "some library's line\n" + json.dumps({"gpus": [GPU], "error": ""}), "a warning")
     assert told.gpus is not None
     assert (told.gpus[0].name, told.gpus[0].capability) == ("NVIDIA H100 80GB HBM3", (9, 0))
-    assert answered(TORCH, 0, json.dumps({"gpus": [], "error": "too old"}), "").error == "too old"
+    assert _answered(TORCH, 0, json.dumps({"gpus": [], "error": "too old"}), "").error == "too old"
 
 
 @pytest.mark.parametrize(
@@ -316,45 +319,45 @@ def test_what_torch_answers() -> None:
     ],
 )
 def test_a_torch_that_cannot_answer(code: int, out: str, err: str, says: str) -> None:
-    told = answered(TORCH, code, out, err)
+    told = _answered(TORCH, code, out, err)
     assert told.gpus is None
     assert says in told.error
 
 
 def test_libraries_are_quoted_in_brief() -> None:
-    assert first_sentence("CUDA initialization: too old (found 11040). Please update\nmore") == (
+    assert _first_sentence("CUDA initialization: too old (found 11040). Please update\nmore") == (
         "CUDA initialization: too old (found 11040)"
     )
-    assert first_sentence("") == ""
+    assert _first_sentence("") == ""
 
 
 def test_cards_by_their_driver_or_else_on_the_bus(tmp_path: Path) -> None:
     pci, driver = tmp_path / "pci", tmp_path / "nvidia"
-    assert read_cards(pci, driver) == Cards()
+    assert _read_cards(pci, driver) == _Cards()
     write(pci / "0000:01:00.0", vendor="0x10de", **{"class": "0x030200"})
     write(pci / "0000:01:00.1", vendor="0x10de", **{"class": "0x040300"})  # its sound
     write(pci / "0000:02:00.0", vendor="0x8086", **{"class": "0x030000"})
-    assert read_cards(pci, driver) == Cards(("an NVIDIA GPU",))
+    assert _read_cards(pci, driver) == _Cards(("an NVIDIA GPU",))
     write(driver / "gpus" / "0000:01:00.0", information="Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 42")
     write(driver, version="NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 01:00:00 UTC 2025")
-    assert read_cards(pci, driver) == Cards(("NVIDIA H100 80GB HBM3",), "570.124.06")
+    assert _read_cards(pci, driver) == _Cards(("NVIDIA H100 80GB HBM3",), "570.124.06")
 
 
 def test_a_folder_that_is_not_there_yet_can_be_made(tmp_path: Path) -> None:
-    assert free_disk(tmp_path / "not" / "there") > 0
+    assert _free_disk(tmp_path / "not" / "there") > 0
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
 def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_disk", free_disk)
+    monkeypatch.setattr(machine, "_free_disk", _free_disk)
     (tmp_path / "file").write_text("")
     assert_finding(check_disk(tmp_path / "file" / "state"), FAIL, "cannot be written to: Not a directory")
     assert_finding(check_disk(Path("/proc/state")), FAIL, "--state")
 
 
 def test_there_may_be_no_shm(tmp_path: Path) -> None:
-    assert free_shm(tmp_path / "shm") is None
-    assert free_shm(tmp_path) is not None
+    assert _free_shm(tmp_path / "shm") is None
+    assert _free_shm(tmp_path) is not None
 
 
 def test_the_quick_checks_import_nothing_slow() -> None:

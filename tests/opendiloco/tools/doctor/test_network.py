@@ -14,8 +14,8 @@ from opendiloco.tools.doctor import network
 from opendiloco.tools.doctor.findings import Finding, Verdict
 from opendiloco.tools.doctor.network import (
     Bandwidth,
-    DialledBack,
     Node,
+    _DialledBack,
     check_bandwidth,
     check_bootstrap,
     check_clock,
@@ -27,14 +27,14 @@ from opendiloco.tools.doctor.network import (
 )
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.network.sockets import listen
-from peers.values.reach import Reach
+from peers.values.wire import Reach
 
 PASS, WARN, FAIL, SKIPPED = Verdict
 SILENT = SwarmUnreachableError("no bootstrap node answered at /ip4/192.0.2.1.", "Check the address.")
 NODE, OTHER = Node("/ip4/192.0.2.1", True, 0.04, 0.01), Node("/ip4/192.0.2.2", False)
-OPEN = DialledBack("198.51.100.7", 4000, 4000, keeps_ports=False)
-CONE = DialledBack("198.51.100.7", 4000, None, keeps_ports=True)
-SYMMETRIC = DialledBack("198.51.100.7", 4000, None, keeps_ports=False)
+OPEN = _DialledBack("198.51.100.7", 4000, 4000, keeps_ports=False)
+CONE = _DialledBack("198.51.100.7", 4000, None, keeps_ports=True)
+SYMMETRIC = _DialledBack("198.51.100.7", 4000, None, keeps_ports=False)
 
 
 @pytest.mark.parametrize(
@@ -94,17 +94,17 @@ def test_addresses(
     ],
 )
 def test_how_others_reach_this_machine(
-    seen: list[DialledBack],
+    seen: list[_DialledBack],
     node: Node,
     verdict: Verdict,
     says: str,
     reach: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def dialled_back(transport: object, addresses: Sequence[str]) -> list[DialledBack]:
+    async def dialled_back(transport: object, addresses: Sequence[str]) -> list[_DialledBack]:
         return seen
 
-    monkeypatch.setattr(network, "dialled_back", dialled_back)
+    monkeypatch.setattr(network, "_dialled_back", dialled_back)
     transport: Any = None
     found = asyncio.run(check_reach(transport, [node]))
     assert found.verdict is verdict

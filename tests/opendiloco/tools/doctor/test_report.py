@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from opendiloco.tools.doctor.findings import CHECKS, failed, passed, skipped, warned
-from opendiloco.tools.doctor.report import as_json, conclusion, show
+from opendiloco.tools.doctor.findings import CHECKS, as_json, conclusion, failed, passed, show, skipped, warned
 
 FINE, BETTER = passed("gpu", "an [H100]", gpus=1), warned("heat", "hot", "Give it air.")
 BROKEN, NOTHING = failed("disk", "full", "Name another."), skipped("clock", "nobody")

@@ -10,21 +10,20 @@ import pytest
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import sized_skeleton
 from opendiloco.run import Run
+from opendiloco.tools.doctor.examination import (
+    _check_round,
+    _check_run,
+    _check_speed,
+    _estimated_speed,
+    _plan_among,
+    _size,
+    _Speed,
+    _speed_of,
+)
 from opendiloco.tools.doctor.findings import Finding, Verdict
 from opendiloco.tools.doctor.network import Bandwidth
-from opendiloco.tools.doctor.run import (
-    Speed,
-    check_round,
-    check_run,
-    check_speed,
-    estimated_speed,
-    plan_among,
-    size,
-    speed_of,
-)
 from opendiloco.tools.doctor.torch_probe import Gpu
-from opendiloco.tools.plan.forecast import Plan, forecast
-from opendiloco.tools.plan.rounds import Peer, Swarm
+from opendiloco.tools.plan.forecast import Peer, Plan, Swarm, forecast
 from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.values.identity import Identity
 from peers.values.workload import Progress
@@ -46,15 +45,15 @@ def assert_finding(finding: Finding, verdict: Verdict, says: str) -> None:
 )
 def test_a_run(positions: list[int], verdict: Verdict, says: str, config: RunConfig) -> None:
     run = Run.sign(config.model_copy(update={"outer_steps": 12}), Identity.generate())
-    assert_finding(check_run(run, positions), verdict, says)
+    assert_finding(_check_run(run, positions), verdict, says)
 
 
 @pytest.mark.parametrize(
     ("finding", "verdict", "says"),
     [
-        (check_speed(Speed(1234.5, 7)), PASS, "1,234 tokens/s, measured over 7 inner steps"),
-        (check_speed(Speed(1e6, 0)), PASS, "estimated"),
-        (check_speed(None, "see memory"), SKIPPED, "see memory"),
+        (_check_speed(_Speed(1234.5, 7)), PASS, "1,234 tokens/s, measured over 7 inner steps"),
+        (_check_speed(_Speed(1e6, 0)), PASS, "estimated"),
+        (_check_speed(None, "see memory"), SKIPPED, "see memory"),
     ],
 )
 def test_a_speed(finding: Finding, verdict: Verdict, says: str) -> None:
@@ -82,11 +81,11 @@ def plan(mbit: float = 800.0, step_seconds: float = 3.0, latency: float = 0.0, o
     ],
 )
 def test_a_round(planned: Plan, is_measured: bool, verdict: Verdict, says: str) -> None:
-    assert_finding(check_round(planned, is_supposed=False, is_measured=is_measured), verdict, says)
+    assert_finding(_check_round(planned, is_supposed=False, is_measured=is_measured), verdict, says)
 
 
 def test_where_nobody_is_one_peer_like_this_machine_is_supposed() -> None:
-    found = check_round(plan(others=1), is_supposed=True, is_measured=True)
+    found = _check_round(plan(others=1), is_supposed=True, is_measured=True)
     assert_finding(found, PASS, "with one peer like this machine, since nobody is there")
     sent, cycle = found.values["sent_bytes"], found.values["outer_step_seconds"]
     assert isinstance(sent, float)
@@ -108,14 +107,14 @@ def skeleton(config: RunConfig) -> Any:
 
 def test_what_a_run_takes_is_what_join_goes_by(config: RunConfig, skeleton: Any) -> None:
     needs = needs_of(config, skeleton)
-    on_cpu, on_gpu = (size(config, gpus)[1] for gpus in (0, 1))
+    on_cpu, on_gpu = (_size(config, gpus)[1] for gpus in (0, 1))
     assert (on_cpu.memory, on_cpu.gpu) == (needs.main_memory_on_cpu, None)
     assert (on_gpu.memory, on_gpu.gpu, on_gpu.disk) == (needs.main_memory, needs.device_memory, needs.disk)
 
 
 def test_a_speed_is_estimated_from_a_peak_that_is_known(config: RunConfig, skeleton: Any) -> None:
     h100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80, 80, has_bf16=True)
-    one, two = (estimated_speed(config, skeleton, [h100] * count) for count in (1, 2))
+    one, two = (_estimated_speed(config, skeleton, [h100] * count) for count in (1, 2))
     flops = needs_of(config, skeleton).token_flops
     assert flops is not None
     assert one is not None
@@ -123,19 +122,19 @@ def test_a_speed_is_estimated_from_a_peak_that_is_known(config: RunConfig, skele
     assert one.tokens_per_second == pytest.approx(UTILISATION * 66.9e12 / flops)
     assert two.tokens_per_second == pytest.approx(2 * one.tokens_per_second)
     assert two.steps == 0
-    assert estimated_speed(config, skeleton, [replace(h100, name="Something else")]) is None
-    assert estimated_speed(config, skeleton, []) is None
+    assert _estimated_speed(config, skeleton, [replace(h100, name="Something else")]) is None
+    assert _estimated_speed(config, skeleton, []) is None
 
 
 def test_the_first_inner_step_does_not_count_unless_it_is_alone() -> None:
     told = [Progress(1, 5.0, 10.0), Progress(2, 5.0, 300.0)]
-    assert speed_of([60.0, 61.0, 62.0], told, 32) == Speed(32.0, 2)
-    assert speed_of([60.0], told[:1], 32) == Speed(10.0, 1)
-    assert speed_of([], [], 32) is None
+    assert _speed_of([60.0, 61.0, 62.0], told, 32) == _Speed(32.0, 2)
+    assert _speed_of([60.0], told[:1], 32) == _Speed(10.0, 1)
+    assert _speed_of([], [], 32) is None
 
 
 def planned(config: RunConfig, skeleton: Any, speed: float, bits: float, *others: float) -> Plan:
-    return plan_among(config, skeleton, Speed(speed, 5), Bandwidth(bits, bits, "a peer"), 0.05, others)
+    return _plan_among(config, skeleton, _Speed(speed, 5), Bandwidth(bits, bits, "a peer"), 0.05, others)
 
 
 def test_an_outer_step_is_training_and_a_round(config: RunConfig, skeleton: Any) -> None:

@@ -6,19 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from opendiloco.tools.plan.forecast import Plan, forecast, least_bandwidth
-from opendiloco.tools.plan.report import Memory, how_often, warnings
-from opendiloco.tools.plan.rounds import (
+from opendiloco.tools.plan.forecast import (
     DELAYS,
     LINK_SHARE,
     QUANTIZED,
     QUANTIZED_SPARSE,
     STEPPED,
     Peer,
+    Plan,
     Swarm,
+    forecast,
+    least_bandwidth,
     round_of,
 )
-from opendiloco.tools.plan.setup import bits_of
+from opendiloco.tools.plan.report import Memory, _how_often, warnings
+from opendiloco.tools.plan.setup import _bits_of
 
 MBIT = 1e6
 VALUES = 100_000_000
@@ -38,7 +40,7 @@ def plan(*peers: Peer, inner_steps: int = 100) -> Plan:
 
 
 def test_a_codecs_bits_have_their_share_of_its_blocks_headers() -> None:
-    assert [bits_of(codec) for codec in ("fp16", "e3m0", "sparse")] == [16, 4 + 32 / 1024, (64 * 14 + 32) / 4096]
+    assert [_bits_of(codec) for codec in ("fp16", "e3m0", "sparse")] == [16, 4 + 32 / 1024, (64 * 14 + 32) / 4096]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -124,7 +126,7 @@ def test_nobody_waits_longer_than_the_grace() -> None:
     assert found.tokens_per_day == pytest.approx(tokens / found.cycle_seconds * 86_400)
     [line] = warnings(uneven, found, [ENOUGH] * 4)
     assert "takes 4.33 min for 13 inner steps" in line
-    assert how_often(4) == "every 4th"
+    assert _how_often(4) == "every 4th"
     patient = forecast(replace(uneven, staleness=2))
     assert [each.cycles for each in patient.peers] == [1, 1, 2, 3]
 

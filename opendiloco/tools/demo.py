@@ -1,13 +1,29 @@
-"""A swarm on this machine, start to end: a bootstrap node and volunteers as processes of their own, one of which is
-killed half way while a new one joins. What is shown comes from the DHT, as any onlooker could see it."""
+"""A swarm on this machine, start to end, as `make demo` shows it: a bootstrap node and volunteers as processes of their
+own, one of which is killed half way while a new one joins.
+
+What is shown comes from the DHT, as any onlooker could see it. The demo itself needs no torch: its children do.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
+import sys
 import tempfile
-from contextlib import AsyncExitStack
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
 
 from opendiloco.config.data import STANDARD_LIBRARY
 from opendiloco.config.run_config import RunConfig
@@ -16,10 +32,9 @@ from opendiloco.data.local_sources import local_sources
 from opendiloco.errors import DemoError, MachineError
 from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
-from opendiloco.tools.demo.processes import Child
-from opendiloco.tools.demo.screen import DemoScreen
+from opendiloco.settings.file import without_settings
 from opendiloco.view.run_view import Agreement, is_finished
-from opendiloco.view.screen import Row, row_of
+from opendiloco.view.screen import Row, peers_table, plain_line, row_of
 from opendiloco.volunteer.follower import export_state, fetch_state, make_folder, past_of
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.volunteer import connected, working
@@ -29,15 +44,161 @@ from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
-from peers.values.private_folders import make_private_folder
+from peers.values.system import make_private_folder
 
-DEFAULT_RUN = Path(__file__).parents[2] / "demo.toml"
+LINES_KEPT = 10
+STOP_SECONDS = 20.0  # a polite leave may finish a round first
+EVENTS_SHOWN = 8
+PLAIN_SECONDS = 10.0
+DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 START_SECONDS = 60.0
 WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
 LOOK_SECONDS = 0.5
 SAMPLE_TOKENS = 160
 BOOTSTRAP = "bootstrap node"
+
+
+class _Child:
+    """One command; its output goes to a file. Made by `start`; `ask_to_stop` or `kill`, then `ended`."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.name = name
+        self.log = log
+        self.last_lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._process = process
+        self._news = asyncio.Condition()
+        self._silent = False
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, name: str, arguments: list[str], folder: Path) -> _Child:
+        """In a session of its own, so that Ctrl-C reaches only the demo, which ends it politely."""
+        ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-P", "-m", "opendiloco.cli", *arguments],
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=without_settings(os.environ) | ours,
+            start_new_session=True,
+        )
+        return cls(name, process, folder / f"{name.replace(' ', '-')}.log")
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.returncode
+
+    async def line(self, pattern: str, seconds: float) -> str:
+        """The first match of a pattern in what it prints. Raises: DemoError when none comes in time, or it ends."""
+        match: re.Match[str] | None = None
+
+        def seen() -> bool:
+            nonlocal match
+            match = next(filter(None, (re.search(pattern, line) for line in self.last_lines)), None)
+            return match is not None or self._silent
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), self._news:
+                await self._news.wait_for(seen)
+        if match is None:
+            raise DemoError(f"{self.name} did not start: {self.last_words()}", f"{self.log} says more.")
+        return match[0]
+
+    def last_words(self) -> str:
+        return " | ".join(self.last_lines) or "it said nothing"
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    def ask_to_stop(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+
+    async def ended(self) -> None:
+        """Wait until the process is gone; it is killed if it takes too long."""
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+        await self._reading
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self.log.open("wb", buffering=0) as file:
+            while line := await self._process.stdout.readline():
+                file.write(line)
+                self.last_lines.append(line.decode(errors="replace").strip())
+                async with self._news:
+                    self._news.notify_all()
+        async with self._news:
+            self._silent = True
+            self._news.notify_all()
+
+
+class DemoScreen:
+    """A live picture on a terminal; otherwise, or when `plain`, lines. A context manager."""
+
+    def __init__(self, seconds: float, plain: bool) -> None:
+        self.console = Console()
+        self._seconds = seconds
+        self._started = time.monotonic()
+        self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        self._rows: Sequence[Row] = ()
+        self._live = None if plain or not self.console.is_terminal else Live(console=self.console, auto_refresh=False)
+        self._next_lines = self._started
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the demo began."""
+        return time.monotonic() - self._started
+
+    def event(self, text: str) -> None:
+        """Something happened."""
+        line = f"{_clock(self.elapsed)}  {text}"
+        self._events.append(line)
+        if self._live is None:
+            self.say(line)
+        else:
+            self._draw()
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """This is how the peers are now."""
+        self._rows = rows
+        if self._live is not None:
+            self._draw()
+        elif time.monotonic() >= self._next_lines:
+            self._next_lines = time.monotonic() + PLAIN_SECONDS
+            for row in rows:
+                self.say(f"{_clock(self.elapsed)}  {plain_line(row)}")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def _draw(self) -> None:
+        assert self._live is not None
+        title = f"{_clock(self.elapsed)} of {_clock(self._seconds)}"
+        events = [Text(line, style="dim") for line in self._events]
+        self._live.update(Group(peers_table(self._rows, title), *events), refresh=True)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +227,7 @@ class DemoResult:
 @dataclass
 class _Volunteer:
     name: str
-    child: Child
+    child: _Child
     heartbeat: Heartbeat | None = None
     trains: bool = False
     fate: str | None = None
@@ -80,7 +241,7 @@ class _Swarm:
     address: str
     folder: Path
     screen: DemoScreen
-    children: list[Child]
+    children: list[_Child]
     threads: int = 1
     """Of each volunteer: they share this machine."""
     agreement: Agreement = field(default_factory=Agreement)
@@ -98,7 +259,7 @@ class _Swarm:
         arguments += ["--state", str(self.folder / "state"), "--threads", str(self.threads)]
         for source in local_sources(self.run.config.data):
             arguments += ["--data", source]
-        child = await start_child(name, arguments, self.folder, self.children)
+        child = await _start_child(name, arguments, self.folder, self.children)
         self.volunteers[identity.peer_id] = _Volunteer(name, child)
         return self.volunteers[identity.peer_id]
 
@@ -147,13 +308,13 @@ class _Swarm:
 async def run_demo(options: DemoOptions, screen: DemoScreen) -> DemoResult:
     """Raises: DilocoPeerError when it cannot go on. Leaves no process behind, however it ends."""
     config = RunConfig.from_toml(options.run or DEFAULT_RUN)
-    folder = prepare_folder(options.out)
-    children: list[Child] = []
+    folder = _prepare_folder(options.out)
+    children: list[_Child] = []
     try:
         screen.event(f"starting a bootstrap node; all processes log to {folder / 'logs'}")
         arguments = ["bootstrap", "--identity", str(folder / "bootstrap.pem"), "--no-local-network"]
         arguments += ["--listen", LOOPBACK, "--data-port", "0"]
-        bootstrap = await start_child(BOOTSTRAP, arguments, folder, children)
+        bootstrap = await _start_child(BOOTSTRAP, arguments, folder, children)
         address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", START_SECONDS)
         run = Run.sign(config, Identity.generate())
         async with connected(Identity.generate(), [address], [LOOPBACK], client_mode=True) as transport:
@@ -163,45 +324,45 @@ async def run_demo(options: DemoOptions, screen: DemoScreen) -> DemoResult:
             swarm = _Swarm(run, address, folder, screen, children, threads)
             for _ in range(options.peers):
                 await swarm.add_volunteer()
-            return await train_and_export(options, swarm, transport)
+            return await _train_and_export(options, swarm, transport)
     finally:
-        await end_all(children)
+        await _end_all(children)
 
 
-async def train_and_export(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
+async def _train_and_export(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
     """From the start of the volunteers to the exported model."""
     async with AsyncExitStack() as stack:
         # An onlooker's own worker, which evaluates the model before and after and does nothing in between.
         starting = asyncio.create_task(stack.enter_async_context(working(swarm.run)))
         try:
             while not starting.done():
-                await look(swarm, transport)
+                await _look(swarm, transport)
             workload = starting.result()
             before = await workload.trainer.held_out(swarm.run.config.evaluation)
             swarm.screen.event(f"held-out loss of the fresh model: {before.loss:.3f} nats per token")
-            await train(options, swarm, transport)
-            return await finish(swarm, transport, workload, before.loss)
+            await _train(options, swarm, transport)
+            return await _finish(swarm, transport, workload, before.loss)
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
 
 
-async def train(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> None:
+async def _train(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> None:
     """Watch until the time is up or the run is over; half way, kill a volunteer and start another."""
     seconds = options.minutes * 60 - WRAP_UP_SECONDS
     total = swarm.run.config.total_outer_steps
     killed = False
     while swarm.screen.elapsed < seconds and not swarm.finished():
-        await look(swarm, transport)
+        await _look(swarm, transport)
         if not swarm.live():
             raise DemoError("no volunteer is alive any more.", f"See {swarm.folder / 'logs'}.")
         half_way = max(swarm.screen.elapsed / seconds, swarm.outer_step() / total) >= 0.5
         if half_way and not killed and swarm.outer_step() > 0:
             killed = True
-            await replace_one(swarm)
+            await _replace_one(swarm)
 
 
-async def replace_one(swarm: _Swarm) -> None:
+async def _replace_one(swarm: _Swarm) -> None:
     """What happens on real machines: one is gone without a word, another one comes."""
     victim = swarm.live()[-1]
     victim.fate = "killed"
@@ -211,12 +372,12 @@ async def replace_one(swarm: _Swarm) -> None:
     swarm.screen.event(f"{swarm.newcomer.name} starts; it is to take over the run's state from a peer")
 
 
-async def look(swarm: _Swarm, transport: HivemindTransport) -> None:
+async def _look(swarm: _Swarm, transport: HivemindTransport) -> None:
     swarm.observe(await transport.heartbeats(swarm.run.run_id))
     await asyncio.sleep(LOOK_SECONDS)
 
 
-async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
+async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWorkload, before: float) -> DemoResult:
     """Fetch the state while somebody has it, let everybody leave, and see what has become of the model."""
     past = past_of(swarm.run, await fetch_state(swarm.run, transport, workload))
     reason = "the run is over" if swarm.finished() else "time is up"
@@ -233,22 +394,22 @@ async def finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWor
         if volunteer.child.exit_code != 0:
             swarm.problems.append(f"{volunteer.name} left with exit code {volunteer.child.exit_code}")
     swarm.observe(await transport.heartbeats(swarm.run.run_id))
-    return DemoResult(before, facts, swarm.agreement, sample, swarm.folder, judge(swarm, facts, before))
+    return DemoResult(before, facts, swarm.agreement, sample, swarm.folder, _judge(swarm, facts, before))
 
 
-def judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
+def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
     """What should not have happened."""
     problems = list(swarm.problems)
     if swarm.agreement.disagreements or (not swarm.agreement.compared and len(swarm.volunteers) > 2):
         problems.append(str(swarm.agreement))
     if facts.held_out_loss >= before:
         problems.append("the held-out loss has not fallen")
-    if lacking := not_shown(swarm):
+    if lacking := _not_shown(swarm):
         problems.append(f"the demo was too short: {lacking}. Give it more time: --minutes, or make demo MINUTES=…")
     return tuple(problems)
 
 
-def not_shown(swarm: _Swarm) -> str:
+def _not_shown(swarm: _Swarm) -> str:
     """Return what the demo is there to show and has not; empty: nothing."""
     if swarm.newcomer is None:
         return "no volunteer was killed, and none joined in the middle"
@@ -257,13 +418,13 @@ def not_shown(swarm: _Swarm) -> str:
     return ""
 
 
-async def start_child(name: str, arguments: list[str], folder: Path, children: list[Child]) -> Child:
-    child = await Child.start(name, arguments, folder / "logs")
+async def _start_child(name: str, arguments: list[str], folder: Path, children: list[_Child]) -> _Child:
+    child = await _Child.start(name, arguments, folder / "logs")
     children.append(child)
     return child
 
 
-async def end_all(children: list[Child]) -> None:
+async def _end_all(children: list[_Child]) -> None:
     """The bootstrap node, first of all, is ended last."""
     for child in reversed(children):
         child.ask_to_stop()
@@ -272,7 +433,7 @@ async def end_all(children: list[Child]) -> None:
     sweep_sockets()  # of the one that was killed
 
 
-def prepare_folder(out: Path | None) -> Path:
+def _prepare_folder(out: Path | None) -> Path:
     """Raises: MachineError."""
     if out is not None:
         make_folder(out)

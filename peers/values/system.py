@@ -1,4 +1,6 @@
-"""Folders that only this user may enter, whatever the umask, and files that only this user may read."""
+"""The operating system, as the swarm uses it: a clock that runs on while the machine sleeps, folders that only this
+user may enter whatever the umask, and files that are there whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,24 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+PARTIAL = ".partial"
+"""What the name of a file ends in while it is written. A process that is killed leaves it behind."""
+
+
+def now() -> float:
+    """Return the time. A laptop's lid stops the monotonic clock, while for all others time goes on."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def next_sequence(*last: int) -> int:
+    """Return the sequence of a peer's next heartbeat: milliseconds since the epoch, but above each of the `last` ones
+    of its key, also where the clock was set back or two come within a millisecond."""
+    return max(time.time_ns() // 1_000_000, *(one + 1 for one in last))
 
 
 def make_private_folder(folder: Path) -> None:
@@ -35,7 +52,7 @@ def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
     """A new private folder for as long as the context lasts. A killed process leaves it to `sweep_folders`."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        with suppress(FileNotFoundError), held(folder) as is_ours:
+        with suppress(FileNotFoundError), _held(folder) as is_ours:
             if is_ours and folder.exists():  # else it was swept before it was held
                 try:
                     yield folder
@@ -45,7 +62,7 @@ def temporary_folder(base: Path, prefix: str) -> Iterator[Path]:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[bool]:
+def _held(folder: Path) -> Iterator[bool]:
     """Hold a folder meanwhile, if no living process does: the kernel releases those of a dead one. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -64,6 +81,34 @@ def sweep_folders(base: Path, prefix: str) -> None:
     for folder in base.glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid == os.getuid():
-                with held(folder) as is_deserted:
+                with _held(folder) as is_deserted:
                     if is_deserted:
                         shutil.rmtree(folder)
+
+
+def write_whole(path: Path, pieces: Iterable[bytes | memoryview], is_durable: bool = False) -> None:
+    """Put a file in its place, whole or not at all. One that `is_durable` is whole after a loss of power, too, which
+    takes the disk's time. Raises: OSError."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with partial.open("wb") as file:
+            file.writelines(pieces)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+        if is_durable:
+            sync_folder(path.parent)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk know the new names of files, too. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

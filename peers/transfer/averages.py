@@ -1,8 +1,8 @@
-"""Whether averages follow from what they are made of: after a round a member makes one of them again.
+"""The averages of chunks: made in a round from what has arrived, and made again afterwards to check those of others.
 
-Reducers sign what they give. Until it has trained again, each member shows what it contributed to whoever was in the
-round with it, a chunk at a time, with the way up to what it has committed to. Whoever has a chunk of all of them makes
-their average again, which comes out with the same bits, or is not what its reducer has signed.
+Reducers sign what they give. Until it has trained again, each member shows what it contributed to all who were in the
+round with it, a chunk at a time, with the way up to what it has committed to. A member that has a chunk of all of them
+makes their average again, which comes out with the same bits, or is not what its reducer has signed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from peers.errors import DilocoPeerError, RemoteProtocolError
 from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
 from peers.protocol.commitment import ChunkProof
-from peers.protocol.events import AverageRefuted
+from peers.protocol.effects import ReduceChunk
+from peers.protocol.events import AverageRefuted, BadBlocks, ReducedArrived
 from peers.protocol.exchange import Exchange
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.chunk_average import Reducing
-from peers.transfer.donors import CHANCE
-from peers.transfer.download import PullTransport
+from peers.transfer.download import CHANCE, PullTransport
 from peers.values.wire import Count, RunId, Value, digest_of, pack, unpack_from
 from peers.values.workload import BadBlocksError, Blocks, Reduction
 
@@ -31,6 +31,70 @@ ASKED = 16
 """Chunks that a member asks for after a round, on average: in larger rounds it checks now and then only."""
 MOST = 64
 """Members of a round that is checked: as many chunks are in memory at once."""
+
+
+class Reducing(Protocol):
+    """What averaging needs of the training side."""
+
+    async def reduce(self, reduction: Reduction) -> Blocks:
+        """See `Workload.reduce`."""
+
+
+async def average_chunk(
+    codec: Reducing, buffers: PayloadBuffers, me: str, reduce: ReduceChunk
+) -> ReducedArrived | BadBlocks | None:
+    """Average the blocks of a chunk, and store the result. Return what to tell the protocol; None: the round is over.
+
+    Blocks may pass every check at the door and still have no average: BadBlocks names the member that sent them.
+    Raises: BadBlocksError or DilocoPeerError when they are this peer's own.
+    """
+    round_name, chunk = reduce.round_name, reduce.chunk
+    if not buffers.round(round_name):
+        return None
+    contributions = buffers.contributions(round_name, chunk, me, reduce.weights)
+    room = buffers.room(len(contributions[0][0]))
+    try:
+        average = await codec.reduce(_reduction(reduce, contributions, buffers, room))
+    except (BadBlocksError, DilocoPeerError) as error:
+        first_block = buffers.chunking.blocks(chunk)[0]
+        spoiler, _ = reduce.members[await _find_spoiler(codec, contributions, first_block, buffers.fragment)]
+        if spoiler == me:
+            raise
+        return BadBlocks(round_name, spoiler, chunk, str(error))
+    if not buffers.round(round_name):
+        return None
+    digest = buffers.store(round_name, chunk, average)
+    buffers.give_back([room, *(blocks for blocks, _ in contributions)])
+    return ReducedArrived(round_name, me, chunk, reduce.absent, digest)
+
+
+def _reduction(
+    reduce: ReduceChunk, contributions: Sequence[tuple[Blocks, float]], buffers: PayloadBuffers, room: bytearray
+) -> Reduction:
+    """Return what there is to average of a chunk, given the members' blocks and room for the average."""
+    first_block, place = buffers.chunking.blocks(reduce.chunk)[0], reduce.round_name.position
+    tokens = sum(weight for _, weight in reduce.members)
+    return Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index)
+
+
+async def _find_spoiler(
+    codec: Reducing, contributions: Sequence[tuple[Blocks, float]], first_block: int, fragment: int = 0
+) -> int:
+    """Return the place of the contribution with which averaging begins to fail, given that it fails for all of them.
+
+    Sums only grow from honest contributions by what rounding ignores beside one that makes them overflow.
+    """
+    good, bad = 0, len(contributions)  # so many can be averaged, so many can't
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        tried = contributions[:middle]
+        try:
+            if any(weight for _, weight in tried):  # there is no average of nothing
+                await codec.reduce(Reduction(tried, first_block, fragment=fragment))
+            good = middle
+        except (BadBlocksError, DilocoPeerError):
+            bad = middle
+    return good
 
 
 class ContributionRequest(Value):
@@ -114,12 +178,9 @@ class SpotCheck:
         if len(contributions) < len(reduce.members):
             return None
         buffers = self._buffers_of(exchange)
-        first_block = buffers.chunking.blocks(average.chunk)[0]
-        room, tokens = bytearray(len(contributions[0][0])), sum(weight for _, weight in reduce.members)
-        place = exchange.name.position
-        reduction = Reduction(contributions, first_block, memoryview(room), tokens, place.fragment, place.index)
+        room = bytearray(len(contributions[0][0]))
         try:
-            again = await self._codec.reduce(reduction)
+            again = await self._codec.reduce(_reduction(reduce, contributions, buffers, room))
         except (BadBlocksError, DilocoPeerError):
             return None  # of which the reducer is to speak
         if digest_of(again) == average.digest:
