@@ -11,8 +11,7 @@ from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import NEW_FOLDER, Place, data_option, place_options, reader
 
 if TYPE_CHECKING:
-    from opendiloco.model.card import RunFacts
-    from opendiloco.model.export import Dtype
+    from opendiloco.model.export import Dtype, RunFacts
 
 
 @click.command(short_help="Write the run's model as a transformers model.")

@@ -19,7 +19,7 @@ def check(config: RunConfig) -> None:
     Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
     no more than a warning.
     """
-    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.own_files import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.errors import DataError
     from opendiloco.model.build import build_skeleton
@@ -79,7 +79,7 @@ def with_tokens_named(config: RunConfig) -> RunConfig:
 
     Raises: DataError when the run names another digest, or a folder cannot be read.
     """
-    from opendiloco.data.token_folder import is_token_folder, read_about
+    from opendiloco.data.token_files import is_token_folder, read_about
     from opendiloco.errors import DataError
 
     sources = []
@@ -123,7 +123,7 @@ def with_held_out_text_named(config: RunConfig) -> RunConfig:
     A peer whose folder has other text keeps the losses that it finds to itself. Raises: DataError when the run names
     another digest; MachineError without memory for the tokens.
     """
-    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.own_files import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import load_data
     from opendiloco.errors import DataError

@@ -91,7 +91,7 @@ def create(
 
 def next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
     """Yield what to type next: on volunteers' machines, and on the organiser's."""
-    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.own_files import local_sources
     from opendiloco.run import local_tables
     from peers.network.contacts import host_of, is_loopback
 

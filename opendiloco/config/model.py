@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from opendiloco.config.section import Digest, Section, Seed
 from peers.values.wire import printable
 
-LARGEST = 1 << 24
+LARGEST_COUNT = 1 << 24
 """Of all whole numbers in a model's config: more than any vocabulary, context or layer has."""
 REFUSED = (
     (True, r"_.*|name_or_path", "is transformers' own affair"),
@@ -40,10 +40,10 @@ def check_model_values(values: JsonValue, in_manifest: bool = False) -> None:
                 raise ValueError(f"{_path(place)} {why}; remove it")
         if is_idle:
             continue
-        if isinstance(value, int) and abs(value) > LARGEST:
+        if isinstance(value, int) and abs(value) > LARGEST_COUNT:
             raise ValueError(
-                f"{_path(place)} = {value} is too large; use {LARGEST} or less, and decimals where nothing is counted "
-                "(1e8)"
+                f"{_path(place)} = {value} is too large; use {LARGEST_COUNT} or less, and decimals where nothing is "
+                "counted (1e8)"
             )
 
 

@@ -14,7 +14,7 @@ import threading
 from typing import IO
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.token_cache import FEW_TOKENS
+from opendiloco.data.token_files import FEW_TOKENS
 
 NICENESS = 19
 
@@ -86,7 +86,7 @@ def main() -> None:
 
 def prepare_shard(config: RunConfig, source: int, shard: int) -> None:
     """Tokenize a shard into the cache, if it is not there. Raises: DataError, MachineError."""
-    from opendiloco.data.token_cache import TokenCache
+    from opendiloco.data.token_files import TokenCache
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import shards_of
 

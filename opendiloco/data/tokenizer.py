@@ -15,7 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, TokenizerSection
-from opendiloco.data.pretrained_folder import TOKENIZER_FILES, check_tokenizer, pretrained_folder
+from opendiloco.data.hub import TOKENIZER_FILES, check_tokenizer, pretrained_folder
 from opendiloco.errors import DataError, MachineError, first_line
 
 BEGIN, END, PADDING = 256, 257, 258

@@ -1,16 +1,21 @@
-"""What a worker reads: training samples by their numbers, and held-out windows."""
+"""What a worker reads: a source's tokens, whole or by the shard, as training samples by their numbers, and as held-out
+windows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.corpus import Corpus, Document, open_corpus, tokenizing
 from opendiloco.data.sample_order import (
     Mixture,
     SampleOrder,
@@ -19,12 +24,203 @@ from opendiloco.data.sample_order import (
     Source,
     digest_of_windows,
 )
-from opendiloco.data.token_cache import TokenCache
-from opendiloco.data.token_files import Tokens, digest_of_tokens
-from opendiloco.data.token_folder import is_token_folder, open_token_folder
-from opendiloco.data.tokenized import ShardedWindows, TokenizedSource, Windows
-from opendiloco.data.tokenizer import Tokenizer
+from opendiloco.data.token_files import (
+    Piece,
+    TokenCache,
+    Tokens,
+    digest_of_tokens,
+    is_token_folder,
+    kind_of_tokens,
+    open_token_folder,
+)
+from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from opendiloco.errors import DataError
+from opendiloco.stages import Coming
+
+TOKENIZING = 1
+"""Raised when the same text is to become other tokens."""
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 22, 1 << 10
+"""Of text that is tokenized at once."""
+SHARDS_OPEN = 4
+"""A lease lies in few shards, and evaluation in the first. So many stay in memory, or on the disk."""
+
+
+class Windows:
+    """Consecutive windows of sequence_length + 1 tokens; each starts at the last token of the one before."""
+
+    def __init__(self, tokens: TokenArray, sequence_length: int) -> None:
+        self._tokens = tokens
+        self.length = sequence_length
+        self.count = max(0, (len(tokens) - 1) // sequence_length)
+
+    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token ids, shape (len(numbers), sequence_length + 1)."""
+        offsets = numbers[:, None] * self.length + np.arange(self.length + 1)
+        return np.asarray(self._tokens[offsets], np.int64)
+
+
+class TokenizedSource:
+    """A source through the run's tokenizer. Raises: DataError when it cannot be read."""
+
+    def __init__(self, section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> None:
+        self.section = section
+        self._corpus: Corpus = open_corpus(section)
+        self._held_out = held_out
+        self._tokenizer = tokenizer
+        self._cache = cache
+        self._kind = kind_of_tokens(tokenizer)
+
+    def tokens(self) -> Tokens:
+        """Return all of it. Raises: DataError, MachineError."""
+        return self._cache.tokens(self._key(), self._kind, self.pieces)
+
+    def shard(self, number: int, enough: int) -> Tokens:
+        """Return a shard's first documents, up to so many tokens for training. Raises: DataError, MachineError."""
+        prefix = f"{self._key(enough)}-"
+        coming = Coming(tokenizing(self.section, number)) if self._corpus.is_stream else None
+        tokens = self._cache.tokens(
+            f"{prefix}{number}", self._kind, lambda: _until(self.pieces(number), enough, held_out=False, coming=coming)
+        )
+        self._cache.drop_all_but(prefix, SHARDS_OPEN)
+        return tokens
+
+    def held_out(self, enough: int) -> Tokens:
+        """Return the first shard's first documents that are held out, up to so many tokens.
+
+        However few they are, they go to the disk where several processes need them: many more documents are read to
+        find them. Raises: DataError, MachineError.
+        """
+        return self._cache.tokens(
+            self._key(-enough),
+            self._kind,
+            lambda: _until(self.pieces(0, only_held_out=True), enough, held_out=True),
+            is_costly=True,
+        )
+
+    def pieces(self, shard: int | None = None, only_held_out: bool = False) -> Iterator[Piece]:
+        """Tokenize the documents, or those of a shard, a batch at a time; or of these only the ones that are held out.
+
+        Raises: DataError.
+        """
+        for batch in _batches(self._corpus.documents(shard)):
+            documents = [one for one in batch if one.is_held_out(self._held_out)] if only_held_out else batch
+            for document, tokens in zip(documents, self._encode(documents), strict=True):
+                yield document.is_held_out(self._held_out), tokens
+
+    def _key(self, enough: int = 0) -> str:
+        section = self.section
+        chosen = [section.subset, section.split, section.column, section.shards, enough, self._held_out]
+        facts = [TOKENIZING, self._corpus.fingerprint, *chosen, self._tokenizer.identity]
+        return str(blake3(json.dumps(facts).encode()).hexdigest(16))
+
+    def _encode(self, documents: Sequence[Document]) -> Iterator[TokenArray]:
+        """Yield each document's tokens, closed by the end token."""
+        end = np.array([self._tokenizer.end], self._kind)
+        texts = [document.text for document in documents if document.tokens is None]
+        encoded = iter(self._tokenizer.encode_documents(texts) if texts else [])
+        for document in documents:
+            if document.tokens is None:
+                yield np.concatenate([next(encoded), end])
+            else:
+                tokens = self._checked(document.tokens)
+                is_closed = tokens.size > 0 and tokens[-1] == self._tokenizer.end
+                yield tokens if is_closed else np.concatenate([tokens, end])
+
+    def _checked(self, tokens: NDArray[np.int64]) -> TokenArray:
+        """Return the ids of a document that was tokenized before. Raises: DataError when one is no token id."""
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._tokenizer.size:
+            wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise DataError(
+                f"data.column = {self.section.column!r} of {self.section.source!r} has the token id {wrong}; the run's "
+                f"tokenizer has ids below {self._tokenizer.size}.",
+                "Use the tokenizer that made these ids, or a column of text.",
+            )
+        checked: TokenArray = tokens.astype(self._kind)
+        return checked
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents, so that there is work for all cores, and not much waits in memory."""
+    batch, size = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming | None = None) -> Iterator[Piece]:
+    """Yield pieces until so many tokens were for training, or held out, and say how far that has come."""
+    counted = 0
+    for piece in pieces:
+        yield piece
+        counted += len(piece[1]) if piece[0] == held_out else 0
+        if coming is not None:
+            coming.so_far(counted / enough)
+        if counted >= enough:
+            return
+
+
+class ShardedWindows:
+    """A source's shards as windows, each tokenized when it is first needed, or ahead; those needed last are kept open.
+
+    `tokenize_ahead` is called with the number of a shard that is soon needed, and returns at once.
+    """
+
+    def __init__(
+        self,
+        source: TokenizedSource,
+        shards: int,
+        windows_per_shard: int,
+        sequence_length: int,
+        tokenize_ahead: Callable[[int], None] | None = None,
+    ) -> None:
+        self.count = shards
+        self.windows_per_shard = windows_per_shard
+        self._source = source
+        self._length = sequence_length
+        self._open: OrderedDict[int, Tokens] = OrderedDict()
+        self._tokenize_ahead = tokenize_ahead
+
+    def shard(self, number: int) -> Windows:
+        """Raises: DataError when it has not one window; see `TokenizedSource.shard`."""
+        windows = Windows(self._tokens(number).training, self._length)
+        if windows.count == 0:
+            raise DataError(
+                f"shard {number} of data.source = {self._source.section.source!r} has not one window of "
+                f"{self._length} tokens.",
+                "Use fewer shards, each of more files, or a shorter training.sequence_length.",
+            )
+        return windows
+
+    def soon(self, number: int) -> None:
+        """Have a shard made ready that is needed after the present one, if somebody does so beside us."""
+        if self._tokenize_ahead is not None and number not in self._open:
+            self._tokenize_ahead(number)
+
+    def held_out(self, windows: int) -> Windows:
+        """Return the first held-out windows of the first shard. Its documents are held out wherever they are."""
+        return Windows(self._source.held_out(windows * self._length + 1).held_out, self._length)
+
+    def prepare(self, number: int) -> None:
+        """Tokenize a shard, if it is not kept yet. Raises: DataError, MachineError."""
+        self._source.shard(number, self._enough)
+
+    def _tokens(self, number: int) -> Tokens:
+        if number not in self._open:
+            if len(self._open) == SHARDS_OPEN:
+                self._open.popitem(last=False)
+            self._open[number] = self._source.shard(number, self._enough)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    @property
+    def _enough(self) -> int:
+        """Tokens of a shard that are used."""
+        return self.windows_per_shard * self._length + 1
 
 
 class HeldOutWindows:

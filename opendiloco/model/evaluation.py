@@ -10,7 +10,7 @@ import torch
 
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.data.training_data import HeldOutWindows
-from opendiloco.model.packing import predicted_tokens, window_loss
+from opendiloco.model.loss import predicted_tokens, window_loss
 
 EVALUATED_AT_ONCE = 4
 """Windows, where nobody has tried how many fit."""

@@ -17,16 +17,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from prometheus_client import Counter
 
 from opendiloco.storage.files import kept
-from opendiloco.storage.loading import index_after, metadata_of
-from opendiloco.storage.moments import moments_name
-from opendiloco.storage.moments_writer import MomentsJob
+from opendiloco.storage.loading import index_after, metadata_of, moments_name
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, Job
+from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob, MomentsJob
 from peers.errors import DilocoPeerError
 from peers.log.header import Header
 from peers.network.signals import signals_held_back
@@ -73,8 +71,8 @@ class KeepingPlan:
         """Whether a checkpoint after `index` outer steps is worth writing."""
         return index in kept([index], self.keep_newest, self.keep_every)
 
-    def job(self, state: Frozen, memory: MemoryFile) -> Job:
-        return Job(
+    def job(self, state: Frozen, memory: MemoryFile) -> CheckpointJob:
+        return CheckpointJob(
             descriptor=memory.descriptor,
             state_bytes=memory.data.nbytes,
             index=index_after(state.last),
@@ -94,7 +92,7 @@ class KeepingPlan:
         """Return what is to be done with the moments of a checkpoint, once workers have written them."""
         owner = self.folder.peer_id
         return MomentsJob(
-            path=str(self.folder.checkpoints / moments_name(index, owner)),
+            file=str(self.folder.checkpoints / moments_name(index, owner)),
             ending=moments_name(0, owner).removeprefix("outer-step-000000"),
             run=self.folder.run_id,
             owner=owner,
@@ -169,7 +167,7 @@ class Checkpointer:
             assert state.memory is not None
             try:
                 job = self._plan.job(state, state.memory)
-                status, said = await _run_writer("opendiloco.storage.writer", asdict(job), job.descriptor)
+                status, said = await _run_writer(job, job.descriptor)
             except OSError as error:  # not even a process can be had
                 status, said = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")
@@ -186,11 +184,11 @@ class Checkpointer:
     async def _keep_moments(self, workers: MomentsSource, index: int) -> None:
         """Have the workers write them beside the checkpoint, and a process finish the file. There is one at a time."""
         job = self._plan.moments_job(index)
-        path = Path(job.path)
+        path = job.path
         partial = path.with_name(path.name + PARTIAL)
         try:
             await workers.keep_moments(partial, job.run, index)
-            status, said = await _run_writer("opendiloco.storage.moments_writer", asdict(job))
+            status, said = await _run_writer(job)
         except (SnapshotError, DilocoPeerError, OSError) as error:  # whoever trains with workers hears of their death
             status, said = NOT_SAVED, str(error)
         finally:
@@ -204,12 +202,12 @@ class Checkpointer:
             logger.warning("the moments of outer step %d: %s", index, said or f"their process ended with {status}")
 
 
-async def _run_writer(module: str, job: dict[str, Any], *descriptors: int) -> tuple[int, str]:
+async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tuple[int, str]:
     """The exit status of a process that does the job, and its last line. Cancelled, it is killed. Raises: OSError."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with signals_held_back():  # Ctrl-C is ours to hear; what is being written has a few seconds more
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", module],
+            *[sys.executable, "-P", "-m", "opendiloco.storage.writer"],
             pass_fds=descriptors,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
@@ -217,7 +215,7 @@ async def _run_writer(module: str, job: dict[str, Any], *descriptors: int) -> tu
             env=environment,
         )
     try:
-        _, said = await process.communicate(json.dumps(job).encode())
+        _, said = await process.communicate(json.dumps([type(job).__name__, asdict(job)]).encode())
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):

@@ -1,12 +1,19 @@
-"""The checkpoints of a run in a folder: found, and held against what they say of themselves before they are used."""
+"""A run's state from this machine's own disk: checkpoints and moments, checked before they are used, and the entries of
+the log that lead on from there."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
 
 from opendiloco.errors import CheckpointError
 from opendiloco.storage.files import (
@@ -19,10 +26,16 @@ from opendiloco.storage.files import (
     read_file_header,
     sweep,
 )
+from opendiloco.training.moments_file import VALUE_BYTES, read_header
 from peers.errors import quoted
-from peers.log.header import Header, cycle_head
+from peers.log.folder import RunLog
+from peers.log.header import NO_PAYLOAD, Header, cycle_head
+from peers.log.state import LogError, LogState
+from peers.transfer.cycles import step
 from peers.transfer.state_chunks import chunk_digests, digest_of_chunks
+from peers.values.memory import empty
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, WireError, pack, unpack
+from peers.values.workload import BadBlocksError, SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -163,3 +176,142 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
     if metadata_of(run, last, state_digest, ends) != metadata or not is_of_run:
         raise DamagedFileError("has metadata that contradicts itself")
     return last, state_digest, ends or (() if last is None else (last.digest,))
+
+
+# Moments --------------------------------------------------------------------------------------------------------------
+# The inner optimizer's state is the machine's own, unlike a checkpoint, which is the same on every peer: so the file's
+# name has its peer's id.
+
+
+MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
+CHECKED_AT_ONCE = 1 << 22
+"""Values."""
+
+
+def moments_name(index: int, peer_id: str) -> str:
+    """Return the name of a peer's file after `index` outer steps."""
+    return f"outer-step-{index:06}.{peer_id}.moments.safetensors"
+
+
+def newest_moments(folder: Path, peer_id: str) -> Path | None:
+    """Return a peer's newest file; None if there is none."""
+    try:
+        found = [(int(match[1]), path) for path in folder.iterdir() if (match := MOMENTS_NAME.fullmatch(path.name))]
+    except OSError:
+        return None
+    return max(
+        ((index, path) for index, path in found if path.name == moments_name(index, peer_id)), default=(0, None)
+    )[1]
+
+
+def check_moments_file(path: Path) -> None:
+    """Hold a file against its digest, and its values against what is no number.
+
+    Raises: SnapshotError; OSError.
+    """
+    with path.open("rb") as file:
+        try:
+            metadata, _, start = read_header(file)
+        except ValueError as error:
+            raise SnapshotError(str(error)) from error
+        file.seek(start)
+        digest = blake3(max_threads=blake3.AUTO)
+        while data := file.read(VALUE_BYTES * CHECKED_AT_ONCE):
+            digest.update(data)
+            if not np.isfinite(np.frombuffer(data, np.float32)).all():
+                raise SnapshotError("it holds NaN or infinity")
+    if digest.hexdigest() != metadata.get("digest"):
+        raise SnapshotError("it holds values that are not those it was written with")
+
+
+# Replay ---------------------------------------------------------------------------------------------------------------
+
+
+class Resumable(Protocol):
+    """A state, and the entry that closes the last cycle that led to it, whose entries have the digests `ends`."""
+
+    @property
+    def last(self) -> Header | None: ...
+    @property
+    def ends(self) -> tuple[bytes, ...]: ...
+    @property
+    def state(self) -> memoryview: ...
+    @property
+    def state_digest(self) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """The state before the first entry."""
+
+    state: memoryview
+    state_digest: bytes
+    last: Header | None = None
+    ends: tuple[bytes, ...] = ()
+
+
+async def resume(
+    workload: Workload, log: RunLog, checkpoint: Resumable | None = None, until: int | None = None
+) -> LogState:
+    """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead; at most
+    to the state after `until` outer steps, if the checkpoint's is not later.
+
+    Each state is held against the digest that was recorded when it was first reached. The first entry that is missing,
+    or whose payload is missing or gives another state, is named in a warning, and the workload has the state before it.
+
+    Returns the log as it ends there, which may be before `log` does.
+
+    Raises: SnapshotError, and changes nothing, when the checkpoint is not a state of this model.
+    """
+    stop = log.next_index if until is None else min(log.next_index, until)
+    if checkpoint is None:
+        if stop == 0:
+            return log.empty_log
+        checkpoint = await _initial_state(workload)
+    else:
+        await workload.restore(checkpoint.state, checkpoint.state_digest)
+    while True:
+        reached, wrong = await _replay(workload, log, log.empty_log.at(checkpoint.last, checkpoint.ends), stop)
+        if wrong is None:
+            return reached
+        stop = wrong
+        await workload.restore(checkpoint.state, checkpoint.state_digest)  # there is no way back from a wrong state
+
+
+async def _initial_state(workload: Workload) -> InitialState:
+    state = empty(workload.state_size)
+    await workload.copy_state(state)
+    return InitialState(state, await workload.state_digest())
+
+
+async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:
+    """Apply the cycles before `stop`, as far as they are sound.
+
+    Returns the log as it ends there; and if a cycle has led to a wrong state, which the workload now has, its index.
+    """
+    while at.position.index < stop:
+        index = at.position.index
+        headers = log.headers(index, index + 1)
+        if not headers:
+            logger.warning("entry %d is not in this machine's log: nothing after it is replayed", index)
+            break
+        try:
+            after = at
+            for header in headers:
+                after = after.append(header)
+            found = {header.fragment: header.payload for header in headers if header.payload != NO_PAYLOAD}
+            payloads = {part: await asyncio.to_thread(log.payload, digest) for part, digest in found.items()}
+            if not all(payloads.values()):
+                logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
+                break
+            found_here = {part: payload.data for part, payload in payloads.items() if payload}
+            await step(workload, index, found_here, at.amendment)
+            state_digest = await workload.state_digest()
+        except (LogError, BadBlocksError) as error:
+            logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)
+            break
+        if log.state_digest_at(index) not in (None, state_digest):
+            logger.warning("entry %d gives another state than it did before: the run goes on from before it", index)
+            return at, index
+        at = after
+    return at, None

@@ -10,13 +10,10 @@ from pathlib import Path
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import CheckpointError
 from opendiloco.kernels import FORMATS
-from opendiloco.model.card import RunFacts
-from opendiloco.model.export import Dtype
+from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.run import Run
-from opendiloco.storage.held_out_curve import read_curve
-from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint
-from opendiloco.storage.resume import resume
-from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_manifest
+from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
+from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_curve, read_manifest
 from opendiloco.volunteer.follower import export_state, new_folder
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.origins import Past

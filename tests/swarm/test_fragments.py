@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.storage.resume import resume
+from opendiloco.storage.loading import resume
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.log.files import ENTRIES, read_chain

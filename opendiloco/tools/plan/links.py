@@ -7,8 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from opendiloco.config.errors import explain_validation_error, read_toml
-from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section
+from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section, explain_validation_error, read_toml
 
 Megabits = Annotated[float, Field(gt=0, le=1e7)]
 Amount = Annotated[float, Field(gt=0, le=1e30)]

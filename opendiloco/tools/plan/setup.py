@@ -6,7 +6,7 @@ from typing import Any
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import FORMATS
-from opendiloco.model.build import layout_of
+from opendiloco.model.parameters import layout_of
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.tools.plan.forecast import Plan
 from opendiloco.tools.plan.links import Links, PeerSection

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from opendiloco.model.card import RunFacts
+from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.tools.demo.processes import Child
 from opendiloco.tools.demo.screen import DemoScreen

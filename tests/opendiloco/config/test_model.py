@@ -16,10 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
+from opendiloco.model.build import BLOCK, PortableNormal, build_model, build_skeleton, draw, initial_theta
 from opendiloco.model.initial_weights import digest_of_weights
-from opendiloco.model.portable_normal import BLOCK, PortableNormal, draw
-from opendiloco.model.shards import Shards
+from opendiloco.model.parameters import Shards, layout_of, trainable
 from peers.errors import ManifestError
 
 
@@ -105,7 +104,7 @@ def test_the_portable_normal_does_not_depend_on_who_draws_it() -> None:
 def test_the_portable_normal_does_not_depend_on_the_processors_vector_instructions() -> None:
     source = inspect.getsource(digest_of_a_draw)
     imports = (
-        "import hashlib, torch; from opendiloco.model.portable_normal import PortableNormal\n"
+        "import hashlib, torch; from opendiloco.model.build import PortableNormal\n"
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
     )
     without_vectors = subprocess.run(

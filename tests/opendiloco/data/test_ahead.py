@@ -13,10 +13,9 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.ahead import Ahead, prepare_shard
-from opendiloco.data.token_cache import TokenCache, few_tokens
-from opendiloco.data.tokenized import TokenizedSource
+from opendiloco.data.token_files import TokenCache, few_tokens
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import load_data
+from opendiloco.data.training_data import TokenizedSource, load_data
 from tests.child_processes import child_processes
 from tests.opendiloco.config.test_data import sharded
 

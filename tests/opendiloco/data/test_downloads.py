@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 
 from opendiloco.config.data import TokenizerSection
-from opendiloco.data import downloads
-from opendiloco.data.downloads import downloading, downloading_model, downloading_rows
+from opendiloco.data import hub
+from opendiloco.data.hub import downloading, downloading_model, downloading_rows
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.errors import DataError
 from opendiloco.stages import watched_by
@@ -40,7 +40,7 @@ def _hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("datasets.config.DOWNLOADED_DATASETS_PATH", str(tmp_path / "rows"))
-    monkeypatch.setattr(downloads, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(hub, "LOOK_SECONDS", 0.001)
 
 
 Heard = queue.SimpleQueue[tuple[str, float | None]]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opendiloco.data.sample_order import Mixture, Numbers, Permutation, SampleOrder, ShuffledShards, ShuffledWindows
-from opendiloco.data.tokenized import Windows
+from opendiloco.data.training_data import Windows
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opendiloco.data.token_cache import TokenCache, default_cache_folder
-from opendiloco.data.token_files import Piece, Tokens
+from opendiloco.data.token_files import Piece, TokenCache, Tokens, default_cache_folder
 from opendiloco.errors import MachineError
 
 KEY = "0123abc"
@@ -214,7 +213,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_entry_and_a_living_one_kee
 
 
 def test_a_check_that_has_passed_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opendiloco.data.token_cache.CHECKS_KEPT", 2)
+    monkeypatch.setattr("opendiloco.data.token_files.CHECKS_KEPT", 2)
     cache, made = TokenCache(tmp_path), list[str]()
 
     def fails() -> None:

@@ -15,9 +15,15 @@ from click.testing import CliRunner
 from opendiloco.cli import main
 from opendiloco.cli.new_run import with_tokens_named
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.token_cache import TokenCache
-from opendiloco.data.token_files import Piece, Tokens, digest_of_tokens
-from opendiloco.data.token_folder import open_token_folder, read_about, write_token_folder
+from opendiloco.data.token_files import (
+    Piece,
+    TokenCache,
+    Tokens,
+    digest_of_tokens,
+    open_token_folder,
+    read_about,
+    write_token_folder,
+)
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import TrainingData, load_data, read_tokens
 from opendiloco.errors import DataError
@@ -110,7 +116,7 @@ def test_a_folder_is_checked_once_on_a_machine(
     folder: Path, cache: TokenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    check = "opendiloco.data.token_folder._check_values"
+    check = "opendiloco.data.token_files._check_values"
     monkeypatch.setattr(check, lambda folder, about: read.append(folder))
     for _ in range(2):
         open_token_folder(str(folder), TOKENIZER, SPLIT, cache)

@@ -14,8 +14,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import BEGIN, END, PADDING, ByteTokenizer
 from opendiloco.errors import MachineError
 from opendiloco.model.build import build_model
-from opendiloco.model.card import CURVE, ROWS, CurvePoint, RunFacts, model_card
-from opendiloco.model.export import export_model
+from opendiloco.model.export import CURVE, ROWS, CurvePoint, RunFacts, export_model, model_card
 
 FACTS = RunFacts(
     run_id="small-abc", manifest_digest="cd" * 32, outer_steps=12, tokens=345678, peers=3, held_out_loss=2.15625

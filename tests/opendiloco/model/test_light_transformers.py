@@ -10,14 +10,13 @@ from pathlib import Path
 import transformers
 from transformers.utils import import_utils
 
-from opendiloco.model.light_transformers import scanned_once, scipy_comes_later
+from opendiloco.model.build import scanned_once, scipy_comes_later
 
 LOAD_LIGHT = """
 import sys
-from opendiloco.model.light_transformers import load_transformers
 opened = []
 sys.addaudithook(lambda event, arguments: opened.append(str(arguments[0])) if event == "open" else None)
-transformers = load_transformers()
+import opendiloco.model.build
 import transformers.models.llama.modeling_llama
 looks = [path for path in opened if path.endswith("modeling_gpt2.py")]
 assert len(looks) == 1, "all models are looked through again"

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.tokenized import Windows
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import HeldOutWindows, load_data
+from opendiloco.data.training_data import HeldOutWindows, Windows, load_data
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
-from opendiloco.model.packing import (
+from opendiloco.model.loss import (
     check_document_mask,
     document_positions,
     packing_known,

@@ -10,7 +10,7 @@ import numpy as np
 
 from opendiloco.storage.checkpointer import KeepingPlan
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import Job
+from opendiloco.storage.writer import CheckpointJob
 from peers.log.header import Header, Member
 from peers.log.state import LogState
 from peers.transfer.memory_file import MemoryFile
@@ -50,6 +50,6 @@ def plan(base: Path, **more: Any) -> KeepingPlan:
     return KeepingPlan(RunFolder(base / RUN / "PeerA"), **more)
 
 
-def job(folder: Path, state: FrozenState, **more: Any) -> Job:
+def job(folder: Path, state: FrozenState, **more: Any) -> CheckpointJob:
     """To write `state` into `folder`."""
     return replace(plan(folder).job(state, state.memory), folder=str(folder), **more)

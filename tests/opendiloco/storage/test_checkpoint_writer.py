@@ -51,7 +51,7 @@ def run(program: str, folder: Path, index: int, *arguments: str, **more: Any) ->
     state = frozen(index)
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        input=json.dumps(asdict(job(folder, state, **more))),
+        input=json.dumps(["CheckpointJob", asdict(job(folder, state, **more))]),
         pass_fds=[state.memory.descriptor],
         capture_output=True,
         text=True,
@@ -155,7 +155,7 @@ def test_a_full_disk_is_not_written_to_at_all(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1_000_000))
     monkeypatch.setattr(os, "nice", lambda increment: None)
     state = frozen(6)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(job(folder, state)))))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(["CheckpointJob", asdict(job(folder, state))])))
     assert main() == NOT_SAVED
     said = capsys.readouterr().err
     assert f"{folder} has no room: a checkpoint needs 2 MB, 1 MB are free." in said
@@ -171,7 +171,7 @@ def test_an_owner_gives_no_more_room_than_the_limit(
     state, used = frozen(6), folder_bytes(folder.parent)
     for room, status, there in ((1_000_000, NOT_SAVED, {5}), (3_000_000, SAVED, {5, 6})):
         written = asdict(job(folder, state, disk_limit=used + room))
-        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(written)))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(["CheckpointJob", written])))
         assert main() == status
         assert names(folder) == {file_name(index) for index in there}
     said = capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.storage.resume import resume
+from opendiloco.storage.loading import resume
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.log.files import PAYLOADS, payload_path
 from peers.log.folder import LogFolder, MemoryLog

@@ -25,12 +25,12 @@ from opendiloco.config.optimizers import InnerOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.model.build import build_skeleton, trainable
-from opendiloco.model.shards import local_part
+from opendiloco.model.build import build_skeleton
+from opendiloco.model.parameters import local_part, trainable
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
-from opendiloco.storage.moments import check_moments_file, moments_name, newest_moments
-from opendiloco.storage.moments_writer import finish
+from opendiloco.storage.loading import check_moments_file, moments_name, newest_moments
 from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.writer import finish
 from opendiloco.training.moments_file import digest_place
 from opendiloco.training.replica import LONG_AGO, ModelReplica
 from opendiloco.training.sharding import shard_model
@@ -305,7 +305,7 @@ def test_moments_that_cannot_be_had_leave_the_checkpoint_and_no_partial_file(
 
 
 def test_who_finishes_the_file_starts_without_what_is_slow_to_import() -> None:
-    code = "import sys, opendiloco.storage.moments_writer; print(*sys.modules)"
+    code = "import sys, opendiloco.storage.writer; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "pydantic", "asyncio", "fsspec", "hivemind"} & set(done.stdout.split())
 
