@@ -147,7 +147,7 @@ RUN_TOKENS = 10**15
 """Tokens that one peer trains on in a whole run, so that those of a thousand are a number that the log can carry."""
 
 
-def check_product(limit: int, **factors: int) -> None:
+def _check_product(limit: int, **factors: int) -> None:
     """Raises: ValueError when the product of these values, by their keys, is above the limit."""
     if math.prod(factors.values()) > limit:
         given = " * ".join(f"{key.replace('__', '.')} = {value}" for key, value in factors.items())
@@ -182,8 +182,8 @@ class TrainingSection(Section):
     @model_validator(mode="after")
     def check_tokens(self) -> Self:
         batch = {"batch_size": self.batch_size, "sequence_length": self.sequence_length}
-        check_product(BATCH_TOKENS, **batch)
-        check_product(ROUND_TOKENS, inner_steps=self.inner_steps, **batch)
+        _check_product(BATCH_TOKENS, **batch)
+        _check_product(ROUND_TOKENS, inner_steps=self.inner_steps, **batch)
         return self
 
     @property
@@ -336,7 +336,7 @@ class RunConfig(Section):
         if self.outer_steps is None and self.schedule.total_steps == 0:
             raise ValueError("the schedule is empty; give schedule.stable_steps, or outer_steps at the top")
         length = self.training.sequence_length
-        check_product(LONGEST_TEXT, evaluation__windows=self.evaluation.windows, training__sequence_length=length)
+        _check_product(LONGEST_TEXT, evaluation__windows=self.evaluation.windows, training__sequence_length=length)
         if self.total_outer_steps * self.training.round_tokens > RUN_TOKENS:
             raise ValueError(
                 f"{self.total_outer_steps} outer steps of {self.training.round_tokens} tokens are more than a run may "

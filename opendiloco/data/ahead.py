@@ -81,10 +81,10 @@ def main() -> None:
     content, source, shard = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_standard_input, daemon=True).start()
     os.nice(NICENESS)
-    prepare_shard(RunConfig.from_manifest_content(content), source, shard)
+    _prepare_shard(RunConfig.from_manifest_content(content), source, shard)
 
 
-def prepare_shard(config: RunConfig, source: int, shard: int) -> None:
+def _prepare_shard(config: RunConfig, source: int, shard: int) -> None:
     """Tokenize a shard into the cache, if it is not there. Raises: DataError, MachineError."""
     from opendiloco.data.token_files import TokenCache
     from opendiloco.data.tokenizer import build_tokenizer

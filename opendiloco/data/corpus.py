@@ -72,17 +72,17 @@ def open_corpus(section: SourceSection) -> Corpus:
     if section.source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         files = [path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts[:-1])]
-        return TextFiles(section, root, files)
+        return _TextFiles(section, root, files)
     folder = Path(section.source)
     if is_local(section.source) and any((folder / name).is_file() for name in SAVED):
-        return SavedRows(section)
+        return _SavedRows(section)
     texts = [path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES] if folder.is_dir() else []
     if set(texts) - {folder / "README.md"}:  # which data sets have, too
-        return TextFiles(section, folder, texts)
-    return Rows(section)
+        return _TextFiles(section, folder, texts)
+    return _Rows(section)
 
 
-class TextFiles:
+class _TextFiles:
     """Each file is a document; a shard is every n-th of them."""
 
     is_stream = False
@@ -103,14 +103,14 @@ class TextFiles:
             yield Document(text, name.encode())
 
 
-class Rows:
+class _Rows:
     """A data set, as `datasets` reads it: a folder of Parquet, JSON, CSV or Arrow files, or a name on the hub."""
 
     def __init__(self, section: SourceSection) -> None:
         self._section = section
         self.is_stream = section.streaming or section.shards is not None
         with _explained(section):
-            self._builder = open_builder(section)
+            self._builder = _open_builder(section)
             parts = sorted((str(split), part) for split, part in self._builder.config.data_files.items())
         local = _facts(data_files(self._builder)) if is_local(section.source) else ""
         self.fingerprint = repr([(split, list(part), part.origin_metadata) for split, part in parts]) + local
@@ -182,7 +182,7 @@ class Rows:
         return self._builder.as_dataset(split=section.split)
 
 
-class SavedRows(Rows):
+class _SavedRows(_Rows):
     """A folder that `datasets` has saved with `save_to_disk`, of one split or of several. A shard is as many rows."""
 
     def __init__(self, section: SourceSection) -> None:
@@ -269,7 +269,7 @@ LONGEST_LINE = 1 << 28
 """Of a file that is read by the line, in bytes or characters."""
 
 
-def open_builder(section: SourceSection) -> Any:
+def _open_builder(section: SourceSection) -> Any:
     """Return the builder of a folder's or a hub data set's rows, whose data files are known and checked.
 
     The hub is asked without a token: else a manifest could name what only this machine's owner may read there.

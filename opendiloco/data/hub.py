@@ -46,7 +46,7 @@ def pretrained_folder(path: str, *wanted: str) -> Path:
         from huggingface_hub import snapshot_download
 
         weights = [pattern for pattern in wanted if pattern.endswith(".safetensors")]
-        with downloading_model(path, *weights):
+        with _downloading_model(path, *weights):
             folder = Path(snapshot_download(path, allow_patterns=list(wanted), ignore_patterns=["*/*"], token=False))
     return folder
 
@@ -112,14 +112,14 @@ LOOK_SECONDS = 1.0
 
 
 @contextmanager
-def downloading_model(name: str, *wanted: str) -> Iterator[None]:
+def _downloading_model(name: str, *wanted: str) -> Iterator[None]:
     """Say meanwhile how far the files of a model on the hub are here whose names match `wanted`."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
     total = _bytes_of(lambda hub: hub.model_info(name, files_metadata=True, token=False), wanted) if wanted else None
-    with downloading(name, folder, total):
+    with _downloading(name, folder, total):
         yield
 
 
@@ -131,12 +131,12 @@ def downloading_rows(name: str, files: list[str]) -> Iterator[None]:
     folder = Path(config.DOWNLOADED_DATASETS_PATH)
     names = tuple(f"*{file.rpartition('@')[2].partition('/')[2]}" for file in files)
     total = _bytes_of(lambda hub: hub.dataset_info(name, files_metadata=True, token=False), names)
-    with downloading(name, folder, total, _size(folder)):
+    with _downloading(name, folder, total, _size(folder)):
         yield
 
 
 @contextmanager
-def downloading(name: str, folder: Path, total: int | None, before: int = 0) -> Iterator[None]:
+def _downloading(name: str, folder: Path, total: int | None, before: int = 0) -> Iterator[None]:
     """Have a thread say how many of `total` bytes are in a folder that had so many `before`."""
     stage = f"downloading {name}, as far as it is not here" + (f" ({in_words(total)})" if total else "")
     at_stage(stage)

@@ -31,7 +31,7 @@ def numbers_of(lease: Iterable[SampleRange]) -> Numbers:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-class Permutation:
+class _Permutation:
     """A seeded permutation of 0 … size - 1 in O(1) memory, the same on every machine and numpy version.
 
     A Feistel network over the next even power of two; values that fall outside are sent through again until they
@@ -104,7 +104,7 @@ class Source(Protocol):
         """Take note of which positions are read from now on, in this order, as far as is known."""
 
 
-class Windowed(Protocol):
+class _Windowed(Protocol):
     """Windows that are there: `count` of them."""
 
     @property
@@ -113,7 +113,7 @@ class Windowed(Protocol):
     def read(self, numbers: Numbers) -> Numbers: ...
 
 
-class ShardSource(Protocol):
+class _ShardSource(Protocol):
     """Windows by the shard, each read when it is needed. Short shards, or none, give fewer windows than they should."""
 
     @property
@@ -122,7 +122,7 @@ class ShardSource(Protocol):
     @property
     def windows_per_shard(self) -> int: ...
 
-    def shard(self, number: int) -> Windowed: ...
+    def shard(self, number: int) -> _Windowed: ...
 
     def soon(self, number: int) -> None: ...
 
@@ -130,7 +130,7 @@ class ShardSource(Protocol):
 class ShuffledWindows:
     """Epoch after epoch of a source's windows, each a permutation of its own."""
 
-    def __init__(self, windows: Windowed, seed: int) -> None:
+    def __init__(self, windows: _Windowed, seed: int) -> None:
         self._windows = windows
         self._seed = seed
 
@@ -138,7 +138,7 @@ class ShuffledWindows:
         epochs, places = np.divmod(positions, self._windows.count)
         chosen = np.empty_like(places)
         for epoch, here in _groups(epochs):
-            chosen[here] = Permutation(self._windows.count, self._seed, epoch)(places[here])
+            chosen[here] = _Permutation(self._windows.count, self._seed, epoch)(places[here])
         return self._windows.read(chosen)
 
     def expect(self, positions: Numbers) -> None:
@@ -153,7 +153,7 @@ class ShuffledShards:
     is expected, or else the next one of the epoch.
     """
 
-    def __init__(self, shards: ShardSource, seed: int) -> None:
+    def __init__(self, shards: _ShardSource, seed: int) -> None:
         self._shards = shards
         self._seed = seed
         self._following: dict[int, int] = {}  # which visit comes after which
@@ -163,7 +163,7 @@ class ShuffledShards:
         visits, places = np.divmod(positions, self._shards.windows_per_shard)
         for visit, here in _groups(visits):  # the v-th visit to a shard, counted over all epochs
             windows = self._shards.shard(self._visited(visit))
-            chosen = Permutation(self._shards.windows_per_shard, self._seed, visit)(places[here])
+            chosen = _Permutation(self._shards.windows_per_shard, self._seed, visit)(places[here])
             parts.append((here, windows.read(chosen % windows.count)))
             self._shards.soon(self._visited(self._following.get(visit, visit + 1)))
         return _together(len(positions), parts)
@@ -177,7 +177,7 @@ class ShuffledShards:
     def _visited(self, visit: int) -> int:
         """Return the number of the shard that is visited then."""
         epoch, place = divmod(visit, self._shards.count)
-        return int(Permutation(self._shards.count, self._seed, epoch)(np.array([place]))[0])
+        return int(_Permutation(self._shards.count, self._seed, epoch)(np.array([place]))[0])
 
 
 class SampleOrder:

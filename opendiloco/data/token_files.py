@@ -48,14 +48,16 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class PartFacts:
+class _PartFacts:
     """How many tokens are in a file, and the digest of its bytes."""
 
     tokens: int
     digest: str
 
 
-def write_parts(folder: Path, dtype: np.dtype[np.unsignedinteger], pieces: Iterable[Piece]) -> Mapping[str, PartFacts]:
+def _write_parts(
+    folder: Path, dtype: np.dtype[np.unsignedinteger], pieces: Iterable[Piece]
+) -> Mapping[str, _PartFacts]:
     """Write two files of little-endian tokens into a folder that is there. Returns what each holds. Raises: OSError."""
     digests, counts = [blake3(), blake3()], [0, 0]
     with (folder / PARTS[0]).open("wb") as training, (folder / PARTS[1]).open("wb") as held_out:
@@ -65,10 +67,10 @@ def write_parts(folder: Path, dtype: np.dtype[np.unsignedinteger], pieces: Itera
             files[part].write(data)
             digests[part].update(data)
             counts[part] += len(tokens)
-    return {name: PartFacts(counts[place], digests[place].hexdigest()) for place, name in enumerate(PARTS)}
+    return {name: _PartFacts(counts[place], digests[place].hexdigest()) for place, name in enumerate(PARTS)}
 
 
-def map_part(path: Path, dtype: np.dtype[np.unsignedinteger], digest: str | None = None) -> TokenArray:
+def _map_part(path: Path, dtype: np.dtype[np.unsignedinteger], digest: str | None = None) -> TokenArray:
     """Return a file's tokens, mapped into memory. Raises: OSError; ValueError when it has another digest."""
     if digest is not None and blake3().update_mmap(path).hexdigest() != digest:
         raise ValueError(f"{path.name} has another digest")
@@ -88,10 +90,10 @@ def digest_of_tokens(tokens: Tokens) -> str:
     parts = [
         (part.dtype.newbyteorder("<").str, part.size, _digest(part)) for part in (tokens.training, tokens.held_out)
     ]
-    return digest_of_parts(parts)
+    return _digest_of_parts(parts)
 
 
-def digest_of_parts(parts: Iterable[tuple[str, int, str]]) -> str:
+def _digest_of_parts(parts: Iterable[tuple[str, int, str]]) -> str:
     """Return the same of files by their types, counts and digests."""
     return str(blake3(repr([tuple(part) for part in parts]).encode()).hexdigest())
 
@@ -119,7 +121,7 @@ CHECKS_KEPT = 1000
 CHECKED, LOCK, PARTIAL = ".checked", ".lock", ".partial"
 
 
-def default_cache_folder() -> Path:
+def _default_cache_folder() -> Path:
     """`~/.cache/diloco-peer/tokens`, or where XDG_CACHE_HOME says."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "diloco-peer" / "tokens"
@@ -141,7 +143,7 @@ class TokenCache:
     def __init__(
         self, folder: Path | None = None, few: int = FEW_TOKENS, kept_bytes: int = KEPT_BYTES, is_shared: bool = False
     ) -> None:
-        self._folder = default_cache_folder() if folder is None else folder
+        self._folder = _default_cache_folder() if folder is None else folder
         self._few = few
         self._kept_bytes = kept_bytes
         self._is_shared = is_shared
@@ -222,9 +224,9 @@ class TokenCache:
             dtype = np.dtype(about["dtype"])
             if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
                 raise ValueError(f"tokens of type {dtype}")
-            parts = [map_part(folder / part, dtype, about["digests"][part]) for part in PARTS]
+            parts = [_map_part(folder / part, dtype, about["digests"][part]) for part in PARTS]
             facts = [(dtype.str, part.size, about["digests"][name]) for part, name in zip(parts, PARTS, strict=True)]
-            tokens = Tokens(*parts, known_digest=digest_of_parts(facts))
+            tokens = Tokens(*parts, known_digest=_digest_of_parts(facts))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -240,7 +242,7 @@ class TokenCache:
         try:
             shutil.rmtree(partial, ignore_errors=True)  # of somebody who was killed
             make_private_folder(partial)
-            digests = {name: part.digest for name, part in write_parts(partial, dtype, pieces).items()}
+            digests = {name: part.digest for name, part in _write_parts(partial, dtype, pieces).items()}
             (partial / ABOUT).write_text(json.dumps({"dtype": dtype.str, "digests": digests}), encoding="utf-8")
             shutil.rmtree(folder, ignore_errors=True)  # it was damaged
             partial.rename(folder)
@@ -248,7 +250,7 @@ class TokenCache:
             raise self._unusable(error) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        return Tokens(*(map_part(folder / part, dtype) for part in PARTS))
+        return Tokens(*(_map_part(folder / part, dtype) for part in PARTS))
 
     @contextmanager
     def _locked(self, key: str, waits: bool = True) -> Iterator[None]:
@@ -318,7 +320,7 @@ ANEW = "Make the folder anew with `diloco-peer tokenize`, or copy it again."
 Count = Annotated[int, Field(ge=0)]
 
 
-class AboutPart(BaseModel):
+class _AboutPart(BaseModel):
     """What `about.json` says of one file: how many tokens it has, and the BLAKE3 digest of its bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -327,7 +329,7 @@ class AboutPart(BaseModel):
     digest: Digest
 
 
-class About(BaseModel):
+class _About(BaseModel):
     """`about.json`. `vocabulary` is the number of token ids, `end` the one that closes each document, `tokenizer` the
     digest of the tokenizer. `split` is the fraction of documents that is held out, where it is known."""
 
@@ -339,13 +341,13 @@ class About(BaseModel):
     end: Count
     tokenizer: Digest
     split: float | None
-    training: AboutPart
-    held_out: AboutPart
+    training: _AboutPart
+    held_out: _AboutPart
 
     @property
     def digest(self) -> str:
         """Return what `digest_of_tokens` does of the tokens."""
-        return digest_of_parts((self.dtype, part.tokens, part.digest) for part in (self.training, self.held_out))
+        return _digest_of_parts((self.dtype, part.tokens, part.digest) for part in (self.training, self.held_out))
 
 
 def is_token_folder(source: str) -> bool:
@@ -361,7 +363,7 @@ def kind_of_tokens(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
 
 def write_token_folder(
     folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, split: float | None = None
-) -> About:
+) -> _About:
     """Write tokens into a new folder, whose `about.json` comes last.
 
     Raises: MachineError when the folder cannot be written; DataError when an id is not in the tokenizer's vocabulary.
@@ -370,16 +372,16 @@ def write_token_folder(
     checked = ((part, _in_vocabulary(tokens, tokenizer.size, str(folder))) for part, tokens in pieces)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        training, held_out = write_parts(folder, dtype, checked).values()
-        about = About(
+        training, held_out = _write_parts(folder, dtype, checked).values()
+        about = _About(
             format=FORMAT,
             dtype="<u2" if dtype.itemsize == 2 else "<u4",
             vocabulary=tokenizer.size,
             end=tokenizer.end,
             tokenizer=digest_of_tokenizer(tokenizer),
             split=split,
-            training=AboutPart(**vars(training)),
-            held_out=AboutPart(**vars(held_out)),
+            training=_AboutPart(**vars(training)),
+            held_out=_AboutPart(**vars(held_out)),
         )
         (folder / ABOUT).write_text(about.model_dump_json(indent=2) + "\n", encoding="utf-8")
     except BaseException as error:
@@ -406,14 +408,14 @@ def open_token_folder(source: str, tokenizer: Tokenizer, split: float, cache: To
         _check_size(path, part.tokens * np.dtype(about.dtype).itemsize)
     key = blake3(json.dumps([about.model_dump_json(), *map(_state_of, paths)]).encode()).hexdigest(16)
     cache.once(str(key), lambda: _check_values(folder, about))
-    return Tokens(*(map_part(path, np.dtype(about.dtype)) for path in paths), known_digest=about.digest)
+    return Tokens(*(_map_part(path, np.dtype(about.dtype)) for path in paths), known_digest=about.digest)
 
 
-def read_about(folder: Path) -> About:
+def read_about(folder: Path) -> _About:
     """Raises: DataError when `about.json` cannot be read, or is not ours."""
     path = folder / ABOUT
     try:
-        return About.model_validate_json(path.read_bytes())
+        return _About.model_validate_json(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Correct its permissions.") from error
     except ValidationError as error:
@@ -422,7 +424,7 @@ def read_about(folder: Path) -> About:
         raise DataError(f"{path}: {where} is {str(wrong['input'])[:80]!r}: {wrong['msg']}.", ANEW) from error
 
 
-def _check_fits(folder: Path, about: About, tokenizer: Tokenizer, split: float) -> None:
+def _check_fits(folder: Path, about: _About, tokenizer: Tokenizer, split: float) -> None:
     expected = {
         "dtype": np.dtype(kind_of_tokens(tokenizer)).newbyteorder("<").str,
         "vocabulary": tokenizer.size,
@@ -448,11 +450,11 @@ def _check_size(path: Path, wanted: int) -> None:
         raise DataError(f"{path} has {found} bytes; {ABOUT} says {wanted}.", ANEW)
 
 
-def _check_values(folder: Path, about: About) -> None:
+def _check_values(folder: Path, about: _About) -> None:
     """Read all of it once: ids and digests. Raises: DataError."""
     for name, part in zip(PARTS, (about.training, about.held_out), strict=True):
         path, digest = folder / name, blake3(max_threads=blake3.AUTO)
-        tokens = map_part(path, np.dtype(about.dtype))
+        tokens = _map_part(path, np.dtype(about.dtype))
         starts = range(0, len(tokens), CHECKED_AT_ONCE)
         for start in passing(starts, f"checking {path}", len(starts)):
             piece = tokens[start : start + CHECKED_AT_ONCE]

@@ -164,7 +164,7 @@ def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming 
             return
 
 
-class ShardedWindows:
+class _ShardedWindows:
     """A source's shards as windows, each tokenized when it is first needed, or ahead; those needed last are kept open.
 
     `tokenize_ahead` is called with the number of a shard that is soon needed, and returns at once.
@@ -307,14 +307,14 @@ def load_data(
         if section.shards is not None:
             order, windows = _sharded(section, config, tokenizer, kept, seed, ahead)
         else:
-            tokens = read_tokens(section, data.held_out, tokenizer, kept)
+            tokens = _read_tokens(section, data.held_out, tokenizer, kept)
             order, windows = _whole(section, config, tokens, seed)
         orders.append(order)
         held_out.append(windows)
     return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
 
 
-def read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:
+def _read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:
     """Return all tokens of a source without shards. Raises: DataError when they are not those that it names."""
     if is_token_folder(section.source):
         tokens = open_token_folder(section.source, tokenizer, held_out, cache)
@@ -334,7 +334,7 @@ def shards_of(
     tokenizer: Tokenizer,
     cache: TokenCache,
     tokenize_ahead: Callable[[int], None] | None = None,
-) -> ShardedWindows:
+) -> _ShardedWindows:
     """Return a source's shards. Raises: DataError when it cannot have any."""
     assert section.shards is not None
     assert section.windows_per_shard is not None
@@ -345,7 +345,7 @@ def shards_of(
         )
     source = TokenizedSource(section, config.data.held_out, tokenizer, cache)
     length = config.training.sequence_length
-    return ShardedWindows(source, section.shards, section.windows_per_shard, length, tokenize_ahead)
+    return _ShardedWindows(source, section.shards, section.windows_per_shard, length, tokenize_ahead)
 
 
 def _sharded(

@@ -1,6 +1,6 @@
 """The transformers model of a run, and its place in flat fp32 vectors.
 
-Every peer builds the initial weights itself, so these must be the same bits on every machine, hence `PortableNormal`.
+Every peer builds the initial weights itself, so these must be the same bits on every machine, hence `_PortableNormal`.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class _Later(ModuleType):
         return call
 
 
-def load_transformers() -> Any:
+def _load_transformers() -> Any:
     """Import transformers and what is common to its models. Returns the package, the same as `import` does."""
     os.environ.setdefault("USE_HUB_KERNELS", "NO")  # some architectures would fetch theirs from the hub by themselves
     package = importlib.import_module("transformers")
-    with scanned_once(package):
+    with _scanned_once(package):
         importlib.import_module("transformers.models")
-    with scipy_comes_later():
+    with _scipy_comes_later():
         importlib.import_module("transformers.loss.loss_utils")
     return package
 
 
 @contextmanager
-def scanned_once(package: Any) -> Iterator[None]:
+def _scanned_once(package: Any) -> Iterator[None]:
     """Meanwhile, `transformers.models` is told of its contents what `transformers` has found out about them."""
     utilities: Any = importlib.import_module("transformers.utils.import_utils")
     scan, folder = utilities.define_import_structure, Path(package.__file__).parent / "models"
@@ -96,7 +96,7 @@ def _below(prefix: str, modules: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 @contextmanager
-def scipy_comes_later() -> Iterator[None]:
+def _scipy_comes_later() -> Iterator[None]:
     """Meanwhile, who imports a function of scipy's optimizers gets one that will import it; unless it is there."""
     if SCIPY in sys.modules:
         yield
@@ -108,7 +108,7 @@ def scipy_comes_later() -> Iterator[None]:
         del sys.modules[SCIPY]
 
 
-transformers = load_transformers()
+transformers = _load_transformers()
 AutoConfig, AutoModelForCausalLM = transformers.AutoConfig, transformers.AutoModelForCausalLM
 
 FOLDERS = (
@@ -213,7 +213,7 @@ def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> An
 
     def lay_out() -> Any:
         with torch.device("meta"):
-            model = source.build(PortableNormal(config.model.init_seed))
+            model = source.build(_PortableNormal(config.model.init_seed))
         _check_fit(model, config, tokenizer)
         return model.float()
 
@@ -251,7 +251,7 @@ def build_model(
         model = source.load(config.model.path)
     else:
         torch.manual_seed(config.model.init_seed)
-        model = source.build(PortableNormal(config.model.init_seed, weights, threads) if draws else Undrawn())  # type: ignore[no-untyped-call]
+        model = source.build(_PortableNormal(config.model.init_seed, weights, threads) if draws else _Undrawn())  # type: ignore[no-untyped-call]
     _check_fit(model, config, tokenizer)
     model = model.float()
     if config.training.document_mask:
@@ -335,7 +335,7 @@ THREADS_AT_MOST = 16
 """Each takes 28 MiB while it draws a block."""
 
 
-class PortableNormal(TorchDispatchMode):
+class _PortableNormal(TorchDispatchMode):
     """Within it, `normal_` gives such values: those of a seed, and of how many calls there were before."""
 
     def __init__(self, seed: int, total: int | None = None, threads: int | None = None) -> None:
@@ -359,7 +359,7 @@ class PortableNormal(TorchDispatchMode):
         return result
 
 
-class Undrawn(TorchDispatchMode):
+class _Undrawn(TorchDispatchMode):
     """Within it, `normal_` gives zeros."""
 
     def __torch_dispatch__(

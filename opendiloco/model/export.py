@@ -35,18 +35,18 @@ def export_model(
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise MachineError(f"{folder} is not empty.", remedy)
-        with rounded_to(dtype, model):
+        with _rounded_to(dtype, model):
             model.save_pretrained(folder)
-        open_to_readers(folder)
+        _open_to_readers(folder)
         tokenizer.pretrained().save_pretrained(folder)
-        (folder / CARD).write_text(model_card(config, facts, dtype), encoding="utf-8")
+        (folder / CARD).write_text(_model_card(config, facts, dtype), encoding="utf-8")
         if len(facts.curve) > 1:
-            (folder / CURVE).write_text(curve_picture(facts.curve), encoding="utf-8")
+            (folder / CURVE).write_text(_curve_picture(facts.curve), encoding="utf-8")
     except OSError as error:
         raise MachineError(f"{folder} cannot be written ({error.strerror or error}).", remedy) from error
 
 
-def open_to_readers(folder: Path) -> None:
+def _open_to_readers(folder: Path) -> None:
     """Give the weights the mode of the other files, which follows the umask: safetensors lets only their owner read
     them. Raises: OSError."""
     mode = S_IMODE((folder / CONFIG_NAME).stat().st_mode)
@@ -55,7 +55,7 @@ def open_to_readers(folder: Path) -> None:
 
 
 @contextmanager
-def rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
+def _rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
     """Round a model's parameters to this type, and give it its own back in the end. Buffers stay as they are."""
     import torch
 
@@ -121,7 +121,7 @@ class RunFacts(BaseModel):
     versions: dict[str, str] = {}
 
 
-def model_card(config: RunConfig, facts: RunFacts, dtype: str = "float32") -> str:
+def _model_card(config: RunConfig, facts: RunFacts, dtype: str = "float32") -> str:
     """Return the README of an exported model."""
     bits = "" if facts.bits_per_byte is None else f", {facts.bits_per_byte:.4f} bits per byte"
     least = "" if facts.knows_all else "at least "
@@ -238,7 +238,7 @@ with {versions}. Here {meanings}. The run's log leads to the same weights, bit f
 """
 
 
-def curve_picture(points: Sequence[CurvePoint]) -> str:
+def _curve_picture(points: Sequence[CurvePoint]) -> str:
     """Return the curve as an SVG: loss over outer steps."""
     steps, losses = [point.outer_step for point in points], [point.loss for point in points]
     least, most = min(losses), max(losses)

@@ -49,12 +49,12 @@ def window_loss(
     times what the model's routers lose by using its experts unevenly (see `router_loss_weight`).
     """
     inputs, targets = windows[:, :-1], windows[:, 1:]
-    options: dict[str, Any] = {} if end is None else {"position_ids": document_positions(inputs, end)}
+    options: dict[str, Any] = {} if end is None else {"position_ids": _document_positions(inputs, end)}
     if router_loss:
         options["output_router_logits"] = True
     wanted = targets if end is None else targets.masked_fill(inputs == end, IGNORED)
     options |= {"input_ids": inputs, "use_cache": False}
-    output, total = model_and_loss(model, options, wanted, partial(_summed_loss, z_loss=z_loss))
+    output, total = _model_and_loss(model, options, wanted, partial(_summed_loss, z_loss=z_loss))
     loss = total / (wanted != IGNORED).sum().clamp(min=1)  # there may be nothing but empty documents
     return loss + router_loss * output.aux_loss if router_loss else loss
 
@@ -128,7 +128,7 @@ def _documents(positions: torch.Tensor, find: Callable[[torch.Tensor], torch.Ten
     return torch.nn.functional.pad((~follows).cumsum(-1), (1, 0))
 
 
-def document_positions(inputs: torch.Tensor, end: int) -> torch.Tensor:
+def _document_positions(inputs: torch.Tensor, end: int) -> torch.Tensor:
     """Each token's position in its document, or in the part of it that the window has. Same shape as `inputs`."""
     places = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     begins = torch.zeros_like(inputs, dtype=torch.bool)
@@ -180,16 +180,16 @@ _without_pieces: WeakSet[Any] = WeakSet()
 """Models whose head cannot be left out."""
 
 
-def model_and_loss(
+def _model_and_loss(
     model: Any, inputs: Mapping[str, Any], targets: torch.Tensor, loss: Loss
 ) -> tuple[Any, torch.Tensor]:
     """Return what a model makes of its inputs, and the loss of its logits, which are not to be read from the former.
 
     There is one of the `targets` for each position. A sharded model keeps its head whole until the backward pass.
     """
-    flat, head = targets.flatten(), linear_head(model)
+    flat, head = targets.flatten(), _linear_head(model)
     if head is not None and flat.numel() > positions_at_once(head.out_features, flat.device):
-        left_out = HeadLeftOut(head)
+        left_out = _HeadLeftOut(head)
         with left_out:
             output = model(**inputs)
         if left_out.stands_for(output.logits):
@@ -224,7 +224,7 @@ def in_pieces_of(positions: int) -> Iterator[None]:
         _most.reset(before)
 
 
-def linear_head(model: Any) -> torch.nn.Linear | None:
+def _linear_head(model: Any) -> torch.nn.Linear | None:
     """Return the layer that makes logits of hidden states, if it is as PyTorch has it."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward:
@@ -232,7 +232,7 @@ def linear_head(model: Any) -> torch.nn.Linear | None:
     return None
 
 
-class HeadLeftOut:
+class _HeadLeftOut:
     """A context in which a head returns the hidden states that it is given, as if they were logits.
 
     What the model then does with each of them alone is done with logits later.

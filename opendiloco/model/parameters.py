@@ -31,11 +31,11 @@ def is_all_trained(model: torch.nn.Module) -> bool:
 def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:
     """The model's trainable parameters as a `Layout`, in the fragments of a run.
 
-    Raises: ManifestError when these are not as large as the run says; see also `assign_fragments`.
+    Raises: ManifestError when these are not as large as the run says; see also `_assign_fragments`.
     """
     trained = trainable(model)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in trained.items()]
-    layout = Layout(shapes, assign_fragments(model, trained, streaming))
+    layout = Layout(shapes, _assign_fragments(model, trained, streaming))
     sizes = tuple(part.stop - part.start for part in layout.fragments)
     if streaming.sizes not in (None, sizes):
         raise ManifestError(
@@ -75,7 +75,7 @@ def transformer_blocks(model: Any) -> list[Any]:
 # none, and a fragment of which nothing is trained does not exist.
 
 
-def assign_fragments(
+def _assign_fragments(
     model: torch.nn.Module, trained: Mapping[str, torch.nn.Parameter], streaming: StreamingSection
 ) -> tuple[int, ...]:
     """Return the fragment of each trained parameter. Raises: ManifestError when the model has no blocks to cut."""

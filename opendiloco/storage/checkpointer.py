@@ -39,7 +39,7 @@ OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by what came of them", ["outcome"])
 
 
-class Frozen(Protocol):
+class _Frozen(Protocol):
     """A state that does not change any more, and the entry that closes the last cycle that led to it."""
 
     @property
@@ -71,7 +71,7 @@ class KeepingPlan:
         """Whether a checkpoint after `index` outer steps is worth writing."""
         return index in kept([index], self.keep_newest, self.keep_every)
 
-    def job(self, state: Frozen, memory: MemoryFile) -> CheckpointJob:
+    def job(self, state: _Frozen, memory: MemoryFile) -> CheckpointJob:
         return CheckpointJob(
             descriptor=memory.descriptor,
             state_bytes=memory.data.nbytes,
@@ -102,7 +102,7 @@ class KeepingPlan:
         )
 
 
-class MomentsSource(Protocol):
+class _MomentsSource(Protocol):
     """The workers, whose inner optimizer's state is kept beside the run's."""
 
     kept_moments: tuple[Path, str] | None
@@ -116,13 +116,13 @@ class Checkpointer:
 
     def __init__(self, plan: KeepingPlan) -> None:
         self.on_saved: Callable[[], None] = lambda: None
-        self.workers: MomentsSource | None = None
+        self.workers: _MomentsSource | None = None
         """Whose moments are kept, if anybody's."""
         self._plan = plan
-        self._waiting: Frozen | None = None
+        self._waiting: _Frozen | None = None
         self._writing: asyncio.Task[None] | None = None
 
-    def take(self, state: Frozen) -> None:
+    def take(self, state: _Frozen) -> None:
         """Write it now, or once the one before is written, if no newer one has come by then.
 
         Called on the event loop; returns at once. The state's memory is held until it is written. A state that lies in
@@ -181,7 +181,7 @@ class Checkpointer:
             if self.workers is not None and self._plan.moments != "none" and status in (SAVED, NOT_SENT):
                 await self._keep_moments(self.workers, index_after(state.last))
 
-    async def _keep_moments(self, workers: MomentsSource, index: int) -> None:
+    async def _keep_moments(self, workers: _MomentsSource, index: int) -> None:
         """Have the workers write them beside the checkpoint, and a process finish the file. There is one at a time."""
         job = self._plan.moments_job(index)
         path = job.path

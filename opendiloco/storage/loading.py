@@ -227,7 +227,7 @@ def check_moments_file(path: Path) -> None:
 # Replay ---------------------------------------------------------------------------------------------------------------
 
 
-class Resumable(Protocol):
+class _Resumable(Protocol):
     """A state, and the entry that closes the last cycle that led to it, whose entries have the digests `ends`."""
 
     @property
@@ -241,7 +241,7 @@ class Resumable(Protocol):
 
 
 @dataclass(frozen=True)
-class InitialState:
+class _InitialState:
     """The state before the first entry."""
 
     state: memoryview
@@ -251,7 +251,7 @@ class InitialState:
 
 
 async def resume(
-    workload: Workload, log: RunLog, checkpoint: Resumable | None = None, until: int | None = None
+    workload: Workload, log: RunLog, checkpoint: _Resumable | None = None, until: int | None = None
 ) -> LogState:
     """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead; at most
     to the state after `until` outer steps, if the checkpoint's is not later.
@@ -278,10 +278,10 @@ async def resume(
         await workload.restore(checkpoint.state, checkpoint.state_digest)  # there is no way back from a wrong state
 
 
-async def _initial_state(workload: Workload) -> InitialState:
+async def _initial_state(workload: Workload) -> _InitialState:
     state = empty(workload.state_size)
     await workload.copy_state(state)
-    return InitialState(state, await workload.state_digest())
+    return _InitialState(state, await workload.state_digest())
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:

@@ -199,7 +199,7 @@ def read_curve(path: Path) -> dict[int, float]:
 # index, its header (canonical bytes, in hexadecimal) and the state digest after it.
 
 
-class JournalLine(BaseModel):
+class _JournalLine(BaseModel):
     """One line of the file."""
 
     index: int
@@ -222,7 +222,7 @@ class Journal:
 
     def append(self, header: Header, state_digest: bytes) -> None:
         """Raises: MachineError when the disk does not take it."""
-        line = JournalLine(index=header.index, header=pack(header).hex(), state_digest=state_digest.hex())
+        line = _JournalLine(index=header.index, header=pack(header).hex(), state_digest=state_digest.hex())
         self._write(line.model_dump_json() + "\n")
 
     def _write(self, text: str) -> None:
@@ -238,5 +238,5 @@ class Journal:
     def __iter__(self) -> Iterator[tuple[Header, bytes]]:
         """Headers and state digests, in the order in which they were applied."""
         for text in self.path.read_text().splitlines():
-            line = JournalLine.model_validate_json(text)
+            line = _JournalLine.model_validate_json(text)
             yield unpack(Header, bytes.fromhex(line.header)), bytes.fromhex(line.state_digest)

@@ -33,7 +33,7 @@ PIECE = 4 << 20  # bytes copied at once
 FLUSH = 64 << 20  # bytes; what is not on the disk yet, and the page cache, are kept below about so many
 
 
-class DiskLimitError(Exception):
+class _DiskLimitError(Exception):
     """The owner gives no more room; its words say how to get some."""
 
 
@@ -45,7 +45,7 @@ def main() -> int:
     began = time.monotonic()
     try:
         size = job.write()
-    except DiskLimitError as error:
+    except _DiskLimitError as error:
         return _end(NOT_SAVED, str(error))
     except (OSError, ValueError) as error:
         return _end(NOT_SAVED, f"{job.path} cannot be written: {job.cause(error)}")
@@ -97,15 +97,15 @@ class CheckpointJob:
     def write(self) -> int:
         """Write it, and remove the checkpoints that are not to be kept. Returns its bytes.
 
-        Raises: OSError; DiskLimitError when it takes more room than its owner gives.
+        Raises: OSError; _DiskLimitError when it takes more room than its owner gives.
         """
         folder = self.path.parent
         if self.disk_limit is not None and folder_bytes(folder.parent) + self.state_bytes > self.disk_limit:
-            raise DiskLimitError(
+            raise _DiskLimitError(
                 f"{self.state_bytes / 1e6:.0f} MB more are more than the {self.disk_limit / 1e9:g} GB of --max-disk. "
                 "Keep fewer with --keep, or raise --max-disk."
             )
-        write_checkpoint(self.path, self.descriptor, self.state_bytes, self.metadata, self.rate)
+        _write_checkpoint(self.path, self.descriptor, self.state_bytes, self.metadata, self.rate)
         prune(folder, self.keep_newest, self.keep_every, self.index)
         return self.state_bytes
 
@@ -137,7 +137,7 @@ def folder_bytes(folder: Path) -> int:
     return found
 
 
-def write_checkpoint(
+def _write_checkpoint(
     path: Path, descriptor: int, state_bytes: int, metadata: Mapping[str, str], rate: float | None = None
 ) -> None:
     """Write the state that begins at offset 0 of `descriptor`. It is on the disk, whole, when the name is there.
@@ -184,7 +184,7 @@ def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
 # Moments --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class MomentsJob:
-    """One file of moments to finish, which workers have written with PARTIAL at its name's end: digest, disk, name.
+    """One file of moments to _finish, which workers have written with PARTIAL at its name's end: digest, disk, name.
 
     Others of the same `owner`, whose names end in `ending`, are removed.
     """
@@ -203,7 +203,7 @@ class MomentsJob:
 
     def write(self) -> int:
         """Finish it, and remove the owner's others. Returns its bytes. Raises: OSError, ValueError."""
-        size = finish(self.path, self.rate)
+        size = _finish(self.path, self.rate)
         for old in self.path.parent.glob(f"*{self.ending}"):
             if old != self.path:
                 old.unlink(missing_ok=True)
@@ -220,7 +220,7 @@ class MomentsJob:
         return str(error)
 
 
-def finish(path: Path, rate: float | None) -> int:
+def _finish(path: Path, rate: float | None) -> int:
     """Write the digest into the partial file, have it on the disk, and give it its name. Returns its bytes.
 
     Raises: OSError; ValueError when it is not what workers write.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendiloco.data.sample_order import Mixture, Numbers, Permutation, SampleOrder, ShuffledShards, ShuffledWindows
+from opendiloco.data.sample_order import Mixture, Numbers, SampleOrder, ShuffledShards, ShuffledWindows, _Permutation
 from opendiloco.data.training_data import Windows
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -15,16 +15,16 @@ SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 1000))
 def test_a_permutation_meets_every_window_once(size: int, seed: int, epoch: int) -> None:
-    assert sorted(Permutation(size, seed, epoch)(np.arange(size))) == list(range(size))
+    assert sorted(_Permutation(size, seed, epoch)(np.arange(size))) == list(range(size))
 
 
 def test_permutations_are_the_same_on_every_machine_for_ever() -> None:
-    assert Permutation(1000, seed=5, epoch=0)(np.arange(6)).tolist() == [617, 742, 433, 154, 517, 150]
+    assert _Permutation(1000, seed=5, epoch=0)(np.arange(6)).tolist() == [617, 742, 433, 154, 517, 150]
 
 
 def test_seeds_and_epochs_give_unrelated_permutations() -> None:
     positions = np.arange(4096)
-    orders = [Permutation(4096, seed, epoch)(positions) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [_Permutation(4096, seed, epoch)(positions) for seed in (0, 1) for epoch in (0, 1)]
     for first in range(4):
         assert np.mean(orders[first] == positions) < 0.01
         assert abs(np.corrcoef(orders[first], positions)[0, 1]) < 0.06

@@ -210,9 +210,9 @@ class Flattened(torch.nn.Linear):
 @pytest.mark.usefixtures("small_pieces")
 def test_a_head_of_another_kind_is_left_alone(small_content: dict[str, Any]) -> None:
     model = model_of(small_content)
-    assert losses.linear_head(model) is model.lm_head
+    assert losses._linear_head(model) is model.lm_head
     model.lm_head.__class__ = Flattened
-    assert losses.linear_head(model) is None
+    assert losses._linear_head(model) is None
     windows = windows_of()
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits.flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten())

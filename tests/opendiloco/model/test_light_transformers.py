@@ -10,7 +10,7 @@ from pathlib import Path
 import transformers
 from transformers.utils import import_utils
 
-from opendiloco.model.build import scanned_once, scipy_comes_later
+from opendiloco.model.build import _scanned_once, _scipy_comes_later
 
 LOAD_LIGHT = """
 import sys
@@ -47,7 +47,7 @@ def test_without_scipy_and_with_one_look_at_all_models() -> None:
 def test_what_the_first_look_has_found_is_what_a_second_one_would_find() -> None:
     look, models = import_utils.define_import_structure, Path(transformers.__file__).parent / "models"
     for asked in (models / "__init__.py", models / "auto" / "__init__.py"):
-        with scanned_once(transformers):
+        with _scanned_once(transformers):
             known = import_utils.define_import_structure(str(asked))
         assert known == look(str(asked))
         assert known
@@ -56,6 +56,6 @@ def test_what_the_first_look_has_found_is_what_a_second_one_would_find() -> None
 
 def test_scipy_that_is_there_stays() -> None:
     optimizers = importlib.import_module("scipy.optimize")
-    with scipy_comes_later():
+    with _scipy_comes_later():
         assert sys.modules["scipy.optimize"] is optimizers
     assert sys.modules["scipy.optimize"] is optimizers

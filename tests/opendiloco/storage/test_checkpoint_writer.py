@@ -21,7 +21,7 @@ import pytest
 
 from opendiloco.storage.files import file_name
 from opendiloco.storage.loading import Checkpoints
-from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, folder_bytes, main, write_checkpoint
+from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, _write_checkpoint, folder_bytes, main
 from tests.opendiloco.storage.frozen_states import RUN, FrozenState, frozen, job
 
 PLAIN = "import sys; import opendiloco.storage.writer as writer; sys.exit(writer.main())"
@@ -137,7 +137,7 @@ def failing(number: int) -> Callable[..., int]:
 
 
 def write(folder: Path, state: FrozenState, rate: float | None = None) -> None:
-    write_checkpoint(folder / file_name(6), state.memory.descriptor, state.memory.data.nbytes, {}, rate)
+    _write_checkpoint(folder / file_name(6), state.memory.descriptor, state.memory.data.nbytes, {}, rate)
 
 
 def test_a_disk_that_fills_up_while_it_is_written_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

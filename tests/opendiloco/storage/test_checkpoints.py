@@ -10,7 +10,7 @@ import pytest
 from opendiloco.errors import CheckpointError
 from opendiloco.storage.files import file_header, file_name, read_file_header
 from opendiloco.storage.loading import Checkpoints, metadata_of
-from opendiloco.storage.writer import write_checkpoint
+from opendiloco.storage.writer import _write_checkpoint
 from peers.transfer.state_chunks import chunk_digests
 from tests.opendiloco.storage.frozen_states import RUN, FrozenState, frozen
 
@@ -19,7 +19,7 @@ def write(folder: Path, index: int, values: int = 1000, run: str = RUN) -> Froze
     """As the writer process does."""
     state = frozen(index, values, run)
     size, metadata = state.memory.data.nbytes, metadata_of(run, state.last, state.state_digest)
-    write_checkpoint(folder / file_name(index), state.memory.descriptor, size, metadata)
+    _write_checkpoint(folder / file_name(index), state.memory.descriptor, size, metadata)
     return state
 
 

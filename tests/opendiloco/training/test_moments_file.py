@@ -30,7 +30,7 @@ from opendiloco.model.parameters import local_part, trainable
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.loading import check_moments_file, moments_name, newest_moments
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import finish
+from opendiloco.storage.writer import _finish
 from opendiloco.training.moments_file import digest_place
 from opendiloco.training.replica import LONG_AGO, ModelReplica
 from opendiloco.training.sharding import shard_model
@@ -60,7 +60,7 @@ def keep(replica: ModelReplica, folder: Path, index: int = 6) -> Path:
     """Write a whole file, as workers and the process after them do."""
     path = folder / moments_name(index, PEER)
     replica.keep_moments(path.with_name(path.name + PARTIAL), RUN, index)
-    finish(path, None)
+    _finish(path, None)
     return path
 
 
@@ -347,7 +347,7 @@ def test_workers_in_the_place_of_lost_ones_go_on_with_what_was_kept(
         try:
             await group.run_inner_loop(InnerLoop(0, LEASE, 12, 0), lambda progress: None)
             await group.keep_moments(path.with_name(path.name + PARTIAL), RUN, 6)
-            await asyncio.to_thread(finish, path, None)
+            await asyncio.to_thread(_finish, path, None)
             group.kept_moments = path, RUN
             group._supervisor.workers[-1].kill()
             await group.evaluate(2)
