@@ -16,14 +16,7 @@ from numpy.typing import NDArray
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.corpus import Corpus, Document, open_corpus, tokenizing
-from opendiloco.data.sample_order import (
-    Mixture,
-    SampleOrder,
-    ShuffledShards,
-    ShuffledWindows,
-    Source,
-    digest_of_windows,
-)
+from opendiloco.data.sample_order import HeldOutWindows, Mixture, SampleOrder, Shuffled, Windows
 from opendiloco.data.token_files import (
     Piece,
     TokenCache,
@@ -43,20 +36,6 @@ BATCH_BYTES, BATCH_DOCUMENTS = 1 << 22, 1 << 10
 """Of text that is tokenized at once."""
 SHARDS_OPEN = 4
 """A lease lies in few shards, and evaluation in the first. So many stay in memory, or on the disk."""
-
-
-class Windows:
-    """Consecutive windows of sequence_length + 1 tokens; each starts at the last token of the one before."""
-
-    def __init__(self, tokens: TokenArray, sequence_length: int) -> None:
-        self._tokens = tokens
-        self.length = sequence_length
-        self.count = max(0, (len(tokens) - 1) // sequence_length)
-
-    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token ids, shape (len(numbers), sequence_length + 1)."""
-        offsets = numbers[:, None] * self.length + np.arange(self.length + 1)
-        return np.asarray(self._tokens[offsets], np.int64)
 
 
 class TokenizedSource:
@@ -173,12 +152,10 @@ class _ShardedWindows:
     def __init__(
         self,
         source: TokenizedSource,
-        shards: int,
         windows_per_shard: int,
         sequence_length: int,
         tokenize_ahead: Callable[[int], None] | None = None,
     ) -> None:
-        self.count = shards
         self.windows_per_shard = windows_per_shard
         self._source = source
         self._length = sequence_length
@@ -223,58 +200,6 @@ class _ShardedWindows:
         return self.windows_per_shard * self._length + 1
 
 
-class HeldOutWindows:
-    """The sources' held-out windows, numbered through from the first source's first on."""
-
-    def __init__(
-        self, parts: Sequence[Windows], mixture: Mixture | None = None, document_end: int | None = None
-    ) -> None:
-        self._parts = parts
-        self._mixture = mixture or Mixture()
-        self._counts = np.array([part.count for part in parts], np.int64)
-        self.document_end = document_end
-        """See `SampleOrder.document_end`."""
-
-    @property
-    def count(self) -> int:
-        """Windows in all sources together."""
-        return int(self._counts.sum())
-
-    def spread(self, windows: int) -> NDArray[np.int64]:
-        """The numbers of at most so many windows in the mixture's proportions, evenly spread over each source."""
-        enough = int(np.min(self._counts * self._mixture.cycle // self._mixture.shares))
-        sources, places = self._mixture.assign(np.arange(min(windows, enough), dtype=np.int64))
-        wanted = np.bincount(sources, minlength=len(self._parts))
-        starts = np.cumsum(self._counts) - self._counts
-        chosen: NDArray[np.int64] = starts[sources] + places * self._counts[sources] // wanted[sources]
-        return chosen
-
-    def digest(self, windows: int) -> str:
-        """Return 64 hexadecimal digits, of the tokens that an evaluation on so many windows reads.
-
-        Losses can be compared where it is the same.
-        """
-        return digest_of_windows(self.read(self.spread(windows)), self.document_end)
-
-    def bytes_per_token(self, windows: int, tokenizer: Tokenizer) -> float:
-        """Return how many bytes of text a token stands for that an evaluation on so many windows predicts."""
-        read = self.read(self.spread(windows))
-        inputs, targets = read[:, :-1], read[:, 1:]
-        within = np.ones(targets.shape, bool) if self.document_end is None else inputs != self.document_end
-        size = sum(tokenizer.byte_count(ids[kept]) for ids, kept in zip(targets, within, strict=True))
-        return max(size, 1) / max(int(within.sum()), 1)
-
-    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token ids, shape (len(numbers), sequence_length + 1)."""
-        starts = np.cumsum(self._counts) - self._counts
-        sources = np.searchsorted(starts, numbers, side="right") - 1
-        windows = np.empty((len(numbers), self._parts[0].length + 1), np.int64)
-        for source in np.unique(sources):
-            here = sources == source
-            windows[here] = self._parts[source].read(numbers[here] - starts[source])
-        return windows
-
-
 @dataclass(frozen=True)
 class TrainingData:
     """The sample order for training, and the windows for evaluation."""
@@ -298,19 +223,24 @@ def load_data(
 
     Raises: DataError when a source cannot be read, or has less than one batch of windows; MachineError.
     """
-    data, mixture = config.data, Mixture(config.data.shares)
+    data, mixture, length = config.data, Mixture(config.data.shares), config.training.sequence_length
     end = tokenizer.end if config.training.document_mask else None
-    orders, held_out = list[Source](), list[Windows]()
+    cache = cache or TokenCache()
+    orders, held_out = list[Shuffled](), list[Windows]()
     for place, section in enumerate(data.all_sources):
-        ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
-        seed, kept = data.shuffle_seed + place, cache or TokenCache()
-        if section.shards is not None:
-            order, windows = _sharded(section, config, tokenizer, kept, seed, ahead)
+        seed = data.shuffle_seed + place
+        if section.shards is None:
+            tokens = _read_tokens(section, data.held_out, tokenizer, cache)
+            training, apart = Windows(tokens.training, length), Windows(tokens.held_out, length)
+            _check_count(section, config, "training", training)
+            orders.append(Shuffled.whole(training, seed))
         else:
-            tokens = _read_tokens(section, data.held_out, tokenizer, kept)
-            order, windows = _whole(section, config, tokens, seed)
-        orders.append(order)
-        held_out.append(windows)
+            ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
+            shards = shards_of(section, config, tokenizer, cache, ahead)
+            apart = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
+            orders.append(Shuffled(shards.shard, section.shards, shards.windows_per_shard, seed, shards.soon))
+        _check_count(section, config, "held-out", apart)
+        held_out.append(apart)
     return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
 
 
@@ -345,30 +275,7 @@ def shards_of(
         )
     source = TokenizedSource(section, config.data.held_out, tokenizer, cache)
     length = config.training.sequence_length
-    return _ShardedWindows(source, section.shards, section.windows_per_shard, length, tokenize_ahead)
-
-
-def _sharded(
-    section: SourceSection,
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    cache: TokenCache,
-    seed: int,
-    tokenize_ahead: Callable[[int], None] | None,
-) -> tuple[Source, Windows]:
-    """Return a source's training samples in their order, and its held-out windows: as many as are evaluated."""
-    shards = shards_of(section, config, tokenizer, cache, tokenize_ahead)
-    held_out = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
-    _check_count(section, config, "held-out", held_out)
-    return ShuffledShards(shards, seed), held_out
-
-
-def _whole(section: SourceSection, config: RunConfig, tokens: Tokens, seed: int) -> tuple[Source, Windows]:
-    length = config.training.sequence_length
-    training, held_out = Windows(tokens.training, length), Windows(tokens.held_out, length)
-    _check_count(section, config, "training", training)
-    _check_count(section, config, "held-out", held_out)
-    return ShuffledWindows(training, seed), held_out
+    return _ShardedWindows(source, section.windows_per_shard, length, tokenize_ahead)
 
 
 def _check_count(section: SourceSection, config: RunConfig, part: str, windows: Windows) -> None:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from opendiloco.data.sample_order import HeldOutWindows
 from opendiloco.data.tokenizer import Tokenizer
-from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.model.loss import predicted_tokens, window_loss
 
 EVALUATED_AT_ONCE = 4

@@ -5,8 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from opendiloco.data.sample_order import Batches, Mixture, Numbers, SampleOrder, ShuffledWindows
-from opendiloco.data.training_data import Windows
+from opendiloco.data.sample_order import Batches, Mixture, Numbers, SampleOrder, Shuffled, Windows
 from opendiloco.errors import DataError
 
 NUMBERS = np.array([3, 4, 5, 9, 10, 11, 12])
@@ -17,7 +16,7 @@ class Samples(SampleOrder):
 
     def __init__(self, breaks: bool = False) -> None:
         tokens = np.arange(101, dtype=np.uint16)
-        super().__init__([ShuffledWindows(Windows(tokens, 4), 0)], Mixture())
+        super().__init__([Shuffled.whole(Windows(tokens, 4), 0)], Mixture())
         self.read_by: list[threading.Thread] = []
         self.was_read = threading.Semaphore(0)
         self.gate = threading.Event()

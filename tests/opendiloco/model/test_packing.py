@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.sample_order import HeldOutWindows, Windows
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import HeldOutWindows, Windows, load_data
+from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.loss import (

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.sample_order import HeldOutWindows, Windows
 from opendiloco.data.tokenizer import BEGIN, END, ByteTokenizer
-from opendiloco.data.training_data import HeldOutWindows, Windows
 from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import HeldOutCurve, read_curve
