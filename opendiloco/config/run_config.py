@@ -58,13 +58,9 @@ class CodecSection(Section):
         return content
 
     @model_validator(mode="after")
-    def check_rounding(self) -> Self:
+    def check_kind(self) -> Self:
         if self.kind in ("fp16", "sparse") and self.rounding == "stochastic":
             raise ValueError(f'kind = "{self.kind}" rounds to nearest; remove rounding, or choose another kind')
-        return self
-
-    @model_validator(mode="after")
-    def check_error_feedback(self) -> Self:
         if self.kind == "sparse" and self.error_feedback == 0:
             raise ValueError(
                 'kind = "sparse" leaves out 63 of 64 values, which without error_feedback are lost; '
@@ -101,19 +97,11 @@ class StreamingSection(Section):
     )
 
     @model_validator(mode="after")
-    def check_embeddings(self) -> Self:
+    def check_fragments(self) -> Self:
         if self.pattern == "balanced" and self.embeddings is not None:
             raise ValueError('pattern = "balanced" places embeddings by their size, too; remove embeddings')
-        return self
-
-    @model_validator(mode="after")
-    def check_sizes(self) -> Self:
         if self.sizes is not None and self.layers_per_fragment is None:
             raise ValueError("sizes are given without layers_per_fragment, so there is one fragment; remove sizes")
-        return self
-
-    @model_validator(mode="after")
-    def check_all_sizes(self) -> Self:
         if sum(self.sizes or ()) > VALUES_LIMIT:
             raise ValueError(f"sizes are {sum(self.sizes or ())} values in all; make them {VALUES_LIMIT} at most")
         return self
@@ -241,7 +229,7 @@ class RoundsSection(Section):
         )
 
     @model_validator(mode="after")
-    def check_policy(self) -> Self:
+    def check_rounds(self) -> Self:
         if self.policy == "synchronous" and self.contributions is not None:
             raise ValueError(
                 f"contributions = {self.contributions:g} is for asynchronous outer steps; remove it, or give "
@@ -251,10 +239,6 @@ class RoundsSection(Section):
             raise ValueError(
                 "staleness = 0 would lose the work of whoever is late for an asynchronous outer step; make it 1 or more"
             )
-        return self
-
-    @model_validator(mode="after")
-    def check_expiry(self) -> Self:
         if self.heartbeat_expiry_seconds <= 2 * self.heartbeat_seconds:
             raise ValueError(
                 f"heartbeat_expiry_seconds = {self.heartbeat_expiry_seconds:g} would bury a peer after one lost "
@@ -318,14 +302,10 @@ class RunConfig(Section):
     admission: AdmissionSection = AdmissionSection()
 
     @model_validator(mode="after")
-    def check_signed_heads(self) -> Self:
+    def check_across_sections(self) -> Self:
         twice = next((peer for peer in self.archives or () if (self.archives or ()).count(peer) > 1), None)
         if twice is not None:
             raise ValueError(f"archives names {twice} twice; name it once")
-        return self
-
-    @model_validator(mode="after")
-    def check_across_sections(self) -> Self:
         if self.outer_steps is None and self.schedule.total_steps is None:
             raise ValueError("the schedule does not say how many steps the run has; give outer_steps at the top")
         if self.streaming.overlap >= self.training.inner_steps:

@@ -213,15 +213,15 @@ def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> An
 
     def lay_out() -> Any:
         with torch.device("meta"):
-            model = source.build(_PortableNormal(config.model.init_seed))
-        _check_fit(model, config, tokenizer)
-        return model.float()
+            return source.build(_PortableNormal(config.model.init_seed))
 
-    tried = json.dumps([config.to_manifest_content(), tokenizer.size, source.values])
+    tried = json.dumps([str(source.folder), source.values])
     if tried not in _rehearsed:
         rehearse(lay_out, "model.path" if config.model.path else "model.config")
         _rehearsed.add(tried)
-    return lay_out()
+    model = lay_out()
+    _check_fit(model, config, tokenizer)
+    return model.float()
 
 
 def sized_skeleton(config: RunConfig) -> Any:
@@ -251,8 +251,7 @@ def build_model(
         model = source.load(config.model.path)
     else:
         torch.manual_seed(config.model.init_seed)
-        model = source.build(_PortableNormal(config.model.init_seed, weights, threads) if draws else _Undrawn())  # type: ignore[no-untyped-call]
-    _check_fit(model, config, tokenizer)
+        model = source.build(_PortableNormal(config.model.init_seed if draws else None, weights, threads))
     model = model.float()
     if config.training.document_mask:
         check_document_mask(model)
@@ -336,9 +335,10 @@ THREADS_AT_MOST = 16
 
 
 class _PortableNormal(TorchDispatchMode):
-    """Within it, `normal_` gives such values: those of a seed, and of how many calls there were before."""
+    """Within it, `normal_` gives such values: those of a seed, and of how many calls there were before. Without a seed
+    it gives zeros."""
 
-    def __init__(self, seed: int, total: int | None = None, threads: int | None = None) -> None:
+    def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
         """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `draw`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
@@ -351,23 +351,14 @@ class _PortableNormal(TorchDispatchMode):
     ) -> Any:
         if func is not torch.ops.aten.normal_.default:
             return func(*args, **(kwargs or {}))
+        if self._seed is None:
+            return args[0].zero_()
         self._drawn += args[0].numel()
         result = _fill(self._seed, self._calls, *args, threads=self._threads, **(kwargs or {}))
         self._calls += 1
         if self._total:
             at_stage("drawing the initial weights", min(self._drawn / self._total, 1.0))
         return result
-
-
-class _Undrawn(TorchDispatchMode):
-    """Within it, `normal_` gives zeros."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.normal_.default:
-            return args[0].zero_()
-        return func(*args, **(kwargs or {}))
 
 
 def draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:

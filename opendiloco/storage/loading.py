@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
@@ -22,9 +21,7 @@ from opendiloco.storage.files import (
     file_name,
     index_of,
     indices_in,
-    prune,
     read_file_header,
-    sweep,
 )
 from opendiloco.training.moments_file import VALUE_BYTES, read_header
 from peers.errors import quoted
@@ -49,15 +46,16 @@ class Checkpoint:
     """A state whose bytes are those that its digest was taken of, and the entry that closes the last cycle that led to
     it, whose entries have the digests `ends`.
 
-    `state` is mapped from the file: momentum's bytes, then theta's. Whether the values are finite has not been checked.
+    `state` is momentum's bytes, then theta's, mapped from the file at `path`, if it is of one. Whether the values are
+    finite has not been checked.
     """
 
-    path: Path
     last: Header | None
     state: memoryview
     state_digest: bytes
-    chunk_digests: tuple[bytes, ...]
     ends: tuple[bytes, ...] = ()
+    chunk_digests: tuple[bytes, ...] = ()
+    path: Path | None = None
 
     @property
     def index(self) -> int:
@@ -129,12 +127,6 @@ class Checkpoints:
             )
         return load_checkpoint(path, self.run)
 
-    def prune(self, keep_newest: int = 2, keep_every: int = 0) -> None:
-        """Remove all but the newest so many and every one whose index is a multiple of `keep_every`, and what writers
-        that died have left. Raises: OSError."""
-        sweep(self.folder)
-        prune(self.folder, keep_newest, keep_every)
-
 
 def load_checkpoint(path: Path, run: str) -> Checkpoint:
     """Raises: CheckpointError when it is unreadable, damaged, or not what its name says, of the run with this id."""
@@ -154,7 +146,7 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
         ) from error
     except DamagedFileError as error:
         raise CheckpointError(f"{path} {error}.", "Use another checkpoint.") from error
-    return Checkpoint(path, last, state, state_digest, digests, ends)
+    return Checkpoint(last, state, state_digest, ends, digests, path)
 
 
 def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes, tuple[bytes, ...]]:
@@ -227,31 +219,8 @@ def check_moments_file(path: Path) -> None:
 # Replay ---------------------------------------------------------------------------------------------------------------
 
 
-class _Resumable(Protocol):
-    """A state, and the entry that closes the last cycle that led to it, whose entries have the digests `ends`."""
-
-    @property
-    def last(self) -> Header | None: ...
-    @property
-    def ends(self) -> tuple[bytes, ...]: ...
-    @property
-    def state(self) -> memoryview: ...
-    @property
-    def state_digest(self) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class _InitialState:
-    """The state before the first entry."""
-
-    state: memoryview
-    state_digest: bytes
-    last: Header | None = None
-    ends: tuple[bytes, ...] = ()
-
-
 async def resume(
-    workload: Workload, log: RunLog, checkpoint: _Resumable | None = None, until: int | None = None
+    workload: Workload, log: RunLog, checkpoint: Checkpoint | None = None, until: int | None = None
 ) -> LogState:
     """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead; at most
     to the state after `until` outer steps, if the checkpoint's is not later.
@@ -278,10 +247,10 @@ async def resume(
         await workload.restore(checkpoint.state, checkpoint.state_digest)  # there is no way back from a wrong state
 
 
-async def _initial_state(workload: Workload) -> _InitialState:
+async def _initial_state(workload: Workload) -> Checkpoint:
     state = empty(workload.state_size)
     await workload.copy_state(state)
-    return _InitialState(state, await workload.state_digest())
+    return Checkpoint(None, state, await workload.state_digest())
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:

@@ -22,7 +22,8 @@ import pytest
 from opendiloco.storage.files import file_name
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, _write_checkpoint, folder_bytes, main
-from tests.opendiloco.storage.frozen_states import RUN, FrozenState, frozen, job
+from peers.transfer.snapshots import FrozenSnapshot
+from tests.opendiloco.storage.frozen_states import RUN, frozen, job
 
 PLAIN = "import sys; import opendiloco.storage.writer as writer; sys.exit(writer.main())"
 # Kills itself instead of calling a function for the n-th time, in small pieces so that there are many times.
@@ -136,7 +137,7 @@ def failing(number: int) -> Callable[..., int]:
     return sendfile
 
 
-def write(folder: Path, state: FrozenState, rate: float | None = None) -> None:
+def write(folder: Path, state: FrozenSnapshot, rate: float | None = None) -> None:
     _write_checkpoint(folder / file_name(6), state.memory.descriptor, state.memory.data.nbytes, {}, rate)
 
 

@@ -213,7 +213,7 @@ def test_one_of_another_run_or_optimizer_is_not_taken(
     ("place", "bytes_there", "said"),
     [
         (0, b"\xff" * 8, "does not begin as"),
-        (9, b"\xff", "header cannot be read"),
+        (9, b"\xff", "no safetensors header"),
         (-4, b"\x01\x02\x03\x04", "not those it was written with"),
         (-4, b"\0\0\xc0\x7f", "NaN or infinity"),
     ],
@@ -263,7 +263,7 @@ def checkpoint(plan: KeepingPlan, workers: Workers, *indices: int) -> list[str]:
 
     async def main() -> None:
         async with Checkpointer(plan) as checkpointer:
-            checkpointer.workers = workers
+            checkpointer.workers = cast(WorkerGroup, workers)
             for index in indices:
                 checkpointer.take(frozen(index))
                 await checkpointer.idle()
