@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-from typing import IO
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.token_files import FEW_TOKENS
@@ -44,8 +43,9 @@ class Ahead:
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-            _stdin(self._process).write(job)
-            _stdin(self._process).flush()  # it stays open: the process ends when it closes
+            assert self._process.stdin is not None
+            self._process.stdin.write(job)
+            self._process.stdin.flush()  # it stays open: the process ends when it closes
         except OSError:  # not even a process can be had, or it ended at once
             self.close()
 
@@ -71,11 +71,6 @@ class Ahead:
         return windows * self._config.training.sequence_length > FEW_TOKENS
 
 
-def _stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    assert process.stdin is not None
-    return process.stdin
-
-
 def main() -> None:
     """Do the job that is on the standard input, a line of JSON."""
     content, source, shard = json.loads(sys.stdin.buffer.readline())
@@ -91,7 +86,7 @@ def _prepare_shard(config: RunConfig, source: int, shard: int) -> None:
     from opendiloco.data.training_data import shards_of
 
     section, tokenizer = config.data.all_sources[source], build_tokenizer(config.tokenizer)
-    shards_of(section, config, tokenizer, TokenCache(few=0)).prepare(shard)
+    shards_of(section, config, tokenizer, TokenCache(few=0)).shard(shard)
 
 
 def _end_with_standard_input() -> None:

@@ -138,15 +138,17 @@ class Shuffled:
 
     def read(self, positions: Numbers) -> Numbers:
         """Return the windows at these positions as token ids, shape (len(positions), sequence_length + 1)."""
-        parts: list[tuple[NDArray[np.bool_], Numbers]] = []
         visits, places = np.divmod(positions, self._windows_per_shard)
-        for visit, here in _groups(visits):  # the v-th visit to a shard, counted over all epochs
+
+        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # the v-th visit to a shard, counted over all epochs
             windows = self._shard(self._visited(visit))
             chosen = _Permutation(self._windows_per_shard, self._seed, visit)(places[here])
-            parts.append((here, windows.read(chosen % windows.count)))
+            found = windows.read(chosen % windows.count)
             if self._soon is not None:
                 self._soon(self._visited(self._following.get(visit, visit + 1)))
-        return _together(len(positions), parts)
+            return found
+
+        return _by_group(visits, read)
 
     def expect(self, positions: Numbers) -> None:
         """Take note of which shard follows which, of positions that are read from now on, in this order."""
@@ -182,8 +184,7 @@ class SampleOrder:
     def read(self, numbers: Numbers) -> Numbers:
         """The samples with these numbers as token ids, shape (len(numbers), sequence_length + 1)."""
         sources, positions = self._mixture.assign(numbers)
-        parts = [(here, self._sources[source].read(positions[here])) for source, here in _groups(sources)]
-        return _together(len(numbers), parts)
+        return _by_group(sources, lambda source, here: self._sources[source].read(positions[here]))
 
 
 class HeldOutWindows:
@@ -232,8 +233,7 @@ class HeldOutWindows:
         """Token ids, shape (len(numbers), sequence_length + 1)."""
         starts = np.cumsum(self._counts) - self._counts
         sources = np.searchsorted(starts, numbers, side="right") - 1
-        parts = [(here, self._parts[source].read(numbers[here] - starts[source])) for source, here in _groups(sources)]
-        return _together(len(numbers), parts)
+        return _by_group(sources, lambda source, here: self._parts[source].read(numbers[here] - starts[source]))
 
 
 def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
@@ -242,13 +242,14 @@ def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
         yield int(key), keys == key
 
 
-def _together(count: int, parts: Sequence[tuple[NDArray[np.bool_], Numbers]]) -> Numbers:
-    """Windows that were read by parts, in the order in which they were asked for."""
+def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) -> Numbers:
+    """Return windows in their keys' order. `read` returns those of one key, given where these are."""
+    parts = [(here, read(key, here)) for key, here in _groups(keys)]
     if len(parts) == 1:
         return parts[0][1]
-    windows = np.empty((count, parts[0][1].shape[1]), np.int64)
-    for here, read in parts:
-        windows[here] = read
+    windows = np.empty((len(keys), parts[0][1].shape[1]), np.int64)
+    for here, part in parts:
+        windows[here] = part
     return windows
 
 

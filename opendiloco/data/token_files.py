@@ -47,17 +47,21 @@ class Tokens:
     known_digest: str | None = field(default=None, kw_only=True)
 
 
-@dataclass(frozen=True)
-class _PartFacts:
-    """How many tokens are in a file, and the digest of its bytes."""
+Count = Annotated[int, Field(ge=0)]
 
-    tokens: int
-    digest: str
+
+class _AboutPart(BaseModel):
+    """What `about.json` says of one file: how many tokens it has, and the BLAKE3 digest of its bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    tokens: Count
+    digest: Digest
 
 
 def _write_parts(
     folder: Path, dtype: np.dtype[np.unsignedinteger], pieces: Iterable[Piece]
-) -> Mapping[str, _PartFacts]:
+) -> Mapping[str, _AboutPart]:
     """Write two files of little-endian tokens into a folder that is there. Returns what each holds. Raises: OSError."""
     digests, counts = [blake3(), blake3()], [0, 0]
     with (folder / PARTS[0]).open("wb") as training, (folder / PARTS[1]).open("wb") as held_out:
@@ -67,7 +71,9 @@ def _write_parts(
             files[part].write(data)
             digests[part].update(data)
             counts[part] += len(tokens)
-    return {name: _PartFacts(counts[place], digests[place].hexdigest()) for place, name in enumerate(PARTS)}
+    return {
+        name: _AboutPart(tokens=counts[place], digest=digests[place].hexdigest()) for place, name in enumerate(PARTS)
+    }
 
 
 def _map_part(path: Path, dtype: np.dtype[np.unsignedinteger], digest: str | None = None) -> TokenArray:
@@ -317,16 +323,6 @@ FORMAT: Literal["diloco-peer tokens, version 1"] = "diloco-peer tokens, version 
 CHECKED_AT_ONCE = 1 << 24
 """Tokens."""
 ANEW = "Make the folder anew with `diloco-peer tokenize`, or copy it again."
-Count = Annotated[int, Field(ge=0)]
-
-
-class _AboutPart(BaseModel):
-    """What `about.json` says of one file: how many tokens it has, and the BLAKE3 digest of its bytes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    tokens: Count
-    digest: Digest
 
 
 class _About(BaseModel):
@@ -380,8 +376,8 @@ def write_token_folder(
             end=tokenizer.end,
             tokenizer=digest_of_tokenizer(tokenizer),
             split=split,
-            training=_AboutPart(**vars(training)),
-            held_out=_AboutPart(**vars(held_out)),
+            training=training,
+            held_out=held_out,
         )
         (folder / ABOUT).write_text(about.model_dump_json(indent=2) + "\n", encoding="utf-8")
     except BaseException as error:

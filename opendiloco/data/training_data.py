@@ -1,5 +1,4 @@
-"""What a worker reads: a source's tokens, whole or by the shard, as training samples by their numbers, and as held-out
-windows."""
+"""What a worker reads: each source's tokens, whole or by the shard, in the order of the run's samples."""
 
 from __future__ import annotations
 
@@ -181,10 +180,6 @@ class _ShardedWindows:
     def held_out(self, windows: int) -> Windows:
         """Return the first held-out windows of the first shard. Its documents are held out wherever they are."""
         return Windows(self._source.held_out(windows * self._length + 1).held_out, self._length)
-
-    def prepare(self, number: int) -> None:
-        """Tokenize a shard, if it is not kept yet. Raises: DataError, MachineError."""
-        self._source.shard(number, self._enough)
 
     def _tokens(self, number: int) -> Tokens:
         if number not in self._open:

@@ -82,17 +82,17 @@ def _scanned_once(package: Any) -> Iterator[None]:
         if prefix is not None or Path(path) != folder / "__init__.py":
             return scan(path, prefix)  # type: ignore[no-any-return]
         found: Structure = scan(folder, prefix="models")  # the same call as that of `transformers`, which is kept
-        return {needs: _below("models.", modules) for needs, modules in found.items()}
+        below = "models."
+        return {
+            needs: {name.removeprefix(below): names for name, names in modules.items() if name.startswith(below)}
+            for needs, modules in found.items()
+        }
 
     utilities.define_import_structure = known
     try:
         yield
     finally:
         utilities.define_import_structure = scan
-
-
-def _below(prefix: str, modules: dict[str, set[str]]) -> dict[str, set[str]]:
-    return {name.removeprefix(prefix): names for name, names in modules.items() if name.startswith(prefix)}
 
 
 @contextmanager

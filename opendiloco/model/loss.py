@@ -193,7 +193,8 @@ def _model_and_loss(
         with left_out:
             output = model(**inputs)
         if left_out.stands_for(output.logits):
-            return output, _loss_by_pieces(output.logits.flatten(0, 1), flat, head, left_out.changed(loss))
+            hidden, changed, learns = output.logits.flatten(0, 1), left_out.changed(loss), torch.is_grad_enabled()
+            return output, _LossByPieces.apply(hidden, head.weight, head.bias, flat, changed, learns)  # type: ignore[no-untyped-call]
         _give_up_pieces(model)  # and what it has computed is of no use
     output = model(**inputs)
     logits = output.logits.flatten(0, 1)
@@ -311,12 +312,6 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
         del module.forward
         if before is not None:
             module.forward = before
-
-
-def _loss_by_pieces(hidden: torch.Tensor, targets: torch.Tensor, head: torch.nn.Linear, loss: Loss) -> torch.Tensor:
-    learns = torch.is_grad_enabled()
-    total: torch.Tensor = _LossByPieces.apply(hidden, head.weight, head.bias, targets, loss, learns)  # type: ignore[no-untyped-call]
-    return total
 
 
 class _LossByPieces(torch.autograd.Function):

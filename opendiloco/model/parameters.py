@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from math import ceil
 from typing import Any, TypeVar
 
 import torch
@@ -88,7 +87,7 @@ def _assign_fragments(
             "streaming.layers_per_fragment: this model has no transformer blocks that can be told apart.",
             "Remove the table [streaming].",
         )
-    fragments = ceil(len(blocks) / layers)
+    fragments = math.ceil(len(blocks) / layers)
     if streaming.pattern == "balanced":
         return _numbered(_balanced([parameter.numel() for parameter in parameters], fragments))
     of_block = {id(parameter): number for number, block in enumerate(blocks) for parameter in block}

@@ -21,7 +21,7 @@ from opendiloco.storage.loading import Checkpoint, Checkpoints
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.state import OuterState
-from peers.log.certificate import Certificate, CertificateError, prove
+from peers.log.certificate import CertificateError, prove
 from peers.log.chain import Chain, Entry
 from peers.log.exclusions import Fault, may_be_named
 from peers.log.files import ENTRIES, PAYLOADS, payload_path, proof_path, read_chain, read_payload
@@ -128,31 +128,23 @@ class _States:
             self._broken = f"which follow from the wrong entry {entry.index}"
 
 
-class _Signatures:
-    """Holds each entry's certificate against the log before it."""
-
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-
-    def check(self, entry: Entry, header: Header, before: LogState) -> None:
-        certificate = entry.proof
-        if before.position.head != header.previous:
-            self._findings.is_unverified("signatures, since what came before is not here", entry.index)
-        elif certificate is None:
-            self._findings.is_unverified("signatures, which are not here", entry.index)
-        else:
-            self._prove(certificate, before.of(header.fragment), header)
-
-    def _prove(self, certificate: Certificate, before: LogState, header: Header) -> None:
-        try:
-            proof = prove(certificate, before, header, verify)
-        except CertificateError as error:
-            self._findings.wrong.append((header.index, str(error)))
-            return
-        if proof.is_certified:
-            self._findings.is_verified("signatures of most of the roster before", header.index)
-        else:
-            self._findings.is_unverified("entries that a minority made", header.index)
+def _check_signatures(entry: Entry, header: Header, before: LogState, findings: Findings) -> None:
+    """Hold an entry's certificate against the log before it."""
+    if before.position.head != header.previous:
+        findings.is_unverified("signatures, since what came before is not here", entry.index)
+        return
+    if entry.proof is None:
+        findings.is_unverified("signatures, which are not here", entry.index)
+        return
+    try:
+        proof = prove(entry.proof, before.of(header.fragment), header, verify)
+    except CertificateError as error:
+        findings.wrong.append((header.index, str(error)))
+        return
+    if proof.is_certified:
+        findings.is_verified("signatures of most of the roster before", header.index)
+    else:
+        findings.is_unverified("entries that a minority made", header.index)
 
 
 class _Proofs:
@@ -222,10 +214,10 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None, own: Own
 
 def _check_chain(file: Path, run: Run, findings: Findings) -> Chain:
     """The entries that follow from each other. Raises: OSError."""
-    signatures, proofs = _Signatures(findings), _Proofs(file.parent, run, findings)
+    proofs = _Proofs(file.parent, run, findings)
 
     def see(entry: Entry, header: Header, before: LogState) -> None:
-        signatures.check(entry, header, before)
+        _check_signatures(entry, header, before, findings)
         proofs.check(header, before)
 
     chain, problem = read_chain(file, run.settings.empty_log, see)

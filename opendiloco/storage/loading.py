@@ -187,13 +187,9 @@ def moments_name(index: int, peer_id: str) -> str:
 
 def newest_moments(folder: Path, peer_id: str) -> Path | None:
     """Return a peer's newest file; None if there is none."""
-    try:
-        found = [(int(match[1]), path) for path in folder.iterdir() if (match := MOMENTS_NAME.fullmatch(path.name))]
-    except OSError:
-        return None
-    return max(
-        ((index, path) for index, path in found if path.name == moments_name(index, peer_id)), default=(0, None)
-    )[1]
+    paths = folder.glob(f"*.{peer_id}.moments.safetensors")
+    found = {int(match[1]): path for path in paths if (match := MOMENTS_NAME.fullmatch(path.name))}
+    return found[max(found)] if found else None
 
 
 def check_moments_file(path: Path) -> None:
@@ -236,7 +232,9 @@ async def resume(
     if checkpoint is None:
         if stop == 0:
             return log.empty_log
-        checkpoint = await _initial_state(workload)
+        state = empty(workload.state_size)
+        await workload.copy_state(state)
+        checkpoint = Checkpoint(None, state, await workload.state_digest())
     else:
         await workload.restore(checkpoint.state, checkpoint.state_digest)
     while True:
@@ -245,12 +243,6 @@ async def resume(
             return reached
         stop = wrong
         await workload.restore(checkpoint.state, checkpoint.state_digest)  # there is no way back from a wrong state
-
-
-async def _initial_state(workload: Workload) -> Checkpoint:
-    state = empty(workload.state_size)
-    await workload.copy_state(state)
-    return Checkpoint(None, state, await workload.state_digest())
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:

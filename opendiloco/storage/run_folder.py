@@ -7,13 +7,10 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, Field
 
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
@@ -24,7 +21,7 @@ from peers.network.remembered import FILE_NAME, RememberedPeers
 from peers.values.manifest import SignedManifest
 from peers.values.private_folders import make_private_folder
 from peers.values.whole_files import write_whole
-from peers.values.wire import DIGEST_BYTES, pack, unpack
+from peers.values.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +149,13 @@ class HeldOutCurve:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._losses = {} if path is None else read_curve(path)
+        self.losses = {} if path is None else read_curve(path)
 
     def add(self, outer_step: int, loss: float) -> bool:
         """Keep a finite loss, unless there is one of that outer step, or too many. Return whether it was new."""
-        if outer_step in self._losses or not math.isfinite(loss) or len(self._losses) >= MOST_LOSSES:
+        if outer_step in self.losses or not math.isfinite(loss) or len(self.losses) >= MOST_LOSSES:
             return False
-        self._losses[outer_step] = loss
+        self.losses[outer_step] = loss
         if self._path is not None:
             try:
                 with self._path.open("a", encoding="utf-8") as lines:
@@ -167,11 +164,6 @@ class HeldOutCurve:
                 logger.warning("%s is not written any more: %s", self._path, error.strerror or error)
                 self._path = None
         return True
-
-    @property
-    def losses(self) -> Mapping[int, float]:
-        """All losses, by outer step."""
-        return self._losses
 
 
 def read_curve(path: Path) -> dict[int, float]:
@@ -199,14 +191,6 @@ def read_curve(path: Path) -> dict[int, float]:
 # index, its header (canonical bytes, in hexadecimal) and the state digest after it.
 
 
-class _JournalLine(BaseModel):
-    """One line of the file."""
-
-    index: int
-    header: str
-    state_digest: Annotated[str, Field(min_length=2 * DIGEST_BYTES, max_length=2 * DIGEST_BYTES)]
-
-
 @dataclass(frozen=True)
 class Journal:
     """A file that is only ever appended to."""
@@ -222,8 +206,8 @@ class Journal:
 
     def append(self, header: Header, state_digest: bytes) -> None:
         """Raises: MachineError when the disk does not take it."""
-        line = _JournalLine(index=header.index, header=pack(header).hex(), state_digest=state_digest.hex())
-        self._write(line.model_dump_json() + "\n")
+        line = {"index": header.index, "header": pack(header).hex(), "state_digest": state_digest.hex()}
+        self._write(json.dumps(line) + "\n")
 
     def _write(self, text: str) -> None:
         try:
@@ -238,5 +222,5 @@ class Journal:
     def __iter__(self) -> Iterator[tuple[Header, bytes]]:
         """Headers and state digests, in the order in which they were applied."""
         for text in self.path.read_text().splitlines():
-            line = _JournalLine.model_validate_json(text)
-            yield unpack(Header, bytes.fromhex(line.header)), bytes.fromhex(line.state_digest)
+            line = json.loads(text)
+            yield unpack(Header, bytes.fromhex(line["header"])), bytes.fromhex(line["state_digest"])
