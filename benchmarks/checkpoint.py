@@ -36,23 +36,14 @@ from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.state import OuterState
-from peers.transfer.storage import FolderStorage, MemoryFile
+from peers.transfer.snapshots import FrozenSnapshot
+from peers.transfer.storage import FolderStorage
 
 OURS, SAFETENSORS, TORCH = "ours, in a process", "safetensors.save_file + fsync", "torch.save + fsync"
 RUN = "benchmark-" + "a" * 32
 AT_LEAST = 5.0
 SHORTEST = 1e-4
 """Seconds that are told from none."""
-
-
-@dataclass(frozen=True, eq=False)
-class Frozen:
-    """What the swarm hands over."""
-
-    state_digest: bytes
-    memory: MemoryFile
-    last: None = None
-    ends: tuple[bytes, ...] = ()
 
 
 @dataclass
@@ -96,7 +87,7 @@ async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float
         blocked = max(SHORTEST, await asyncio.to_thread(encode) - alone)
         await copying
         copied = time.perf_counter() - start
-        checkpointer.take(Frozen(digest, memory))
+        checkpointer.take(FrozenSnapshot(None, digest, (), memory.data, memory=memory))
         await checkpointer.idle()
         return blocked, copied, time.perf_counter() - start
 

@@ -38,9 +38,8 @@ from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
 from opendiloco.errors import first_line
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.loop_worker import LoopWorker, OuterStep
-from opendiloco.model.build import layout_of, trainable
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
-from opendiloco.model.shards import Shards
+from opendiloco.model.parameters import Shards, layout_of, trainable
 from opendiloco.own_model import check_own_model, check_run, initial_vectors
 from opendiloco.run import Run, find_run
 from opendiloco.view.curves import configuration_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opendiloco.config.codec import CodecSection
+from opendiloco.config.run_config import CodecSection
 from opendiloco.kernels import FORMATS, Format
 from opendiloco.shared_memory import VALUE_BYTES
 from peers.transfer.storage import IN_MEMORY

@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.errors import LoopError
-from opendiloco.model.build import build_model, layout_of, store_weights, trainable
+from opendiloco.model.build import build_model
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import layout_of, store_weights, trainable
 from opendiloco.shared_memory import SharedVectors
 from peers.errors import ManifestError
 

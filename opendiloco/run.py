@@ -10,9 +10,8 @@ from typing import Protocol
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.model import ModelSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.local_sources import is_local, volunteered
-from opendiloco.data.own_files import OwnFiles
-from opendiloco.data.pretrained_folder import is_local_path
+from opendiloco.data.hub import is_local_path
+from opendiloco.data.own_files import OwnFiles, is_local, volunteered
 from opendiloco.errors import DataError
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.settings import RunSettings

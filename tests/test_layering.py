@@ -216,7 +216,7 @@ def test_folders_are_made_private() -> None:
     given_away = {
         "opendiloco.cli.follow",
         "opendiloco.cli.run",
-        "opendiloco.data.token_folder",
+        "opendiloco.data.token_files",
         "opendiloco.model.export",
     }
     remote = {"opendiloco.storage.remote"}  # whose `makedirs` are those of a store that is not on this machine

@@ -31,8 +31,7 @@ from opendiloco.errors import fit_for_terminal
 from opendiloco.workers.options import TEMPERATURE
 
 if TYPE_CHECKING:
-    from opendiloco.model.card import RunFacts
-    from opendiloco.model.export import Dtype
+    from opendiloco.model.export import Dtype, RunFacts
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
     from opendiloco.volunteer.origins import Past

@@ -148,8 +148,8 @@ class _Joining:
 
     def _stay(self) -> Stay:
         """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
-        from opendiloco.storage.journal import Journal
         from opendiloco.storage.remote import check_url
+        from opendiloco.storage.run_folder import Journal
         from opendiloco.volunteer.admission import read_ticket
         from opendiloco.volunteer.stay import Stay
 

@@ -95,7 +95,7 @@ def tokenize(
     With --tokens and --held-out, ids that were made elsewhere are checked and put there.
     """
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.data.token_folder import write_token_folder
+    from opendiloco.data.token_files import write_token_folder
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.stages import watched_by
     from opendiloco.volunteer.follower import new_folder
@@ -118,8 +118,8 @@ def tokenize(
 
 def _pieces_of(config: RunConfig, place: int | None, tokenizer: Tokenizer) -> Iterator[Piece]:
     """Return the documents of a run's source. Raises: DataError when it cannot be read whole."""
-    from opendiloco.data.token_cache import TokenCache
-    from opendiloco.data.tokenized import TokenizedSource
+    from opendiloco.data.token_files import TokenCache
+    from opendiloco.data.training_data import TokenizedSource
 
     sources = config.data.all_sources
     if place is None and len(sources) > 1:

@@ -89,7 +89,7 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
     """Yield what to type next: on volunteers' machines, and on the organiser's."""
-    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.own_files import local_sources
     from opendiloco.run import local_tables
     from peers.network.contacts import host_of, is_loopback
 
@@ -190,7 +190,7 @@ def _check(config: RunConfig) -> None:
     Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
     no more than a warning.
     """
-    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.own_files import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.model.build import build_skeleton
     from opendiloco.training.optimizers import check_inner_optimizer
@@ -253,7 +253,7 @@ def _with_tokens_named(config: RunConfig) -> RunConfig:
 
     Raises: DataError when the run names another digest, or a folder cannot be read.
     """
-    from opendiloco.data.token_folder import is_token_folder, read_about
+    from opendiloco.data.token_files import is_token_folder, read_about
 
     sources = []
     for section in config.data.all_sources:
@@ -297,7 +297,7 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
     A peer whose folder has other text keeps the losses that it finds to itself. Raises: DataError when the run names
     another digest; MachineError without memory for the tokens.
     """
-    from opendiloco.data.local_sources import local_sources
+    from opendiloco.data.own_files import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import load_data
 

@@ -87,15 +87,11 @@ class SourceSection(Section):
     digest: Digest | None = None
 
     @model_validator(mode="after")
-    def check_digest(self) -> Self:
+    def check_shards(self) -> Self:
         if self.digest is not None and self.shards is not None:
             raise ValueError(
                 "a source with shards is never read whole, so it has no digest; remove the one or the other"
             )
-        return self
-
-    @model_validator(mode="after")
-    def check_shards(self) -> Self:
         if (self.shards is None) != (self.windows_per_shard is None):
             raise ValueError("shards and windows_per_shard go together; give both or neither")
         if self.source == STANDARD_LIBRARY and (self.shards or self.streaming or self.subset or self.revision):

@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from opendiloco.config.section import Digest, Section, Seed
 from peers.values.wire import printable
 
-LARGEST = 1 << 24
+LARGEST_COUNT = 1 << 24
 """Of all whole numbers in a model's config: more than any vocabulary, context or layer has."""
 REFUSED = (
     (True, r"_.*|name_or_path", "is transformers' own affair"),
@@ -30,7 +30,7 @@ Place: TypeAlias = "tuple[Place, str | int] | None"
 """Where a value is: where its table or list is, and its key or number there; None: at the top."""
 
 
-def check_model_values(values: JsonValue, in_manifest: bool = False) -> None:
+def _check_model_values(values: JsonValue, in_manifest: bool = False) -> None:
     """Raises: ValueError for a config that has refused keys, or numbers beyond those of any model."""
     for place, key, value in _walk(values):
         is_idle = isinstance(value, bool) or value is None
@@ -40,10 +40,10 @@ def check_model_values(values: JsonValue, in_manifest: bool = False) -> None:
                 raise ValueError(f"{_path(place)} {why}; remove it")
         if is_idle:
             continue
-        if isinstance(value, int) and abs(value) > LARGEST:
+        if isinstance(value, int) and abs(value) > LARGEST_COUNT:
             raise ValueError(
-                f"{_path(place)} = {value} is too large; use {LARGEST} or less, and decimals where nothing is counted "
-                "(1e8)"
+                f"{_path(place)} = {value} is too large; use {LARGEST_COUNT} or less, and decimals where nothing is "
+                "counted (1e8)"
             )
 
 
@@ -90,7 +90,7 @@ class ModelSection(Section):
         for place, key, value in _walk(config):
             if not key.isprintable() or (isinstance(value, str) and not value.isprintable()):
                 raise ValueError(f"{_path(place)} has control characters, which libraries would print; remove them")
-        check_model_values(config, in_manifest=True)
+        _check_model_values(config, in_manifest=True)
         return config
 
     @model_validator(mode="after")
@@ -103,7 +103,7 @@ class ModelSection(Section):
 
 
 def read_model_values(text: str) -> dict[str, Any]:
-    """Return what a model's config.json says. Raises: ValueError; see `check_model_values`.
+    """Return what a model's config.json says. Raises: ValueError; see `_check_model_values`.
 
     Many a published model that transformers knows names code of its own besides, for older versions: transformers is
     told to pass that over, and refuses a model that needs it.
@@ -111,5 +111,5 @@ def read_model_values(text: str) -> dict[str, Any]:
     values = json.loads(text)
     if not isinstance(values, dict):
         raise ValueError("it is not a JSON object")
-    check_model_values({key: value for key, value in values.items() if key != "auto_map"})
+    _check_model_values({key: value for key, value in values.items() if key != "auto_map"})
     return values

@@ -6,7 +6,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
-from opendiloco.config.section import LARGEST, Fraction, NotNegativeFloat, PositiveFloat, Section, StepCount, TokenCount
+from opendiloco.config.section import (
+    LARGEST_NUMBER,
+    Fraction,
+    NotNegativeFloat,
+    PositiveFloat,
+    Section,
+    StepCount,
+    TokenCount,
+)
 from peers.values.manifest import check_momentum
 from peers.values.wire import printable
 
@@ -65,7 +73,7 @@ class AdafactorSection(InnerOptimizer):
     kind: Literal["adafactor"] = "adafactor"
     beta2_decay: Annotated[float, Field(le=0, ge=-10)] = -0.8
     epsilon: PositiveFloat = 1e-3
-    clip_threshold: Annotated[float, Field(ge=1, le=LARGEST)] = 1.0
+    clip_threshold: Annotated[float, Field(ge=1, le=LARGEST_NUMBER)] = 1.0
     weight_decay: NotNegativeFloat = 0.0
 
 
@@ -83,8 +91,10 @@ class TorchSection(InnerOptimizer):
     def check_options(self) -> Self:
         for key, value in self.options.items():
             for number in value if isinstance(value, list) else [value]:
-                if isinstance(number, int | float) and not abs(number) <= LARGEST:
-                    raise ValueError(f"options.{printable(key)} = {number!r:.60}: too large. Use {LARGEST:g} or less")
+                if isinstance(number, int | float) and not abs(number) <= LARGEST_NUMBER:
+                    raise ValueError(
+                        f"options.{printable(key)} = {number!r:.60}: too large. Use {LARGEST_NUMBER:g} or less"
+                    )
         return self
 
 

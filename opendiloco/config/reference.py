@@ -13,9 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from opendiloco.config.errors import models_in
 from opendiloco.config.run_config import RunConfig
-from opendiloco.config.section import Section
+from opendiloco.config.section import Section, models_in
 
 HEADING = """\
 # Every key of run.toml

@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from opendiloco.config.codec import CodecSection
+from opendiloco.alignment import next_fragment
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
-from opendiloco.config.errors import explain_validation_error, read_toml
 from opendiloco.config.model import ModelSection
 from opendiloco.config.optimizers import InnerOptimizerSection, OuterOptimizerSection, ScheduleSection
 from opendiloco.config.section import (
+    VALUES_LIMIT,
     Digest,
     NotNegativeFloat,
     PeerName,
@@ -27,11 +27,105 @@ from opendiloco.config.section import (
     PositiveFloat,
     Seconds,
     Section,
+    StepCount,
+    ValueCount,
+    explain_validation_error,
+    read_toml,
 )
-from opendiloco.config.streaming import StreamingSection
 from peers.errors import ManifestError
 from peers.log.settings import RunSettings, Timing
 from peers.values.signed_heads import KEYS_LIMIT
+
+SPARSE_ERROR_FEEDBACK = 0.95
+"""SparseLoCo's (arXiv 2508.15706)."""
+
+
+class CodecSection(Section):
+    """How payloads are encoded on the wire: a name of `opendiloco.kernels.FORMATS`; docs/codecs.md helps to choose."""
+
+    kind: Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16", "sparse"] = "int8"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """To the nearest code, or by chance to one of the two beside it, so that nothing is lost on average."""
+    error_feedback: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The share of what a payload has left out that its peer adds to its next one; for 4 bytes a parameter. With
+    `kind = "sparse"` the default is 0.95, and 0 is refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def add_error_feedback(cls, content: Any) -> Any:
+        if isinstance(content, dict) and content.get("kind") == "sparse":
+            return {"error_feedback": SPARSE_ERROR_FEEDBACK} | content
+        return content
+
+    @model_validator(mode="after")
+    def check_kind(self) -> Self:
+        if self.kind in ("fp16", "sparse") and self.rounding == "stochastic":
+            raise ValueError(f'kind = "{self.kind}" rounds to nearest; remove rounding, or choose another kind')
+        if self.kind == "sparse" and self.error_feedback == 0:
+            raise ValueError(
+                'kind = "sparse" leaves out 63 of 64 values, which without error_feedback are lost; '
+                f"remove error_feedback, whose default is {SPARSE_ERROR_FEEDBACK}, or choose another kind"
+            )
+        return self
+
+
+FRAGMENTS_LIMIT = 256
+"""Fragments that a run may have: a cycle of them has to fit into messages that name all of its entries."""
+
+
+class StreamingSection(Section):
+    """How a run's parameters are cut into fragments, and when what peers learned of them comes back.
+
+    `layers_per_fragment` is how many transformer blocks a fragment has; without it there is one fragment. `pattern` is
+    which blocks these are: see model/parameters.py. `embeddings` is where embeddings, head and all else outside of the
+    blocks belong: "apart", a fragment of their own, or "ends", the first and the last one of the blocks' fragments.
+
+    `overlap` is the paper's τ: the inner steps that a peer takes while a fragment is averaged. 0: it waits. `alpha` is
+    the weight of a peer's own values when the average comes back (line 21 of Algorithm 2).
+
+    `sizes` are how many values each fragment has. `diloco-peer run create` fills them in, so that archives and
+    followers need no model to know where fragments lie.
+    """
+
+    pattern: Literal["strided", "sequential", "balanced"] = "strided"
+    layers_per_fragment: Positive | None = None
+    embeddings: Literal["apart", "ends"] | None = None
+    overlap: StepCount = 0
+    alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+    sizes: Annotated[tuple[ValueCount, ...], Field(strict=False, min_length=1, max_length=FRAGMENTS_LIMIT)] | None = (
+        None
+    )
+
+    @model_validator(mode="after")
+    def check_fragments(self) -> Self:
+        if self.pattern == "balanced" and self.embeddings is not None:
+            raise ValueError('pattern = "balanced" places embeddings by their size, too; remove embeddings')
+        if self.sizes is not None and self.layers_per_fragment is None:
+            raise ValueError("sizes are given without layers_per_fragment, so there is one fragment; remove sizes")
+        if sum(self.sizes or ()) > VALUES_LIMIT:
+            raise ValueError(f"sizes are {sum(self.sizes or ())} values in all; make them {VALUES_LIMIT} at most")
+        return self
+
+    @property
+    def fragments(self) -> tuple[slice, ...] | None:
+        """Return where each fragment lies in the flat vectors; None where `sizes` do not say."""
+        places: list[slice] = []
+        for size in self.sizes or ():
+            start = next_fragment(places[-1].stop if places else 0)
+            places.append(slice(start, start + size))
+        return tuple(places) or None
+
+    @property
+    def mixing(self) -> float:
+        """Return `alpha`; its default is the paper's 0.5 with an overlap, and 0 without, when nothing was learned in
+        between that could get lost."""
+        return self.alpha if self.alpha is not None else 0.5 if self.overlap else 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is DiLoCo without streaming: one fragment, for which everybody waits and which replaces all."""
+        return self.layers_per_fragment is None and self.overlap == 0 and self.mixing == 0
+
 
 BATCH_TOKENS = LONGEST_TEXT = 10**8
 """Tokens of a batch, and of held-out text, which peers have in memory: at 8 bytes each, a gigabyte."""
@@ -41,7 +135,7 @@ RUN_TOKENS = 10**15
 """Tokens that one peer trains on in a whole run, so that those of a thousand are a number that the log can carry."""
 
 
-def check_product(limit: int, **factors: int) -> None:
+def _check_product(limit: int, **factors: int) -> None:
     """Raises: ValueError when the product of these values, by their keys, is above the limit."""
     if math.prod(factors.values()) > limit:
         given = " * ".join(f"{key.replace('__', '.')} = {value}" for key, value in factors.items())
@@ -76,8 +170,8 @@ class TrainingSection(Section):
     @model_validator(mode="after")
     def check_tokens(self) -> Self:
         batch = {"batch_size": self.batch_size, "sequence_length": self.sequence_length}
-        check_product(BATCH_TOKENS, **batch)
-        check_product(ROUND_TOKENS, inner_steps=self.inner_steps, **batch)
+        _check_product(BATCH_TOKENS, **batch)
+        _check_product(ROUND_TOKENS, inner_steps=self.inner_steps, **batch)
         return self
 
     @property
@@ -135,7 +229,7 @@ class RoundsSection(Section):
         )
 
     @model_validator(mode="after")
-    def check_policy(self) -> Self:
+    def check_rounds(self) -> Self:
         if self.policy == "synchronous" and self.contributions is not None:
             raise ValueError(
                 f"contributions = {self.contributions:g} is for asynchronous outer steps; remove it, or give "
@@ -145,10 +239,6 @@ class RoundsSection(Section):
             raise ValueError(
                 "staleness = 0 would lose the work of whoever is late for an asynchronous outer step; make it 1 or more"
             )
-        return self
-
-    @model_validator(mode="after")
-    def check_expiry(self) -> Self:
         if self.heartbeat_expiry_seconds <= 2 * self.heartbeat_seconds:
             raise ValueError(
                 f"heartbeat_expiry_seconds = {self.heartbeat_expiry_seconds:g} would bury a peer after one lost "
@@ -212,14 +302,10 @@ class RunConfig(Section):
     admission: AdmissionSection = AdmissionSection()
 
     @model_validator(mode="after")
-    def check_signed_heads(self) -> Self:
+    def check_across_sections(self) -> Self:
         twice = next((peer for peer in self.archives or () if (self.archives or ()).count(peer) > 1), None)
         if twice is not None:
             raise ValueError(f"archives names {twice} twice; name it once")
-        return self
-
-    @model_validator(mode="after")
-    def check_across_sections(self) -> Self:
         if self.outer_steps is None and self.schedule.total_steps is None:
             raise ValueError("the schedule does not say how many steps the run has; give outer_steps at the top")
         if self.streaming.overlap >= self.training.inner_steps:
@@ -230,7 +316,7 @@ class RunConfig(Section):
         if self.outer_steps is None and self.schedule.total_steps == 0:
             raise ValueError("the schedule is empty; give schedule.stable_steps, or outer_steps at the top")
         length = self.training.sequence_length
-        check_product(LONGEST_TEXT, evaluation__windows=self.evaluation.windows, training__sequence_length=length)
+        _check_product(LONGEST_TEXT, evaluation__windows=self.evaluation.windows, training__sequence_length=length)
         if self.total_outer_steps * self.training.round_tokens > RUN_TOKENS:
             raise ValueError(
                 f"{self.total_outer_steps} outer steps of {self.training.round_tokens} tokens are more than a run may "

@@ -1,14 +1,20 @@
-"""What all tables of `run.toml` are made of: strict sections, and numbers with bounds."""
+"""What all tables of `run.toml` are made of: strict sections, and numbers with bounds; and what is said of mistakes."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from typing import Annotated
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from peers.errors import ManifestError
 from peers.values.identity import is_peer_id
+from peers.values.wire import printable
 
 
 def _check_digest(value: str) -> str:
@@ -25,15 +31,15 @@ def _check_peer_id(value: str) -> str:
 
 # The bounds are far beyond what makes sense, and keep every number that is made of these within what the wire, fp32 and
 # the clocks can carry: a manifest may come from a stranger.
-LARGEST = 1e30
+LARGEST_NUMBER = 1e30
 VALUES_LIMIT = 10**12
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 StepCount = Annotated[int, Field(ge=0, le=10**9)]
 ValueCount = Annotated[int, Field(ge=1, le=VALUES_LIMIT)]
 TokenCount = Annotated[int, Field(ge=0, le=10**15)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveFloat = Annotated[float, Field(ge=1e-30, le=LARGEST)]
-NotNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST)]
+PositiveFloat = Annotated[float, Field(ge=1e-30, le=LARGEST_NUMBER)]
+NotNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST_NUMBER)]
 Seconds = Annotated[float, Field(ge=0.1, le=86_400)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -46,3 +52,117 @@ class Section(BaseModel):
     """One table of `run.toml`: no unknown keys, no silent conversions, no changes afterwards."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+# Turns pydantic's and tomllib's errors into lines a person can act on: field, value, remedy.
+
+
+LONGEST_VALUE = 60
+PROBLEMS_LIMIT = 20
+
+
+def read_toml(path: Path, remedy: str) -> dict[str, Any]:
+    """Return what a TOML file says. Raises: ManifestError; one that can't be read has this `remedy`."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read ({error.strerror}).", remedy) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{path}: not valid TOML: {error}.", "Correct the syntax there.") from None
+
+
+def explain_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> ManifestError:
+    """Return one error with one line for each problem, each with its own remedy."""
+    return ManifestError(describe_validation_error(origin, error, model))
+
+
+def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
+    """Return one line for each problem, each with its own remedy."""
+    problems = error.errors()
+    lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]  # a stranger's file may have thousands
+    if len(lines) == 1:
+        return f"{origin}: {lines[0]}"
+    return f"{origin}: {len(problems)} problems:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _line(problem: Any, model: type[BaseModel]) -> str:
+    keys, _ = _resolve(model, problem["loc"])
+    path = printable(".".join(keys))  # a stranger's key may have line breaks
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "value_error":
+        return f"{path}: {context['error']}." if path else f"{context['error']}."
+    if kind == "missing":
+        return f"{path}: is missing. Add it."
+    if kind == "union_tag_invalid":
+        return f"{path}.kind = {_shown(context['tag'])}: not known here. Use {context['expected_tags']}."
+    given = f"{path} = {_shown(problem['input'])}"
+    if kind == "extra_forbidden":
+        _, table = _resolve(model, problem["loc"][:-1])
+        return f"{given}: unknown key. {_nearest(keys[-1], list(table.model_fields) if table else [])}"
+    return f"{given}: {_remedy(kind, context | {'path': path}, problem['msg'])}"
+
+
+def _remedy(kind: str, context: dict[str, Any], message: str) -> str:
+    remedies = {
+        "greater_than": "too small. Use a number above {gt}.",
+        "greater_than_equal": "too small. Use {ge} or more.",
+        "less_than": "too large. Use a number below {lt}.",
+        "less_than_equal": "too large. Use {le} or less.",
+        "int_type": "not a whole number. Use one, without quotes or decimals.",
+        "float_type": "not a number. Use one, without quotes.",
+        "finite_number": "not finite. Use a finite number.",
+        "string_type": "not a text. Put it in quotes.",
+        "string_too_short": "empty. Give a name or path.",
+        "literal_error": "not known here. Use {expected}.",
+        "string_pattern_mismatch": "not usable. Use 1 to 40 lower-case letters, digits and dashes.",
+        "model_type": "not a table. Write its keys below a line [{path}].",
+        "model_attributes_type": "not a table. Write its keys below a line [{path}].",
+        "dict_type": "not a table. Write its keys below a line [{path}].",
+        "bool_type": "neither true nor false. Write one of these, without quotes.",
+        "too_long": "too many. Give at most {max_length}.",
+        "peer_id": "not the peer id of an Ed25519 key. Use one as `diloco-peer bootstrap` prints it: 12D3KooW….",
+        "tuple_type": "not a list. Write its values between square brackets.",
+    }
+    template = remedies.get(kind)
+    return template.format(**context) if template else f"{message}. Correct it."
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"Did you mean {matches[0]}?" if matches else f"Remove it; known here: {', '.join(known)}."
+
+
+def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys that lead to a place, as the file has them, and the table that is there, if it is one.
+
+    Where a table may be of several kinds, pydantic's own location also names the kind that it was taken for.
+    """
+    keys: list[str] = []
+    table: type[BaseModel] | None = model
+    kinds: dict[int | str, type[BaseModel]] = {}
+    for step in location:
+        if step in kinds:
+            table, kinds = kinds[step], {}
+            continue
+        keys.append(str(step))
+        if isinstance(step, int):  # a place in a list, perhaps of tables
+            continue
+        field = table.model_fields.get(step) if table else None
+        tables = list(models_in(field.annotation)) if field else []
+        table = tables[0] if tables else None
+        kinds = {each.model_fields["kind"].default: each for each in tables} if len(tables) > 1 else {}
+    return keys, table
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the tables that a key with this annotation may have."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from models_in(argument)

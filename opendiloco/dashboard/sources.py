@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from opendiloco.run import Run
-from opendiloco.storage.held_out_curve import HeldOutCurve
+from opendiloco.storage.run_folder import HeldOutCurve
 from peers.log.folder import RunLog
 from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat

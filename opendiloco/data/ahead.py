@@ -11,10 +11,9 @@ import os
 import subprocess
 import sys
 import threading
-from typing import IO
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.token_cache import FEW_TOKENS
+from opendiloco.data.token_files import FEW_TOKENS
 
 NICENESS = 19
 
@@ -44,8 +43,9 @@ class Ahead:
                 stderr=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-            _stdin(self._process).write(job)
-            _stdin(self._process).flush()  # it stays open: the process ends when it closes
+            assert self._process.stdin is not None
+            self._process.stdin.write(job)
+            self._process.stdin.flush()  # it stays open: the process ends when it closes
         except OSError:  # not even a process can be had, or it ended at once
             self.close()
 
@@ -71,27 +71,22 @@ class Ahead:
         return windows * self._config.training.sequence_length > FEW_TOKENS
 
 
-def _stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    assert process.stdin is not None
-    return process.stdin
-
-
 def main() -> None:
     """Do the job that is on the standard input, a line of JSON."""
     content, source, shard = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_standard_input, daemon=True).start()
     os.nice(NICENESS)
-    prepare_shard(RunConfig.from_manifest_content(content), source, shard)
+    _prepare_shard(RunConfig.from_manifest_content(content), source, shard)
 
 
-def prepare_shard(config: RunConfig, source: int, shard: int) -> None:
+def _prepare_shard(config: RunConfig, source: int, shard: int) -> None:
     """Tokenize a shard into the cache, if it is not there. Raises: DataError, MachineError."""
-    from opendiloco.data.token_cache import TokenCache
+    from opendiloco.data.token_files import TokenCache
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import shards_of
 
     section, tokenizer = config.data.all_sources[source], build_tokenizer(config.tokenizer)
-    shards_of(section, config, tokenizer, TokenCache(few=0)).prepare(shard)
+    shards_of(section, config, tokenizer, TokenCache(few=0)).shard(shard)
 
 
 def _end_with_standard_input() -> None:

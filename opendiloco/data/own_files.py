@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from opendiloco.config.data import STANDARD_LIBRARY, DataSection, SourceSection
+from opendiloco.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -15,3 +21,78 @@ class OwnFiles:
 
 
 NONE = OwnFiles()
+
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+FORMAT = re.compile(
+    "arrow|audiofolder|conll|csv|eval|fasta|fastq|genbank|harbor|hdf5|iceberg|imagefolder|json|lance|meshfolder|mmcif|"
+    "niftifolder|pandas|parquet|pdb|pdffolder|sql|text|tsfile|videofolder|vortex|webdataset|xml"
+)
+"""Names that `datasets` takes for a format: it would read the files of that format in the current folder."""
+
+
+def is_local(source: str) -> bool:
+    """Whether a source is, or could be, a file or folder of this machine's instead of a data set on the hub."""
+    is_on_the_hub = HUB_NAME.fullmatch(source) and not FORMAT.fullmatch(source) and not os.path.lexists(source)
+    return source != STANDARD_LIBRARY and not is_on_the_hub
+
+
+def local_sources(section: DataSection) -> list[str]:
+    """The sources for which each volunteer names a folder of its own."""
+    return [one.source for one in section.all_sources if is_local(one.source)]
+
+
+def volunteered(section: DataSection, folders: Sequence[Path] = ()) -> DataSection:
+    """The section as a volunteer's machine may read it: with `folders` in the places of its local sources.
+
+    A run's only source may be replaced by a folder, whatever it is.
+
+    Raises: DataError when there is not exactly one folder for each local source.
+    """
+    sources, local = section.all_sources, local_sources(section)
+    if len(sources) == len(folders) == 1:
+        return section.with_sources((_replaced(sources[0], folders[0]),))
+    if len(folders) != len(local):
+        raise _wrong_number(local, len(folders))
+    if not local:
+        return section
+    given = iter(folders)
+    return section.with_sources(tuple(_replaced(one, next(given)) if is_local(one.source) else one for one in sources))
+
+
+def _replaced(source: SourceSection, folder: Path) -> SourceSection:
+    return source.model_copy(update={"source": str(folder.absolute()), "subset": None, "revision": None})
+
+
+def _wrong_number(local: list[str], given: int) -> DataError:
+    if not local:
+        return DataError(f"--data is given {given} times, but none of the run's sources is local.", "Leave it out.")
+    if len(local) == 1:
+        return DataError(
+            f"data.source = {local[0]!r} may mean files on this machine; what you have not named is not read.",
+            "Name the folder with the run's text, or with text of yours to train on: --data FOLDER.",
+        )
+    return DataError(
+        f"the run has {len(local)} local sources, {', '.join(map(repr, local))}, and --data is given {given} times; "
+        "what you have not named is not read.",
+        "Name a folder for each, in this order: --data FOLDER --data FOLDER …",
+    )
+
+
+def check_files(source: str, files: Iterable[str]) -> None:
+    """Whether a data set's files are where they should be. Its README may name others: of this machine's, or any URL.
+
+    Raises: DataError naming a file that is not below the folder `source`, or for a name on the hub, not on the hub.
+    """
+    folder = Path(source).resolve() if is_local(source) else None
+    for file in files:
+        inside = file.startswith("hf://datasets/") if folder is None else _is_below(file, folder)
+        if "::" in file or not inside:
+            raise DataError(
+                f"data.source = {source!r} would read {file}, which is not a file of its own.",
+                "Do not trust this data set, or correct the data_files in its README.md.",
+            )
+
+
+def _is_below(file: str, folder: Path) -> bool:
+    return "://" not in file and Path(os.path.normpath(file)).is_relative_to(folder)

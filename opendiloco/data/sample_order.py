@@ -7,14 +7,17 @@ exactly where a peer stopped, and lease ranges that are disjoint within an epoch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from peers.values.leases import SampleRange
 
 FEISTEL_ROUNDS = 6
@@ -28,7 +31,7 @@ def numbers_of(lease: Iterable[SampleRange]) -> Numbers:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-class Permutation:
+class _Permutation:
     """A seeded permutation of 0 … size - 1 in O(1) memory, the same on every machine and numpy version.
 
     A Feistel network over the next even power of two; values that fall outside are sent through again until they
@@ -91,96 +94,77 @@ class Mixture:
         return sources, cycles * self.shares[sources] + self._place[places]
 
 
-class Source(Protocol):
-    """One source's endless order of windows."""
+class Windows:
+    """Consecutive windows of sequence_length + 1 tokens; each starts at the last token of the one before."""
 
-    def read(self, positions: Numbers) -> Numbers:
-        """The windows at these positions as token ids, shape (len(positions), sequence_length + 1)."""
+    def __init__(self, tokens: TokenArray, sequence_length: int) -> None:
+        self._tokens = tokens
+        self.length = sequence_length
+        self.count = max(0, (len(tokens) - 1) // sequence_length)
 
-    def expect(self, positions: Numbers) -> None:
-        """Take note of which positions are read from now on, in this order, as far as is known."""
-
-
-class Windowed(Protocol):
-    """Windows that are there: `count` of them."""
-
-    @property
-    def count(self) -> int: ...
-
-    def read(self, numbers: Numbers) -> Numbers: ...
+    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token ids, shape (len(numbers), sequence_length + 1)."""
+        offsets = numbers[:, None] * self.length + np.arange(self.length + 1)
+        return np.asarray(self._tokens[offsets], np.int64)
 
 
-class ShardSource(Protocol):
-    """Windows by the shard, each read when it is needed. Short shards, or none, give fewer windows than they should."""
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def windows_per_shard(self) -> int: ...
-
-    def shard(self, number: int) -> Windowed: ...
-
-    def soon(self, number: int) -> None: ...
-
-
-class ShuffledWindows:
-    """Epoch after epoch of a source's windows, each a permutation of its own."""
-
-    def __init__(self, windows: Windowed, seed: int) -> None:
-        self._windows = windows
-        self._seed = seed
-
-    def read(self, positions: Numbers) -> Numbers:
-        epochs, places = np.divmod(positions, self._windows.count)
-        chosen = np.empty_like(places)
-        for epoch, here in _groups(epochs):
-            chosen[here] = Permutation(self._windows.count, self._seed, epoch)(places[here])
-        return self._windows.read(chosen)
-
-    def expect(self, positions: Numbers) -> None:
-        """All windows are there."""
-
-
-class ShuffledShards:
+class Shuffled:
     """Epoch after epoch of a source's shards in permuted order, and within each shard its windows in permuted order.
 
     Neighbouring positions are thus mostly in one shard: a peer with a lease needs few of them. A shard with fewer
-    windows than it should have repeats its own. The shard that follows the one that is read is asked for ahead: of what
-    is expected, or else the next one of the epoch.
+    windows than it should have repeats its own. The shard that follows the one that is read is asked for ahead, by
+    `soon`: of what is expected, or else the next one of the epoch.
     """
 
-    def __init__(self, shards: ShardSource, seed: int) -> None:
+    def __init__(
+        self,
+        shard: Callable[[int], Windows],
+        shards: int,
+        windows_per_shard: int,
+        seed: int,
+        soon: Callable[[int], None] | None = None,
+    ) -> None:
+        self._shard = shard
         self._shards = shards
+        self._windows_per_shard = windows_per_shard
         self._seed = seed
+        self._soon = soon
         self._following: dict[int, int] = {}  # which visit comes after which
 
+    @classmethod
+    def whole(cls, windows: Windows, seed: int) -> Shuffled:
+        """Return the order of a source that is one shard."""
+        return cls(lambda _: windows, 1, windows.count, seed)
+
     def read(self, positions: Numbers) -> Numbers:
-        parts: list[tuple[NDArray[np.bool_], Numbers]] = []
-        visits, places = np.divmod(positions, self._shards.windows_per_shard)
-        for visit, here in _groups(visits):  # the v-th visit to a shard, counted over all epochs
-            windows = self._shards.shard(self._visited(visit))
-            chosen = Permutation(self._shards.windows_per_shard, self._seed, visit)(places[here])
-            parts.append((here, windows.read(chosen % windows.count)))
-            self._shards.soon(self._visited(self._following.get(visit, visit + 1)))
-        return _together(len(positions), parts)
+        """Return the windows at these positions as token ids, shape (len(positions), sequence_length + 1)."""
+        visits, places = np.divmod(positions, self._windows_per_shard)
+
+        def read(visit: int, here: NDArray[np.bool_]) -> Numbers:  # the v-th visit to a shard, counted over all epochs
+            windows = self._shard(self._visited(visit))
+            chosen = _Permutation(self._windows_per_shard, self._seed, visit)(places[here])
+            found = windows.read(chosen % windows.count)
+            if self._soon is not None:
+                self._soon(self._visited(self._following.get(visit, visit + 1)))
+            return found
+
+        return _by_group(visits, read)
 
     def expect(self, positions: Numbers) -> None:
-        """Take note of which shard follows which. Raises nothing, and reads nothing."""
-        visits = positions // self._shards.windows_per_shard
-        order = list(dict.fromkeys(visits.tolist()))
-        self._following = dict(pairwise(order))
+        """Take note of which shard follows which, of positions that are read from now on, in this order."""
+        visits = positions // self._windows_per_shard
+        self._following = dict(pairwise(dict.fromkeys(visits.tolist())))
 
     def _visited(self, visit: int) -> int:
         """Return the number of the shard that is visited then."""
-        epoch, place = divmod(visit, self._shards.count)
-        return int(Permutation(self._shards.count, self._seed, epoch)(np.array([place]))[0])
+        epoch, place = divmod(visit, self._shards)
+        return int(_Permutation(self._shards, self._seed, epoch)(np.array([place]))[0])
 
 
 class SampleOrder:
     """The endless order of a run's training samples."""
 
-    def __init__(self, sources: Sequence[Source], mixture: Mixture, document_end: int | None = None) -> None:
+    def __init__(self, sources: Sequence[Shuffled], mixture: Mixture, document_end: int | None = None) -> None:
         self._sources = sources
         self._mixture = mixture
         self.document_end = document_end
@@ -200,14 +184,56 @@ class SampleOrder:
     def read(self, numbers: Numbers) -> Numbers:
         """The samples with these numbers as token ids, shape (len(numbers), sequence_length + 1)."""
         sources, positions = self._mixture.assign(numbers)
-        parts = [(here, self._sources[source].read(positions[here])) for source, here in _groups(sources)]
-        return _together(len(numbers), parts)
+        return _by_group(sources, lambda source, here: self._sources[source].read(positions[here]))
 
 
-def digest_of_windows(windows: Numbers, document_end: int | None) -> str:
-    """Return 64 hexadecimal digits, of windows of token ids and of what closes their documents."""
-    little = windows.astype("<u4")
-    return str(blake3(repr((little.shape, document_end)).encode() + little.tobytes()).hexdigest())
+class HeldOutWindows:
+    """The sources' held-out windows, numbered through from the first source's first on."""
+
+    def __init__(
+        self, parts: Sequence[Windows], mixture: Mixture | None = None, document_end: int | None = None
+    ) -> None:
+        self._parts = parts
+        self._mixture = mixture or Mixture()
+        self._counts = np.array([part.count for part in parts], np.int64)
+        self.document_end = document_end
+        """See `SampleOrder.document_end`."""
+
+    @property
+    def count(self) -> int:
+        """Windows in all sources together."""
+        return int(self._counts.sum())
+
+    def spread(self, windows: int) -> NDArray[np.int64]:
+        """The numbers of at most so many windows in the mixture's proportions, evenly spread over each source."""
+        enough = int(np.min(self._counts * self._mixture.cycle // self._mixture.shares))
+        sources, places = self._mixture.assign(np.arange(min(windows, enough), dtype=np.int64))
+        wanted = np.bincount(sources, minlength=len(self._parts))
+        starts = np.cumsum(self._counts) - self._counts
+        chosen: NDArray[np.int64] = starts[sources] + places * self._counts[sources] // wanted[sources]
+        return chosen
+
+    def digest(self, windows: int) -> str:
+        """Return 64 hexadecimal digits, of the tokens that an evaluation on so many windows reads.
+
+        Losses can be compared where it is the same.
+        """
+        read = self.read(self.spread(windows)).astype("<u4")
+        return str(blake3(repr((read.shape, self.document_end)).encode() + read.tobytes()).hexdigest())
+
+    def bytes_per_token(self, windows: int, tokenizer: Tokenizer) -> float:
+        """Return how many bytes of text a token stands for that an evaluation on so many windows predicts."""
+        read = self.read(self.spread(windows))
+        inputs, targets = read[:, :-1], read[:, 1:]
+        within = np.ones(targets.shape, bool) if self.document_end is None else inputs != self.document_end
+        size = sum(tokenizer.byte_count(ids[kept]) for ids, kept in zip(targets, within, strict=True))
+        return max(size, 1) / max(int(within.sum()), 1)
+
+    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token ids, shape (len(numbers), sequence_length + 1)."""
+        starts = np.cumsum(self._counts) - self._counts
+        sources = np.searchsorted(starts, numbers, side="right") - 1
+        return _by_group(sources, lambda source, here: self._parts[source].read(numbers[here] - starts[source]))
 
 
 def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
@@ -216,11 +242,49 @@ def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
         yield int(key), keys == key
 
 
-def _together(count: int, parts: Sequence[tuple[NDArray[np.bool_], Numbers]]) -> Numbers:
-    """Windows that were read by parts, in the order in which they were asked for."""
+def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) -> Numbers:
+    """Return windows in their keys' order. `read` returns those of one key, given where these are."""
+    parts = [(here, read(key, here)) for key, here in _groups(keys)]
     if len(parts) == 1:
         return parts[0][1]
-    windows = np.empty((count, parts[0][1].shape[1]), np.int64)
-    for here, read in parts:
-        windows[here] = read
+    windows = np.empty((len(keys), parts[0][1].shape[1]), np.int64)
+    for here, part in parts:
+        windows[here] = part
     return windows
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+AHEAD = 2
+
+
+class Batches:
+    """The samples with these numbers, `batch_size` windows at a time; the last batch may be smaller.
+
+    A thread reads up to `ahead` batches while the one before them is trained. `waited` is how many seconds training
+    has waited for a batch, the first one included: as a share of the time that training took, its `data_wait`.
+
+    Iterating raises what reading raises, and leaves no thread behind, also when it ends early.
+    """
+
+    def __init__(self, samples: SampleOrder, numbers: NDArray[np.int64], batch_size: int, ahead: int = AHEAD) -> None:
+        self.waited = 0.0
+        self._samples = samples
+        self._parts = deque(numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size))
+        self._ahead = ahead
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        """Token ids, shape (windows in the batch, sequence_length + 1). Only once."""
+        reader = ThreadPoolExecutor(1, "batches")
+        reading: deque[Future[NDArray[np.int64]]] = deque()
+        try:
+            while self._parts or reading:
+                while self._parts and len(reading) <= self._ahead:
+                    reading.append(reader.submit(self._samples.read, self._parts.popleft()))
+                asked = time.monotonic()
+                batch = reading.popleft().result()
+                self.waited += time.monotonic() - asked
+                yield batch
+        finally:
+            reader.shutdown(cancel_futures=True)

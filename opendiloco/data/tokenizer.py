@@ -15,7 +15,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, TokenizerSection
-from opendiloco.data.pretrained_folder import TOKENIZER_FILES, check_tokenizer, pretrained_folder
+from opendiloco.data.hub import TOKENIZER_FILES, check_tokenizer, pretrained_folder
 from opendiloco.errors import DataError, MachineError, first_line
 
 BEGIN, END, PADDING = 256, 257, 258
@@ -91,7 +91,7 @@ class ByteTokenizer:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+        vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary | SPECIAL_TOKENS, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -106,7 +106,7 @@ class ByteTokenizer:
         )
 
 
-def byte_symbols() -> list[str]:
+def _byte_symbols() -> list[str]:
     """The printable character that byte-level tokenizers write for each of the 256 bytes, in byte order.
 
     Printable Latin-1 characters stand for themselves; the other bytes take the code points from 256 on, in order.
@@ -116,7 +116,7 @@ def byte_symbols() -> list[str]:
     return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]
 
 
-class PretrainedTokenizer:
+class _PretrainedTokenizer:
     """A transformers tokenizer, and the special token that closes documents: the one named, or the tokenizer's own.
 
     Raises: DataError when there is none.
@@ -241,8 +241,8 @@ def _load(section: TokenizerSection) -> Tokenizer:
             folder = pretrained_folder(str(section.path), *TOKENIZER_FILES)
             check_tokenizer(folder)
             made = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            return PretrainedTokenizer(made, section)
-        return PretrainedTokenizer(PreTrainedTokenizerFast(tokenizer_file=section.path), section)
+            return _PretrainedTokenizer(made, section)
+        return _PretrainedTokenizer(PreTrainedTokenizerFast(tokenizer_file=section.path), section)
     except DataError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception

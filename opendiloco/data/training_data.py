@@ -1,82 +1,198 @@
-"""What a worker reads: training samples by their numbers, and held-out windows."""
+"""What a worker reads: each source's tokens, whole or by the shard, in the order of the run's samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.sample_order import (
-    Mixture,
-    SampleOrder,
-    ShuffledShards,
-    ShuffledWindows,
-    Source,
-    digest_of_windows,
+from opendiloco.data.corpus import Corpus, Document, open_corpus, tokenizing
+from opendiloco.data.sample_order import HeldOutWindows, Mixture, SampleOrder, Shuffled, Windows
+from opendiloco.data.token_files import (
+    Piece,
+    TokenCache,
+    Tokens,
+    digest_of_tokens,
+    is_token_folder,
+    kind_of_tokens,
+    open_token_folder,
 )
-from opendiloco.data.token_cache import TokenCache
-from opendiloco.data.token_files import Tokens, digest_of_tokens
-from opendiloco.data.token_folder import is_token_folder, open_token_folder
-from opendiloco.data.tokenized import ShardedWindows, TokenizedSource, Windows
-from opendiloco.data.tokenizer import Tokenizer
+from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from opendiloco.errors import DataError
+from opendiloco.stages import Coming
+
+TOKENIZING = 1
+"""Raised when the same text is to become other tokens."""
+BATCH_BYTES, BATCH_DOCUMENTS = 1 << 22, 1 << 10
+"""Of text that is tokenized at once."""
+SHARDS_OPEN = 4
+"""A lease lies in few shards, and evaluation in the first. So many stay in memory, or on the disk."""
 
 
-class HeldOutWindows:
-    """The sources' held-out windows, numbered through from the first source's first on."""
+class TokenizedSource:
+    """A source through the run's tokenizer. Raises: DataError when it cannot be read."""
+
+    def __init__(self, section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> None:
+        self.section = section
+        self._corpus: Corpus = open_corpus(section)
+        self._held_out = held_out
+        self._tokenizer = tokenizer
+        self._cache = cache
+        self._kind = kind_of_tokens(tokenizer)
+
+    def tokens(self) -> Tokens:
+        """Return all of it. Raises: DataError, MachineError."""
+        return self._cache.tokens(self._key(), self._kind, self.pieces)
+
+    def shard(self, number: int, enough: int) -> Tokens:
+        """Return a shard's first documents, up to so many tokens for training. Raises: DataError, MachineError."""
+        prefix = f"{self._key(enough)}-"
+        coming = Coming(tokenizing(self.section, number)) if self._corpus.is_stream else None
+        tokens = self._cache.tokens(
+            f"{prefix}{number}", self._kind, lambda: _until(self.pieces(number), enough, held_out=False, coming=coming)
+        )
+        self._cache.drop_all_but(prefix, SHARDS_OPEN)
+        return tokens
+
+    def held_out(self, enough: int) -> Tokens:
+        """Return the first shard's first documents that are held out, up to so many tokens.
+
+        However few they are, they go to the disk where several processes need them: many more documents are read to
+        find them. Raises: DataError, MachineError.
+        """
+        return self._cache.tokens(
+            self._key(-enough),
+            self._kind,
+            lambda: _until(self.pieces(0, only_held_out=True), enough, held_out=True),
+            is_costly=True,
+        )
+
+    def pieces(self, shard: int | None = None, only_held_out: bool = False) -> Iterator[Piece]:
+        """Tokenize the documents, or those of a shard, a batch at a time; or of these only the ones that are held out.
+
+        Raises: DataError.
+        """
+        for batch in _batches(self._corpus.documents(shard)):
+            documents = [one for one in batch if one.is_held_out(self._held_out)] if only_held_out else batch
+            for document, tokens in zip(documents, self._encode(documents), strict=True):
+                yield document.is_held_out(self._held_out), tokens
+
+    def _key(self, enough: int = 0) -> str:
+        section = self.section
+        chosen = [section.subset, section.split, section.column, section.shards, enough, self._held_out]
+        facts = [TOKENIZING, self._corpus.fingerprint, *chosen, self._tokenizer.identity]
+        return str(blake3(json.dumps(facts).encode()).hexdigest(16))
+
+    def _encode(self, documents: Sequence[Document]) -> Iterator[TokenArray]:
+        """Yield each document's tokens, closed by the end token."""
+        end = np.array([self._tokenizer.end], self._kind)
+        texts = [document.text for document in documents if document.tokens is None]
+        encoded = iter(self._tokenizer.encode_documents(texts) if texts else [])
+        for document in documents:
+            if document.tokens is None:
+                yield np.concatenate([next(encoded), end])
+            else:
+                tokens = self._checked(document.tokens)
+                is_closed = tokens.size > 0 and tokens[-1] == self._tokenizer.end
+                yield tokens if is_closed else np.concatenate([tokens, end])
+
+    def _checked(self, tokens: NDArray[np.int64]) -> TokenArray:
+        """Return the ids of a document that was tokenized before. Raises: DataError when one is no token id."""
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._tokenizer.size:
+            wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise DataError(
+                f"data.column = {self.section.column!r} of {self.section.source!r} has the token id {wrong}; the run's "
+                f"tokenizer has ids below {self._tokenizer.size}.",
+                "Use the tokenizer that made these ids, or a column of text.",
+            )
+        checked: TokenArray = tokens.astype(self._kind)
+        return checked
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Group documents, so that there is work for all cores, and not much waits in memory."""
+    batch, size = list[Document](), 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_BYTES or len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _until(pieces: Iterable[Piece], enough: int, held_out: bool, coming: Coming | None = None) -> Iterator[Piece]:
+    """Yield pieces until so many tokens were for training, or held out, and say how far that has come."""
+    counted = 0
+    for piece in pieces:
+        yield piece
+        counted += len(piece[1]) if piece[0] == held_out else 0
+        if coming is not None:
+            coming.so_far(counted / enough)
+        if counted >= enough:
+            return
+
+
+class _ShardedWindows:
+    """A source's shards as windows, each tokenized when it is first needed, or ahead; those needed last are kept open.
+
+    `tokenize_ahead` is called with the number of a shard that is soon needed, and returns at once.
+    """
 
     def __init__(
-        self, parts: Sequence[Windows], mixture: Mixture | None = None, document_end: int | None = None
+        self,
+        source: TokenizedSource,
+        windows_per_shard: int,
+        sequence_length: int,
+        tokenize_ahead: Callable[[int], None] | None = None,
     ) -> None:
-        self._parts = parts
-        self._mixture = mixture or Mixture()
-        self._counts = np.array([part.count for part in parts], np.int64)
-        self.document_end = document_end
-        """See `SampleOrder.document_end`."""
+        self.windows_per_shard = windows_per_shard
+        self._source = source
+        self._length = sequence_length
+        self._open: OrderedDict[int, Tokens] = OrderedDict()
+        self._tokenize_ahead = tokenize_ahead
+
+    def shard(self, number: int) -> Windows:
+        """Raises: DataError when it has not one window; see `TokenizedSource.shard`."""
+        windows = Windows(self._tokens(number).training, self._length)
+        if windows.count == 0:
+            raise DataError(
+                f"shard {number} of data.source = {self._source.section.source!r} has not one window of "
+                f"{self._length} tokens.",
+                "Use fewer shards, each of more files, or a shorter training.sequence_length.",
+            )
+        return windows
+
+    def soon(self, number: int) -> None:
+        """Have a shard made ready that is needed after the present one, if somebody does so beside us."""
+        if self._tokenize_ahead is not None and number not in self._open:
+            self._tokenize_ahead(number)
+
+    def held_out(self, windows: int) -> Windows:
+        """Return the first held-out windows of the first shard. Its documents are held out wherever they are."""
+        return Windows(self._source.held_out(windows * self._length + 1).held_out, self._length)
+
+    def _tokens(self, number: int) -> Tokens:
+        if number not in self._open:
+            if len(self._open) == SHARDS_OPEN:
+                self._open.popitem(last=False)
+            self._open[number] = self._source.shard(number, self._enough)
+        self._open.move_to_end(number)
+        return self._open[number]
 
     @property
-    def count(self) -> int:
-        """Windows in all sources together."""
-        return int(self._counts.sum())
-
-    def spread(self, windows: int) -> NDArray[np.int64]:
-        """The numbers of at most so many windows in the mixture's proportions, evenly spread over each source."""
-        enough = int(np.min(self._counts * self._mixture.cycle // self._mixture.shares))
-        sources, places = self._mixture.assign(np.arange(min(windows, enough), dtype=np.int64))
-        wanted = np.bincount(sources, minlength=len(self._parts))
-        starts = np.cumsum(self._counts) - self._counts
-        chosen: NDArray[np.int64] = starts[sources] + places * self._counts[sources] // wanted[sources]
-        return chosen
-
-    def digest(self, windows: int) -> str:
-        """Return 64 hexadecimal digits, of the tokens that an evaluation on so many windows reads.
-
-        Losses can be compared where it is the same.
-        """
-        return digest_of_windows(self.read(self.spread(windows)), self.document_end)
-
-    def bytes_per_token(self, windows: int, tokenizer: Tokenizer) -> float:
-        """Return how many bytes of text a token stands for that an evaluation on so many windows predicts."""
-        read = self.read(self.spread(windows))
-        inputs, targets = read[:, :-1], read[:, 1:]
-        within = np.ones(targets.shape, bool) if self.document_end is None else inputs != self.document_end
-        size = sum(tokenizer.byte_count(ids[kept]) for ids, kept in zip(targets, within, strict=True))
-        return max(size, 1) / max(int(within.sum()), 1)
-
-    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token ids, shape (len(numbers), sequence_length + 1)."""
-        starts = np.cumsum(self._counts) - self._counts
-        sources = np.searchsorted(starts, numbers, side="right") - 1
-        windows = np.empty((len(numbers), self._parts[0].length + 1), np.int64)
-        for source in np.unique(sources):
-            here = sources == source
-            windows[here] = self._parts[source].read(numbers[here] - starts[source])
-        return windows
+    def _enough(self) -> int:
+        """Tokens of a shard that are used."""
+        return self.windows_per_shard * self._length + 1
 
 
 @dataclass(frozen=True)
@@ -102,23 +218,28 @@ def load_data(
 
     Raises: DataError when a source cannot be read, or has less than one batch of windows; MachineError.
     """
-    data, mixture = config.data, Mixture(config.data.shares)
+    data, mixture, length = config.data, Mixture(config.data.shares), config.training.sequence_length
     end = tokenizer.end if config.training.document_mask else None
-    orders, held_out = list[Source](), list[Windows]()
+    cache = cache or TokenCache()
+    orders, held_out = list[Shuffled](), list[Windows]()
     for place, section in enumerate(data.all_sources):
-        ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
-        seed, kept = data.shuffle_seed + place, cache or TokenCache()
-        if section.shards is not None:
-            order, windows = _sharded(section, config, tokenizer, kept, seed, ahead)
+        seed = data.shuffle_seed + place
+        if section.shards is None:
+            tokens = _read_tokens(section, data.held_out, tokenizer, cache)
+            training, apart = Windows(tokens.training, length), Windows(tokens.held_out, length)
+            _check_count(section, config, "training", training)
+            orders.append(Shuffled.whole(training, seed))
         else:
-            tokens = read_tokens(section, data.held_out, tokenizer, kept)
-            order, windows = _whole(section, config, tokens, seed)
-        orders.append(order)
-        held_out.append(windows)
+            ahead = None if tokenize_ahead is None else partial(tokenize_ahead, place)
+            shards = shards_of(section, config, tokenizer, cache, ahead)
+            apart = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
+            orders.append(Shuffled(shards.shard, section.shards, shards.windows_per_shard, seed, shards.soon))
+        _check_count(section, config, "held-out", apart)
+        held_out.append(apart)
     return TrainingData(SampleOrder(orders, mixture, end), HeldOutWindows(held_out, mixture, end))
 
 
-def read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:
+def _read_tokens(section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> Tokens:
     """Return all tokens of a source without shards. Raises: DataError when they are not those that it names."""
     if is_token_folder(section.source):
         tokens = open_token_folder(section.source, tokenizer, held_out, cache)
@@ -138,7 +259,7 @@ def shards_of(
     tokenizer: Tokenizer,
     cache: TokenCache,
     tokenize_ahead: Callable[[int], None] | None = None,
-) -> ShardedWindows:
+) -> _ShardedWindows:
     """Return a source's shards. Raises: DataError when it cannot have any."""
     assert section.shards is not None
     assert section.windows_per_shard is not None
@@ -149,30 +270,7 @@ def shards_of(
         )
     source = TokenizedSource(section, config.data.held_out, tokenizer, cache)
     length = config.training.sequence_length
-    return ShardedWindows(source, section.shards, section.windows_per_shard, length, tokenize_ahead)
-
-
-def _sharded(
-    section: SourceSection,
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    cache: TokenCache,
-    seed: int,
-    tokenize_ahead: Callable[[int], None] | None,
-) -> tuple[Source, Windows]:
-    """Return a source's training samples in their order, and its held-out windows: as many as are evaluated."""
-    shards = shards_of(section, config, tokenizer, cache, tokenize_ahead)
-    held_out = shards.held_out(max(config.evaluation.windows, config.training.batch_size))
-    _check_count(section, config, "held-out", held_out)
-    return ShuffledShards(shards, seed), held_out
-
-
-def _whole(section: SourceSection, config: RunConfig, tokens: Tokens, seed: int) -> tuple[Source, Windows]:
-    length = config.training.sequence_length
-    training, held_out = Windows(tokens.training, length), Windows(tokens.held_out, length)
-    _check_count(section, config, "training", training)
-    _check_count(section, config, "held-out", held_out)
-    return ShuffledWindows(training, seed), held_out
+    return _ShardedWindows(source, section.windows_per_shard, length, tokenize_ahead)
 
 
 def _check_count(section: SourceSection, config: RunConfig, part: str, windows: Windows) -> None:

@@ -1,16 +1,21 @@
 """The transformers model of a run, and its place in flat fp32 vectors.
 
-Every peer builds the initial weights itself, so these must be the same bits on every machine, hence `PortableNormal`.
+Every peer builds the initial weights itself, so these must be the same bits on every machine, hence `_PortableNormal`.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,25 +23,94 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opendiloco.config.run_config import RunConfig, misfit
-from opendiloco.config.streaming import StreamingSection
-from opendiloco.data.pretrained_folder import CONFIG, MODEL_FILES, check_weights, model_values, pretrained_folder
+from opendiloco.cores import usable_cores
+from opendiloco.data.hub import CONFIG, MODEL_FILES, check_weights, model_values, pretrained_folder
 from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from opendiloco.errors import first_line
-from opendiloco.model.fragments import assign_fragments
-from opendiloco.model.layout import Layout
-from opendiloco.model.light_transformers import load_transformers
-from opendiloco.model.packing import check_document_mask
-from opendiloco.model.portable_normal import PortableNormal, Undrawn
+from opendiloco.model.loss import check_document_mask
+from opendiloco.model.parameters import layout_of, store_weights
 from opendiloco.model.rehearsal import rehearse
-from opendiloco.model.shards import Shards
 from opendiloco.shared_memory import VALUE_BYTES, Vector, check_available
+from opendiloco.stages import at_stage
 from peers.errors import DilocoPeerError, ManifestError
 from peers.values.wire import printable
 
-transformers = load_transformers()
+# transformers, without what only other models need -----------------------------------------------------------
+# With any model it imports the losses of its object detectors, and with them scipy's optimizers: a tenth of the time
+# and of the memory that a worker takes to start. And it looks through the sources of all its models twice, which
+# takes as long again. Here scipy comes when such a loss is computed, and what the first look has found serves the
+# second.
+
+
+SCIPY = "scipy.optimize"
+
+Structure = dict[frozenset[str], dict[str, set[str]]]
+"""The objects of each module, by what must be installed for them."""
+
+
+class _Later(ModuleType):
+    """Stands for a module of functions, each of which imports it when it is called."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):  # the import system asks for `__path__`
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            return getattr(importlib.import_module(self.__name__), name)(*arguments, **named)
+
+        return call
+
+
+def _load_transformers() -> Any:
+    """Import transformers and what is common to its models. Returns the package, the same as `import` does."""
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # some architectures would fetch theirs from the hub by themselves
+    package = importlib.import_module("transformers")
+    with _scanned_once(package):
+        importlib.import_module("transformers.models")
+    with _scipy_comes_later():
+        importlib.import_module("transformers.loss.loss_utils")
+    return package
+
+
+@contextmanager
+def _scanned_once(package: Any) -> Iterator[None]:
+    """Meanwhile, `transformers.models` is told of its contents what `transformers` has found out about them."""
+    utilities: Any = importlib.import_module("transformers.utils.import_utils")
+    scan, folder = utilities.define_import_structure, Path(package.__file__).parent / "models"
+
+    def known(path: str, prefix: str | None = None) -> Structure:
+        if prefix is not None or Path(path) != folder / "__init__.py":
+            return scan(path, prefix)  # type: ignore[no-any-return]
+        found: Structure = scan(folder, prefix="models")  # the same call as that of `transformers`, which is kept
+        below = "models."
+        return {
+            needs: {name.removeprefix(below): names for name, names in modules.items() if name.startswith(below)}
+            for needs, modules in found.items()
+        }
+
+    utilities.define_import_structure = known
+    try:
+        yield
+    finally:
+        utilities.define_import_structure = scan
+
+
+@contextmanager
+def _scipy_comes_later() -> Iterator[None]:
+    """Meanwhile, who imports a function of scipy's optimizers gets one that will import it; unless it is there."""
+    if SCIPY in sys.modules:
+        yield
+        return
+    sys.modules[SCIPY] = _Later(SCIPY)
+    try:
+        yield
+    finally:
+        del sys.modules[SCIPY]
+
+
+transformers = _load_transformers()
 AutoConfig, AutoModelForCausalLM = transformers.AutoConfig, transformers.AutoModelForCausalLM
 
-PLAIN = StreamingSection()
 FOLDERS = (
     "Give a hub name, or a folder as ./folder or /folder, with weights as safetensors; on a machine without internet, "
     "a folder."
@@ -139,15 +213,15 @@ def _skeleton_of(source: _Source, config: RunConfig, tokenizer: Tokenizer) -> An
 
     def lay_out() -> Any:
         with torch.device("meta"):
-            model = source.build(PortableNormal(config.model.init_seed))
-        _check_fit(model, config, tokenizer)
-        return model.float()
+            return source.build(_PortableNormal(config.model.init_seed))
 
-    tried = json.dumps([config.to_manifest_content(), tokenizer.size, source.values])
+    tried = json.dumps([str(source.folder), source.values])
     if tried not in _rehearsed:
         rehearse(lay_out, "model.path" if config.model.path else "model.config")
         _rehearsed.add(tried)
-    return lay_out()
+    model = lay_out()
+    _check_fit(model, config, tokenizer)
+    return model.float()
 
 
 def sized_skeleton(config: RunConfig) -> Any:
@@ -177,8 +251,7 @@ def build_model(
         model = source.load(config.model.path)
     else:
         torch.manual_seed(config.model.init_seed)
-        model = source.build(PortableNormal(config.model.init_seed, weights, threads) if draws else Undrawn())  # type: ignore[no-untyped-call]
-    _check_fit(model, config, tokenizer)
+        model = source.build(_PortableNormal(config.model.init_seed if draws else None, weights, threads))
     model = model.float()
     if config.training.document_mask:
         check_document_mask(model)
@@ -203,11 +276,6 @@ def initial_theta(config: RunConfig) -> Vector:
     theta: Vector = np.zeros(layout.size, np.float32)
     store_weights(model, layout, theta)
     return theta
-
-
-def store_weights(model: Any, layout: Layout, flat: Vector) -> None:
-    """Write a whole model's trained weights where its layout has them."""
-    Shards(layout).store(trainable(model), flat)
 
 
 def _check_fit(model: Any, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -235,23 +303,6 @@ def _refuse_unknown_keys(known: Any, values: dict[str, Any]) -> None:
             raise ManifestError(f"{said}: {known.model_type} has no such setting.", remedy)
 
 
-def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:
-    """The model's trainable parameters as a `Layout`, in the fragments of a run.
-
-    Raises: ManifestError when these are not as large as the run says; see also `assign_fragments`.
-    """
-    trained = trainable(model)
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in trained.items()]
-    layout = Layout(shapes, assign_fragments(model, trained, streaming))
-    sizes = tuple(part.stop - part.start for part in layout.fragments)
-    if streaming.sizes not in (None, sizes):
-        raise ManifestError(
-            f"streaming.sizes: the run's fragments have {streaming.sizes} values, those of its model here {sizes}.",
-            "Compare the version of transformers with other peers'. Who creates a run leaves `sizes` out.",
-        )
-    return layout
-
-
 def with_sizes_named(config: RunConfig) -> RunConfig:
     """Return the run with the sizes of its fragments, if it has several.
 
@@ -265,11 +316,88 @@ def with_sizes_named(config: RunConfig) -> RunConfig:
     return RunConfig.from_manifest_content(content | {"streaming": content["streaming"] | {"sizes": list(sizes)}})
 
 
-def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Those that are trained, by name; tied ones once."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+# Initial weights ------------------------------------------------------------------------------------------------------
+# torch's `normal_` is not the same everywhere: its vectorised path, taken on CPUs with AVX2, rounds differently, as do
+# the logarithms and cosines of C libraries. Here a value is the sum of 12 uniform draws, less 6 (Irwin-Hall). The draws
+# are integers of 16 bits from Philox (Salmon et al., SC 2011), whose stream numpy keeps as it is. Their sums are exact,
+# and what follows are elementwise fp32 operations, in which IEEE 754 leaves nothing open. Philox counts: each block of
+# values has a counter of its own, so that it does not matter who draws it, or when.
 
 
-def is_all_trained(model: torch.nn.Module) -> bool:
-    """Whether theta has all of the model's parameters."""
-    return all(parameter.requires_grad for parameter in model.parameters())
+BLOCK = 1 << 20
+"""Values that one thread draws at once."""
+DRAWS = 12
+HIGHEST = (1 << 16) - 1
+DRAWS_A_WORD = 4
+"""Draws in a word of Philox."""
+THREADS_AT_MOST = 16
+"""Each takes 28 MiB while it draws a block."""
+
+
+class _PortableNormal(TorchDispatchMode):
+    """Within it, `normal_` gives such values: those of a seed, and of how many calls there were before. Without a seed
+    it gives zeros."""
+
+    def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
+        """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `draw`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self._total = total
+        self._threads = threads
+        self._calls = self._drawn = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten.normal_.default:
+            return func(*args, **(kwargs or {}))
+        if self._seed is None:
+            return args[0].zero_()
+        self._drawn += args[0].numel()
+        result = _fill(self._seed, self._calls, *args, threads=self._threads, **(kwargs or {}))
+        self._calls += 1
+        if self._total:
+            at_stage("drawing the initial weights", min(self._drawn / self._total, 1.0))
+        return result
+
+
+def draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
+    """Fill a vector with the values of one call, of mean 0 and standard deviation 1. They do not depend on `threads`
+    (None: one for each core that we may use, up to a number)."""
+    blocks = range(-(-out.size // BLOCK))
+    if len(blocks) == 1:  # a small model has many such calls, and to start a thread takes longer than to draw
+        _draw_block(seed, call, 0, out)
+        return
+    with ThreadPoolExecutor(threads or min(usable_cores(), THREADS_AT_MOST)) as pool:
+        for done in [pool.submit(_draw_block, seed, call, block, out) for block in blocks]:
+            done.result()
+
+
+def _draw_block(seed: int, call: int, block: int, out: Vector) -> None:
+    values = out[block * BLOCK : (block + 1) * BLOCK]
+    key, counter = np.array([seed, call], np.uint64), np.array([0, block, 0, 0], np.uint64)
+    words = np.random.Philox(key=key, counter=counter).random_raw(values.size * DRAWS // DRAWS_A_WORD)
+    draws = words.astype("<u8", copy=False).view("<u2").reshape(DRAWS, values.size)
+    total = draws[0].astype(np.int32)
+    for row in draws[1:]:
+        total += row
+    total -= DRAWS * HIGHEST // 2
+    np.multiply(total, np.float32(1 / (HIGHEST + 1)), out=values, casting="unsafe", dtype=np.float32)
+
+
+def _fill(
+    seed: int,
+    call: int,
+    tensor: torch.Tensor,
+    mean: float = 0.0,
+    std: float = 1.0,
+    *,
+    generator: Any = None,
+    threads: int | None = None,
+) -> torch.Tensor:
+    """What `normal_` does; a generator of the caller's is passed over."""
+    if tensor.is_meta:
+        return tensor
+    values = torch.empty(tensor.numel(), dtype=torch.float32)
+    draw(seed, call, values.numpy(), threads)
+    return tensor.copy_(values.mul_(std).add_(mean).view(tensor.shape))

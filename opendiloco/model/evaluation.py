@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 import torch
 
+from opendiloco.data.sample_order import HeldOutWindows
 from opendiloco.data.tokenizer import Tokenizer
-from opendiloco.data.training_data import HeldOutWindows
-from opendiloco.model.packing import predicted_tokens, window_loss
+from opendiloco.model.loss import predicted_tokens, window_loss
 
 EVALUATED_AT_ONCE = 4
 """Windows, where nobody has tried how many fit."""
 
 
-class Sharers(Protocol):
+class _Sharers(Protocol):
     """Those that share an evaluation; see `opendiloco.training.team.Team`."""
 
     def piece(self, count: int) -> slice: ...
@@ -25,7 +25,7 @@ class Sharers(Protocol):
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, and each of its modules back into its own mode in the end.
 
     A loop may train some of them in evaluation mode, a frozen batch norm for example.
@@ -46,7 +46,7 @@ def held_out_loss(
     windows: int,
     batch_size: int,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    sharers: Sharers | None = None,
+    sharers: _Sharers | None = None,
 ) -> tuple[float, int]:
     """Return the mean loss in nats per token (per byte with the byte tokenizer), and how many tokens it is a mean of.
 
@@ -61,7 +61,7 @@ def held_out_loss(
     own = chosen if sharers is None else chosen[sharers.piece(len(chosen))]
     largest = len(chosen) if sharers is None else sharers.largest_piece(len(chosen))
     total = tokens = 0.0
-    with evaluating(model), torch.compiler.set_stance("force_eager"):
+    with _evaluating(model), torch.compiler.set_stance("force_eager"):
         for start in range(0, largest, batch_size):
             numbers = own[start : start + batch_size]
             batch = held_out.read(numbers if len(numbers) else chosen[:1])
@@ -89,7 +89,7 @@ def generate_sample(
     ids = encoded["input_ids"].to(device)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {}
-    with evaluating(model), torch.compiler.set_stance("force_eager"):
+    with _evaluating(model), torch.compiler.set_stance("force_eager"):
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

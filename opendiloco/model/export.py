@@ -1,17 +1,22 @@
-"""The finished model as a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+"""The finished model as a folder that `AutoModelForCausalLM.from_pretrained` loads, with a card that says what it is,
+from which run, how good it became, and how to make it again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_IMODE
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+
+from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.config.run_config import RunConfig
+from opendiloco.data.hub import is_local_path
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError
-from opendiloco.model.card import CARD, CURVE, RunFacts, curve_picture, model_card
+from peers.values.wire import printable
 
 CONFIG_NAME = "config.json"
 Dtype = Literal["float32", "bfloat16"]
@@ -30,18 +35,18 @@ def export_model(
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise MachineError(f"{folder} is not empty.", remedy)
-        with rounded_to(dtype, model):
+        with _rounded_to(dtype, model):
             model.save_pretrained(folder)
-        open_to_readers(folder)
+        _open_to_readers(folder)
         tokenizer.pretrained().save_pretrained(folder)
-        (folder / CARD).write_text(model_card(config, facts, dtype), encoding="utf-8")
+        (folder / CARD).write_text(_model_card(config, facts, dtype), encoding="utf-8")
         if len(facts.curve) > 1:
-            (folder / CURVE).write_text(curve_picture(facts.curve), encoding="utf-8")
+            (folder / CURVE).write_text(_curve_picture(facts.curve), encoding="utf-8")
     except OSError as error:
         raise MachineError(f"{folder} cannot be written ({error.strerror or error}).", remedy) from error
 
 
-def open_to_readers(folder: Path) -> None:
+def _open_to_readers(folder: Path) -> None:
     """Give the weights the mode of the other files, which follows the umask: safetensors lets only their owner read
     them. Raises: OSError."""
     mode = S_IMODE((folder / CONFIG_NAME).stat().st_mode)
@@ -50,7 +55,7 @@ def open_to_readers(folder: Path) -> None:
 
 
 @contextmanager
-def rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
+def _rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
     """Round a model's parameters to this type, and give it its own back in the end. Buffers stay as they are."""
     import torch
 
@@ -65,3 +70,197 @@ def rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
         model.config.dtype = said  # which `save_pretrained` has changed
         for parameter, values in zip(parameters, own, strict=True):
             parameter.data = values
+
+
+# The model card -------------------------------------------------------------------------------------------------------
+
+
+CURVE, CARD = "held_out_loss.svg", "README.md"
+ROWS = 20
+"""Of the curve, that the card shows as a table at most."""
+STANDS_FOR = {
+    "ADDRESS": "the address of one of the run's bootstrap nodes",
+    "FOLDER": "what a volunteer or an archive has kept of the run",
+}
+"""Words in the card's commands, which name no place of anybody's."""
+MARKS = "`|<>"
+"""With which words between backticks, in a table, would end these or their cell, or begin a tag."""
+WIDTH, HEIGHT, MARGIN = 640, 280, 48
+
+
+class CurvePoint(BaseModel):
+    """The held-out loss of theta after an outer step; `tokens` are those trained by then, None: not known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    outer_step: int
+    loss: float
+    tokens: int | None = None
+
+
+class RunFacts(BaseModel):
+    """What the model card says about the run that made the model.
+
+    `peers` took the last outer step, `contributors` any that is known: all of them, if `knows_all`. Each line of
+    `command` makes the model again; `versions` are those of the libraries that made it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_id: str
+    manifest_digest: str
+    outer_steps: int
+    tokens: int
+    peers: int
+    held_out_loss: float
+    bits_per_byte: float | None = None
+    contributors: int = 0
+    knows_all: bool = False
+    curve: tuple[CurvePoint, ...] = ()
+    command: str = ""
+    versions: dict[str, str] = {}
+
+
+def _model_card(config: RunConfig, facts: RunFacts, dtype: str = "float32") -> str:
+    """Return the README of an exported model."""
+    bits = "" if facts.bits_per_byte is None else f", {facts.bits_per_byte:.4f} bits per byte"
+    least = "" if facts.knows_all else "at least "
+    return f"""\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [diloco, distributed-training]
+# license: to be chosen by the run's organiser
+---
+
+# {config.name}
+
+A language model trained by volunteers over the internet with [DiLoCo](https://arxiv.org/abs/2311.08105).
+
+| fact | value |
+| --- | --- |
+| run | `{facts.run_id}` |
+| manifest digest (BLAKE3) | `{facts.manifest_digest}` |
+| peers in the last outer step | {facts.peers} |
+| peers that contributed | {least}{max(facts.contributors, facts.peers)} |
+| outer steps, each of up to {config.training.inner_steps} inner steps a peer | {facts.outer_steps} |
+| tokens trained | {facts.tokens:,} |
+| held-out loss | {facts.held_out_loss:.4f} nats per token{bits} |
+| weights | {dtype} |
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+{_curve(facts.curve)}{_data(config)}{_origin(facts)}"""
+
+
+def _curve(points: Sequence[CurvePoint]) -> str:
+    """The curve as a picture and a table, as far as there is one."""
+    if len(points) < 2:
+        return ""
+    rows = [
+        f"| {point.outer_step} | {'' if point.tokens is None else f'{point.tokens:,}'} | {point.loss:.4f} |"
+        for point in _spread(points)
+    ]
+    table = "\n".join(["| outer step | tokens | held-out loss |", "| --- | --- | --- |", *rows])
+    return f"""\
+## Training curve
+
+Loss on the run's held-out text, in nats per token, as its peers found it; the last point was found when this model was
+exported.
+
+![held-out loss by outer step]({CURVE})
+
+{table}
+
+"""
+
+
+def _spread(points: Sequence[CurvePoint]) -> Sequence[CurvePoint]:
+    """Return at most `ROWS` of the points, the first and the last among them."""
+    if len(points) <= ROWS:
+        return points
+    return [points[place * (len(points) - 1) // (ROWS - 1)] for place in range(ROWS)]
+
+
+def _data(config: RunConfig) -> str:
+    data, training = config.data, config.training
+    total = sum(data.shares)
+    rows = [
+        f"| {_name(source)} | {share / total:.1%} |"
+        for source, share in zip(data.all_sources, data.shares, strict=True)
+    ]
+    table = "\n".join(["| source | share of the samples |", "| --- | --- |", *rows])
+    path = config.tokenizer.path
+    is_local = config.tokenizer.kind == "file" or (path is not None and is_local_path(path))
+    tokenizer = "bytes" if path is None else "in this folder" if is_local else f"`{path}`"
+    apart = "; no token attends to another document than its own" if training.document_mask else ""
+    return f"""\
+## Data
+
+{table}
+
+Windows of {training.sequence_length} tokens{apart}. Tokenizer: {tokenizer}. {data.held_out:.1%} of the documents were
+never trained on.
+
+"""
+
+
+def _name(source: SourceSection) -> str:
+    if source.source == STANDARD_LIBRARY:
+        return "Python's standard library"
+    details = [f"{key} `{_plain(value)}`" for key in ("subset", "split", "revision") if (value := getattr(source, key))]
+    return f"`{_plain(source.source)}` ({', '.join(details)})"
+
+
+def _plain(words: str) -> str:
+    """Return a stranger's words without what Markdown and HTML would read in them."""
+    return printable(words).translate(dict.fromkeys(map(ord, MARKS)))
+
+
+def _origin(facts: RunFacts) -> str:
+    if not facts.command:
+        return ""
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    meanings = " and ".join(f"`{word}` is {meaning}" for word, meaning in STANDS_FOR.items() if word in facts.command)
+    return f"""\
+## How it was made
+
+```sh
+{facts.command}
+```
+
+with {versions}. Here {meanings}. The run's log leads to the same weights, bit for bit, wherever it is followed.
+"""
+
+
+def _curve_picture(points: Sequence[CurvePoint]) -> str:
+    """Return the curve as an SVG: loss over outer steps."""
+    steps, losses = [point.outer_step for point in points], [point.loss for point in points]
+    least, most = min(losses), max(losses)
+    across, up = max(steps[-1] - steps[0], 1), (most - least) or 1.0
+
+    def place(step: float, loss: float) -> tuple[float, float]:
+        x = MARGIN + (step - steps[0]) / across * (WIDTH - 2 * MARGIN)
+        return x, HEIGHT - MARGIN - (loss - least) / up * (HEIGHT - 2 * MARGIN)
+
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, steps, losses))
+    axis, bottom = f"M{MARGIN},{MARGIN / 2:.0f} V{HEIGHT - MARGIN} H{WIDTH - MARGIN / 2:.0f}", HEIGHT - MARGIN + 18
+    labels: list[tuple[float, float, str, str]] = [
+        (MARGIN - 6, place(0, loss)[1] + 4, "end", f"{loss:.3f}") for loss in (least, most)
+    ]
+    labels += [(place(step, least)[0], bottom, "middle", str(step)) for step in (steps[0], steps[-1])]
+    labels.append((WIDTH / 2, bottom + 18, "middle", "outer step"))
+    texts = "".join(
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{said}</text>' for x, y, anchor, said in labels
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'font-size="12" fill="#444"><rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
+        f'<path d="{axis}" fill="none" stroke="#888"/>'
+        f'<polyline points="{line}" fill="none" stroke="#2563eb" stroke-width="2"/>{texts}</svg>\n'
+    )

@@ -35,7 +35,7 @@ PEAKS: tuple[tuple[str, dict[Precision, float]], ...] = (
 )
 
 
-def peak_flops(device_name: str, precision: Precision) -> float | None:
+def _peak_flops(device_name: str, precision: Precision) -> float | None:
     """FLOP/s that a device of this name (`torch.cuda.get_device_name`) can do at most; None if we do not know it."""
     for pattern, peaks in PEAKS:
         if re.fullmatch(rf"((NVIDIA|AMD) )?({pattern})", device_name):
@@ -62,5 +62,5 @@ def peak_tokens_per_second(
     device_name: str, devices: int, precision: Precision, token_flops: float | None
 ) -> float | None:
     """What so many devices of a kind could train at most, if they did nothing else; None if we do not know."""
-    peak = peak_flops(device_name, precision)
+    peak = _peak_flops(device_name, precision)
     return None if peak is None or token_flops is None else devices * peak / token_flops

@@ -44,7 +44,7 @@ def _check(values: Mapping[str, Any], path: Path) -> None:
     """Raises: SettingsError. What this imports takes a moment, and `--help` should not."""
     from pydantic import ValidationError
 
-    from opendiloco.config.errors import describe_validation_error
+    from opendiloco.config.section import describe_validation_error
 
     model = model_of(FileSettings, needs_all=False)
     try:

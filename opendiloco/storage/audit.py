@@ -21,7 +21,7 @@ from opendiloco.storage.loading import Checkpoint, Checkpoints
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.state import OuterState
-from peers.log.certificate import Certificate, CertificateError, prove
+from peers.log.certificate import CertificateError, prove
 from peers.log.chain import Chain, Entry
 from peers.log.folder import ENTRIES, PAYLOADS, LogFolderError, payload_path, proof_path, read_chain, read_payload
 from peers.log.header import NO_PAYLOAD, Fault, Header, may_be_named
@@ -75,7 +75,7 @@ def entries(indices: Iterable[int]) -> str:
     return f"entr{'y' if text.isdecimal() else 'ies'} {text}"
 
 
-class States:
+class _States:
     """Computes the state after each outer step again, from where there is one."""
 
     def __init__(
@@ -113,7 +113,7 @@ class States:
 
     def _apply(self, entry: Entry, payload: Blocks | None, findings: Findings) -> None:
         """Take a fragment's outer step, unless it has none or the state before it is not known."""
-        if self._broken or not has_payload(entry):
+        if self._broken or not _has_payload(entry):
             return
         if payload is None:
             self._broken = f"without the payload of entry {entry.index}"
@@ -126,34 +126,26 @@ class States:
             self._broken = f"which follow from the wrong entry {entry.index}"
 
 
-class Signatures:
-    """Holds each entry's certificate against the log before it."""
-
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-
-    def check(self, entry: Entry, header: Header, before: LogState) -> None:
-        certificate = entry.proof
-        if before.position.head != header.previous:
-            self._findings.is_unverified("signatures, since what came before is not here", entry.index)
-        elif certificate is None:
-            self._findings.is_unverified("signatures, which are not here", entry.index)
-        else:
-            self._prove(certificate, before.of(header.fragment), header)
-
-    def _prove(self, certificate: Certificate, before: LogState, header: Header) -> None:
-        try:
-            proof = prove(certificate, before, header, verify)
-        except CertificateError as error:
-            self._findings.wrong.append((header.index, str(error)))
-            return
-        if proof.is_certified:
-            self._findings.is_verified("signatures of most of the roster before", header.index)
-        else:
-            self._findings.is_unverified("entries that a minority made", header.index)
+def _check_signatures(entry: Entry, header: Header, before: LogState, findings: Findings) -> None:
+    """Hold an entry's certificate against the log before it."""
+    if before.position.head != header.previous:
+        findings.is_unverified("signatures, since what came before is not here", entry.index)
+        return
+    if entry.proof is None:
+        findings.is_unverified("signatures, which are not here", entry.index)
+        return
+    try:
+        proof = prove(entry.proof, before.of(header.fragment), header, verify)
+    except CertificateError as error:
+        findings.wrong.append((header.index, str(error)))
+        return
+    if proof.is_certified:
+        findings.is_verified("signatures of most of the roster before", header.index)
+    else:
+        findings.is_unverified("entries that a minority made", header.index)
 
 
-class Proofs:
+class _Proofs:
     """Holds what proves the faults in annexes against what was signed; in the folder of a log."""
 
     def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
@@ -204,11 +196,11 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None, own: Own
     """
     findings = Findings()
     try:
-        chain = check_chain(folder / ENTRIES, run, findings)
-        check_signed_heads(folder, run, chain, findings)
-        states = start_states(folder, run, chain, checkpoint, findings, own)
+        chain = _check_chain(folder / ENTRIES, run, findings)
+        _check_signed_heads(folder, run, chain, findings)
+        states = _start_states(folder, run, chain, checkpoint, findings, own)
         for entry in chain.entries:
-            payload = check_payload(folder, run, entry, findings) if has_payload(entry) else None
+            payload = _check_payload(folder, run, entry, findings) if _has_payload(entry) else None
             if states is not None:
                 states.follow(entry, payload, findings)
     except OSError as error:
@@ -218,12 +210,12 @@ def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None, own: Own
     return findings
 
 
-def check_chain(file: Path, run: Run, findings: Findings) -> Chain:
+def _check_chain(file: Path, run: Run, findings: Findings) -> Chain:
     """The entries that follow from each other. Raises: OSError."""
-    signatures, proofs = Signatures(findings), Proofs(file.parent, run, findings)
+    proofs = _Proofs(file.parent, run, findings)
 
     def see(entry: Entry, header: Header, before: LogState) -> None:
-        signatures.check(entry, header, before)
+        _check_signatures(entry, header, before, findings)
         proofs.check(header, before)
 
     chain, problem = read_chain(file, run.settings.empty_log, see)
@@ -235,7 +227,7 @@ def check_chain(file: Path, run: Run, findings: Findings) -> Chain:
     return chain
 
 
-def check_signed_heads(folder: Path, run: Run, chain: Chain, findings: Findings) -> None:
+def _check_signed_heads(folder: Path, run: Run, chain: Chain, findings: Findings) -> None:
     """Hold the log against what the run's archives have signed, as far as its peer has heard. Raises: OSError."""
     path = RunFolder(folder.absolute().parent).signed_heads
     if not path.exists():
@@ -253,7 +245,7 @@ def check_signed_heads(folder: Path, run: Run, chain: Chain, findings: Findings)
             findings.is_verified("heads that the run's archives have signed", index - 1)
 
 
-def check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:
+def _check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> Blocks | None:
     """The payload, if it is here and the right one. Raises: OSError."""
     wanted = entry.content.payload
     path = payload_path(folder / PAYLOADS, entry.index, wanted)
@@ -269,9 +261,9 @@ def check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> B
     return payload.data
 
 
-def start_states(
+def _start_states(
     folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings, own: OwnFiles = NONE
-) -> States | None:
+) -> _States | None:
     """Where states can be computed from: the given checkpoint, the run's initial model, or else a checkpoint beside the
     log. None, and noted why, if from nowhere.
 
@@ -288,8 +280,8 @@ def start_states(
         theta = initial_theta(run.with_own(own).config)
         check_initial_weights(theta, run.config.model)
         start = OuterState(theta, run.config.outer_optimizer, run.config.streaming.fragments)
-        return States(run.config, start, 0, "the manifest")
-    checkpoint = checkpoint or find_checkpoint(folder, run, chain)
+        return _States(run.config, start, 0, "the manifest")
+    checkpoint = checkpoint or _find_checkpoint(folder, run, chain)
     if checkpoint is not None:
         return _states_from(checkpoint, run, chain, findings)
     for entry in chain.entries:
@@ -297,7 +289,7 @@ def start_states(
     return None
 
 
-def find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
+def _find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
     """Return the good checkpoint beside a log from which most of its states can be computed; None: there is none.
 
     That is the oldest of those that have all payloads after them, or else the newest. Raises: CheckpointError.
@@ -309,17 +301,17 @@ def find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
     return beside.load_first(sorted(indices, key=lambda index: (index < first, abs(index - first))))
 
 
-def has_payload(entry: Entry) -> bool:
+def _has_payload(entry: Entry) -> bool:
     """Return whether there is anything to apply: nobody may have trained a fragment."""
     return entry.content.payload != NO_PAYLOAD
 
 
 def _is_here(folder: Path, entry: Entry) -> bool:
     """Return whether the disk has what an entry's outer step takes."""
-    return not has_payload(entry) or payload_path(folder / PAYLOADS, entry.index, entry.content.payload).exists()
+    return not _has_payload(entry) or payload_path(folder / PAYLOADS, entry.index, entry.content.payload).exists()
 
 
-def _states_from(checkpoint: Checkpoint, run: Run, chain: Chain, findings: Findings) -> States | None:
+def _states_from(checkpoint: Checkpoint, run: Run, chain: Chain, findings: Findings) -> _States | None:
     origin = f"the checkpoint of outer step {checkpoint.index}"
     place = run.settings.empty_log.at(checkpoint.last, checkpoint.ends).position
     before, after = chain.entry(place.index - 1), chain.entry(place.index, 0)
@@ -337,4 +329,4 @@ def _states_from(checkpoint: Checkpoint, run: Run, chain: Chain, findings: Findi
     momentum, theta = np.frombuffer(checkpoint.state, np.float32).reshape(2, -1).copy()
     state = OuterState(theta, run.config.outer_optimizer, run.config.streaming.fragments)
     state.replace(theta, momentum)
-    return States(run.config, state, place.index, origin, checkpoint.last.amendment if checkpoint.last else None)
+    return _States(run.config, state, place.index, origin, checkpoint.last.amendment if checkpoint.last else None)

@@ -15,22 +15,19 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Self
 
 from prometheus_client import Counter
 
 from opendiloco.storage.files import kept
-from opendiloco.storage.loading import index_after, metadata_of
-from opendiloco.storage.moments import moments_name
-from opendiloco.storage.moments_writer import MomentsJob
+from opendiloco.storage.loading import index_after, metadata_of, moments_name
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, Job
+from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob, MomentsJob
+from opendiloco.workers.group import WorkerGroup
 from peers.errors import DilocoPeerError
-from peers.log.header import Header
 from peers.network.signals import signals_held_back
-from peers.transfer.storage import MemoryFile
+from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.system import PARTIAL
 from peers.values.workload import SnapshotError
 
@@ -39,19 +36,6 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0  # for what is being written when the volunteer leaves
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by what came of them", ["outcome"])
-
-
-class Frozen(Protocol):
-    """A state that does not change any more, and the entry that closes the last cycle that led to it."""
-
-    @property
-    def last(self) -> Header | None: ...
-    @property
-    def ends(self) -> tuple[bytes, ...]: ...
-    @property
-    def state_digest(self) -> bytes: ...
-    @property
-    def memory(self) -> MemoryFile | None: ...
 
 
 @dataclass(frozen=True)
@@ -73,10 +57,10 @@ class KeepingPlan:
         """Whether a checkpoint after `index` outer steps is worth writing."""
         return index in kept([index], self.keep_newest, self.keep_every)
 
-    def job(self, state: Frozen, memory: MemoryFile) -> Job:
-        return Job(
-            descriptor=memory.descriptor,
-            state_bytes=memory.data.nbytes,
+    def job(self, state: FrozenSnapshot) -> CheckpointJob:
+        return CheckpointJob(
+            descriptor=state.memory.descriptor,
+            state_bytes=state.memory.data.nbytes,
             index=index_after(state.last),
             metadata=metadata_of(self.folder.run_id, state.last, state.state_digest, state.ends),
             folder=str(self.folder.checkpoints),
@@ -94,7 +78,7 @@ class KeepingPlan:
         """Return what is to be done with the moments of a checkpoint, once workers have written them."""
         owner = self.folder.peer_id
         return MomentsJob(
-            path=str(self.folder.checkpoints / moments_name(index, owner)),
+            file=str(self.folder.checkpoints / moments_name(index, owner)),
             ending=moments_name(0, owner).removeprefix("outer-step-000000"),
             run=self.folder.run_id,
             owner=owner,
@@ -104,33 +88,23 @@ class KeepingPlan:
         )
 
 
-class MomentsSource(Protocol):
-    """The workers, whose inner optimizer's state is kept beside the run's."""
-
-    kept_moments: tuple[Path, str] | None
-
-    async def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """Raises: SnapshotError, OSError, DilocoPeerError."""
-
-
 class Checkpointer:
     """Writes one checkpoint at a time, in a process of its own. Nothing that goes wrong here reaches the training."""
 
     def __init__(self, plan: KeepingPlan) -> None:
         self.on_saved: Callable[[], None] = lambda: None
-        self.workers: MomentsSource | None = None
+        self.workers: WorkerGroup | None = None
         """Whose moments are kept, if anybody's."""
         self._plan = plan
-        self._waiting: Frozen | None = None
+        self._waiting: FrozenSnapshot | None = None
         self._writing: asyncio.Task[None] | None = None
 
-    def take(self, state: Frozen) -> None:
+    def take(self, state: FrozenSnapshot) -> None:
         """Write it now, or once the one before is written, if no newer one has come by then.
 
-        Called on the event loop; returns at once. The state's memory is held until it is written. A state that lies in
-        no memory of its own has come from the disk.
+        Called on the event loop; returns at once. The state's memory is held until it is written.
         """
-        if state.memory is None or not self._plan.keeps(index_after(state.last)):
+        if not self._plan.keeps(index_after(state.last)):
             return
         if self._waiting is not None:
             CHECKPOINTS.labels("skipped").inc()
@@ -166,10 +140,9 @@ class Checkpointer:
     async def _write_waiting(self) -> None:
         while self._waiting is not None:
             state, self._waiting = self._waiting, None
-            assert state.memory is not None
             try:
-                job = self._plan.job(state, state.memory)
-                status, said = await _run_writer("opendiloco.storage.writer", asdict(job), job.descriptor)
+                job = self._plan.job(state)
+                status, said = await _run_writer(job, job.descriptor)
             except OSError as error:  # not even a process can be had
                 status, said = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")
@@ -183,14 +156,14 @@ class Checkpointer:
             if self.workers is not None and self._plan.moments != "none" and status in (SAVED, NOT_SENT):
                 await self._keep_moments(self.workers, index_after(state.last))
 
-    async def _keep_moments(self, workers: MomentsSource, index: int) -> None:
+    async def _keep_moments(self, workers: WorkerGroup, index: int) -> None:
         """Have the workers write them beside the checkpoint, and a process finish the file. There is one at a time."""
         job = self._plan.moments_job(index)
-        path = Path(job.path)
+        path = job.path
         partial = path.with_name(path.name + PARTIAL)
         try:
             await workers.keep_moments(partial, job.run, index)
-            status, said = await _run_writer("opendiloco.storage.moments_writer", asdict(job))
+            status, said = await _run_writer(job)
         except (SnapshotError, DilocoPeerError, OSError) as error:  # whoever trains with workers hears of their death
             status, said = NOT_SAVED, str(error)
         finally:
@@ -204,12 +177,12 @@ class Checkpointer:
             logger.warning("the moments of outer step %d: %s", index, said or f"their process ended with {status}")
 
 
-async def _run_writer(module: str, job: dict[str, Any], *descriptors: int) -> tuple[int, str]:
+async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tuple[int, str]:
     """The exit status of a process that does the job, and its last line. Cancelled, it is killed. Raises: OSError."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with signals_held_back():  # Ctrl-C is ours to hear; what is being written has a few seconds more
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", module],
+            *[sys.executable, "-P", "-m", "opendiloco.storage.writer"],
             pass_fds=descriptors,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
@@ -217,7 +190,7 @@ async def _run_writer(module: str, job: dict[str, Any], *descriptors: int) -> tu
             env=environment,
         )
     try:
-        _, said = await process.communicate(json.dumps(job).encode())
+        _, said = await process.communicate(json.dumps([type(job).__name__, asdict(job)]).encode())
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):

@@ -1,24 +1,25 @@
 """Checkpoints as files: their names, their format, and which of them are kept.
 
 A checkpoint is one safetensors file with the tensors momentum and theta, so that the bytes behind its header are those
-of the state, in the state's order. Standard library alone: the process that writes one must start at once.
+of the state, in the state's order. Nothing here takes long to import: the process that
+writes one must start at once.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from opendiloco.model.layout import Parameter
+from opendiloco.training.moments_file import header_of, read_header
 from peers.values.system import PARTIAL
 
 FORMAT = "diloco-peer checkpoint, version 1"
 NAME = re.compile(r"outer-step-(\d{6,18})\.safetensors")
-HEADER_LIMIT = 4 << 20  # bytes; the log's header, of at most 1 MiB, is in it in hexadecimal
 
 
 class DamagedFileError(ValueError):
@@ -68,39 +69,25 @@ def sweep(folder: Path) -> None:
             path.unlink()
 
 
+def _tensors(values: int) -> tuple[Parameter, Parameter]:
+    """Return a state's tensors, of so many values each."""
+    return Parameter("momentum", (values,), 0), Parameter("theta", (values,), values)
+
+
 def file_header(state_bytes: int, metadata: Mapping[str, str]) -> bytes:
-    """All of a file that comes before the state: safetensors' length (8 bytes, little-endian) and its JSON, padded."""
-    half = state_bytes // 2
-    tensors = {
-        name: {"dtype": "F32", "shape": [half // 4], "data_offsets": [start, start + half]}
-        for name, start in (("momentum", 0), ("theta", half))
-    }
-    content = {"__metadata__": dict(sorted(metadata.items())), **tensors}
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # so that the values are aligned where the file is mapped
-    return len(text).to_bytes(8, "little") + text
+    """Return all of a file that comes before the state."""
+    return header_of(_tensors(state_bytes // 8), metadata)
 
 
 def read_file_header(file: BinaryIO) -> tuple[dict[str, str], int]:
-    """The metadata, and the offset of the state's first byte. Whatever our writer would not have written is refused.
+    """Return the metadata, and the offset of the state's first byte. What our writer would not have written is refused.
 
     Raises: DamagedFileError, OSError.
     """
-    file_bytes = file.seek(0, 2)
-    file.seek(0)
-    start = file.read(8)
-    length = int.from_bytes(start, "little")
-    if len(start) < 8 or not 2 <= length <= HEADER_LIMIT:
-        raise DamagedFileError("does not begin as a safetensors file of ours does")
-    text = file.read(length)
     try:
-        content = json.loads(text)
-        metadata, state_bytes = content["__metadata__"], content["theta"]["data_offsets"][1]
-        expected = file_header(state_bytes, metadata)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedFileError("has no safetensors header with the tensors momentum and theta") from error
-    if start + text != expected or any(not isinstance(value, str) for value in metadata.values()):
+        metadata, tensors, start = read_header(file)
+    except ValueError as error:
+        raise DamagedFileError(str(error).removeprefix("it ")) from error
+    if tuple(tensors) != _tensors(tensors.size // 2) or any(not isinstance(value, str) for value in metadata.values()):
         raise DamagedFileError("has a header that we would not write")
-    if file_bytes != len(expected) + state_bytes:
-        raise DamagedFileError(f"has {file_bytes} bytes instead of {len(expected) + state_bytes}")
-    return metadata, len(expected)
+    return metadata, start

@@ -1,28 +1,31 @@
-"""The checkpoints of a run in a folder: found, and held against what they say of themselves before they are used."""
+"""A run's state from this machine's own disk: checkpoints and moments, checked before they are used, and the entries of
+the log that lead on from there."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from blake3 import blake3
+
 from opendiloco.errors import CheckpointError
-from opendiloco.storage.files import (
-    FORMAT,
-    DamagedFileError,
-    file_name,
-    index_of,
-    indices_in,
-    prune,
-    read_file_header,
-    sweep,
-)
+from opendiloco.storage.files import FORMAT, DamagedFileError, file_name, index_of, indices_in, read_file_header
+from opendiloco.training.moments_file import VALUE_BYTES, read_header
 from peers.errors import quoted
-from peers.log.header import Header, cycle_head
+from peers.log.folder import RunLog
+from peers.log.header import NO_PAYLOAD, Header, cycle_head
+from peers.log.state import LogError, LogState
+from peers.transfer.following import step
+from peers.transfer.storage import empty
 from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, WireError, pack, unpack
+from peers.values.workload import BadBlocksError, SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +39,16 @@ class Checkpoint:
     """A state whose bytes are those that its digest was taken of, and the entry that closes the last cycle that led to
     it, whose entries have the digests `ends`.
 
-    `state` is mapped from the file: momentum's bytes, then theta's. Whether the values are finite has not been checked.
+    `state` is momentum's bytes, then theta's, mapped from the file at `path`, if it is of one. Whether the values are
+    finite has not been checked.
     """
 
-    path: Path
     last: Header | None
     state: memoryview
     state_digest: bytes
-    chunk_digests: tuple[bytes, ...]
     ends: tuple[bytes, ...] = ()
+    chunk_digests: tuple[bytes, ...] = ()
+    path: Path | None = None
 
     @property
     def index(self) -> int:
@@ -116,12 +120,6 @@ class Checkpoints:
             )
         return load_checkpoint(path, self.run)
 
-    def prune(self, keep_newest: int = 2, keep_every: int = 0) -> None:
-        """Remove all but the newest so many and every one whose index is a multiple of `keep_every`, and what writers
-        that died have left. Raises: OSError."""
-        sweep(self.folder)
-        prune(self.folder, keep_newest, keep_every)
-
 
 def load_checkpoint(path: Path, run: str) -> Checkpoint:
     """Raises: CheckpointError when it is unreadable, damaged, or not what its name says, of the run with this id."""
@@ -141,7 +139,7 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
         ) from error
     except DamagedFileError as error:
         raise CheckpointError(f"{path} {error}.", "Use another checkpoint.") from error
-    return Checkpoint(path, last, state, state_digest, digests, ends)
+    return Checkpoint(last, state, state_digest, ends, digests, path)
 
 
 def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes, tuple[bytes, ...]]:
@@ -163,3 +161,111 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
     if metadata_of(run, last, state_digest, ends) != metadata or not is_of_run:
         raise DamagedFileError("has metadata that contradicts itself")
     return last, state_digest, ends or (() if last is None else (last.digest,))
+
+
+# Moments --------------------------------------------------------------------------------------------------------------
+# The inner optimizer's state is the machine's own, unlike a checkpoint, which is the same on every peer: so the file's
+# name has its peer's id.
+
+
+MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
+CHECKED_AT_ONCE = 1 << 22
+"""Values."""
+
+
+def moments_name(index: int, peer_id: str) -> str:
+    """Return the name of a peer's file after `index` outer steps."""
+    return f"outer-step-{index:06}.{peer_id}.moments.safetensors"
+
+
+def newest_moments(folder: Path, peer_id: str) -> Path | None:
+    """Return a peer's newest file; None if there is none."""
+    paths = folder.glob(f"*.{peer_id}.moments.safetensors")
+    found = {int(match[1]): path for path in paths if (match := MOMENTS_NAME.fullmatch(path.name))}
+    return found[max(found)] if found else None
+
+
+def check_moments_file(path: Path) -> None:
+    """Hold a file against its digest, and its values against what is no number.
+
+    Raises: SnapshotError; OSError.
+    """
+    with path.open("rb") as file:
+        try:
+            metadata, _, start = read_header(file)
+        except ValueError as error:
+            raise SnapshotError(str(error)) from error
+        file.seek(start)
+        digest = blake3(max_threads=blake3.AUTO)
+        while data := file.read(VALUE_BYTES * CHECKED_AT_ONCE):
+            digest.update(data)
+            if not np.isfinite(np.frombuffer(data, np.float32)).all():
+                raise SnapshotError("it holds NaN or infinity")
+    if digest.hexdigest() != metadata.get("digest"):
+        raise SnapshotError("it holds values that are not those it was written with")
+
+
+# Replay ---------------------------------------------------------------------------------------------------------------
+
+
+async def resume(
+    workload: Workload, log: RunLog, checkpoint: Checkpoint | None = None, until: int | None = None
+) -> LogState:
+    """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead; at most
+    to the state after `until` outer steps, if the checkpoint's is not later.
+
+    Each state is held against the digest that was recorded when it was first reached. The first entry that is missing,
+    or whose payload is missing or gives another state, is named in a warning, and the workload has the state before it.
+
+    Returns the log as it ends there, which may be before `log` does.
+
+    Raises: SnapshotError, and changes nothing, when the checkpoint is not a state of this model.
+    """
+    stop = log.next_index if until is None else min(log.next_index, until)
+    if checkpoint is None:
+        if stop == 0:
+            return log.empty_log
+        state = empty(workload.state_size)
+        await workload.copy_state(state)
+        checkpoint = Checkpoint(None, state, await workload.state_digest())
+    else:
+        await workload.restore(checkpoint.state, checkpoint.state_digest)
+    while True:
+        reached, wrong = await _replay(workload, log, log.empty_log.at(checkpoint.last, checkpoint.ends), stop)
+        if wrong is None:
+            return reached
+        stop = wrong
+        await workload.restore(checkpoint.state, checkpoint.state_digest)  # there is no way back from a wrong state
+
+
+async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:
+    """Apply the cycles before `stop`, as far as they are sound.
+
+    Returns the log as it ends there; and if a cycle has led to a wrong state, which the workload now has, its index.
+    """
+    while at.position.index < stop:
+        index = at.position.index
+        headers = log.headers(index, index + 1)
+        if not headers:
+            logger.warning("entry %d is not in this machine's log: nothing after it is replayed", index)
+            break
+        try:
+            after = at
+            for header in headers:
+                after = after.append(header)
+            found = {header.fragment: header.payload for header in headers if header.payload != NO_PAYLOAD}
+            payloads = {part: await asyncio.to_thread(log.payload, digest) for part, digest in found.items()}
+            if not all(payloads.values()):
+                logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
+                break
+            found_here = {part: payload.data for part, payload in payloads.items() if payload}
+            await step(workload, index, found_here, at.amendment)
+            state_digest = await workload.state_digest()
+        except (LogError, BadBlocksError) as error:
+            logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)
+            break
+        if log.state_digest_at(index) not in (None, state_digest):
+            logger.warning("entry %d gives another state than it did before: the run goes on from before it", index)
+            return at, index
+        at = after
+    return at, None

@@ -1,10 +1,13 @@
-"""Where a machine keeps what it knows of a run: one folder for each run and peer."""
+"""Where a machine keeps what it knows of a run: one folder for each run and peer, and the files of lines in it."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +15,11 @@ from pathlib import Path
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
 from peers.errors import ManifestError
+from peers.log.header import Header
 from peers.network.first_contact import CONTACT_LIMIT, FILE_NAME, RememberedPeers
 from peers.values.manifest import SignedManifest
 from peers.values.system import make_private_folder, write_whole
+from peers.values.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -126,3 +131,94 @@ def read_manifest(path: Path) -> Run:
         reason = error.strerror or str(error)
         raise ManifestError(f"{path}: cannot be read ({reason}).", "Give a manifest that exists.") from error
     return Run.from_manifest(SignedManifest.unpack(packed))
+
+
+# Held-out losses ------------------------------------------------------------------------------------------------------
+
+
+MOST_BYTES = 1 << 24
+"""Of a file that is read. A loss takes some 40 of them."""
+MOST_LOSSES = 100_000
+"""That are kept: an organiser may say that a run has any number of outer steps, and others claim losses of each."""
+
+
+class HeldOutCurve:
+    """Losses by outer step. With a file, each new one is appended to it; a file that cannot be written is given up."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self.losses = {} if path is None else read_curve(path)
+
+    def add(self, outer_step: int, loss: float) -> bool:
+        """Keep a finite loss, unless there is one of that outer step, or too many. Return whether it was new."""
+        if outer_step in self.losses or not math.isfinite(loss) or len(self.losses) >= MOST_LOSSES:
+            return False
+        self.losses[outer_step] = loss
+        if self._path is not None:
+            try:
+                with self._path.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"outer_step": outer_step, "loss": loss}) + "\n")
+            except OSError as error:
+                logger.warning("%s is not written any more: %s", self._path, error.strerror or error)
+                self._path = None
+        return True
+
+
+def read_curve(path: Path) -> dict[int, float]:
+    """Return the losses in a file by outer step; nothing where there is none. Lines that say something else, such as
+    half a line of a peer that was killed, are passed over."""
+    losses = dict[int, float]()
+    try:
+        with path.open("rb") as file:
+            lines = file.read(MOST_BYTES).splitlines()
+    except OSError:
+        return losses
+    for line in lines:
+        try:
+            said = json.loads(line)
+            outer_step, loss = said["outer_step"], float(said["loss"])
+        except (ValueError, TypeError, KeyError):
+            continue
+        if type(outer_step) is int and outer_step >= 0 and math.isfinite(loss) and len(losses) < MOST_LOSSES:
+            losses.setdefault(outer_step, loss)
+    return losses
+
+
+# The journal ----------------------------------------------------------------------------------------------------------
+# The entries that a peer applied: what an audit, or the reference, needs to repeat the run. A line holds the entry's
+# index, its header (canonical bytes, in hexadecimal) and the state digest after it.
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A file that is only ever appended to."""
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """To append to. The file is made now, so that a wrong name is not found out later. Raises: MachineError."""
+        journal = cls(path)
+        journal._write("")
+        return journal
+
+    def append(self, header: Header, state_digest: bytes) -> None:
+        """Raises: MachineError when the disk does not take it."""
+        line = {"index": header.index, "header": pack(header).hex(), "state_digest": state_digest.hex()}
+        self._write(json.dumps(line) + "\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            with self.path.open("a") as file:
+                file.write(text)
+        except OSError as error:
+            raise MachineError(
+                f"cannot write to the journal {self.path}: {error.strerror}.",
+                "Name a file on a disk with space, or leave out --journal.",
+            ) from error
+
+    def __iter__(self) -> Iterator[tuple[Header, bytes]]:
+        """Headers and state digests, in the order in which they were applied."""
+        for text in self.path.read_text().splitlines():
+            line = json.loads(text)
+            yield unpack(Header, bytes.fromhex(line["header"])), bytes.fromhex(line["state_digest"])

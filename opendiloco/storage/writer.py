@@ -1,8 +1,9 @@
-"""The process that brings a checkpoint from memory to the disk, and from there to a remote folder.
+"""The process that brings a checkpoint from memory to the disk, or finishes a file of moments, and sends it to a remote
+folder.
 
-Started as `python -m opendiloco.storage.writer`, with the state's descriptor inherited and a job, as JSON, on its
-standard input. It says in one line on stderr what came of it, and in its exit status (SAVED and so on). Killed at any
-moment, it leaves the checkpoints that were there before, and perhaps a partial file that the next writer removes.
+Started as `python -m opendiloco.storage.writer`, with a job, as JSON, on its standard input, and a checkpoint's state
+as an inherited descriptor. It says in one line on stderr what came of it, and in its exit status (SAVED and so on).
+Killed at any moment, it leaves the files that were there before, and perhaps a partial one that the next one removes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from pathlib import Path
 from opendiloco.errors import RemoteError
 from opendiloco.storage.files import file_header, file_name, prune, sweep
 from opendiloco.storage.remote import RateLimit, Remote
+from opendiloco.training.moments_file import digest_place, read_header
 from peers.values.system import PARTIAL, make_private_folder, sync_folder
 
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6
@@ -30,12 +32,41 @@ PIECE = 4 << 20  # bytes copied at once
 FLUSH = 64 << 20  # bytes; what is not on the disk yet, and the page cache, are kept below about so many
 
 
-class DiskLimitError(Exception):
+class _DiskLimitError(Exception):
     """The owner gives no more room; its words say how to get some."""
 
 
+def main() -> int:
+    """Do the job that is on the standard input. Returns the exit status."""
+    kind, values = json.load(sys.stdin)
+    job = JOBS[kind](**values)
+    os.nice(NICENESS)
+    began = time.monotonic()
+    try:
+        size = job.write()
+    except _DiskLimitError as error:
+        return _end(NOT_SAVED, str(error))
+    except (OSError, ValueError) as error:
+        return _end(NOT_SAVED, f"{job.path} cannot be written: {job.cause(error)}")
+    saved = f"{job.path} ({size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s)"
+    if job.remote is None:
+        return _end(SAVED, saved)
+    try:
+        job.send(Remote(job.remote).folder(job.run))
+    except RemoteError as error:
+        return _end(NOT_SENT, f"{saved} is not at the remote: {error}")
+    return _end(SAVED, f"{saved}, also at the remote after {time.monotonic() - began:.1f} s")
+
+
+def _end(status: int, line: str) -> int:
+    with suppress(OSError):  # nobody may be there to read it
+        print(line, file=sys.stderr, flush=True)
+    return status
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Job:
+class CheckpointJob:
     """One checkpoint to write; rates are in bytes a second, None: as fast as it goes."""
 
     descriptor: int
@@ -54,30 +85,45 @@ class Job:
     disk_limit: int | None = None
     """Bytes that the folder above the checkpoints may take."""
 
+    @property
+    def path(self) -> Path:
+        return Path(self.folder) / file_name(self.index)
 
-def main() -> int:
-    """Do the job that is on the standard input. Returns the exit status."""
-    job = Job(**json.load(sys.stdin))
-    os.nice(NICENESS)
-    path, began = Path(job.folder) / file_name(job.index), time.monotonic()
-    try:
-        check_disk_limit(path.parent.parent, job.state_bytes, job.disk_limit)
-        write_checkpoint(path, job.descriptor, job.state_bytes, job.metadata, job.rate)
-        prune(path.parent, job.keep_newest, job.keep_every, job.index)
-    except DiskLimitError as error:
-        return end(NOT_SAVED, str(error))
-    except OSError as error:
-        return end(NOT_SAVED, f"{path} cannot be written: {_cause(error, path.parent, job.state_bytes)}")
-    saved = f"{path} ({job.state_bytes / 1e6:.1f} MB in {time.monotonic() - began:.1f} s)"
-    return end_sent(saved, began, None if job.remote is None else lambda: send(path, job))
+    @property
+    def run(self) -> str:
+        return self.metadata["run"]
 
+    def write(self) -> int:
+        """Write it, and remove the checkpoints that are not to be kept. Returns its bytes.
 
-def check_disk_limit(folder: Path, needed: int, limit: int | None) -> None:
-    """Raises: DiskLimitError when so many bytes more are more than the folder may take."""
-    if limit is not None and folder_bytes(folder) + needed > limit:
-        raise DiskLimitError(
-            f"{needed / 1e6:.0f} MB more are more than the {limit / 1e9:g} GB of --max-disk. Keep fewer with "
-            "--keep, or raise --max-disk."
+        Raises: OSError; _DiskLimitError when it takes more room than its owner gives.
+        """
+        folder = self.path.parent
+        if self.disk_limit is not None and folder_bytes(folder.parent) + self.state_bytes > self.disk_limit:
+            raise _DiskLimitError(
+                f"{self.state_bytes / 1e6:.0f} MB more are more than the {self.disk_limit / 1e9:g} GB of --max-disk. "
+                "Keep fewer with --keep, or raise --max-disk."
+            )
+        _write_checkpoint(self.path, self.descriptor, self.state_bytes, self.metadata, self.rate)
+        prune(folder, self.keep_newest, self.keep_every, self.index)
+        return self.state_bytes
+
+    def send(self, remote: Remote) -> None:
+        """Send it to the run's remote folder, which is then pruned by the same rule. Raises: RemoteError."""
+        if self.manifest is not None and Path(self.manifest).exists():
+            remote.send(Path(self.manifest), Path(self.manifest).name)
+        remote.send_whole(self.path, self.path.name, self.owner, self.remote_rate)
+        remote.prune(self.keep_newest, self.keep_every, self.index)
+
+    def cause(self, error: Exception) -> str:
+        """Return why it was not written, and what to do."""
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            said = getattr(error, "strerror", None) or error
+            return f"{said}. Training goes on; without checkpoints the run lives in its peers alone."
+        free = shutil.disk_usage(self.path.parent).free
+        return (
+            f"{self.path.parent} has no room: a checkpoint needs {self.state_bytes / 1e6:.0f} MB, {free / 1e6:.0f} MB "
+            "are free. Make room, keep fewer with --keep, or name a folder on another disk with --state."
         )
 
 
@@ -90,7 +136,7 @@ def folder_bytes(folder: Path) -> int:
     return found
 
 
-def write_checkpoint(
+def _write_checkpoint(
     path: Path, descriptor: int, state_bytes: int, metadata: Mapping[str, str], rate: float | None = None
 ) -> None:
     """Write the state that begins at offset 0 of `descriptor`. It is on the disk, whole, when the name is there.
@@ -119,16 +165,6 @@ def write_checkpoint(
     sync_folder(path.parent)
 
 
-def send(path: Path, job: Job) -> None:
-    """To the run's folder at the remote, which is then pruned by the same rule. Raises: RemoteError."""
-    assert job.remote is not None
-    remote = Remote(job.remote).folder(job.metadata["run"])
-    if job.manifest is not None and Path(job.manifest).exists():
-        remote.send(Path(job.manifest), Path(job.manifest).name)
-    remote.send_whole(path, path.name, job.owner, job.remote_rate)
-    remote.prune(job.keep_newest, job.keep_every, job.index)
-
-
 def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
     """The first `count` bytes of a file to where another one is. Offsets are ours: both processes share the file's."""
     done = flushed = 0
@@ -144,32 +180,73 @@ def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
         limit.passed(done)
 
 
-def _cause(error: OSError, folder: Path, state_bytes: int) -> str:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.strerror or error}. Training goes on; without checkpoints the run lives in its peers alone."
-    free = shutil.disk_usage(folder).free
-    return (
-        f"{folder} has no room: a checkpoint needs {state_bytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free. "
-        "Make room, keep fewer with --keep, or name a folder on another disk with --state."
-    )
+# Moments --------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class MomentsJob:
+    """One file of moments to _finish, which workers have written with PARTIAL at its name's end: digest, disk, name.
+
+    Others of the same `owner`, whose names end in `ending`, are removed.
+    """
+
+    file: str
+    ending: str
+    run: str
+    owner: str
+    rate: float | None = None
+    remote: str | None = None
+    remote_rate: float | None = None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.file)
+
+    def write(self) -> int:
+        """Finish it, and remove the owner's others. Returns its bytes. Raises: OSError, ValueError."""
+        size = _finish(self.path, self.rate)
+        for old in self.path.parent.glob(f"*{self.ending}"):
+            if old != self.path:
+                old.unlink(missing_ok=True)
+        return size
+
+    def send(self, remote: Remote) -> None:
+        """Send it to the run's remote folder, where it takes the place of the owner's last one. Raises: RemoteError."""
+        remote.send_whole(self.path, self.path.name, self.owner, self.remote_rate)
+        for name in remote.names():
+            if name.endswith(self.ending) and name != self.path.name:
+                remote.remove(name)
+
+    def cause(self, error: Exception) -> str:
+        return str(error)
 
 
-def end_sent(saved: str, began: float, send: Callable[[], None] | None) -> int:
-    """Send what is `saved`, where it is to be sent, and say what came of it. Returns the exit status."""
-    if send is None:
-        return end(SAVED, saved)
-    try:
-        send()
-    except RemoteError as error:
-        return end(NOT_SENT, f"{saved} is not at the remote: {error}")
-    return end(SAVED, f"{saved}, also at the remote after {time.monotonic() - began:.1f} s")
+def _finish(path: Path, rate: float | None) -> int:
+    """Write the digest into the partial file, have it on the disk, and give it its name. Returns its bytes.
+
+    Raises: OSError; ValueError when it is not what workers write.
+    """
+    from blake3 import blake3
+
+    partial, digest, limit = path.with_name(path.name + PARTIAL), blake3(), RateLimit(rate)
+    with partial.open("r+b") as file:
+        _, _, start = read_header(file)
+        file.seek(0)
+        place = digest_place(file.read(start))
+        done = flushed = 0
+        while data := file.read(limit.piece(PIECE)):
+            digest.update(data)
+            done += len(data)
+            if done - flushed >= FLUSH:
+                os.fdatasync(file.fileno())
+                flushed = done
+            limit.passed(done)
+        os.pwrite(file.fileno(), digest.hexdigest().encode(), place)
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+    return start + done
 
 
-def end(status: int, line: str) -> int:
-    with suppress(OSError):  # nobody may be there to read it
-        print(line, file=sys.stderr, flush=True)
-    return status
-
+JOBS: dict[str, type[CheckpointJob | MomentsJob]] = {kind.__name__: kind for kind in (CheckpointJob, MomentsJob)}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,9 +28,9 @@ from rich.text import Text
 from opendiloco.config.data import STANDARD_LIBRARY
 from opendiloco.config.run_config import RunConfig
 from opendiloco.cores import usable_cores
-from opendiloco.data.local_sources import local_sources
+from opendiloco.data.own_files import local_sources
 from opendiloco.errors import DemoError, MachineError
-from opendiloco.model.card import RunFacts
+from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.settings.file import without_settings
 from opendiloco.view.run_view import Agreement, is_finished

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opendiloco.config.run_config import TrainingSection
-from opendiloco.data.batches import Batches
-from opendiloco.data.sample_order import SampleOrder, numbers_of
+from opendiloco.data.sample_order import Batches, SampleOrder, numbers_of
 from opendiloco.errors import WorkerError
 from peers.values.leases import SampleRange, prefix
 from peers.values.workload import Trained

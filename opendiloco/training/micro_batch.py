@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opendiloco.host_memory import MOMENTS_BYTES, HostMemory
-from opendiloco.model.head import in_pieces_of, positions_at_once
+from opendiloco.model.loss import in_pieces_of, positions_at_once
 from opendiloco.shared_memory import VALUE_BYTES, available_memory
 from opendiloco.training.device_facts import forget_peak_memory, peak_memory
 from opendiloco.training.replica import ModelReplica

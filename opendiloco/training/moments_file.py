@@ -48,7 +48,7 @@ def read_header(file: BinaryIO) -> tuple[dict[str, str], Layout, int]:
         tensors = Layout([(name, tuple(map(int, about["shape"]))) for name, about in content.items()])
         expected = header_of(tensors, metadata)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("its header cannot be read") from error
+        raise ValueError("it has no safetensors header that can be read") from error
     if start + text != expected or any(min(tensor.shape, default=0) < 0 for tensor in tensors):
         raise ValueError("it has a header that we would not write")
     wanted = len(expected) + VALUE_BYTES * tensors.size

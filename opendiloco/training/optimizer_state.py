@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from opendiloco.model.layout import Layout, Parameter
-from opendiloco.model.shards import Shards
+from opendiloco.model.parameters import Shards
 from opendiloco.shared_memory import Vector
 from opendiloco.training.moments_file import FORMAT, UNSEALED, VALUE_BYTES, header_of, read_header
 from peers.values.workload import SnapshotError

@@ -29,8 +29,7 @@ from typing import Protocol
 import numpy as np
 
 from opendiloco import kernels
-from opendiloco.config.run_config import RunConfig
-from opendiloco.config.streaming import StreamingSection
+from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.model.build import build_model

@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.sample_order import SampleOrder
-from opendiloco.model.build import layout_of, trainable
-from opendiloco.model.packing import packing_known, predicted_tokens, router_loss_weight, window_loss
-from opendiloco.model.shards import Shards, local_part, staging_for
+from opendiloco.model.loss import packing_known, predicted_tokens, router_loss_weight, window_loss
+from opendiloco.model.parameters import Shards, layout_of, local_part, staging_for, trainable
 from opendiloco.shared_memory import Vector
 from opendiloco.training.inner_steps import InnerSteps, ReplicaTrained, StepTaken
 from opendiloco.training.learning_rate import learning_rate_factor

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opendiloco.config.codec import CodecSection
+from opendiloco.config.run_config import CodecSection
 from opendiloco.kernels import NEAREST, Rounding, stochastic
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of

@@ -15,8 +15,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opendiloco.config.run_config import TrainingSection
-from opendiloco.model.blocks import transformer_blocks
-from opendiloco.model.shards import local_part, shard_rows
+from opendiloco.model.parameters import local_part, shard_rows, transformer_blocks
 from opendiloco.training.team import Team
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from opendiloco.errors import first_line
-from opendiloco.model.blocks import transformer_blocks
-from opendiloco.model.head import with_forward
+from opendiloco.model.loss import with_forward
+from opendiloco.model.parameters import transformer_blocks
 from opendiloco.stages import COMPILING, at_stage
 from opendiloco.training.team import Team
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from opendiloco.run import Run
-from opendiloco.storage.held_out_curve import HeldOutCurve
+from opendiloco.storage.run_folder import HeldOutCurve
 from opendiloco.training.statistics import OuterStepTaken
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.options import WorkerOptions

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from opendiloco.run import Run
-from opendiloco.storage.held_out_curve import HeldOutCurve
+from opendiloco.storage.run_folder import HeldOutCurve
 from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Teams
 from opendiloco.view.run_view import RunView, bounded_loss, plain_peer
 from opendiloco.view.screen import plain_signed

@@ -11,8 +11,7 @@ from pathlib import Path
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import MachineError
 from opendiloco.evaluation_turns import HeldOut, bits_per_byte
-from opendiloco.model.card import RunFacts
-from opendiloco.model.export import Dtype
+from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView

@@ -11,10 +11,8 @@ from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.errors import CheckpointError
 from opendiloco.kernels import FORMATS
 from opendiloco.run import Run
-from opendiloco.storage.held_out_curve import read_curve
-from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint
-from opendiloco.storage.resume import resume
-from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_manifest
+from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
+from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_curve, read_manifest
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.origins import Past
 from opendiloco.volunteer.volunteer import working

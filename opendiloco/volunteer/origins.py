@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from opendiloco.model.card import CurvePoint
+from opendiloco.model.export import CurvePoint
 from peers.log.folder import RunLog
 from peers.log.header import Header
 

@@ -12,8 +12,7 @@ from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import MemoryCap, cap_memory
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
-from opendiloco.storage.journal import Journal
-from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.run_folder import Journal, RunFolder
 from opendiloco.view.join_view import JoinView
 from opendiloco.view.progress import CHECKING, FINDING, ProgressReader
 from opendiloco.volunteer.admission import enter

@@ -18,12 +18,8 @@ from opendiloco.kernels import FORMATS
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory
 from opendiloco.storage.checkpointer import Checkpointer
-from opendiloco.storage.held_out_curve import HeldOutCurve
-from opendiloco.storage.journal import Journal
-from opendiloco.storage.loading import Checkpoints
-from opendiloco.storage.moments import check_moments_file, newest_moments
-from opendiloco.storage.resume import resume
-from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.loading import Checkpoints, check_moments_file, newest_moments, resume
+from opendiloco.storage.run_folder import HeldOutCurve, Journal, RunFolder
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import Fragments, OwnFacts
 from opendiloco.view.run_view import RunView

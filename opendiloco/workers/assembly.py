@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from opendiloco.config.codec import CodecSection
-from opendiloco.config.run_config import RunConfig, TrainingSection
+from opendiloco.config.run_config import CodecSection, RunConfig, TrainingSection
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory
-from opendiloco.model.build import build_model, build_skeleton, is_all_trained, layout_of, store_weights
+from opendiloco.model.build import build_model, build_skeleton
+from opendiloco.model.parameters import is_all_trained, layout_of, store_weights
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
 from opendiloco.stages import at_stage
 from opendiloco.training.device_facts import compiling_lacks, has_bf16

@@ -21,8 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
-from opendiloco.model.card import RunFacts
-from opendiloco.model.export import Dtype
+from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from peers.errors import DilocoPeerError, ManifestError
 from peers.values.leases import SampleRange

@@ -14,8 +14,7 @@ from typing import Any
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.errors import MachineError
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.model.card import RunFacts
-from opendiloco.model.export import Dtype
+from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import (
     ControlMessage,

@@ -12,8 +12,7 @@ from typing import Any
 
 from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.host_memory import MOMENTS_BYTES, STATE_BYTES, HostMemory, WorkerMemory
-from opendiloco.model.blocks import transformer_blocks
-from opendiloco.model.build import layout_of
+from opendiloco.model.parameters import layout_of, transformer_blocks
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
 from opendiloco.quantities import days_in_words, in_words
 from opendiloco.training.optimizers import FUSED_ON

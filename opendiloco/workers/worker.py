@@ -77,7 +77,7 @@ class Worker:
             import torch
 
             from opendiloco.data.ahead import Ahead
-            from opendiloco.data.token_cache import TokenCache, few_tokens
+            from opendiloco.data.token_files import TokenCache, few_tokens
             from opendiloco.data.tokenizer import build_tokenizer
             from opendiloco.data.training_data import load_data
             from opendiloco.training.device_facts import choose_device, device_name
@@ -223,8 +223,8 @@ class Worker:
     @contextmanager
     def _whole_model(self) -> Iterator[Any]:
         """A model with theta in it: the worker's own, or one made for the purpose if that is sharded."""
-        from opendiloco.model.build import build_model, is_all_trained, trainable
-        from opendiloco.model.shards import Shards
+        from opendiloco.model.build import build_model
+        from opendiloco.model.parameters import Shards, is_all_trained, trainable
 
         if self._team.mesh is None:
             with self._replica.showing(self._vectors.theta) as own:

@@ -30,8 +30,9 @@ from opendiloco.data.training_data import load_data
 from opendiloco.diloco import DiLoCo, _Joined
 from opendiloco.errors import LoopError, MachineError
 from opendiloco.loop_worker import LoopWorker
-from opendiloco.model.build import build_model, initial_theta, layout_of
+from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import layout_of
 from opendiloco.own_model import check_own_model, initial_vectors
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors

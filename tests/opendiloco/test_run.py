@@ -16,8 +16,7 @@ from opendiloco.cli import main
 from opendiloco.cli.run import _with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError
-from opendiloco.model.card import RunFacts
-from opendiloco.model.export import Dtype
+from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.storage.loading import Checkpoint
 from opendiloco.volunteer.kept_states import Origin

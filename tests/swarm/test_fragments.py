@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.storage.resume import resume
+from opendiloco.storage.loading import resume
 from peers.driver.driver import Driver
 from peers.driver.replication import Keeping
 from peers.log.folder import ENTRIES, LogFolder, read_chain

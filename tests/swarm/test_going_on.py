@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.storage.journal import Journal
+from opendiloco.storage.run_folder import Journal
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce_run, bootstrap, leave
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.storage.journal import Journal
+from opendiloco.storage.run_folder import Journal
 from peers.log.header import Header
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import SECONDS, Command, Site, create_run, eventually

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.storage.journal import Journal
+from opendiloco.storage.run_folder import Journal
 from opendiloco.tools.demo import _Child
 from opendiloco.training.reference import Reference, Work
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.storage.journal import Journal
+from opendiloco.storage.run_folder import Journal
 from tests.opendiloco.conftest import write_corpus
 from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, eventually, leave, volunteers
 

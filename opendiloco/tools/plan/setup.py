@@ -7,9 +7,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from opendiloco.config.errors import explain_validation_error, read_toml
 from opendiloco.config.run_config import RunConfig
-from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section
+from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section, explain_validation_error, read_toml
 from opendiloco.kernels import FORMATS
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.tools.plan.forecast import QUANTIZED, QUANTIZED_SPARSE, Peer, Plan, Swarm
@@ -78,7 +77,7 @@ class Links(Section):
 
 def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
     """Return the plan. Raises: ManifestError where a machine's speed does not follow from its GPU."""
-    from opendiloco.model.build import layout_of  # this and the next import torch
+    from opendiloco.model.parameters import layout_of  # this and the next import torch
     from opendiloco.workers.needs import UTILISATION, needs_of
 
     training, needs, peers = config.training, needs_of(config, skeleton), []

@@ -18,9 +18,9 @@ from click.testing import CliRunner, Result
 
 from opendiloco.cli import main
 from opendiloco.config.run_config import EvaluationSection, RunConfig
-from opendiloco.data.local_sources import local_sources
+from opendiloco.data.own_files import local_sources
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.model.card import RunFacts
+from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.state import LocalState

@@ -14,7 +14,7 @@ from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import initial_theta
 from opendiloco.run import Run
-from opendiloco.storage.audit import Findings, Proofs, entries
+from opendiloco.storage.audit import Findings, _Proofs, entries
 from opendiloco.storage.files import file_header
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import RunFolder
@@ -426,7 +426,7 @@ def position(recorded: RecordedRun, index: int) -> Position:
 def found_of(recorded: RecordedRun, folder: Path, fault: Fault, index: int = 2, first: int = 0) -> Findings:
     """What is found where an entry names this fault, in a log that begins with the entry `first`."""
     findings = Findings()
-    proofs = Proofs(folder, recorded.run, findings)
+    proofs = _Proofs(folder, recorded.run, findings)
     naming = recorded.headers[2].model_copy(update={"faults": (fault,), "index": index})
     log = recorded.empty_log
     for header in (*recorded.headers[first:2], naming):

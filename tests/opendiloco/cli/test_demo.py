@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from opendiloco.model.card import RunFacts
+from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.tools.demo import DemoScreen, _Child, _judge, _Swarm, _Volunteer
 from opendiloco.view.run_view import Agreement

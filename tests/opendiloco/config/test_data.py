@@ -9,11 +9,10 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.corpus import Document
-from opendiloco.data.sample_order import Mixture
-from opendiloco.data.token_cache import TokenCache
-from opendiloco.data.tokenized import Windows
+from opendiloco.data.sample_order import HeldOutWindows, Mixture, Windows
+from opendiloco.data.token_files import TokenCache
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import HeldOutWindows, TrainingData, load_data
+from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.errors import DataError
 
 END = ByteTokenizer.end

@@ -16,16 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
+from opendiloco.model.build import BLOCK, _PortableNormal, build_model, build_skeleton, draw, initial_theta
 from opendiloco.model.initial_weights import digest_of_weights
-from opendiloco.model.portable_normal import BLOCK, PortableNormal, draw
-from opendiloco.model.shards import Shards
+from opendiloco.model.parameters import Shards, layout_of, trainable
 from peers.errors import ManifestError
 
 
 def digest_of_a_draw() -> str:
     """Of a model as transformers itself initialises it, and of a draw."""
-    with PortableNormal(1):
+    with _PortableNormal(1):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model("gpt2", n_embd=64, n_head=4, n_layer=1, vocab_size=99)
         )
@@ -42,7 +41,7 @@ def test_initial_weights_are_normal_and_the_same_for_the_same_seed(small_config:
 
 
 def test_the_portable_normal_has_the_moments_of_a_normal() -> None:
-    with PortableNormal(0):
+    with _PortableNormal(0):
         values = torch.empty(200_000).normal_(3.0, 2.0)
     assert values.mean().item() == pytest.approx(3.0, abs=0.02)
     assert values.std().item() == pytest.approx(2.0, rel=0.01)
@@ -105,7 +104,7 @@ def test_the_portable_normal_does_not_depend_on_who_draws_it() -> None:
 def test_the_portable_normal_does_not_depend_on_the_processors_vector_instructions() -> None:
     source = inspect.getsource(digest_of_a_draw)
     imports = (
-        "import hashlib, torch; from opendiloco.model.portable_normal import PortableNormal\n"
+        "import hashlib, torch; from opendiloco.model.build import _PortableNormal\n"
         "from transformers import AutoConfig, AutoModelForCausalLM\n"
     )
     without_vectors = subprocess.run(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from opendiloco.storage import held_out_curve
-from opendiloco.storage.held_out_curve import HeldOutCurve
+from opendiloco.storage import run_folder
+from opendiloco.storage.run_folder import HeldOutCurve
 from opendiloco.view import chronicle
 from opendiloco.view.chronicle import Chronicle
 from opendiloco.view.history import MOST_POINTS, REMEMBERED_SECONDS, SHOWN_SPANS, Curve, RunHistory, Timeline
@@ -310,7 +310,7 @@ def test_no_outer_step_is_shown_that_the_run_does_not_have(story: Story) -> None
 
 
 def test_held_out_losses_take_bounded_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(held_out_curve, "MOST_LOSSES", 3)
+    monkeypatch.setattr(run_folder, "MOST_LOSSES", 3)
     curve = HeldOutCurve(tmp_path / "held_out.jsonl")
     assert [curve.add(step, 2.0) for step in range(5)] == [True, True, True, False, False]
     assert len(HeldOutCurve(tmp_path / "held_out.jsonl").losses) == 3

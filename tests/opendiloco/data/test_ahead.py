@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.ahead import Ahead, prepare_shard
-from opendiloco.data.token_cache import TokenCache, few_tokens
-from opendiloco.data.tokenized import TokenizedSource
+from opendiloco.data.ahead import Ahead, _prepare_shard
+from opendiloco.data.token_files import TokenCache, few_tokens
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import load_data
+from opendiloco.data.training_data import TokenizedSource, load_data
 from tests.child_processes import child_processes
 from tests.opendiloco.config.test_data import sharded
 
@@ -101,7 +100,7 @@ def test_shards_that_stay_in_memory_are_not_worth_a_process(config: RunConfig, m
 
 def test_it_ends_with_the_worker_that_started_it() -> None:
     """Whose death closes its standard input."""
-    waits = "a.prepare_shard = lambda *_: a.threading.Event().wait()"
+    waits = "a._prepare_shard = lambda *_: a.threading.Event().wait()"
     command = [sys.executable, "-P", "-c", f"import opendiloco.data.ahead as a; {waits}; a.main()"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
     try:
@@ -117,7 +116,7 @@ def test_it_ends_with_the_worker_that_started_it() -> None:
 
 def test_a_shard_that_is_there_is_not_made_again(config: RunConfig, tmp_path: Path) -> None:
     for _ in range(2):
-        prepare_shard(config, 0, 5)
+        _prepare_shard(config, 0, 5)
     assert kept(tmp_path) == {"5"}
 
 

@@ -5,9 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from opendiloco.data.batches import Batches
-from opendiloco.data.sample_order import Mixture, Numbers, SampleOrder, ShuffledWindows
-from opendiloco.data.tokenized import Windows
+from opendiloco.data.sample_order import Batches, Mixture, Numbers, SampleOrder, Shuffled, Windows
 from opendiloco.errors import DataError
 
 NUMBERS = np.array([3, 4, 5, 9, 10, 11, 12])
@@ -18,7 +16,7 @@ class Samples(SampleOrder):
 
     def __init__(self, breaks: bool = False) -> None:
         tokens = np.arange(101, dtype=np.uint16)
-        super().__init__([ShuffledWindows(Windows(tokens, 4), 0)], Mixture())
+        super().__init__([Shuffled.whole(Windows(tokens, 4), 0)], Mixture())
         self.read_by: list[threading.Thread] = []
         self.was_read = threading.Semaphore(0)
         self.gate = threading.Event()
@@ -71,7 +69,7 @@ def test_what_goes_wrong_is_raised_where_the_batch_is_needed() -> None:
 def test_the_time_that_training_waits_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a second whenever it is read: once before each wait, and once after."""
     ticks = iter(range(100))
-    monkeypatch.setattr("opendiloco.data.batches.time.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("opendiloco.data.sample_order.time.monotonic", lambda: float(next(ticks)))
     reading = Batches(Samples(), NUMBERS, 3)
     assert reading.waited == 0.0
     assert len(list(reading)) == 3

@@ -11,8 +11,8 @@ import huggingface_hub
 import pytest
 
 from opendiloco.config.data import TokenizerSection
-from opendiloco.data import downloads
-from opendiloco.data.downloads import downloading, downloading_model, downloading_rows
+from opendiloco.data import hub
+from opendiloco.data.hub import _downloading, _downloading_model, downloading_rows
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.errors import DataError
 from opendiloco.stages import watched_by
@@ -40,7 +40,7 @@ def _hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("datasets.config.DOWNLOADED_DATASETS_PATH", str(tmp_path / "rows"))
-    monkeypatch.setattr(downloads, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(hub, "LOOK_SECONDS", 0.001)
 
 
 Heard = queue.SimpleQueue[tuple[str, float | None]]
@@ -59,7 +59,7 @@ def test_weights_say_how_far_they_have_come(tmp_path: Path) -> None:
     blobs = tmp_path / "models--people--llama" / "blobs"
     blobs.mkdir(parents=True)
     watched = watched_by(lambda stage, share: heard.put((stage, share)))
-    with watched, downloading_model("people/llama", "*.safetensors"):
+    with watched, _downloading_model("people/llama", "*.safetensors"):
         stage, share = heard.get(timeout=PATIENCE)
         assert (stage, share) == ("downloading people/llama, as far as it is not here (2 kB)", None)
         (blobs / "1.incomplete").write_bytes(bytes(500))
@@ -85,7 +85,7 @@ def test_what_the_hub_does_not_say_has_a_stage_all_the_same(tmp_path: Path, monk
     monkeypatch.setattr(Hub, "model_info", unreachable)
     said = list[tuple[str, float | None]]()
     watched = watched_by(lambda *stage: said.append(stage))
-    with watched, downloading_model("people/llama", "*.safetensors"), downloading("text", tmp_path, None):
+    with watched, _downloading_model("people/llama", "*.safetensors"), _downloading("text", tmp_path, None):
         pass
     assert said == [(f"downloading {name}, as far as it is not here", None) for name in ("people/llama", "text")]
 

@@ -9,7 +9,7 @@ import pytest
 
 from opendiloco.config.data import DataSection, SourceSection
 from opendiloco.data.corpus import open_corpus
-from opendiloco.data.local_sources import check_files, is_local, local_sources, volunteered
+from opendiloco.data.own_files import check_files, is_local, local_sources, volunteered
 from opendiloco.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_dataset_cache")

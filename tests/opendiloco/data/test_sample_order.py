@@ -7,24 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendiloco.data.sample_order import Mixture, Numbers, Permutation, SampleOrder, ShuffledShards, ShuffledWindows
-from opendiloco.data.tokenized import Windows
+from opendiloco.data.sample_order import Mixture, Numbers, SampleOrder, Shuffled, Windows, _Permutation
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 1000))
 def test_a_permutation_meets_every_window_once(size: int, seed: int, epoch: int) -> None:
-    assert sorted(Permutation(size, seed, epoch)(np.arange(size))) == list(range(size))
+    assert sorted(_Permutation(size, seed, epoch)(np.arange(size))) == list(range(size))
 
 
 def test_permutations_are_the_same_on_every_machine_for_ever() -> None:
-    assert Permutation(1000, seed=5, epoch=0)(np.arange(6)).tolist() == [617, 742, 433, 154, 517, 150]
+    assert _Permutation(1000, seed=5, epoch=0)(np.arange(6)).tolist() == [617, 742, 433, 154, 517, 150]
 
 
 def test_seeds_and_epochs_give_unrelated_permutations() -> None:
     positions = np.arange(4096)
-    orders = [Permutation(4096, seed, epoch)(positions) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [_Permutation(4096, seed, epoch)(positions) for seed in (0, 1) for epoch in (0, 1)]
     for first in range(4):
         assert np.mean(orders[first] == positions) < 0.01
         assert abs(np.corrcoef(orders[first], positions)[0, 1]) < 0.06
@@ -38,7 +37,7 @@ def windows_of(count: int, first: int = 0) -> Windows:
 
 
 def test_a_sample_depends_on_its_number_alone() -> None:
-    order = ShuffledWindows(Windows(np.arange(101, dtype=np.uint16), sequence_length=5), seed=9)
+    order = Shuffled.whole(Windows(np.arange(101, dtype=np.uint16), sequence_length=5), seed=9)
     whole = order.read(np.arange(50))
     assert np.array_equal(whole[13:47], order.read(np.arange(13, 47)))
     assert sorted(whole[:20, 0]) == sorted(whole[20:40, 0]) == list(range(0, 100, 5))
@@ -76,7 +75,7 @@ def test_a_number_far_away_costs_no_more_than_a_near_one() -> None:
 
 
 def test_every_source_of_a_mixture_has_epochs_of_its_own() -> None:
-    order = SampleOrder([ShuffledWindows(windows_of(20), 1), ShuffledWindows(windows_of(50, 1000), 2)], Mixture([2, 1]))
+    order = SampleOrder([Shuffled.whole(windows_of(20), 1), Shuffled.whole(windows_of(50, 1000), 2)], Mixture([2, 1]))
     read = order.read(np.arange(150))[:, 0]
     small, large = read[read < 1000], read[read >= 1000] - 1000
     for epoch in range(5):
@@ -105,8 +104,12 @@ class Shards:
         return windows_of(self._short.get(number, self.windows_per_shard), 100 * number)
 
 
+def shuffled(shards: Shards) -> Shuffled:
+    return Shuffled(shards.shard, shards.count, shards.windows_per_shard, 4, shards.soon)
+
+
 def test_an_epoch_has_every_window_of_every_shard_once() -> None:
-    order = ShuffledShards(Shards(7, 10, {}), seed=4)
+    order = shuffled(Shards(7, 10, {}))
     whole = order.read(np.arange(140))[:, 0]
     every = [100 * shard + window for shard in range(7) for window in range(10)]
     assert sorted(whole[:70]) == sorted(whole[70:]) == every
@@ -117,12 +120,12 @@ def test_an_epoch_has_every_window_of_every_shard_once() -> None:
 @pytest.mark.parametrize(("start", "stop", "needed"), [(0, 10, 1), (20, 25, 1), (25, 35, 2), (65, 75, 2)])
 def test_a_lease_needs_the_shards_that_it_lies_in_and_no_others(start: int, stop: int, needed: int) -> None:
     shards = Shards(7, 10, {})
-    ShuffledShards(shards, seed=4).read(np.arange(start, stop))
+    shuffled(shards).read(np.arange(start, stop))
     assert len(shards.visits) == needed
 
 
 def test_a_shard_that_is_too_short_repeats_its_windows() -> None:
-    read: Numbers = ShuffledShards(Shards(3, 10, {1: 4}), seed=4).read(np.arange(30))[:, 0]
+    read: Numbers = shuffled(Shards(3, 10, {1: 4})).read(np.arange(30))[:, 0]
     counts = Counter(read.tolist())
     assert {window: counts[window] for window in counts if 100 <= window < 200} == {100: 3, 101: 3, 102: 2, 103: 2}
     assert all(times == 1 for window, times in counts.items() if not 100 <= window < 200)
@@ -131,7 +134,7 @@ def test_a_shard_that_is_too_short_repeats_its_windows() -> None:
 @pytest.mark.parametrize("start", [0, 20, 60])
 def test_the_shard_that_follows_is_asked_for_while_one_is_read(start: int) -> None:
     shards = Shards(7, 10, {})
-    order = ShuffledShards(shards, seed=4)
+    order = shuffled(shards)
     order.read(np.arange(start, start + 2))
     asked = shards.wanted_soon
     order.read(np.arange(start + 10, start + 12))
@@ -141,7 +144,7 @@ def test_the_shard_that_follows_is_asked_for_while_one_is_read(start: int) -> No
 def test_what_is_leased_and_expected_after_it_is_asked_for_in_that_order() -> None:
     """Four peers take turns at leases of two shards and a half; this one has each fourth."""
     shards = Shards(40, 10, {})
-    order = SampleOrder([ShuffledShards(shards, seed=4)], Mixture())
+    order = SampleOrder([shuffled(shards)], Mixture())
     for start in (0, 100, 200):
         lease = np.arange(start, start + 25)
         order.expect(lease)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from opendiloco.config.data import SourceSection
-from opendiloco.data import builders, corpus
+from opendiloco.data import corpus
 from opendiloco.data.corpus import open_corpus
 from opendiloco.errors import DataError
 
@@ -239,7 +239,7 @@ def test_a_small_file_of_gigabytes_of_rows(tmp_path: Path, monkeypatch: pytest.M
     import pyarrow as pa
     from pyarrow import parquet
 
-    monkeypatch.setattr(builders, "LARGEST", 1 << 26)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 1 << 26)
     text, rows = "a" * (1 << 20), 4096  # 4 GB
     table = pa.table({"text": pa.DictionaryArray.from_arrays(pa.array([0] * rows), pa.array([text]))})
     (tmp_path / "rows").mkdir()
@@ -259,8 +259,8 @@ def test_a_small_file_of_one_long_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, streaming: bool
 ) -> None:
     """Regression: a compressed megabyte took many gigabytes, before anything looked at the rows."""
-    monkeypatch.setattr(builders, "LARGEST", 1 << 24)
-    monkeypatch.setattr(builders, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 1 << 24)
+    monkeypatch.setattr(corpus, "LONGEST_LINE", 1 << 20)
     (tmp_path / "rows").mkdir()
     for count, is_read in ((1 << 18, True), (1 << 26, False)):
         (tmp_path / "rows" / name).write_bytes(gzip.compress(PIECES[name] % (b"a" * count), 1))
@@ -274,7 +274,7 @@ def test_a_small_file_of_one_long_line(
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_of_many_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
-    monkeypatch.setattr(builders, "TABLE_BYTES", 1000)
+    monkeypatch.setattr(corpus, "TABLE_BYTES", 1000)
     rows = [f"{number} {'a' * number}" for number in range(333)]
     for part in (0, 1):
         write_parquet(tmp_path / "rows" / f"train-{part}.parquet", {"text": (TEXT, rows[part::2])})

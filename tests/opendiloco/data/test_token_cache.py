@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opendiloco.data.token_cache import TokenCache, default_cache_folder
-from opendiloco.data.token_files import Piece, Tokens
+from opendiloco.data.token_files import Piece, TokenCache, Tokens, _default_cache_folder
 from opendiloco.errors import MachineError
 
 KEY = "0123abc"
@@ -170,9 +169,9 @@ def test_shards_that_were_not_needed_for_long_are_removed_while_who_reads_them_r
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_folder() == tmp_path / "diloco-peer" / "tokens"
+    assert _default_cache_folder() == tmp_path / "diloco-peer" / "tokens"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache_folder() == Path.home() / ".cache" / "diloco-peer" / "tokens"
+    assert _default_cache_folder() == Path.home() / ".cache" / "diloco-peer" / "tokens"
 
 
 # What is removed -----------------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_entry_and_a_living_one_kee
 
 
 def test_a_check_that_has_passed_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opendiloco.data.token_cache.CHECKS_KEPT", 2)
+    monkeypatch.setattr("opendiloco.data.token_files.CHECKS_KEPT", 2)
     cache, made = TokenCache(tmp_path), list[str]()
 
     def fails() -> None:

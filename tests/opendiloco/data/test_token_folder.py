@@ -15,11 +15,17 @@ from click.testing import CliRunner
 from opendiloco.cli import main
 from opendiloco.cli.run import _with_tokens_named
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.token_cache import TokenCache
-from opendiloco.data.token_files import Piece, Tokens, digest_of_tokens
-from opendiloco.data.token_folder import open_token_folder, read_about, write_token_folder
+from opendiloco.data.token_files import (
+    Piece,
+    TokenCache,
+    Tokens,
+    digest_of_tokens,
+    open_token_folder,
+    read_about,
+    write_token_folder,
+)
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import TrainingData, load_data, read_tokens
+from opendiloco.data.training_data import TrainingData, _read_tokens, load_data
 from opendiloco.errors import DataError
 from tests.opendiloco.conftest import write_corpus
 
@@ -110,7 +116,7 @@ def test_a_folder_is_checked_once_on_a_machine(
     folder: Path, cache: TokenCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    check = "opendiloco.data.token_folder._check_values"
+    check = "opendiloco.data.token_files._check_values"
     monkeypatch.setattr(check, lambda folder, about: read.append(folder))
     for _ in range(2):
         open_token_folder(str(folder), TOKENIZER, SPLIT, cache)
@@ -185,11 +191,11 @@ def test_the_organisers_digest_is_in_the_manifest_and_other_tokens_are_refused(
     config = RunConfig.from_manifest_content(small_content | {"data": data})
     [named] = _with_tokens_named(config).data.all_sources
     assert named.digest == read_about(folder).digest
-    read_tokens(named, SPLIT, TOKENIZER, cache)
+    _read_tokens(named, SPLIT, TOKENIZER, cache)
     write_token_folder(tmp_path / "other", list(pieces())[:-1], TOKENIZER, SPLIT)
     other = named.model_copy(update={"source": str(tmp_path / "other")})
     with pytest.raises(DataError, match=rf"data.digest is {named.digest}; the tokens of .*other"):
-        read_tokens(other, SPLIT, TOKENIZER, cache)
+        _read_tokens(other, SPLIT, TOKENIZER, cache)
     wrong = config.model_copy(update={"data": config.data.with_sources((other,))})
     with pytest.raises(DataError, match=rf"data.digest is {named.digest}"):
         _with_tokens_named(wrong)
@@ -237,7 +243,7 @@ def test_documents_that_are_closed_already_are_not_closed_twice(
         datasets.Dataset.from_dict({"ids": rows}).save_to_disk(str(tmp_path / name))
     section = RunConfig.from_manifest_content(small_content).data.all_sources[0]
     tokens = [
-        read_tokens(
+        _read_tokens(
             section.model_copy(update={"source": str(tmp_path / name), "column": "ids"}), 1e-9, TOKENIZER, cache
         )
         for name in ("open", "closed")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from opendiloco.cli.run import _with_tokenizer_named
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer, byte_symbols, digest_of_tokenizer
+from opendiloco.data.tokenizer import ByteTokenizer, _byte_symbols, build_tokenizer, digest_of_tokenizer
 from opendiloco.errors import DataError, MachineError
 from peers.errors import ManifestError
 
@@ -18,7 +18,7 @@ PRETRAINED = ByteTokenizer().pretrained()
 
 
 def test_every_byte_has_a_printable_symbol_of_its_own() -> None:
-    symbols = byte_symbols()
+    symbols = _byte_symbols()
     assert len(set(symbols)) == 256
     assert all(symbol.isprintable() and not symbol.isspace() for symbol in symbols)
     assert symbols[ord("A")] == "A"

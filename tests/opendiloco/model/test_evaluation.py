@@ -13,9 +13,8 @@ import torch
 
 from opendiloco.cli.run import _with_held_out_text_named
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.tokenized import Windows
+from opendiloco.data.sample_order import HeldOutWindows, Windows
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.errors import DataError
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import generate_sample, held_out_loss

@@ -14,8 +14,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import BEGIN, END, PADDING, ByteTokenizer
 from opendiloco.errors import MachineError
 from opendiloco.model.build import build_model
-from opendiloco.model.card import CURVE, ROWS, CurvePoint, RunFacts, model_card
-from opendiloco.model.export import export_model
+from opendiloco.model.export import CURVE, ROWS, CurvePoint, RunFacts, _model_card, export_model
 
 FACTS = RunFacts(
     run_id="small-abc", manifest_digest="cd" * 32, outer_steps=12, tokens=345678, peers=3, held_out_loss=2.15625
@@ -94,14 +93,14 @@ def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunC
     assert f"]({CURVE})" in card
     [line] = picture.iter("{http://www.w3.org/2000/svg}polyline")
     assert len(line.attrib["points"].split()) == 50
-    whole = model_card(small_config, facts.model_copy(update={"knows_all": True}))
+    whole = _model_card(small_config, facts.model_copy(update={"knows_all": True}))
     assert "| peers that contributed | 17 |" in whole
 
 
 def test_a_strangers_words_write_no_markdown_into_the_card(small_content: dict[str, Any]) -> None:
     words = "a`|\n# b</td>[c](d)"
     data = {"sources": [{"source": words, "subset": words}]}
-    card = model_card(RunConfig.model_validate(small_content | {"data": data}), FACTS)
+    card = _model_card(RunConfig.model_validate(small_content | {"data": data}), FACTS)
     assert "| `a # b/td[c](d)` (subset `a # b/td[c](d)`, split `train`) | 100.0% |" in card
 
 

@@ -14,12 +14,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from opendiloco.alignment import ALIGNMENT
-from opendiloco.config.run_config import RunConfig
-from opendiloco.config.streaming import StreamingSection
+from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.kernels import FORMATS
-from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of
+from opendiloco.model.build import build_model, build_skeleton, initial_theta
 from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import layout_of
 from opendiloco.training.sharding import shard_model
 from opendiloco.training.team import Team
 from peers.errors import ManifestError

@@ -15,9 +15,9 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import HostMemory
 from opendiloco.kernels import INT8
-from opendiloco.model import head
+from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model, initial_theta
-from opendiloco.model.packing import window_loss
+from opendiloco.model.loss import window_loss
 from opendiloco.stages import watched_by
 from opendiloco.training import micro_batch
 from opendiloco.training.micro_batch import fitting_micro_batch, peak_while, trying
@@ -61,7 +61,7 @@ def model_of(content: dict[str, Any], family: str = "llama") -> Any:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", VOCABULARY * POSITIONS)
+    monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", VOCABULARY * POSITIONS)
 
 
 def windows_of(number: int = 16) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_loss_and_gradient_are_those_of_whole_logits_and_take_less_than_these(
 ) -> None:
     model, router = model_of(small_content, family), 0.25 * (family == "mixtral")
     loss, gradients, most = learnt(model, mask, z_loss, router)
-    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", VOCABULARY * POSITIONS)
+    monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", VOCABULARY * POSITIONS)
     by_pieces, others, less = learnt(model, mask, z_loss, router)
     assert by_pieces == pytest.approx(loss, rel=1e-6)
     assert_same(gradients, others)
@@ -115,7 +115,7 @@ def test_what_is_frozen_gets_no_gradient_and_all_else_the_same(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen) if frozen else name.startswith("lm_head"))
     _, gradients, _ = learnt(model)
-    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", VOCABULARY * POSITIONS)
+    monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", VOCABULARY * POSITIONS)
     assert_same(gradients, learnt(model)[1])
     assert any(gradient is None for gradient in gradients)
 
@@ -128,7 +128,7 @@ def test_bf16_differs_from_fp32_no_more_by_pieces_than_whole(
     _, exact, _ = learnt(model)
     found = []
     for logits in (1 << 24, VOCABULARY * 4):
-        monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", logits)
+        monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", logits)
         with torch.autocast("cpu", torch.bfloat16):
             loss, gradients, _ = learnt(model)
         pairs = zip(gradients, exact, strict=True)
@@ -154,7 +154,7 @@ def test_sharing_workers_train_by_pieces_whatever_else_is_chosen(
         return replica.train(theta, 0, (SampleRange(0, 8),), 4).loss
 
     expected = trained(WorkerOptions())
-    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", VOCABULARY * 3)
+    monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", VOCABULARY * 3)
     for whole_layers, checkpointed in product((False, True), (False, True)):
         options = WorkerOptions(whole_layers=whole_layers, activation_checkpointing=checkpointed)
         assert trained(options) == pytest.approx(expected, abs=1e-6 if precision == "fp32" else 1e-3)
@@ -210,9 +210,9 @@ class Flattened(torch.nn.Linear):
 @pytest.mark.usefixtures("small_pieces")
 def test_a_head_of_another_kind_is_left_alone(small_content: dict[str, Any]) -> None:
     model = model_of(small_content)
-    assert head.linear_head(model) is model.lm_head
+    assert losses._linear_head(model) is model.lm_head
     model.lm_head.__class__ = Flattened
-    assert head.linear_head(model) is None
+    assert losses._linear_head(model) is None
     windows = windows_of()
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits.flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten())
@@ -220,9 +220,9 @@ def test_a_head_of_another_kind_is_left_alone(small_content: dict[str, Any]) -> 
 
 
 def test_a_piece_has_one_position_at_least_and_any_device_has_pieces() -> None:
-    sizes = [head.positions_at_once(32_000, torch.device(kind)) for kind in ("cpu", "cuda", "meta")]
+    sizes = [losses.positions_at_once(32_000, torch.device(kind)) for kind in ("cpu", "cuda", "meta")]
     assert sizes == [524, 2097, 524]
-    assert head.positions_at_once(1 << 30, CPU) == 1
+    assert losses.positions_at_once(1 << 30, CPU) == 1
 
 
 def test_windows_are_counted_by_what_they_take_beyond_one_piece(
@@ -231,7 +231,7 @@ def test_windows_are_counted_by_what_they_take_beyond_one_piece(
     """Where logits are most of what a window takes, many more fit than if each had all of its own at a time."""
     config = config_of(small_content)
     replica, team = ModelReplica(config, model_of(small_content), load_data(config, ByteTokenizer()).samples), Team(CPU)
-    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", VOCABULARY * 2 * (replica.window_length - 1))
+    monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", VOCABULARY * 2 * (replica.window_length - 1))
     with trying(replica, team) as taken:
         one, two = taken(1), taken(2)
         wanted = taken(40)

@@ -10,14 +10,13 @@ from pathlib import Path
 import transformers
 from transformers.utils import import_utils
 
-from opendiloco.model.light_transformers import scanned_once, scipy_comes_later
+from opendiloco.model.build import _scanned_once, _scipy_comes_later
 
 LOAD_LIGHT = """
 import sys
-from opendiloco.model.light_transformers import load_transformers
 opened = []
 sys.addaudithook(lambda event, arguments: opened.append(str(arguments[0])) if event == "open" else None)
-transformers = load_transformers()
+import opendiloco.model.build
 import transformers.models.llama.modeling_llama
 looks = [path for path in opened if path.endswith("modeling_gpt2.py")]
 assert len(looks) == 1, "all models are looked through again"
@@ -48,7 +47,7 @@ def test_without_scipy_and_with_one_look_at_all_models() -> None:
 def test_what_the_first_look_has_found_is_what_a_second_one_would_find() -> None:
     look, models = import_utils.define_import_structure, Path(transformers.__file__).parent / "models"
     for asked in (models / "__init__.py", models / "auto" / "__init__.py"):
-        with scanned_once(transformers):
+        with _scanned_once(transformers):
             known = import_utils.define_import_structure(str(asked))
         assert known == look(str(asked))
         assert known
@@ -57,6 +56,6 @@ def test_what_the_first_look_has_found_is_what_a_second_one_would_find() -> None
 
 def test_scipy_that_is_there_stays() -> None:
     optimizers = importlib.import_module("scipy.optimize")
-    with scipy_comes_later():
+    with _scipy_comes_later():
         assert sys.modules["scipy.optimize"] is optimizers
     assert sys.modules["scipy.optimize"] is optimizers

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from opendiloco.model.layout import Layout
-from opendiloco.model.merging import merge
-from opendiloco.model.shards import Shards
+from opendiloco.model.parameters import Shards, merge
 from opendiloco.shared_memory import Vector
 
 

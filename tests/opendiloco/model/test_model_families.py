@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.model.build import build_model, build_skeleton, layout_of
-from opendiloco.model.card import RunFacts
-from opendiloco.model.export import export_model
+from opendiloco.model.build import build_model, build_skeleton
+from opendiloco.model.export import RunFacts, export_model
+from opendiloco.model.parameters import layout_of
 from opendiloco.training.replica import ModelReplica
 from peers.errors import ManifestError
 from peers.values.leases import SampleRange

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.tokenized import Windows
+from opendiloco.data.sample_order import HeldOutWindows, Windows
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.training_data import HeldOutWindows, load_data
+from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
-from opendiloco.model.packing import (
+from opendiloco.model.loss import (
+    _document_positions,
     check_document_mask,
-    document_positions,
     packing_known,
     predicted_tokens,
     router_loss_weight,
@@ -62,7 +62,7 @@ def packed() -> torch.Tensor:
 def test_a_packed_document_has_the_logits_that_it_has_alone(small_content: dict[str, Any], family: str) -> None:
     model, inputs = model_of(small_content, family), packed()
     with torch.no_grad():
-        together = model(input_ids=inputs, position_ids=document_positions(inputs, END), use_cache=False).logits[0]
+        together = model(input_ids=inputs, position_ids=_document_positions(inputs, END), use_cache=False).logits[0]
         alone = torch.cat([model(input_ids=torch.tensor([one]), use_cache=False).logits[0] for one in DOCUMENTS])
         unmasked = model(input_ids=inputs, use_cache=False).logits[0]
     assert torch.allclose(together, alone, rtol=0, atol=1e-4)
@@ -94,7 +94,7 @@ def test_without_a_mask_the_loss_is_to_the_bit_what_it_was(small_content: dict[s
 
 def test_positions_begin_anew_after_each_end() -> None:
     inputs = torch.tensor([[5, 6, END, 7, END, END, 8, 9], [END, 1, 2, 3, 4, 5, 6, END]])
-    assert document_positions(inputs, END).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert _document_positions(inputs, END).tolist() == [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_windows_of_empty_documents_teach_nothing(small_content: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def test_training_a_mixture_of_experts_has_the_routers_loss_and_evaluation_never
     config = RunConfig.from_manifest_content(content)
     data = load_data(config, ByteTokenizer())
     replica, windows = ModelReplica(config, build_model(config, ByteTokenizer()), data.samples), packed()
-    positions = {"position_ids": document_positions(windows[:, :-1], END)} if mask else {}
+    positions = {"position_ids": _document_positions(windows[:, :-1], END)} if mask else {}
     end, weight = END if mask else None, routers.get("router_aux_loss_coef", 0.25)
     asked = {"output_router_logits": True, "use_cache": False}
     uneven = replica.model(input_ids=windows[:, :-1], **asked, **positions).aux_loss

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opendiloco.model.layout import Layout
-from opendiloco.model.shards import Shards, shard_rows
+from opendiloco.model.parameters import Shards, shard_rows
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("even", (6, 4)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import numpy as np
 
 from opendiloco.storage.checkpointer import KeepingPlan
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import Job
+from opendiloco.storage.writer import CheckpointJob
 from peers.log.header import Header, Member
 from peers.log.state import LogState
+from peers.transfer.snapshots import FrozenSnapshot
 from peers.transfer.storage import MemoryFile
 from peers.values.chunks import digest_of_state
 from peers.values.leases import SampleRange
@@ -20,14 +21,6 @@ from peers.values.wire import digest_of
 
 RUN = "tiny-" + "a" * 32
 VALUES = 300_000  # of each vector: 2.4 MB in all, so that there are three chunks
-
-
-@dataclass(frozen=True, eq=False)
-class FrozenState:
-    last: Header | None
-    state_digest: bytes
-    memory: MemoryFile
-    ends: tuple[bytes, ...] = ()
 
 
 def header_at(index: int, run: str = RUN) -> Header:
@@ -38,18 +31,20 @@ def header_at(index: int, run: str = RUN) -> Header:
     return Header(**(dict(first) | {"index": index - 1}))
 
 
-def frozen(index: int, values: int = VALUES, run: str = RUN) -> FrozenState:
+def frozen(index: int, values: int = VALUES, run: str = RUN) -> FrozenSnapshot:
     """A state after `index` outer steps whose values depend on it."""
     state = np.random.default_rng(index).standard_normal(2 * values, np.float32).tobytes()
     memory = MemoryFile.in_memory(len(state))
     memory.data[:] = state
-    return FrozenState(header_at(index, run) if index else None, digest_of_state([state]), memory)
+    return FrozenSnapshot(
+        header_at(index, run) if index else None, digest_of_state([state]), (), memory.data, memory=memory
+    )
 
 
 def plan(base: Path, **more: Any) -> KeepingPlan:
     return KeepingPlan(RunFolder(base / RUN / "PeerA"), **more)
 
 
-def job(folder: Path, state: FrozenState, **more: Any) -> Job:
+def job(folder: Path, state: FrozenSnapshot, **more: Any) -> CheckpointJob:
     """To write `state` into `folder`."""
-    return replace(plan(folder).job(state, state.memory), folder=str(folder), **more)
+    return replace(plan(folder).job(state), folder=str(folder), **more)

@@ -19,8 +19,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.storage import archive as archives
-from opendiloco.storage.archive import Archive, ArchivedRun
-from opendiloco.storage.disk_room import DiskRoom, NoRoomError
+from opendiloco.storage.archive import Archive, ArchivedRun, DiskRoom, NoRoomError
 from opendiloco.training.codec import BlockCodec
 from peers.errors import LocalProtocolError
 from peers.log.folder import LogFolder

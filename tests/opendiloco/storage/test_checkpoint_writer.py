@@ -21,8 +21,9 @@ import pytest
 
 from opendiloco.storage.files import file_name
 from opendiloco.storage.loading import Checkpoints
-from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, folder_bytes, main, write_checkpoint
-from tests.opendiloco.storage.frozen_states import RUN, FrozenState, frozen, job
+from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, _write_checkpoint, folder_bytes, main
+from peers.transfer.snapshots import FrozenSnapshot
+from tests.opendiloco.storage.frozen_states import RUN, frozen, job
 
 PLAIN = "import sys; import opendiloco.storage.writer as writer; sys.exit(writer.main())"
 # Kills itself instead of calling a function for the n-th time, in small pieces so that there are many times.
@@ -51,7 +52,7 @@ def run(program: str, folder: Path, index: int, *arguments: str, **more: Any) ->
     state = frozen(index)
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        input=json.dumps(asdict(job(folder, state, **more))),
+        input=json.dumps(["CheckpointJob", asdict(job(folder, state, **more))]),
         pass_fds=[state.memory.descriptor],
         capture_output=True,
         text=True,
@@ -136,8 +137,8 @@ def failing(number: int) -> Callable[..., int]:
     return sendfile
 
 
-def write(folder: Path, state: FrozenState, rate: float | None = None) -> None:
-    write_checkpoint(folder / file_name(6), state.memory.descriptor, state.memory.data.nbytes, {}, rate)
+def write(folder: Path, state: FrozenSnapshot, rate: float | None = None) -> None:
+    _write_checkpoint(folder / file_name(6), state.memory.descriptor, state.memory.data.nbytes, {}, rate)
 
 
 def test_a_disk_that_fills_up_while_it_is_written_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_a_full_disk_is_not_written_to_at_all(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1_000_000))
     monkeypatch.setattr(os, "nice", lambda increment: None)
     state = frozen(6)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asdict(job(folder, state)))))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(["CheckpointJob", asdict(job(folder, state))])))
     assert main() == NOT_SAVED
     said = capsys.readouterr().err
     assert f"{folder} has no room: a checkpoint needs 2 MB, 1 MB are free." in said
@@ -171,7 +172,7 @@ def test_an_owner_gives_no_more_room_than_the_limit(
     state, used = frozen(6), folder_bytes(folder.parent)
     for room, status, there in ((1_000_000, NOT_SAVED, {5}), (3_000_000, SAVED, {5, 6})):
         written = asdict(job(folder, state, disk_limit=used + room))
-        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(written)))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(["CheckpointJob", written])))
         assert main() == status
         assert names(folder) == {file_name(index) for index in there}
     said = capsys.readouterr().err

@@ -70,19 +70,6 @@ def test_one_that_comes_while_another_is_written_is_next(tmp_path: Path) -> None
     assert written(chosen) == [2, 1]
 
 
-def test_what_has_come_from_the_disk_is_not_written_again(tmp_path: Path) -> None:
-    class Loaded:
-        last, state_digest, memory = None, bytes(32), None
-        ends: tuple[bytes, ...] = ()
-
-    async def story(checkpointer: Checkpointer) -> None:
-        checkpointer.take(Loaded())
-        await checkpointer.idle()
-
-    play(plan(tmp_path), story)
-    assert written(plan(tmp_path)) == []
-
-
 def test_what_would_not_be_kept_is_not_written(tmp_path: Path) -> None:
     chosen = plan(tmp_path, keep_newest=0, keep_every=2)
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.tokenized import Windows
+from opendiloco.data.sample_order import HeldOutWindows, Windows
 from opendiloco.data.tokenizer import BEGIN, END, ByteTokenizer
-from opendiloco.data.training_data import HeldOutWindows
 from opendiloco.evaluation_turns import bits_per_byte
 from opendiloco.run import Run
-from opendiloco.storage.held_out_curve import HeldOutCurve, read_curve
+from opendiloco.storage.run_folder import HeldOutCurve, read_curve
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.options import WorkerOptions

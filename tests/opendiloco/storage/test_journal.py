@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.errors import MachineError
-from opendiloco.storage.journal import Journal
+from opendiloco.storage.run_folder import Journal
 from peers.log.header import Member
 from peers.log.state import LogState
 from peers.values.leases import SampleRange

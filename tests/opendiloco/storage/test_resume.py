@@ -11,7 +11,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.storage.resume import resume
+from opendiloco.storage.loading import Checkpoint, resume
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.log.folder import PAYLOADS, LogFolder, RunLog, payload_path
 from peers.values.chunks import Payload
@@ -19,7 +19,7 @@ from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 from peers.values.workload import SnapshotError
-from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, Saved, record
+from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, record
 from tests.opendiloco.volunteer.test_local_workload import StateOnly
 
 VALUES = 2500
@@ -166,8 +166,8 @@ def test_a_checkpoint_of_another_model_is_refused(recorded: RecordedRun, workloa
     async def story() -> None:
         before = await workload.state_digest()
         for saved in (
-            Saved(None, recorded.states[0].state[4:], recorded.states[0].state_digest),
-            Saved(recorded.headers[0], recorded.states[0].state, recorded.states[1].state_digest),
+            Checkpoint(None, recorded.states[0].state[4:], recorded.states[0].state_digest),
+            Checkpoint(recorded.headers[0], recorded.states[0].state, recorded.states[1].state_digest),
         ):
             with pytest.raises(SnapshotError):
                 await resume(workload, RunLog(recorded.empty_log), saved)

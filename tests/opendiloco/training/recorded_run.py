@@ -12,6 +12,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
+from opendiloco.storage.loading import Checkpoint
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.state import OuterState
 from peers.log.certificate import Certificate, ballot, certify
@@ -29,16 +30,6 @@ PEERS = tuple(identity.peer_id for identity in IDENTITIES)
 NO_AMENDMENTS: Mapping[int, Amendment] = {}
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint."""
-
-    last: Header | None
-    state: memoryview
-    state_digest: bytes
-    ends: tuple[bytes, ...] = ()
-
-
 @dataclass
 class RecordedRun:
     """`states[k]` is the checkpoint after k entries."""
@@ -47,7 +38,7 @@ class RecordedRun:
     headers: list[Header] = field(default_factory=list)
     certificates: list[Certificate] = field(default_factory=list)
     payloads: list[Payload] = field(default_factory=list)
-    states: list[Saved] = field(default_factory=list)
+    states: list[Checkpoint] = field(default_factory=list)
 
     @property
     def empty_log(self) -> LogState:
@@ -100,5 +91,5 @@ def roster(config: RunConfig, log: LogState) -> list[Member]:
     return [Member(peer=peer, tokens=tokens, samples=leases[peer]) for peer in PEERS]
 
 
-def saved(state: OuterState, last: Header | None) -> Saved:
-    return Saved(last, memoryview(b"".join(state.vectors)), state.digest())
+def saved(state: OuterState, last: Header | None) -> Checkpoint:
+    return Checkpoint(last, memoryview(b"".join(state.vectors)), state.digest())

@@ -15,7 +15,7 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import HostMemory
 from opendiloco.kernels import INT8
-from opendiloco.model import head
+from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model
 from opendiloco.training import micro_batch, optimizers
 from opendiloco.training.micro_batch import WindowMemory, fitting_micro_batch, peak_while, trying
@@ -161,7 +161,7 @@ def test_what_training_takes_is_what_the_formula_says(
 ) -> None:
     """Within a tenth, with AdamW's step as a GPU makes it, and as a CPU does, with whole logits and piece by piece;
     windows are too short to matter."""
-    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", positions * 3000)
+    monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", positions * 3000)
     monkeypatch.setattr(optimizers, "FUSED_ON", {"cpu"} if fused else set())
     monkeypatch.setattr(needs, "FUSED_ON", optimizers.FUSED_ON)
     sizes = {"vocab_size": 3000, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}

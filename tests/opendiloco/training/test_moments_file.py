@@ -25,12 +25,12 @@ from opendiloco.config.optimizers import InnerOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.model.build import build_skeleton, trainable
-from opendiloco.model.shards import local_part
+from opendiloco.model.build import build_skeleton
+from opendiloco.model.parameters import local_part, trainable
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
-from opendiloco.storage.moments import check_moments_file, moments_name, newest_moments
-from opendiloco.storage.moments_writer import finish
+from opendiloco.storage.loading import check_moments_file, moments_name, newest_moments
 from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.writer import _finish
 from opendiloco.training.moments_file import digest_place
 from opendiloco.training.replica import LONG_AGO, ModelReplica
 from opendiloco.training.sharding import shard_model
@@ -60,7 +60,7 @@ def keep(replica: ModelReplica, folder: Path, index: int = 6) -> Path:
     """Write a whole file, as workers and the process after them do."""
     path = folder / moments_name(index, PEER)
     replica.keep_moments(path.with_name(path.name + PARTIAL), RUN, index)
-    finish(path, None)
+    _finish(path, None)
     return path
 
 
@@ -213,7 +213,7 @@ def test_one_of_another_run_or_optimizer_is_not_taken(
     ("place", "bytes_there", "said"),
     [
         (0, b"\xff" * 8, "does not begin as"),
-        (9, b"\xff", "header cannot be read"),
+        (9, b"\xff", "no safetensors header"),
         (-4, b"\x01\x02\x03\x04", "not those it was written with"),
         (-4, b"\0\0\xc0\x7f", "NaN or infinity"),
     ],
@@ -263,7 +263,7 @@ def checkpoint(plan: KeepingPlan, workers: Workers, *indices: int) -> list[str]:
 
     async def main() -> None:
         async with Checkpointer(plan) as checkpointer:
-            checkpointer.workers = workers
+            checkpointer.workers = cast(WorkerGroup, workers)
             for index in indices:
                 checkpointer.take(frozen(index))
                 await checkpointer.idle()
@@ -305,7 +305,7 @@ def test_moments_that_cannot_be_had_leave_the_checkpoint_and_no_partial_file(
 
 
 def test_who_finishes_the_file_starts_without_what_is_slow_to_import() -> None:
-    code = "import sys, opendiloco.storage.moments_writer; print(*sys.modules)"
+    code = "import sys, opendiloco.storage.writer; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "pydantic", "asyncio", "fsspec", "hivemind"} & set(done.stdout.split())
 
@@ -347,7 +347,7 @@ def test_workers_in_the_place_of_lost_ones_go_on_with_what_was_kept(
         try:
             await group.run_inner_loop(InnerLoop(0, LEASE, 12, 0), lambda progress: None)
             await group.keep_moments(path.with_name(path.name + PARTIAL), RUN, 6)
-            await asyncio.to_thread(finish, path, None)
+            await asyncio.to_thread(_finish, path, None)
             group.kept_moments = path, RUN
             group._supervisor.workers[-1].kill()
             await group.evaluate(2)

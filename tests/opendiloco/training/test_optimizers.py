@@ -17,7 +17,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_model
-from opendiloco.model.packing import window_loss
+from opendiloco.model.loss import window_loss
 from opendiloco.training import optimizers as inner_optimizers
 from opendiloco.training.optimizers import build_inner_optimizer, check_inner_optimizer
 from peers.errors import ManifestError

@@ -13,9 +13,9 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import WorkerError
-from opendiloco.model import head
+from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model
-from opendiloco.model.packing import window_loss
+from opendiloco.model.loss import window_loss
 from opendiloco.shared_memory import Vector
 from opendiloco.training.inner_steps import InnerStep
 from opendiloco.training.replica import ModelReplica, on_device
@@ -258,7 +258,7 @@ def test_gradients_of_all_micro_batches_are_asked_for_without_waiting(
 ) -> None:
     """transformers looks for documents in positions, and waits for what it finds; we know what we give it. Nor does
     anything wait between pieces of the logits."""
-    monkeypatch.setitem(head.LOGITS_AT_ONCE, "cpu", 259 * positions)
+    monkeypatch.setitem(losses.LOGITS_AT_ONCE, "cpu", 259 * positions)
     training = small_content["training"] | {"document_mask": mask, "batch_size": 4}
     gpt2 = {"model_type": "gpt2", "vocab_size": 259, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
     model = small_content["model"]["config"] if model_type == "llama" else gpt2

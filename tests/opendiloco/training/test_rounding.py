@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from opendiloco import kernels
-from opendiloco.config.codec import CodecSection
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import CodecSection, RunConfig
 from opendiloco.kernels import NEAREST, Rounding
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.rounding import RunRounding

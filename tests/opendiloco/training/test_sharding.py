@@ -24,10 +24,9 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.errors import MachineError
-from opendiloco.model import portable_normal
-from opendiloco.model.blocks import transformer_blocks
-from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of, trainable
-from opendiloco.model.shards import Shards, local_part, shard_rows
+from opendiloco.model import build
+from opendiloco.model.build import build_model, build_skeleton, initial_theta
+from opendiloco.model.parameters import Shards, layout_of, local_part, shard_rows, trainable, transformer_blocks
 from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.stages import watched_by
 from opendiloco.training.micro_batch import trying
@@ -229,13 +228,13 @@ def test_workers_that_start_again_draw_no_weights_that_theta_has(
     small_config: RunConfig, frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part that is frozen is in no theta, so that it has to be drawn again."""
-    drawn, fill = list[int](), portable_normal._fill
+    drawn, fill = list[int](), build._fill
 
     def note(seed: int, call: int, tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         drawn.extend([tensor.numel()] * (tensor.device == CPU))
         return fill(seed, call, tensor, *arguments, **options)
 
-    monkeypatch.setattr(portable_normal, "_fill", note)
+    monkeypatch.setattr(build, "_fill", note)
     if frozen:
         monkeypatch.setattr(assembly, "is_all_trained", lambda model: False)
     first, again = create_memory_file(), assemble_model(small_config, ByteTokenizer(), Team(CPU), WorkerOptions(), None)
@@ -260,9 +259,9 @@ def test_initial_weights_are_drawn_by_as_many_threads_as_the_owner_allows(
             pools.append(size)
             super().__init__(size)
 
-    monkeypatch.setattr(portable_normal, "ThreadPoolExecutor", Noting)
-    monkeypatch.setattr(portable_normal, "usable_cores", lambda: 7)
-    monkeypatch.setattr(portable_normal, "BLOCK", 64)  # of this small model most are larger
+    monkeypatch.setattr(build, "ThreadPoolExecutor", Noting)
+    monkeypatch.setattr(build, "usable_cores", lambda: 7)
+    monkeypatch.setattr(build, "BLOCK", 64)  # of this small model most are larger
     memory = create_memory_file()
     assemble_model(small_config, ByteTokenizer(), Team(CPU), WorkerOptions(threads=threads), memory)
     os.close(memory)

@@ -10,7 +10,8 @@ import pytest
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
-from opendiloco.model.build import layout_of, sized_skeleton, with_sizes_named
+from opendiloco.model.build import sized_skeleton, with_sizes_named
+from opendiloco.model.parameters import layout_of
 from opendiloco.shared_memory import Vector
 from opendiloco.training.state import LocalState, OuterState
 from opendiloco.training.statistics import OuterStatistics, OuterStepTaken, together

@@ -17,7 +17,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import with_sizes_named
 from opendiloco.model.layout import Layout
-from opendiloco.model.merging import merge
+from opendiloco.model.parameters import merge
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.reference import Reference, StreamingDiLoCo, Work

@@ -20,9 +20,8 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.model.build import build_model
 from opendiloco.run import Run
 from opendiloco.storage.files import file_header, file_name
-from opendiloco.storage.held_out_curve import HeldOutCurve
 from opendiloco.storage.loading import metadata_of
-from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
 from opendiloco.volunteer.kept_states import find_origin
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.log.folder import LogFolder

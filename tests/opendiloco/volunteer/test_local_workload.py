@@ -13,7 +13,7 @@ import pytest
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
-from opendiloco.model.card import RunFacts
+from opendiloco.model.export import RunFacts
 from opendiloco.shared_memory import Vector
 from opendiloco.training.reference import Reference, Work
 from opendiloco.training.state import OuterState

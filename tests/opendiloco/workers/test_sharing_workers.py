@@ -24,7 +24,7 @@ from opendiloco.host_memory import MOMENTS_BYTES
 from opendiloco.training.replica import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.training.trials import keep_compiled_if_it_works
-from opendiloco.model.blocks import transformer_blocks
+from opendiloco.model.parameters import transformer_blocks
 from opendiloco.model.build import build_skeleton, initial_theta
 from opendiloco.workers.assembly import assemble_model, memory_of
 from opendiloco.workers.options import WorkerOptions
@@ -120,10 +120,10 @@ def test_what_sharing_workers_take_is_what_the_formula_says(
 
 
 BY_PIECES = """
-from opendiloco.model import head
+from opendiloco.model import loss as losses
 losses = []
 for logits in (1 << 24, 7 * config.model.config["vocab_size"]):
-    head.LOGITS_AT_ONCE["cpu"] = logits
+    losses.LOGITS_AT_ONCE["cpu"] = logits
     model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
     made = ModelReplica(config, model, samples, team, micro_batch=1)
     losses.append([made.train(theta, index, (SampleRange(0, 8),), 2).loss for index in range(2)])

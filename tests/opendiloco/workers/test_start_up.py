@@ -15,9 +15,9 @@ from opendiloco import stages
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.corpus import open_corpus
-from opendiloco.data.token_cache import TokenCache
-from opendiloco.data.tokenized import TokenizedSource
+from opendiloco.data.token_files import TokenCache
 from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.training_data import TokenizedSource
 from opendiloco.shared_memory import create_memory_file
 from opendiloco.stages import at_stage, passing, watched_by
 from opendiloco.training.team import Team

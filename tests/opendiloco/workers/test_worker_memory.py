@@ -12,7 +12,7 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError, DeviceMemoryError, WorkerError
-from opendiloco.model.card import RunFacts
+from opendiloco.model.export import RunFacts
 from opendiloco.shared_memory import reserve
 from opendiloco.stages import COMPILING
 from opendiloco.workers import supervisor

@@ -1,18 +1,26 @@
-"""The folder of a pretrained model or tokenizer: where it lies, and what its files may not say."""
+"""What comes from the hub: folders of pretrained models and tokenizers, what their files may not say, and how far a
+download is."""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from opendiloco.config.model import LARGEST, read_model_values
-from opendiloco.data.downloads import downloading_model
-from opendiloco.data.local_sources import HUB_NAME
+from opendiloco.config.model import read_model_values
+from opendiloco.data.own_files import HUB_NAME
+from opendiloco.quantities import in_words
+from opendiloco.stages import at_stage
 
 CONFIG, TOKENIZER_CONFIG, INDEX = "config.json", "tokenizer_config.json", "model.safetensors.index.json"
-TOKENIZER, LARGEST_TOKENIZER = "tokenizer.json", 1 << 28
+TOKENIZER = "tokenizer.json"
+CONFIG_BYTES, TOKENIZER_BYTES = 1 << 24, 1 << 28
+"""Of a config, and of a tokenizer.json, at most."""
 MOST_GROWTH = 1000.0
 """Times the length of a text, that a tokenizer's replacements may make of it."""
 MODEL_FILES = (CONFIG, "generation_config.json", INDEX, "*.safetensors")
@@ -38,7 +46,7 @@ def pretrained_folder(path: str, *wanted: str) -> Path:
         from huggingface_hub import snapshot_download
 
         weights = [pattern for pattern in wanted if pattern.endswith(".safetensors")]
-        with downloading_model(path, *weights):
+        with _downloading_model(path, *weights):
             folder = Path(snapshot_download(path, allow_patterns=list(wanted), ignore_patterns=["*/*"], token=False))
     return folder
 
@@ -67,7 +75,7 @@ def check_tokenizer(folder: Path) -> None:
     if (folder / CONFIG).exists():
         model_values(folder)
     if (folder / TOKENIZER).exists():
-        growth = _growth(json.loads(_text_of(folder / TOKENIZER, LARGEST_TOKENIZER)).get("normalizer"))
+        growth = _growth(json.loads(_text_of(folder / TOKENIZER, TOKENIZER_BYTES)).get("normalizer"))
         if growth > MOST_GROWTH:
             raise ValueError(f"{TOKENIZER}: its normalizer makes a text more than {MOST_GROWTH:g} times as long")
     if not (folder / TOKENIZER_CONFIG).exists():
@@ -90,7 +98,81 @@ def _growth(normalizer: Any) -> float:
     return 1.0 + content if "Regex" in pattern else max(1.0, content / max(1, len(pattern["String"])))
 
 
-def _text_of(file: Path, most: int = LARGEST) -> str:
+def _text_of(file: Path, most: int = CONFIG_BYTES) -> str:
     if file.stat().st_size > most:
         raise ValueError(f"{file.name} has more than {most} bytes")
     return file.read_text(encoding="utf-8")
+
+
+# Downloads ------------------------------------------------------------------------------------------------------------
+# The libraries that download draw bars of their own, each in its way; so we look at the folder that they write to.
+
+
+LOOK_SECONDS = 1.0
+
+
+@contextmanager
+def _downloading_model(name: str, *wanted: str) -> Iterator[None]:
+    """Say meanwhile how far the files of a model on the hub are here whose names match `wanted`."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
+    total = _bytes_of(lambda hub: hub.model_info(name, files_metadata=True, token=False), wanted) if wanted else None
+    with _downloading(name, folder, total):
+        yield
+
+
+@contextmanager
+def downloading_rows(name: str, files: list[str]) -> Iterator[None]:
+    """The same of a data set's files. What is here already is taken for not needed."""
+    from datasets import config
+
+    folder = Path(config.DOWNLOADED_DATASETS_PATH)
+    names = tuple(f"*{file.rpartition('@')[2].partition('/')[2]}" for file in files)
+    total = _bytes_of(lambda hub: hub.dataset_info(name, files_metadata=True, token=False), names)
+    with _downloading(name, folder, total, _size(folder)):
+        yield
+
+
+@contextmanager
+def _downloading(name: str, folder: Path, total: int | None, before: int = 0) -> Iterator[None]:
+    """Have a thread say how many of `total` bytes are in a folder that had so many `before`."""
+    stage = f"downloading {name}, as far as it is not here" + (f" ({in_words(total)})" if total else "")
+    at_stage(stage)
+    if not total:
+        yield
+        return
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            at_stage(stage, min(max(0, _size(folder) - before) / total, 1.0))
+
+    watching = threading.Thread(target=watch, name="download-watch", daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+
+
+def _bytes_of(ask: Callable[[Any], Any], wanted: tuple[str, ...]) -> int | None:
+    """Return how many bytes the hub says the files have; None if it does not say, or cannot be reached."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = ask(HfApi()).siblings or []
+    except Exception:  # no network, or no such thing: whoever downloads says so better
+        return None
+    matching = [file for file in files if any(fnmatch(file.rfilename, pattern) for pattern in wanted)]
+    return sum(file.size or 0 for file in matching) or None
+
+
+def _size(folder: Path) -> int:
+    size = 0
+    for path in folder.glob("*"):
+        with suppress(OSError):
+            size += path.stat().st_size
+    return size

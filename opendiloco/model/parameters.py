@@ -1,0 +1,231 @@
+"""A model's parameters in flat vectors: in which fragments they are averaged, and which part a worker has of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from opendiloco.config.run_config import StreamingSection
+from opendiloco.model.layout import Layout, Parameter
+from opendiloco.shared_memory import Vector
+from peers.errors import ManifestError
+
+PLAIN = StreamingSection()
+
+
+def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Those that are trained, by name; tied ones once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def is_all_trained(model: torch.nn.Module) -> bool:
+    """Whether theta has all of the model's parameters."""
+    return all(parameter.requires_grad for parameter in model.parameters())
+
+
+def layout_of(model: torch.nn.Module, streaming: StreamingSection = PLAIN) -> Layout:
+    """The model's trainable parameters as a `Layout`, in the fragments of a run.
+
+    Raises: ManifestError when these are not as large as the run says; see also `_assign_fragments`.
+    """
+    trained = trainable(model)
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in trained.items()]
+    layout = Layout(shapes, _assign_fragments(model, trained, streaming))
+    sizes = tuple(part.stop - part.start for part in layout.fragments)
+    if streaming.sizes not in (None, sizes):
+        raise ManifestError(
+            f"streaming.sizes: the run's fragments have {streaming.sizes} values, those of its model here {sizes}.",
+            "Compare the version of transformers with other peers'. Who creates a run leaves `sizes` out.",
+        )
+    return layout
+
+
+def transformer_blocks(model: Any) -> list[Any]:
+    """Return the members of the model's lists of layers that transformers, too, would keep on one device.
+
+    They are the same before and after sharding, which makes each block's class a subclass of what it was.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return [block for blocks in lists for block in blocks if names & {kind.__name__ for kind in type(block).__mro__}]
+
+
+# Fragments ------------------------------------------------------------------------------------------------------------
+# Which parameters are synchronised together: the fragments of Streaming DiLoCo (arXiv 2501.18512, section 2.2).
+#
+# With n blocks to a fragment, L blocks make ceil(L / n) fragments (the paper's 24, 48 and 108 blocks with n = 3 make 8,
+# 16 and 36). What the paper says, and what is ours:
+#
+# - "strided", its default: fragment p has the blocks p, p + P, p + 2P …, P being the number of the blocks' fragments.
+# - "sequential": fragment p has the n consecutive blocks from n·p on.
+# - "balanced" is ours: whole tensors, embeddings among them, are dealt out by size, the largest first, each to the
+#   fragment that is smallest so far. So many fragments as there would be of blocks.
+# - Embeddings: the paper shows "all fragments but the embedding" and the "embedding fragment" apart (figure 17), and
+#   synchronises some fragment every 11, 5 and 2 of 100 inner steps (appendix), which is 100 / 9, 100 / 17 and 100 / 37,
+#   one fragment more than those of blocks. So "apart" is the default. It does not say where the head and the last norm
+#   are. Here they go with the embeddings, which also keeps tied ones together. This fragment is the last.
+# - "ends" is ours: what comes before the blocks goes with their first fragment, what comes after them with the last.
+#
+# Fragments are numbered as they are synchronised within a cycle; the last one closes it. What is not trained is in
+# none, and a fragment of which nothing is trained does not exist.
+
+
+def _assign_fragments(
+    model: torch.nn.Module, trained: Mapping[str, torch.nn.Parameter], streaming: StreamingSection
+) -> tuple[int, ...]:
+    """Return the fragment of each trained parameter. Raises: ManifestError when the model has no blocks to cut."""
+    layers, parameters = streaming.layers_per_fragment, list(trained.values())
+    if layers is None:
+        return (0,) * len(parameters)
+    blocks = [list(block.parameters()) for block in transformer_blocks(model)]
+    if not blocks:
+        raise ManifestError(
+            "streaming.layers_per_fragment: this model has no transformer blocks that can be told apart.",
+            "Remove the table [streaming].",
+        )
+    fragments = math.ceil(len(blocks) / layers)
+    if streaming.pattern == "balanced":
+        return _numbered(_balanced([parameter.numel() for parameter in parameters], fragments))
+    of_block = {id(parameter): number for number, block in enumerate(blocks) for parameter in block}
+    places = [of_block.get(id(parameter)) for parameter in parameters]
+    is_strided, is_apart = streaming.pattern == "strided", streaming.embeddings != "ends"
+    numbers, before = [], True
+    for block in places:
+        before = before and block is None
+        if block is not None:
+            numbers.append(block % fragments if is_strided else block // layers)
+        else:
+            numbers.append(fragments if is_apart else 0 if before else fragments - 1)
+    return _numbered(numbers)
+
+
+def _balanced(sizes: Sequence[int], fragments: int) -> list[int]:
+    """Deal tensors out by size: the largest first, in the model's order where sizes are equal, each to the smallest
+    fragment, the first of several."""
+    filled, numbers = [0] * fragments, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        numbers[place] = filled.index(min(filled))
+        filled[numbers[place]] += sizes[place]
+    return numbers
+
+
+def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Number fragments without gaps, in the same order."""
+    present = sorted(set(numbers))
+    return tuple(present.index(number) for number in numbers)
+
+
+# Shards ---------------------------------------------------------------------------------------------------------------
+# Each worker's part of the parameters, and the way between it and flat vectors.
+#
+# FSDP2 cuts tensors along their first dimension, in pieces as `torch.chunk` makes them. A worker's part of a
+# parameter is thus one consecutive slice of the flat vector, and each worker copies its own: nothing is gathered.
+# That holds for anything shaped like the parameters, an optimizer's moments for example.
+
+
+STAGED_VALUES = 2**24
+"""Length of the pinned buffer between shared memory and a GPU."""
+
+
+class Shards:
+    """Worker `rank`'s part of each parameter, where `workers` share them.
+
+    With a `staging` buffer (fp32, of one dimension) all values pass through it: copies between a GPU and memory that is
+    not pinned are slow.
+    """
+
+    def __init__(self, layout: Layout, rank: int = 0, workers: int = 1, staging: torch.Tensor | None = None) -> None:
+        self._layout = layout
+        self.rank = rank
+        self.staging = staging
+        self._workers = workers
+
+    def of(self, layout: Layout) -> Shards:
+        """Return the same worker's part of other tensors."""
+        return Shards(layout, self.rank, self._workers, self.staging)
+
+    def slice_of(self, parameter: Parameter) -> slice:
+        """Where this worker's part lies in a flat vector; it may be empty."""
+        if self._workers == 1:
+            return parameter.slice
+        rows = shard_rows(parameter.shape[0], self.rank, self._workers)
+        row_size = math.prod(parameter.shape[1:])
+        return slice(parameter.offset + rows.start * row_size, parameter.offset + rows.stop * row_size)
+
+    @torch.no_grad()
+    def load(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> None:
+        """flat → tensors, which have the parameters' names and shapes: whole tensors, or this worker's DTensors."""
+        for values, own in self._pairs(flat, tensors):
+            own.copy_(values if self.staging is None else self.staging[: len(values)].copy_(values))
+
+    @torch.no_grad()
+    def store(self, tensors: Mapping[str, torch.Tensor], flat: Vector) -> None:
+        """tensors → flat: this worker's part of it, and nothing else."""
+        for values, own in self._pairs(flat, tensors):
+            values.copy_(own if self.staging is None else self.staging[: len(values)].copy_(own))
+
+    @torch.no_grad()
+    def merge(self, flat: Vector, tensors: Mapping[str, torch.Tensor], alpha: float) -> None:
+        """Merge flat into tensors, which keep a share of `alpha`, as `merge` does."""
+        for values, own in self._pairs(flat, tensors):
+            staged = values if self.staging is None else self.staging[: len(values)].copy_(values)
+            merge(own, staged.to(own.device), alpha)
+
+    def _pairs(self, flat: Vector, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the vector and of the tensors, of one shape each; none longer than the staging buffer."""
+        for parameter in self._layout:
+            values = torch.from_numpy(flat[self.slice_of(parameter)])
+            own = local_part(tensors[parameter.name])
+            if self.staging is None:
+                yield values.view(own.shape), own
+            else:
+                yield from zip(values.split(len(self.staging)), own.view(-1).split(len(self.staging)), strict=True)
+
+
+def store_weights(model: Any, layout: Layout, flat: Vector) -> None:
+    """Write a whole model's trained weights where its layout has them."""
+    Shards(layout).store(trainable(model), flat)
+
+
+def shard_rows(rows: int, rank: int, workers: int) -> slice:
+    """Worker `rank`'s part of so many rows, as FSDP2 cuts them: the last workers may have fewer, or none."""
+    share = math.ceil(rows / workers)
+    return slice(min(rows, share * rank), min(rows, share * (rank + 1)))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This worker's part of a tensor, in place; the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def staging_for(device: torch.device) -> torch.Tensor | None:
+    """The buffer that copies to and from this device need."""
+    return torch.empty(STAGED_VALUES, pin_memory=True) if device.type == "cuda" else None
+
+
+# Merging --------------------------------------------------------------------------------------------------------------
+# How what all peers learned comes back into weights that went on training: line 21 of Algorithm 2 (arXiv 2501.18512).
+#
+#     local = alpha * local + (1 - alpha) * theta
+#
+# Two products and a sum, each rounded to fp32: numpy and torch give the same bits, on a CPU as on a GPU, since no
+# product is contracted with the sum.
+
+
+Values = TypeVar("Values", Vector, "torch.Tensor")
+
+
+def merge(local: Values, theta: Values, alpha: float) -> None:
+    """Merge theta into local, in place: fp32 values of one shape, on one device.
+
+    With alpha = 0 they are theta's to the bit, signs of zeros included, and with alpha = 1 they stay local's.
+    """
+    if alpha == 0:
+        local[...] = theta
+    elif alpha < 1:
+        local *= alpha
+        local += theta * (1 - alpha)
