@@ -35,7 +35,7 @@ from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.training.codec import BlockCodec
-from opendiloco.training.state import OuterState
+from opendiloco.training.outer import OuterState
 from peers.transfer.memory_file import MemoryFile
 from peers.transfer.storage import FolderStorage
 

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from opendiloco.model.build import build_model
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.reference import Reference, Work
-from opendiloco.training.replica import ModelReplica
 
 
 class FrozenReplica(ModelReplica):

@@ -7,7 +7,7 @@ from tests.test_layering import ROOT
 
 STILL_LARGE = {
     "opendiloco.storage.archive.ArchivedRun",
-    "opendiloco.diloco.DiLoCo",
+    "opendiloco.library.DiLoCo",
     "opendiloco.owner.watch.OwnersWatch",
     "opendiloco.training.reference.Member",
     "opendiloco.workers.inner_loops.InnerLoops",

@@ -1,4 +1,4 @@
-"""The operations: from floats to payloads, and from payloads to floats.
+"""The operations: from floats to payloads, and from payloads to floats; and the instruction set that does them.
 
 They work on any range of blocks: slice the arrays at multiples of the format's `block_values`, its payload at multiples
 of `block_bytes`. Arguments must not overlap; arguments of the wrong kind or length raise ValueError. `threads` is the
@@ -13,9 +13,44 @@ from dataclasses import dataclass
 import numpy as np
 
 from opendiloco._kernels import ffi, lib
-from opendiloco.kernels.arrays import BFloat16s, Floats, FloatView, Payload, view_floats
-from opendiloco.kernels.errors import CorruptPayloadError, NonFiniteError
+from opendiloco.errors import MachineError
+from opendiloco.kernels.payloads import (
+    BFloat16s,
+    CorruptPayloadError,
+    Floats,
+    FloatView,
+    NonFiniteError,
+    Payload,
+    view_floats,
+)
 
+# Instruction sets -----------------------------------------------------------------------------------------------------
+ENVIRONMENT_VARIABLE = "DILOCO_KERNELS"
+KERNEL_SETS = ("scalar", "avx2", "avx512", "neon")
+
+
+def supported_kernels() -> tuple[str, ...]:
+    """The sets that this processor and this build have."""
+    return tuple(name for name in KERNEL_SETS if lib.diloco_kernels_are_supported(name.encode()))
+
+
+def chosen_kernels() -> str:
+    """The set that operations use."""
+    return ffi.string(lib.diloco_kernels_name()).decode()
+
+
+def choose_kernels(name: str) -> None:
+    """Use a set from now on, in the whole process; "" is the fastest. Raises: MachineError."""
+    if name and name not in supported_kernels():
+        known = "this machine does not have it" if name in KERNEL_SETS else "there is no such set"
+        choices = ", ".join(supported_kernels())
+        raise MachineError(
+            f"{ENVIRONMENT_VARIABLE} = {name!r}: {known}.", f"Unset it for the fastest, or use one of: {choices}."
+        )
+    lib.diloco_choose_kernels(name.encode())
+
+
+# Operations -----------------------------------------------------------------------------------------------------------
 _LARGEST_FLOAT, _SMALLEST_FLOAT = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 LARGEST_WEIGHT = 2.0**63
 """Of all weights of an average together: so no sum of sound payloads overflows."""

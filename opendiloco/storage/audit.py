@@ -20,7 +20,7 @@ from opendiloco.run import Run
 from opendiloco.storage.loading import Checkpoint, Checkpoints
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.training.codec import BlockCodec
-from opendiloco.training.state import OuterState
+from opendiloco.training.outer import OuterState
 from peers.log.certificate import Certificate, CertificateError, prove
 from peers.log.chain import Chain, Entry
 from peers.log.exclusions import Fault, may_be_named

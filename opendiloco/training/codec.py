@@ -1,15 +1,23 @@
-"""Pseudo-gradients as blocks of bytes: what LocalWorkload sends, checks and averages, for vectors of one size."""
+"""Pseudo-gradients as payloads: their blocks of bytes, how values are rounded, and error feedback."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from opendiloco import kernels
-from opendiloco.kernels import Format, Payload, Rounding
+from opendiloco.config.codec import CodecSection
+from opendiloco.kernels import NEAREST, SPARSE, Format, Payload, Rounding, dequantize, stochastic
 from opendiloco.shared_memory import Vector
+from peers.values.leases import SampleRange
 from peers.values.memory import empty
+from peers.values.wire import digest_of
 from peers.values.workload import BadBlocksError, Blocks
+
+PIECE_BLOCKS = 16
+"""Of a payload, that are decoded at once, so that it takes no memory to speak of."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +100,85 @@ class BlockCodec:
         """How many values these bytes hold if they are whole blocks of ours."""
         whole = -(-len(blocks) // self.format.block_bytes) * self.format.block_values
         return min(whole, max(0, self.values - first_block * self.format.block_values))
+
+
+@dataclass(frozen=True)
+class RunRounding:
+    """A run's. Outer steps are counted from 0."""
+
+    is_stochastic: bool
+
+    @classmethod
+    def of(cls, codec: CodecSection) -> RunRounding:
+        """Return what the manifest says."""
+        return cls(codec.rounding == "stochastic")
+
+    def of_contribution(self, index: int, fragment: int, samples: Sequence[SampleRange]) -> Rounding:
+        """Return that of a fragment's pseudo-gradient. No two peers have the same chance: their samples differ. It does
+        not matter how many of them are trained, which is not known yet when the first fragment is taken."""
+        return self._rounding(0, index, fragment, *(part.start for part in samples[:1]))
+
+    def of_average(self, index: int, fragment: int, first_block: int = 0) -> Rounding:
+        """Return that of the average's blocks from `first_block` on, whoever averages them."""
+        return self._rounding(first_block, index, fragment)
+
+    def _rounding(self, first_block: int, *drawn_from: int) -> Rounding:
+        if not self.is_stochastic:
+            return NEAREST
+        digest = digest_of(" ".join(map(str, drawn_from)).encode())
+        return stochastic(int.from_bytes(digest[:8], "little"), first_block)
+
+
+# Error feedback ------------------------------------------------------------------------------------------------------
+class Residual:
+    """Error feedback: what payloads have left out, and later ones make up for (arXiv 1901.09847).
+
+    A `share` of what a payload has left out is added to the next pseudo-gradient that is encoded. Once an outer step
+    was taken without our payload nobody knows what of it is still to be made up for, so it is forgotten.
+
+    A sparse average leaves out most of what its members' payloads hold, and reducers keep no residuals. Each member
+    takes back what of its own is where the average has nothing: all of them together take back all that was left out.
+    """
+
+    def __init__(self, share: float, values: int) -> None:
+        """It has so many fp32 `values`, where the run has error feedback."""
+        self._share = np.float32(share)
+        self._vector: Vector | None = np.zeros(values, np.float32) if share else None
+        self._is_sent = False  # what a payload holds, that no average has answered yet
+
+    def to_add(self) -> Vector | None:
+        """Return what to add to the pseudo-gradient, and to replace by what its payload leaves out."""
+        self._is_sent = True
+        if self._vector is not None:
+            self._vector *= self._share
+        return self._vector
+
+    def take_back(self, own: Payload, average: Payload) -> None:
+        """Add what our payload holds where the average that it is in has nothing. Both were checked before."""
+        is_answered, self._is_sent = self._is_sent, False
+        if self._vector is None or not is_answered or average.format is not SPARSE:
+            return
+        for start in range(0, average.values, PIECE_BLOCKS * SPARSE.block_values):
+            sent, applied = _decoded_piece(own, start), _decoded_piece(average, start)
+            sent[applied != 0] = 0
+            self._vector[start : start + sent.size] += sent
+
+    def forget(self) -> None:
+        """Have nothing made up for: an outer step was taken without our payload."""
+        self._is_sent = False
+        if self._vector is not None:
+            self._vector[:] = 0
+
+    def forget_unanswered(self) -> None:
+        """Forget it if its payload is in no entry by now: training begins anew."""
+        if self._is_sent:
+            self.forget()
+
+
+def _decoded_piece(payload: Payload, start: int) -> Vector:
+    """Return the values from `start` on, a multiple of a piece's."""
+    first, values = start // payload.format.block_values, payload.values - start
+    first_byte, end = payload.format.byte_range(first, first + PIECE_BLOCKS, payload.values)
+    out: Vector = np.empty(min(values, PIECE_BLOCKS * payload.format.block_values), np.float32)
+    dequantize(Payload(payload.format, out.size, payload.buffer[first_byte:end]), out)
+    return out

@@ -37,11 +37,10 @@ from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.training.cycles import Cycles, Fragmented, Steps
-from opendiloco.training.fragment import Residual
-from opendiloco.training.replica import ModelReplica
-from opendiloco.training.rounding import RunRounding
-from opendiloco.training.state import OuterState
+from opendiloco.training.codec import Residual, RunRounding
+from opendiloco.training.inner import ModelReplica
+from opendiloco.training.outer import OuterState
+from opendiloco.training.streaming import Cycles, Fragmented, Steps
 from peers.protocol.weights import aged
 from peers.values.amendments import Amendment
 from peers.values.leases import SampleRange

@@ -1,25 +1,97 @@
-"""The workers of one volunteer, as each of them sees the others: who it is, and what they tell each other.
+"""The workers of one volunteer: the device of each, what they tell each other, and the model that they share.
 
-They meet at a store that the first of them serves on a socket of the peer process, bound to the loopback interface:
-nobody else's machine can reach it, and no port is chosen before it is taken.
+Workers meet at a store that the first of them serves on a socket of the peer process, bound to the loopback interface:
+no other machine can reach it, and no port is chosen before it is taken.
+
+The model is sharded by FSDP2 (arXiv 2304.11277), one group per transformer block and the rest. On a mesh of two
+dimensions, replicas and shards, each replica has the whole model, and gradients are summed over both. A worker builds
+the model without memory for its weights, and takes memory block by block, keeping its part only.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import re
+import resource
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from opendiloco.errors import MachineError
+from opendiloco.config.run_config import TrainingSection
+from opendiloco.errors import MachineError, first_line
+from opendiloco.model.blocks import transformer_blocks
+from opendiloco.model.shards import local_part, shard_rows
 
+# Device ---------------------------------------------------------------------------------------------------------------
+TRITON_CAPABILITY = (7, 0)
+"""Compute capability of the oldest GPUs that it compiles for."""
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
+
+    Raises: MachineError when it is none of these, or torch cannot use it.
+    """
+    if not DEVICE.fullmatch(wanted):
+        raise MachineError(f"--device {wanted} is nothing to train on.", "Use auto, cpu, cuda, or cuda:1 and so on.")
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(1, device=device)
+        if device.index is not None:
+            torch.cuda.set_device(device)  # so that nothing is put on another GPU for want of a name
+    except (RuntimeError, AssertionError) as error:
+        raise MachineError(
+            f"--device {wanted} cannot be used by torch {torch.__version__}: {first_line(error)}",
+            "Use --device cpu, or install a torch that supports this GPU.",
+        ) from error
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name as its driver says it, such as "NVIDIA A100-SXM4-80GB"; else the device's type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def compiling_lacks(device: torch.device) -> str | None:
+    """Return what torch.compile would lack on a GPU: Triton has a C compiler make its launchers. None: nothing."""
+    if torch.cuda.get_device_capability(device) < TRITON_CAPABILITY:
+        return f"a {device_name(device)} is too old for it"
+    compilers = [*filter(None, [os.environ.get("CC")]), "gcc", "clang"]
+    return None if any(map(shutil.which, compilers)) else "there is no C compiler here; install gcc"
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether a device computes in bf16 itself. GPUs older than Ampere convert each value, and are slower."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """`peak_memory` counts from now on. That of the CPU cannot be forgotten."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of a GPU, what tensors have taken at most since it was forgotten; of the CPU, this process ever."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+# Team -----------------------------------------------------------------------------------------------------------------
 Value: TypeAlias = float | torch.Tensor
 """A number, or a tensor that holds one, on the worker's device."""
 LOOPBACK = "127.0.0.1"
@@ -147,3 +219,59 @@ class Team:
         if isinstance(value, torch.Tensor):
             return value.to(self.device, torch.float64)
         return torch.full((), float(value), dtype=torch.float64, device=self.device)
+
+
+# The model that they share --------------------------------------------------------------------------------------------
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> None:
+    """Share a model, in place; what is on the meta device gets memory, but no values.
+
+    The rest has the head, with which the loss is computed after the forward pass; so it stays gathered until the
+    backward pass, which begins with it. With `whole_layers` all groups do.
+    """
+    policy = MixedPrecisionPolicy(DTYPES[training.precision], DTYPES[training.gradient_reduction])
+    for module in (*transformer_blocks(model), model):
+        _take_memory(module, team.device)
+        is_freed = module is not model and not whole_layers
+        fully_shard(module, mesh=team.mesh, mp_policy=policy, reshard_after_forward=is_freed)
+
+
+def has_other_tensors(model: torch.nn.Module) -> bool:
+    """Whether a model keeps tensors beside its parameters and buffers: nobody but its constructor can fill those."""
+    return any(isinstance(value, torch.Tensor) for module in model.modules() for value in vars(module).values())
+
+
+@torch.no_grad()
+def fill_untrained(model: Any, whole: Any, team: Team) -> None:
+    """Frozen parameters and buffers, which theta does not have, from worker 0's whole model; the others give None."""
+    source = {} if whole is None else dict(_untrained(whole))
+    for name, tensor in _untrained(model):
+        if team.rank == 0:
+            values = source[name].to(team.device).contiguous()
+        else:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, device=team.device)
+        team.take_from_first(values)
+        own = local_part(tensor)
+        own.copy_(values if own is tensor else values[shard_rows(len(values), team.shard, team.shards)])
+
+
+def _untrained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    frozen = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return chain(frozen, model.named_buffers())
+
+
+def _take_memory(module: torch.nn.Module, device: torch.device) -> None:
+    """Replace what is on the meta device. Tied parameters stay one, which `Module.to_empty` would not see to."""
+    replaced: dict[int, torch.nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                if id(parameter) not in replaced:
+                    empty = torch.empty_like(parameter, device=device)
+                    replaced[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
+                setattr(owner, name, replaced[id(parameter)])
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(owner, name, torch.empty_like(buffer, device=device))

@@ -10,7 +10,7 @@ from typing import Any
 
 from opendiloco.run import Run
 from opendiloco.storage.held_out_curve import HeldOutCurve
-from opendiloco.training.statistics import OuterStepTaken
+from opendiloco.training.outer import OuterStepTaken
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import Telemetry

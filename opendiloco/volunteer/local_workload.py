@@ -19,10 +19,9 @@ from opendiloco.evaluation_turns import HeldOut, is_our_turn
 from opendiloco.kernels import Payload
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.shared_memory import SharedVectors
-from opendiloco.training.fragment import FragmentWork
-from opendiloco.training.rounding import RunRounding
-from opendiloco.training.state import LocalState
-from opendiloco.training.statistics import Measuring
+from opendiloco.training.codec import RunRounding
+from opendiloco.training.outer import LocalState, Measuring
+from opendiloco.training.streaming import FragmentWork
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import WorkersRestartedError

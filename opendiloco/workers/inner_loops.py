@@ -8,11 +8,9 @@ from typing import Protocol
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.shared_memory import SharedVectors, Vector
-from opendiloco.training.cycles import Cycles
-from opendiloco.training.device_facts import forget_peak_memory, peak_memory
-from opendiloco.training.inner_steps import InnerStep, InnerSteps, StepTaken
-from opendiloco.training.replica import ModelReplica
-from opendiloco.training.team import Team
+from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica, StepTaken
+from opendiloco.training.streaming import Cycles
+from opendiloco.training.team import Team, forget_peak_memory, peak_memory
 from opendiloco.workers.control import (
     Average,
     ControlMessage,

@@ -21,18 +21,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opendiloco import diloco as diloco_module
+from opendiloco import library as diloco_module
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.diloco import DiLoCo, _Joined
 from opendiloco.errors import LoopError, MachineError
-from opendiloco.loop_worker import LoopWorker
+from opendiloco.library import DiLoCo, LoopWorker, _Joined, check_own_model, initial_vectors
 from opendiloco.model.build import build_model, initial_theta, layout_of
 from opendiloco.model.layout import Layout
-from opendiloco.own_model import check_own_model, initial_vectors
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.reference import Reference

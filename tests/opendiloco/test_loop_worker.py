@@ -11,7 +11,7 @@ import torch
 
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.loop_worker import LoopWorker, OuterStep
+from opendiloco.library import LoopWorker, OuterStep
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.volunteer.local_workload import Workload

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from opendiloco import diloco as diloco_module
-from opendiloco import trainer_callback
-from opendiloco.diloco import DiLoCo, _Joined
-from opendiloco.trainer_callback import Call, DiLoCoCallback
+from opendiloco import library
+from opendiloco.library import Call, DiLoCo, DiLoCoCallback, _Joined
 from peers.values.manifest import Invite
 from tests.opendiloco.test_loop_worker import new_run, new_worker
 
@@ -48,7 +46,7 @@ made: list[Joined] = []
 @pytest.fixture(autouse=True)
 def _joined(monkeypatch: pytest.MonkeyPatch) -> None:
     made.clear()
-    monkeypatch.setattr(trainer_callback, "DiLoCo", Joined)
+    monkeypatch.setattr(library, "DiLoCo", Joined)
 
 
 def in_another_thread(question: Callable[[], bool]) -> bool:
@@ -122,9 +120,9 @@ def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, mon
         def _begin_outer_step(self) -> None:
             self._outer_step = None
 
-    monkeypatch.setattr(diloco_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(library, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
-    monkeypatch.setattr(trainer_callback, "DiLoCo", Alone)
+    monkeypatch.setattr(library, "DiLoCo", Alone)
 
     def fail() -> None:
         assert loops[0]._thread.is_alive()

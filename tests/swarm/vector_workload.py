@@ -10,7 +10,7 @@ import numpy as np
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.kernels import INT8
 from opendiloco.training.codec import BlockCodec
-from opendiloco.training.state import OuterState
+from opendiloco.training.outer import OuterState
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.amendments import Amendment
 from peers.values.leases import sample_count

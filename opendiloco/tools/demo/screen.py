@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from opendiloco.view.screen import Row, peers_table, plain_line
+from opendiloco.view.run_view import Row, peers_table, plain_line
 
 EVENTS_SHOWN = 8
 PLAIN_SECONDS = 10.0

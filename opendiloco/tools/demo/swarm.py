@@ -18,8 +18,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.run import Run
 from opendiloco.tools.demo.processes import Child
 from opendiloco.tools.demo.screen import DemoScreen
-from opendiloco.view.run_view import Agreement, is_finished
-from opendiloco.view.screen import Row, row_of
+from opendiloco.view.run_view import Agreement, Row, is_finished, row_of
 from opendiloco.volunteer.follower import export_state, fetch_state, make_folder, past_of
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.volunteer import connected, working

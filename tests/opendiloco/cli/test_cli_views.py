@@ -15,8 +15,7 @@ from rich.console import Console
 
 from opendiloco.cli.join import view_for
 from opendiloco.cli.logs import LogOptions
-from opendiloco.view.join_view import Lines, Screen, volunteer_picture
-from opendiloco.view.progress import Progress, ProgressReader
+from opendiloco.view.progress import Lines, Progress, ProgressReader, Screen, volunteer_picture
 from opendiloco.view.run_view import RunView
 from tests.opendiloco.view.test_progress import own_beat
 from tests.opendiloco.view.test_progress import progress as progress

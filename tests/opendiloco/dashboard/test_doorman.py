@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from opendiloco.dashboard import doorman
-from opendiloco.dashboard.doorman import MOST_OF_ONE_ADDRESS, Doorman, customer
-from opendiloco.dashboard.server import bind, dashboard
+from opendiloco.dashboard import server
+from opendiloco.dashboard.server import MOST_OF_ONE_ADDRESS, Doorman, bind, customer, dashboard
 
 LIMIT = 20.0  # seconds that anything may take
 CLOSED = (ConnectionError, asyncio.IncompleteReadError)
@@ -29,7 +28,7 @@ def visiting(visit: Callable[[int], Awaitable[None]]) -> None:
 
 @pytest.mark.parametrize("half", [b"", b"GET / HTTP/1.1\r\nHost: loc", REQUEST[:-1]])
 def test_half_a_request_does_not_stay_open(half: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.1)
 
     async def visit(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -43,7 +42,7 @@ def test_half_a_request_does_not_stay_open(half: bytes, monkeypatch: pytest.Monk
 
 def test_a_request_in_pieces_is_answered_and_its_connection_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted: list[float] = []
-    monkeypatch.setattr(doorman._Connection, "_abort_after", lambda self, seconds: Timer(seconds, aborted))
+    monkeypatch.setattr(server._Connection, "_abort_after", lambda self, seconds: Timer(seconds, aborted))
 
     async def visit(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -51,7 +50,7 @@ def test_a_request_in_pieces_is_answered_and_its_connection_stays(monkeypatch: p
             writer.write(bytes([byte]))
             await writer.drain()
         assert b"200 OK" in await reader.readuntil(b"\r\n")
-        assert aborted == [doorman.REQUEST_SECONDS], "it is not waited for any more"
+        assert aborted == [server.REQUEST_SECONDS], "it is not waited for any more"
         writer.close()
 
     visiting(visit)
@@ -68,7 +67,7 @@ class Timer:
 
 
 def test_whoever_does_not_read_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "WRITE_SECONDS", 0.1)
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.1)
     lost = asyncio.Event()
 
     class Talkative(asyncio.Protocol):
@@ -98,12 +97,12 @@ def test_one_address_has_its_share_and_this_machine_has_all_there_are(monkeypatc
     for _ in range(2):
         door.go("203.0.113.5")
     assert door.come("203.0.113.5")
-    monkeypatch.setattr(doorman, "MOST_CONNECTIONS", 10)
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 10)
     assert not door.come("127.0.0.1")
 
 
 def test_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 1)
 
     async def visit(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -24,9 +24,8 @@ from opendiloco.dashboard import server, watching
 from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
 from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
-from opendiloco.dashboard.watching import RunWatch, Watching
+from opendiloco.dashboard.watching import RunHistory, RunWatch, Watching
 from opendiloco.storage.held_out_curve import HeldOutCurve
-from opendiloco.view.history import RunHistory
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.folder import MemoryLog
 from peers.network.transport import HivemindTransport

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from opendiloco.dashboard.watching import MOST_POINTS, REMEMBERED_SECONDS, SHOWN_SPANS, Curve, RunHistory, Timeline
 from opendiloco.storage import held_out_curve
 from opendiloco.storage.held_out_curve import HeldOutCurve
 from opendiloco.view import chronicle
 from opendiloco.view.chronicle import Chronicle
-from opendiloco.view.history import MOST_POINTS, REMEMBERED_SECONDS, SHOWN_SPANS, Curve, RunHistory, Timeline
 from opendiloco.view.run_view import LARGEST_LOSS, LARGEST_RATE, RunView
 from peers.log.folder import MemoryLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState

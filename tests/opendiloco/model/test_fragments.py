@@ -20,8 +20,7 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.kernels import FORMATS
 from opendiloco.model.build import build_model, build_skeleton, initial_theta, layout_of
 from opendiloco.model.layout import Layout
-from opendiloco.training.sharding import shard_model
-from opendiloco.training.team import Team
+from opendiloco.training.team import Team, shard_model
 from peers.errors import ManifestError
 
 SIZES = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2}

@@ -13,7 +13,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.codec import BlockCodec
-from opendiloco.training.state import OuterState
+from opendiloco.training.outer import OuterState
 from peers.log.certificate import Certificate, ballot, certify
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member

@@ -11,7 +11,7 @@ import pytest
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.shared_memory import Vector
-from opendiloco.training.statistics import OuterStatistics, OuterStepTaken, measure
+from opendiloco.training.outer import OuterStatistics, OuterStepTaken, measure
 from opendiloco.view.curves import Curves
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.telemetry import Telemetry

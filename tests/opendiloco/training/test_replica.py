@@ -17,8 +17,7 @@ from opendiloco.model import head
 from opendiloco.model.build import build_model
 from opendiloco.model.packing import window_loss
 from opendiloco.shared_memory import Vector
-from opendiloco.training.inner_steps import InnerStep
-from opendiloco.training.replica import ModelReplica, on_device
+from opendiloco.training.inner import InnerStep, ModelReplica, on_device
 from opendiloco.training.team import Team
 from peers.values.leases import SampleRange
 

@@ -11,8 +11,7 @@ from opendiloco import kernels
 from opendiloco.config.codec import CodecSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import NEAREST, Rounding
-from opendiloco.training.codec import BlockCodec
-from opendiloco.training.rounding import RunRounding
+from opendiloco.training.codec import BlockCodec, RunRounding
 from peers.errors import ManifestError
 from peers.values.leases import SampleRange
 

@@ -30,11 +30,9 @@ from opendiloco.model.build import build_model, build_skeleton, initial_theta, l
 from opendiloco.model.shards import Shards, local_part, shard_rows
 from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.stages import watched_by
-from opendiloco.training.micro_batch import trying
-from opendiloco.training.replica import ModelReplica
-from opendiloco.training.sharding import fill_untrained, has_other_tensors, shard_model
-from opendiloco.training.team import MeetingPlace, Team
-from opendiloco.training.trials import compile_blocks, keep_compiled_if_it_works
+from opendiloco.training.inner import ModelReplica
+from opendiloco.training.team import MeetingPlace, Team, fill_untrained, has_other_tensors, shard_model
+from opendiloco.training.trials import compile_blocks, keep_compiled_if_it_works, trying
 from opendiloco.workers import assembly
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.options import WorkerOptions

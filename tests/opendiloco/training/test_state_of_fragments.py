@@ -12,8 +12,7 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import layout_of, sized_skeleton, with_sizes_named
 from opendiloco.shared_memory import Vector
-from opendiloco.training.state import LocalState, OuterState
-from opendiloco.training.statistics import OuterStatistics, OuterStepTaken, together
+from opendiloco.training.outer import LocalState, OuterState, OuterStatistics, OuterStepTaken, together
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.errors import ManifestError
 from peers.values.workload import BadBlocksError, Reduction, Workload

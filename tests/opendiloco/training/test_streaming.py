@@ -20,9 +20,9 @@ from opendiloco.model.layout import Layout
 from opendiloco.model.merging import merge
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
+from opendiloco.training.inner import ModelReplica
+from opendiloco.training.outer import OuterState
 from opendiloco.training.reference import Reference, StreamingDiLoCo, Work
-from opendiloco.training.replica import ModelReplica
-from opendiloco.training.state import OuterState
 from peers.errors import ManifestError
 from peers.values.amendments import Amendment
 from peers.values.identity import Identity

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.view.run_view import Agreement
-from opendiloco.view.screen import peers_table, plain_line, row_of, short_name
+from opendiloco.view.run_view import Agreement, peers_table, plain_line, row_of, short_name
 from peers.presence.heartbeat import Heartbeat, PeerState
 
 

@@ -21,7 +21,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import MOMENTS_BYTES
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.training.trials import keep_compiled_if_it_works
 from opendiloco.model.blocks import transformer_blocks
@@ -156,7 +156,7 @@ def test_activation_checkpointing_saves_memory_where_blocks_are_sharded_and_comp
 
 TRIALS = """
 from transformers.models.llama import modeling_llama
-from opendiloco.training import attention
+from opendiloco.training import trials
 from opendiloco.stages import watched_by
 from tests.opendiloco.training.test_sharding import Broken
 

@@ -1,4 +1,5 @@
-"""DiLoCo around one's own training loop: every step of the inner optimizer counts, and the H-th ends the outer step.
+"""The library: DiLoCo around a training loop of one's own, where every step of the inner optimizer counts, and the H-th
+ends the outer step.
 
     with DiLoCo(model, inner_optimizer, run="diloco:tiny-qz3h…4a@/ip4/…") as diloco:
         for windows in diloco.batches():  # the run's text; or text of one's own, in batches of the same size
@@ -7,6 +8,11 @@
             diloco.report(loss)
             inner_optimizer.step()
             inner_optimizer.zero_grad()
+
+Or around transformers' `Trainer`, whose effective batch (per-device batch times gradient accumulation) must be the
+run's:
+
+    Trainer(model, arguments, train_dataset=…, callbacks=[DiLoCoCallback("diloco:tiny-qz3h…4a@/ip4/…")]).train()
 
 The swarm's part (membership, rounds, transfers, the outer step) lives in a thread of its own, as in the peer process of
 `diloco-peer join`; here it lends the training thread theta and takes back what came of it.
@@ -17,6 +23,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
+import queue
+import sys
 import threading
 import time
 import weakref
@@ -25,24 +34,32 @@ from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from threading import Lock
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
-from opendiloco.errors import first_line
+from opendiloco.errors import LoopError, WorkerError, first_line
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.loop_worker import LoopWorker, OuterStep
-from opendiloco.model.build import layout_of, trainable
+from opendiloco.model.build import build_model, layout_of, store_weights, trainable
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
+from opendiloco.model.initial_weights import check_initial_weights
+from opendiloco.model.layout import Layout
 from opendiloco.model.shards import Shards
-from opendiloco.own_model import check_own_model, check_run, initial_vectors
 from opendiloco.run import Run, find_run
+from opendiloco.shared_memory import SharedVectors
+from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.admission import enter, read_ticket
 from opendiloco.volunteer.interrupts import RememberedInterrupt
@@ -50,14 +67,231 @@ from opendiloco.volunteer.local_workload import Workload
 from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from opendiloco.volunteer.sole import listen
 from opendiloco.volunteer.volunteer import Volunteer, connected
+from opendiloco.workers.control import InnerLoopDone, InnerStepDone
+from opendiloco.workers.telemetry import Telemetry
 from opendiloco.workers.trackers import Choice, tracking
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
+from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange, prefix, sample_count
 from peers.values.manifest import Invite
-from peers.values.workload import Progress, Trained
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
+# The caller's model ---------------------------------------------------------------------------------------------------
+EXACT = (torch.float32, torch.float64)
+"""The types that hold theta's values as they are."""
+JOIN = (
+    "Train with `diloco-peer join`, which shares a model among all GPUs of a machine, or in one process on one device."
+)
+
+
+def check_own_model(model: torch.nn.Module) -> None:
+    """Raises: LoopError when the model is shared with other processes, or cannot hold theta."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise LoopError(
+            f"this is process {dist.get_rank()} of {dist.get_world_size()}; each would join as a peer of its own.",
+            JOIN,
+        )
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise LoopError("the model is wrapped in FSDP.", JOIN)
+    for name, parameter in trainable(model).items():
+        if isinstance(parameter, DTensor):
+            raise LoopError(f"the model's parameter {name} is a shard (FSDP2, or a DTensor of another kind).", JOIN)
+        if parameter.is_meta:
+            raise LoopError(f"the model's parameter {name} has no memory.", "Use `model.to_empty(device=…)` first.")
+        if parameter.dtype not in EXACT:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise LoopError(
+                f"the model's parameter {name} is {kind}; theta would be rounded to it, and what that changes would "
+                "count as trained.",
+                "Keep the weights in float32 (model.float()), and compute in bfloat16 with torch.autocast.",
+            )
+
+
+def check_run(config: RunConfig) -> None:
+    """Raises: LoopError for a run that streams: a loop of one's own hands over all its weights at once, and waits."""
+    if not config.streaming.is_plain:
+        raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
+
+
+def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
+    """Return memory with the weights that the run begins with, for a model of this layout.
+
+    Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
+    """
+    model = build_model(config, build_tokenizer(config.tokenizer))
+    runs = layout_of(model, config.streaming)
+    _check_layout(layout, runs)
+    vectors = SharedVectors.create(runs.size)
+    store_weights(model, runs, vectors.theta)
+    check_initial_weights(vectors.theta, config.model)
+    return vectors
+
+
+def _check_layout(own: Layout, runs: Layout) -> None:
+    remedy = "Build the model as the run's manifest says: `diloco-peer run show` prints it."
+    for ours, theirs in zip(own, runs, strict=False):
+        if ours.shape != theirs.shape:
+            raise ManifestError(
+                f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
+                f"{theirs.shape}.",
+                remedy,
+            )
+    if own.size != runs.size:
+        raise ManifestError(f"the model has {own.size} trainable values; the run's has {runs.size}.", remedy)
+
+
+# Between two threads --------------------------------------------------------------------------------------------------
+class OuterStep:
+    """The inner steps of one outer step. The training thread reports each."""
+
+    def __init__(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> None:
+        self.work = work
+        self.steps_done = 0
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+        self._trained: asyncio.Future[Trained] = self._loop.create_future()
+        self._lock = Lock()  # held by whoever ends it
+        self._is_void = False
+
+    async def trained(self) -> Trained:
+        """For the swarm's thread. When cancelled, nothing that was done counts, nor will it be published."""
+        try:
+            return await self._trained
+        except asyncio.CancelledError:
+            with self._lock:
+                self._is_void = True
+            raise
+
+    def report(self, progress: Progress) -> None:
+        self._loop.call_soon_threadsafe(self._pass_on, progress)
+
+    def finish(self, publish: Callable[[], None], trained: Trained) -> None:
+        """Have the weights published and say so, unless it is void."""
+        with self._lock:
+            if self._is_void:
+                return
+            publish()
+        self._loop.call_soon_threadsafe(self._conclude, trained)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the swarm has moved on since it began."""
+        return self._is_void
+
+    def _pass_on(self, progress: Progress) -> None:
+        if not self._is_void:
+            self._on_progress(progress)
+
+    def _conclude(self, trained: Trained) -> None:
+        if not self._trained.done():
+            self._trained.set_result(trained)
+
+
+class LoopWorker:
+    """Stands where a worker process would. `train` is the swarm's; `next_outer_step` the training thread's."""
+
+    def __init__(self, vectors: SharedVectors, inner_steps: int, device: torch.device) -> None:
+        """`inner_steps` are those of an outer step; the loop's model is on `device`."""
+        self.vectors = vectors
+        self.fragments: Sequence[slice] = [slice(0, vectors.theta.size)]
+        self.device = "the caller's loop"
+        self.telemetry = Telemetry(inner_steps)
+        self._torch_device = device
+        self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
+        self._outer_steps = queue.SimpleQueue()
+
+    async def run_inner_loop(
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: OnCaptured = captures_nothing,
+        from_local: bool = False,
+        goes_on: bool = False,
+    ) -> Trained:
+        """Always from theta, and all of it at once: runs that stream are refused."""
+        began, steps = time.monotonic(), 0
+
+        def progressed(progress: Progress) -> None:
+            nonlocal steps
+            steps = progress.inner_step
+            self.telemetry.progressed(work.index, _inner_step_done(progress))
+            on_progress(progress)
+
+        outer_step = OuterStep(work, progressed)
+        self._outer_steps.put(outer_step)
+        trained = await outer_step.trained()
+        self.telemetry.trained(work.index, self._done(trained, steps, time.monotonic() - began))
+        return trained
+
+    def _done(self, trained: Trained, steps: int, seconds: float) -> InnerLoopDone:
+        """What a loop does not say is NaN."""
+        return InnerLoopDone(
+            tokens=trained.tokens,
+            inner_steps=steps,
+            loss=trained.loss,
+            gradient_norm=math.nan,
+            learning_rate=math.nan,
+            skipped=0,
+            seconds=seconds,
+            waited_seconds=math.nan,
+            average_wait_seconds=math.nan,
+            peak_memory_bytes=peak_memory(self._torch_device),
+        )
+
+    async def take_average(self, fragment: int, is_changed: bool) -> None:
+        """There are none in the midst of training."""
+
+    def end_rest(self) -> None:
+        """There is none."""
+
+    async def held_out(self, section: EvaluationSection) -> HeldOut | None:
+        """Return theta's loss as the training thread finds it, which knows the run; None if it cannot say."""
+        asked: Future[HeldOut | None] = Future()
+        self._outer_steps.put(asked)
+        return await asyncio.wrap_future(asked)
+
+    async def wait_for_death(self) -> WorkerError:
+        """It lives as long as we do."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets that event")
+
+    def end(self, error: BaseException | None = None) -> None:
+        """There are no more outer steps: the run is over, or this went wrong."""
+        self._outer_steps.put(error)
+
+    def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> OuterStep | None:
+        """Wait for the swarm to begin one, and `evaluate` when it asks for that; None at the end. Raises: what went
+        wrong."""
+        while True:
+            found = self._outer_steps.get()
+            if isinstance(found, Future):
+                if found.set_running_or_notify_cancel():  # the swarm may have moved on
+                    found.set_result(evaluate())
+                continue
+            if isinstance(found, BaseException):
+                self.end(found)  # for who asks again
+                raise found
+            if found is None:
+                self.end()
+                return None
+            if not found.is_void:
+                return found
+
+
+def _inner_step_done(progress: Progress) -> InnerStepDone:
+    """What a loop does not say is NaN."""
+    return InnerStepDone(
+        inner_step=progress.inner_step,
+        loss=math.nan if progress.loss is None else progress.loss,
+        gradient_norm=math.nan,
+        learning_rate=math.nan,
+        tokens_per_second=progress.tokens_per_second,
+    )
+
+
+# The caller's loop ----------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
@@ -342,3 +576,72 @@ def _leave_before_exit(reference: weakref.ref[DiLoCo]) -> None:
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
     with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(function)
+
+
+# transformers' Trainer ------------------------------------------------------------------------------------------------
+class DiLoCoCallback(TrainerCallback):
+    """Joins the run when training begins, ends training with the run, and leaves when training ends, however it does.
+
+    A Trainer that raises calls no callback. So we look now and then whether the call that trains is still under way.
+    """
+
+    def __init__(self, run: str, **options: Any) -> None:
+        """`options` are those of `DiLoCo`."""
+        self._run = run
+        self._options = options
+        self._diloco: DiLoCo | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._leave()  # what an earlier training that raised has left
+        optimizer = kwargs["optimizer"]
+        inner_optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        diloco = DiLoCo(kwargs["model"], inner_optimizer, self._run, **self._options)
+        call = Call.outside_callbacks(sys._getframe())
+        diloco.is_abandoned = lambda: not call.is_under_way()
+        diloco.__enter__()
+        self._diloco = diloco
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_training_stop |= self._diloco is None or self._diloco.finished
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs: dict[str, float] = kwargs.get("logs", {})
+        if self._diloco is not None and "loss" in logs:
+            self._diloco.report(logs["loss"])
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        diloco, self._diloco = self._diloco, None
+        if diloco is not None:
+            diloco.__exit__(None, None, None)
+
+
+class Call:
+    """A call of a function, in a thread: whether it has not returned or raised yet."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._thread = threading.get_ident()
+        self._frame: FrameType | None = frame
+
+    @classmethod
+    def outside_callbacks(cls, frame: FrameType) -> Call:
+        """Return the innermost call below `frame` that is neither ours nor one of those that call callbacks."""
+        passed_over = {__name__, TrainerCallback.__module__}
+        while frame.f_globals.get("__name__") in passed_over and frame.f_back is not None:
+            frame = frame.f_back
+        return cls(frame)
+
+    def is_under_way(self) -> bool:
+        """Asked from another thread."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        if frame is None:
+            self._frame = None  # or else its variables would live as long as we do
+        return frame is not None

@@ -1,20 +1,107 @@
-"""What operations work on: float arrays and payloads, checked once, with the addresses that C needs.
+"""Payloads: the formats that they can have, and the arrays and bytes that operations work on.
 
-Checking an array and finding its address takes longer than encoding a block of it. Whoever calls often on the same
-memory keeps a `FloatView` and a `Payload`; whoever doesn't passes plain arrays.
+native/formats.h says what each byte of a format means; the numbers here come from there. Checking an array and finding
+its address takes longer than encoding a block of it: code that calls often on the same memory keeps a `FloatView` and a
+`Payload`; other code passes plain arrays.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from opendiloco._kernels import ffi
-from opendiloco.kernels.errors import CorruptPayloadError
-from opendiloco.kernels.formats import Format
+from opendiloco._kernels import ffi, lib
+from peers.errors import DilocoPeerError
 
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+class KernelError(DilocoPeerError):
+    """A block that can't be encoded or decoded. `block` is its index in the arrays that were passed."""
+
+    exit_code = 8
+
+    def __init__(self, block: int, message: str, remedy: str) -> None:
+        super().__init__(message, remedy)
+        self.block = block
+
+
+class NonFiniteError(KernelError):
+    """Values to be encoded hold a NaN, an infinity, or a magnitude beyond the format's."""
+
+    def __init__(self, block: int, block_values: int) -> None:
+        values = f"values {block * block_values} to {(block + 1) * block_values - 1}"
+        super().__init__(
+            block,
+            f"block {block} ({values}) holds NaN, infinity or a magnitude too large to be encoded.",
+            "Training has diverged: lower the learning rate, or go back to an earlier snapshot.",
+        )
+
+
+class CorruptPayloadError(KernelError):
+    """A payload that no encoder of ours produces."""
+
+    def __init__(self, block: int, defect: str) -> None:
+        super().__init__(block, f"payload block {block}: {defect}.", "Drop the payload; fetch it from another peer.")
+
+
+# Formats --------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Format:
+    """How floats are encoded: `block_values` of them at a time, in `block_bytes` bytes; the last block may be short.
+
+    `is_stochastic` tells whether it can be rounded by chance. `index` is the C library's number for it.
+    """
+
+    index: int
+    name: str
+    block_values: int
+    block_bytes: int
+    is_stochastic: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+    def block_count(self, values: int) -> int:
+        """The number of blocks for so many values, the short one included."""
+        return -(-values // self.block_values)
+
+    def payload_size(self, values: int) -> int:
+        """Return the bytes that so many values take."""
+        return _payload_size(self.index, values)
+
+    def byte_range(self, first_block: int, last_block: int, values: int) -> tuple[int, int]:
+        """Where blocks [first_block, last_block) lie in a payload of so many values: bytes [start, stop)."""
+        size = self.payload_size(values)
+        return min(first_block * self.block_bytes, size), min(last_block * self.block_bytes, size)
+
+
+@lru_cache
+def _payload_size(index: int, values: int) -> int:
+    """Ask C only once: a call gives the interpreter's lock away, and in a busy process waits long to have it back."""
+    return lib.diloco_payload_size(index, values)
+
+
+def _format(index: int) -> Format:
+    return Format(
+        index,
+        ffi.string(lib.diloco_format_name(index)).decode(),
+        lib.diloco_block_values(index),
+        lib.diloco_block_bytes(index),
+        bool(lib.diloco_format_is_stochastic(index)),
+    )
+
+
+INT8, UINT4, E2M1_BLOCK32, E2M1, E3M0, FP16, SPARSE = (_format(index) for index in range(7))
+
+FORMATS: dict[str, Format] = {each.name: each for each in (INT8, UINT4, E2M1_BLOCK32, E2M1, E3M0, FP16, SPARSE)}
+"""All of them, by name."""
+
+
+# Arrays ---------------------------------------------------------------------------------------------------------------
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BFloat16s: TypeAlias = npt.NDArray[np.uint16]
 """The upper halves of floats, which is what bfloat16 is; numpy has no name for it."""
