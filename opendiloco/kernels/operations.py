@@ -15,7 +15,6 @@ import numpy as np
 from opendiloco._kernels import ffi, lib
 from opendiloco.errors import MachineError
 from opendiloco.kernels.payloads import (
-    BFloat16s,
     CorruptPayloadError,
     Floats,
     FloatView,
@@ -91,25 +90,24 @@ def quantize(values: Floats, payload: Payload, rounding: Rounding = NEAREST, thr
         payload.address,
         threads,
     )
-    if refused:
-        raise NonFiniteError(refused - 1, payload.format.block_values)
+    _raise_non_finite(refused, payload)
 
 
 def quantize_difference(
     theta: Floats,
-    local: Floats | BFloat16s,
+    local: Floats,
     payload: Payload,
     rounding: Rounding = NEAREST,
     residual: Floats | None = None,
     threads: int = 1,
 ) -> None:
-    """Encode the pseudo-gradient `theta - local`, without a temporary array; `local` may be bfloat16 (uint16).
+    """Encode the pseudo-gradient `theta - local`, without a temporary array.
 
     With error feedback, `residual` is what earlier payloads left out: it is added to the difference, and becomes what
     this payload leaves out. Raises: NonFiniteError, as `quantize` does, also where only the difference overflows.
     """
     minuend = view_floats("theta", theta)
-    subtrahend = local if type(local) is FloatView else FloatView(local, "local")  # type: ignore[arg-type]
+    subtrahend = view_floats("local", local)
     _check_length("local", subtrahend, minuend)
     _check_target(payload, minuend, rounding)
     left_out = 0
@@ -124,14 +122,13 @@ def quantize_difference(
         rounding.first_block,
         minuend.address,
         subtrahend.address,
-        subtrahend.is_bfloat16,
+        False,  # local is not bfloat16
         left_out,
         minuend.size,
         payload.address,
         threads,
     )
-    if refused:
-        raise NonFiniteError(refused - 1, payload.format.block_values)
+    _raise_non_finite(refused, payload)
 
 
 def finish_average(
@@ -157,8 +154,7 @@ def finish_average(
         payload.address,
         threads,
     )
-    if refused:
-        raise NonFiniteError(refused - 1, payload.format.block_values)
+    _raise_non_finite(refused, payload)
 
 
 def average(
@@ -202,7 +198,7 @@ def average(
     if refused:
         for contribution, _ in contributions:
             check_payload(contribution, threads)
-        raise NonFiniteError(refused - 1, payload.format.block_values)
+    _raise_non_finite(refused, payload)
 
 
 def check_payload(payload: Payload, threads: int = 1) -> None:
@@ -314,6 +310,11 @@ def _check_length(name: str, view: FloatView, theta: FloatView) -> None:
 def _check_scalar(name: str, value: float) -> None:
     if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # not so for NaN, either
         raise ValueError(f"{name} is {value}; it must be a finite fp32 number")
+
+
+def _raise_non_finite(refused: int, payload: Payload) -> None:
+    if refused:
+        raise NonFiniteError(refused - 1, payload.format.block_values)
 
 
 def _raise_corrupt(refused: int) -> None:

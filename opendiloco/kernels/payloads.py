@@ -103,32 +103,22 @@ FORMATS: dict[str, Format] = {each.name: each for each in (INT8, UINT4, E2M1_BLO
 
 # Arrays ---------------------------------------------------------------------------------------------------------------
 FloatArray: TypeAlias = npt.NDArray[np.float32]
-BFloat16s: TypeAlias = npt.NDArray[np.uint16]
-"""The upper halves of floats, which is what bfloat16 is; numpy has no name for it."""
 PayloadBytes: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
-
-_FLOAT, _BFLOAT16 = np.dtype(np.float32), np.dtype(np.uint16)
 
 
 class FloatView:
-    """A one-dimensional, contiguous, aligned array of float32 (or bfloat16, as uint16), and where it lies.
+    """A one-dimensional, contiguous, aligned array of float32, and its address. Raises: ValueError for any other."""
 
-    Raises: ValueError for any other array.
-    """
+    __slots__ = ("_array", "address", "is_writable", "size")
 
-    __slots__ = ("_array", "address", "is_bfloat16", "is_writable", "size")
-
-    def __init__(self, array: FloatArray | BFloat16s, name: str = "the array", allow_bfloat16: bool = True) -> None:
-        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype not in (_FLOAT, _BFLOAT16):
+    def __init__(self, array: FloatArray, name: str = "the array") -> None:
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.float32:
             raise ValueError(f"{name} must be a one-dimensional float32 array, not {_kind(array)}")
-        if array.dtype == _BFLOAT16 and not allow_bfloat16:
-            raise ValueError(f"{name} must be float32, not {_kind(array)}")
         flags = array.flags
         if not (flags.c_contiguous and flags.aligned):
             raise ValueError(f"{name} must be contiguous and aligned")
         self._array = array
         self.size: int = array.size
-        self.is_bfloat16: bool = array.dtype == _BFLOAT16
         self.is_writable: bool = flags.writeable
         self.address = _address(array.data) if array.size else 0
 
@@ -147,7 +137,7 @@ class Payload:
 
     def __init__(self, format: Format, values: int, buffer: PayloadBytes | None = None) -> None:
         size = format.payload_size(values)
-        view = _bytes(bytearray(size) if buffer is None else buffer)
+        view = memoryview(bytearray(size) if buffer is None else buffer)
         if view.itemsize != 1 or not view.c_contiguous:
             raise ValueError(f"a payload must be contiguous bytes, not {_kind(buffer)}")
         if view.nbytes != size:
@@ -167,17 +157,11 @@ class Payload:
 
 
 def view_floats(name: str, array: Floats, writable: bool = False) -> FloatView:
-    """A checked float32 array. Raises: ValueError, which names the argument."""
-    view = array if type(array) is FloatView else FloatView(array, name, allow_bfloat16=False)  # type: ignore[arg-type]
-    if view.is_bfloat16:
-        raise ValueError(f"{name} must be float32, not bfloat16")
+    """Return a checked float32 array. Raises: ValueError, which names the argument."""
+    view = array if isinstance(array, FloatView) else FloatView(array, name)
     if writable and not view.is_writable:
         raise ValueError(f"{name} is written to, but is read-only")
     return view
-
-
-def _bytes(buffer: PayloadBytes) -> memoryview:
-    return buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
 
 
 def _address(view: memoryview) -> int:
