@@ -9,7 +9,6 @@ STILL_LARGE = {
     "opendiloco.storage.archive.ArchivedRun",
     "opendiloco.library.DiLoCo",
     "opendiloco.owner.watch.OwnersWatch",
-    "opendiloco.training.reference.Member",
     "opendiloco.workers.inner_loops.InnerLoops",
     "peers.driver.replication.Replication",
     "peers.network.links.Links",

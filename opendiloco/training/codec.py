@@ -22,11 +22,10 @@ PIECE_BLOCKS = 16
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Payloads of `values` fp32 values in a format, with up to `threads` threads a call."""
+    """Payloads of `values` fp32 values in a format."""
 
     format: Format
     values: int
-    threads: int = 1
 
     @property
     def block_count(self) -> int:
@@ -40,39 +39,24 @@ class BlockCodec:
         """Memory for a payload; worth keeping, since taking it from the system takes longer than encoding into it."""
         return Payload(self.format, self.values, empty(self.format.payload_size(self.values)))
 
-    def encode_difference(
-        self,
-        theta: Vector,
-        local: Vector,
-        out: Payload,
-        rounding: Rounding = kernels.NEAREST,
-        residual: Vector | None = None,
-    ) -> None:
-        """The payload of theta - local, both of shape (values,). A `residual` of this shape is added to the difference,
-        and becomes what the payload leaves out. Raises: NonFiniteError.
-        """
-        kernels.quantize_difference(theta, local, out, rounding, residual, self.threads)
-
-    def check(self, blocks: Blocks, first_block: int) -> None:
-        """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""
-        try:
-            kernels.check_payload(self._payload(blocks, first_block), self.threads)
-        except kernels.CorruptPayloadError as error:
-            raise BadBlocksError(error.message) from error
-
     def squared_norm(self, blocks: Blocks, first_block: int) -> float:
-        """Return the sum of the squares of the values in these bytes. Raises: BadBlocksError, as `check` does."""
+        """Return the sum of the squares of the values in these bytes.
+
+        Raises: BadBlocksError when they are not whole blocks from `first_block` on that an encoder makes.
+        """
         try:
             return kernels.squared_norm(self._payload(blocks, first_block))
         except kernels.CorruptPayloadError as error:
             raise BadBlocksError(error.message) from error
 
     def checked(self, payload: Blocks) -> Payload:
-        """A whole payload. Raises: BadBlocksError unless it is one that an encoder makes."""
-        self.check(payload, 0)
-        if len(payload) != self.format.payload_size(self.values):
-            raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.values} values")
-        return Payload(self.format, self.values, payload)
+        """Return a whole payload. Raises: BadBlocksError unless it is one that an encoder makes."""
+        try:
+            whole = Payload(self.format, self.values, payload)
+            kernels.check_payload(whole)
+        except kernels.CorruptPayloadError as error:
+            raise BadBlocksError(error.message) from error
+        return whole
 
     def average(
         self,
@@ -80,7 +64,7 @@ class BlockCodec:
         first_block: int,
         out: memoryview | None = None,
         tokens: float | None = None,
-        rounding: Rounding = kernels.NEAREST,
+        rounding: Rounding = NEAREST,
     ) -> memoryview:
         """Return the mean of blocks from `first_block` on: fp32, in this order, weighted; quantized once.
 
@@ -90,7 +74,7 @@ class BlockCodec:
         """
         average = Payload(self.format, self._value_count(contributions[0][0], first_block), out)
         payloads = [(self._payload(blocks, first_block), weight) for blocks, weight in contributions]
-        kernels.average(payloads, average, rounding, self.threads, tokens)
+        kernels.average(payloads, average, rounding, total_weight=tokens)
         return average.buffer
 
     def _payload(self, blocks: Blocks, first_block: int) -> Payload:
@@ -102,16 +86,14 @@ class BlockCodec:
         return min(whole, max(0, self.values - first_block * self.format.block_values))
 
 
-@dataclass(frozen=True)
 class RunRounding:
-    """A run's. Outer steps are counted from 0."""
+    """The rounding of a run's payloads: to the nearest code, or by chance. Outer steps are counted from 0.
 
-    is_stochastic: bool
+    Chance follows from the log, so that everybody who makes a payload again makes the same one.
+    """
 
-    @classmethod
-    def of(cls, codec: CodecSection) -> RunRounding:
-        """Return what the manifest says."""
-        return cls(codec.rounding == "stochastic")
+    def __init__(self, codec: CodecSection) -> None:
+        self._is_stochastic = codec.rounding == "stochastic"
 
     def of_contribution(self, index: int, fragment: int, samples: Sequence[SampleRange]) -> Rounding:
         """Return that of a fragment's pseudo-gradient. No two peers have the same chance: their samples differ. It does
@@ -123,10 +105,19 @@ class RunRounding:
         return self._rounding(first_block, index, fragment)
 
     def _rounding(self, first_block: int, *drawn_from: int) -> Rounding:
-        if not self.is_stochastic:
+        if not self._is_stochastic:
             return NEAREST
         digest = digest_of(" ".join(map(str, drawn_from)).encode())
         return stochastic(int.from_bytes(digest[:8], "little"), first_block)
+
+
+def decoded(payload: Payload, start: int, out: Vector) -> Vector:
+    """Return the values of a payload from `start` on, a multiple of a block's: as many as `out` has room for."""
+    format, values = payload.format, min(out.size, payload.values - start)
+    block = start // format.block_values
+    first, last = format.byte_range(block, block + format.block_count(values), payload.values)
+    dequantize(Payload(format, values, payload.buffer[first:last]), out[:values])
+    return out[:values]
 
 
 # Error feedback ------------------------------------------------------------------------------------------------------
@@ -158,8 +149,9 @@ class Residual:
         is_answered, self._is_sent = self._is_sent, False
         if self._vector is None or not is_answered or average.format is not SPARSE:
             return
-        for start in range(0, average.values, PIECE_BLOCKS * SPARSE.block_values):
-            sent, applied = _decoded_piece(own, start), _decoded_piece(average, start)
+        piece = PIECE_BLOCKS * SPARSE.block_values
+        for start in range(0, average.values, piece):
+            sent, applied = (decoded(payload, start, np.empty(piece, np.float32)) for payload in (own, average))
             sent[applied != 0] = 0
             self._vector[start : start + sent.size] += sent
 
@@ -173,12 +165,3 @@ class Residual:
         """Forget it if its payload is in no entry by now: training begins anew."""
         if self._is_sent:
             self.forget()
-
-
-def _decoded_piece(payload: Payload, start: int) -> Vector:
-    """Return the values from `start` on, a multiple of a piece's."""
-    first, values = start // payload.format.block_values, payload.values - start
-    first_byte, end = payload.format.byte_range(first, first + PIECE_BLOCKS, payload.values)
-    out: Vector = np.empty(min(values, PIECE_BLOCKS * payload.format.block_values), np.float32)
-    dequantize(Payload(payload.format, out.size, payload.buffer[first_byte:end]), out)
-    return out

@@ -33,9 +33,9 @@ from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection, OuterScheduleSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import STATE_BYTES
-from opendiloco.kernels import Payload, dequantize
+from opendiloco.kernels import Payload
 from opendiloco.shared_memory import Vector
-from opendiloco.training.codec import BlockCodec
+from opendiloco.training.codec import BlockCodec, decoded
 from peers.transfer.state_chunks import digest_of_state
 from peers.values.amendments import Amendment
 from peers.values.workload import Blocks, SnapshotError
@@ -197,6 +197,39 @@ class OuterStatistics:
     pseudo_gradient_norm: float = math.nan
     cosine: float = math.nan
 
+    @classmethod
+    def measured(cls, average: Payload, momentum: Vector, own: Payload | None = None) -> OuterStatistics:
+        """Return those of an outer step, from whole payloads that were checked before."""
+        tile = TILE_BLOCKS * average.format.block_values
+        first, second = np.empty((2, tile), np.float32)
+        average_square = momentum_square = own_square = product = 0.0
+        for start in range(0, average.values, tile):
+            momenta = momentum[start : start + tile]
+            momentum_square += _dot(momenta, momenta)
+            averages = decoded(average, start, first)
+            average_square += _dot(averages, averages)
+            if own is not None:
+                owns = decoded(own, start, second)
+                own_square += _dot(owns, owns)
+                product += _dot(averages, owns)
+        norms = math.sqrt(average_square), math.sqrt(momentum_square)
+        if own is None:
+            return cls(*norms)
+        both = math.sqrt(average_square * own_square)
+        return cls(*norms, math.sqrt(own_square), product / both if both else math.nan)
+
+    @classmethod
+    def together(cls, parts: Sequence[OuterStatistics]) -> OuterStatistics:
+        """Return the statistics of an outer step from those of its fragments."""
+        if len(parts) == 1:
+            return parts[0]
+        average, momentum, own = (
+            math.hypot(*(getattr(part, name) for part in parts))
+            for name in ("average_norm", "momentum_norm", "pseudo_gradient_norm")
+        )
+        product = sum(part.cosine * part.average_norm * part.pseudo_gradient_norm for part in parts)
+        return cls(average, momentum, own, product / (average * own) if average * own else math.nan)
+
 
 @dataclass(frozen=True)
 class OuterStepTaken:
@@ -266,53 +299,11 @@ class Measuring:
         momentum = self._state.momentum[self._state.fragments[fragment]]
         if index != self._index:
             self._index, self._parts = index, {}
-        self._parts[fragment] = await asyncio.to_thread(measure, average, momentum, own)
+        self._parts[fragment] = await asyncio.to_thread(OuterStatistics.measured, average, momentum, own)
         if len(self._parts) == len(self._contributions) and self.on_outer_step is not None:
-            statistics = together(list(self._parts.values()))
+            statistics = OuterStatistics.together(list(self._parts.values()))
             rate, coefficient = self._state.learning_rate(index, amendment), self._state.coefficient(amendment)
             self.on_outer_step(OuterStepTaken(index, rate, coefficient, pause, statistics))
-
-
-def measure(average: Payload, momentum: Vector, own: Payload | None = None) -> OuterStatistics:
-    """Return an outer step's statistics, from whole payloads that were checked before."""
-    tile = TILE_BLOCKS * average.format.block_values
-    first, second = np.empty((2, tile), np.float32)
-    average_square = momentum_square = own_square = product = 0.0
-    for start in range(0, average.values, tile):
-        momenta = momentum[start : start + tile]
-        momentum_square += _dot(momenta, momenta)
-        averages = _decode(average, start, first)
-        average_square += _dot(averages, averages)
-        if own is not None:
-            owns = _decode(own, start, second)
-            own_square += _dot(owns, owns)
-            product += _dot(averages, owns)
-    norms = math.sqrt(average_square), math.sqrt(momentum_square)
-    if own is None:
-        return OuterStatistics(*norms)
-    both = math.sqrt(average_square * own_square)
-    return OuterStatistics(*norms, math.sqrt(own_square), product / both if both else math.nan)
-
-
-def together(parts: Sequence[OuterStatistics]) -> OuterStatistics:
-    """Return the statistics of an outer step from those of its fragments."""
-    if len(parts) == 1:
-        return parts[0]
-    average, momentum, own = (
-        math.hypot(*(getattr(part, name) for part in parts))
-        for name in ("average_norm", "momentum_norm", "pseudo_gradient_norm")
-    )
-    product = sum(part.cosine * part.average_norm * part.pseudo_gradient_norm for part in parts)
-    return OuterStatistics(average, momentum, own, product / (average * own) if average * own else math.nan)
-
-
-def _decode(payload: Payload, start: int, out: Vector) -> Vector:
-    """Return the values from `start` on, a multiple of a block's: as many as `out` has room for."""
-    format, values = payload.format, min(out.size, payload.values - start)
-    block = start // format.block_values
-    first, last = format.byte_range(block, block + format.block_count(values), payload.values)
-    dequantize(Payload(format, values, payload.buffer[first:last]), out[:values])
-    return out[:values]
 
 
 def _dot(first: Vector, second: Vector) -> float:

@@ -10,35 +10,20 @@ process, until the workers are told; then to the workers again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from opendiloco.errors import WorkerError
-from opendiloco.kernels import NonFiniteError, Rounding
+from opendiloco.kernels import NonFiniteError, Rounding, quantize_difference
 from opendiloco.shared_memory import Vector
 from opendiloco.training.codec import BlockCodec, Residual
 
+if TYPE_CHECKING:
+    from opendiloco.training.inner import InnerSteps, ModelReplica
+
 # In a worker ----------------------------------------------------------------------------------------------------------
-ENDED = object()
-
-
-class Steps(Protocol):
-    """A replica's inner steps in one cycle; see `InnerSteps`."""
-
-    @property
-    def planned(self) -> int: ...
-    @property
-    def planned_tokens(self) -> int: ...
-    def every(self) -> Iterator[Any]: ...
-
-
-class Fragmented(Protocol):
-    """Weights in fragments; see `ModelReplica`."""
-
-    def store(self, flat: Vector, fragment: int) -> None: ...
-    def merge(self, theta: Vector, fragment: int, alpha: float) -> None: ...
+_ENDED = object()
 
 
 class Cycles:
@@ -54,7 +39,7 @@ class Cycles:
     the next inner step, which may be one of the next cycle; and at once where it would be stored once more.
     """
 
-    def __init__(self, replica: Fragmented, fragments: int, alpha: float, lead: int) -> None:
+    def __init__(self, replica: ModelReplica, fragments: int, alpha: float, lead: int) -> None:
         self._replica = replica
         self._fragments = fragments
         self._alpha = alpha
@@ -62,7 +47,7 @@ class Cycles:
         self._taken = 0  # inner steps, ever
         self._due: dict[int, int] = {}  # after how many of them a fragment is merged
 
-    def begin(self, inner_steps: Steps, overlap: int, goes_on: bool, is_last: bool) -> None:
+    def begin(self, inner_steps: InnerSteps, overlap: int, goes_on: bool, is_last: bool) -> None:
         """Begin a cycle: where the replica was when the cycle before ended, or else with theta, when nothing is left to
         be merged. `is_last`: it is the run's last one."""
         if not goes_on:
@@ -88,7 +73,7 @@ class Cycles:
     def train_to_the_end(self, theta: Vector) -> bool:
         """Take the inner steps that are left when the last fragment is stored. Returns as `train_up_to`."""
         has_come = self._take_up_to(self._planned, theta)
-        assert next(self._steps, ENDED) is ENDED, "there are more inner steps than planned"
+        assert next(self._steps, _ENDED) is _ENDED, "there are more inner steps than planned"
         return has_come
 
     def merge_what_is_due(self, theta: Vector) -> None:
@@ -98,7 +83,7 @@ class Cycles:
     def _take_up_to(self, offset: int, theta: Vector) -> bool:
         while self._taken < self._began + offset:
             self.merge_what_is_due(theta)
-            if next(self._steps, ENDED) is ENDED:
+            if next(self._steps, _ENDED) is _ENDED:
                 return False
             self._taken += 1
         return True
@@ -183,7 +168,7 @@ class FragmentWork:
     def encode(self, rounding: Rounding) -> None:
         """Encode what has been trained. Raises: WorkerError when the weights that training left are not finite."""
         try:
-            self.codec.encode_difference(self.base, self.local, self.payload, rounding, self.residual.to_add())
+            quantize_difference(self.base, self.local, self.payload, rounding, self.residual.to_add())
         except NonFiniteError as error:
             raise WorkerError(f"the trained weights are unusable: {error.message}", error.remedy) from error
         if not self._outlives_encoding:  # nobody asks for the base any more

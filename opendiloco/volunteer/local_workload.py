@@ -89,7 +89,7 @@ class Workload(Generic[Trainer_co]):
         self.trainer = trainer
         vectors = trainer.vectors
         self._state = state = LocalState(vectors.theta, config, trainer.fragments)
-        self._rounding = RunRounding.of(config.codec)
+        self._rounding = RunRounding(config.codec)
         self._evaluation = config.evaluation
         self._outer_steps = config.total_outer_steps
         self._run_is_over = run_is_over

@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ from tests.opendiloco.training.streaming_by_hand import Case
 
 
 class ToySteps:
-    """Implements `opendiloco.training.reference.Steps`."""
+    """The inner steps of a toy, as `InnerSteps` are those of a model."""
 
     def __init__(self, replica: Toy, steps: int, tokens: int) -> None:
         self.planned, self.planned_tokens = steps, tokens
@@ -46,7 +46,7 @@ class ToySteps:
 
 
 class Toy:
-    """A replica whose samples say which target it has. Implements `opendiloco.training.reference.Replica`."""
+    """A replica whose samples say which target it has. Stands for a `ModelReplica`."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -104,7 +104,9 @@ def toy_algorithm(small_content: dict[str, Any], case: Case, kind: type[Toy] = T
         if value in fragment
     ]
     layout = Layout([(f"value {number}", ()) for number in range(len(fragment_of))], fragment_of)
-    return StreamingDiLoCo(toy_config(small_content, case), layout, flat(layout, by_hand.START), lambda: kind(layout))
+    return StreamingDiLoCo(
+        toy_config(small_content, case), layout, flat(layout, by_hand.START), lambda: cast(ModelReplica, kind(layout))
+    )
 
 
 def toy_work(name: str, case: Case) -> Work:
