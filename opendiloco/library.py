@@ -86,7 +86,7 @@ JOIN = (
 )
 
 
-def check_own_model(model: torch.nn.Module) -> None:
+def _check_own_model(model: torch.nn.Module) -> None:
     """Raises: LoopError when the model is shared with other processes, or cannot hold theta."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise LoopError(
@@ -109,13 +109,13 @@ def check_own_model(model: torch.nn.Module) -> None:
             )
 
 
-def check_run(config: RunConfig) -> None:
+def _check_run(config: RunConfig) -> None:
     """Raises: LoopError for a run that streams: a loop of one's own hands over all its weights at once, and waits."""
     if not config.streaming.is_plain:
         raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
 
 
-def initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
+def _initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     """Return memory with the weights that the run begins with, for a model of this layout.
 
     Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
@@ -143,7 +143,7 @@ def _check_layout(own: Layout, runs: Layout) -> None:
 
 
 # Between two threads --------------------------------------------------------------------------------------------------
-class OuterStep:
+class _OuterStep:
     """The inner steps of one outer step. The training thread reports each."""
 
     def __init__(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> None:
@@ -189,7 +189,7 @@ class OuterStep:
             self._trained.set_result(trained)
 
 
-class LoopWorker:
+class _LoopWorker:
     """Stands where a worker process would. `train` is the swarm's; `next_outer_step` the training thread's."""
 
     def __init__(self, vectors: SharedVectors, inner_steps: int, device: torch.device) -> None:
@@ -199,7 +199,7 @@ class LoopWorker:
         self.device = "the caller's loop"
         self.telemetry = Telemetry(inner_steps)
         self._torch_device = device
-        self._outer_steps: queue.SimpleQueue[OuterStep | Future[HeldOut | None] | BaseException | None]
+        self._outer_steps: queue.SimpleQueue[_OuterStep | Future[HeldOut | None] | BaseException | None]
         self._outer_steps = queue.SimpleQueue()
 
     async def run_inner_loop(
@@ -219,7 +219,7 @@ class LoopWorker:
             self.telemetry.progressed(work.index, _inner_step_done(progress))
             on_progress(progress)
 
-        outer_step = OuterStep(work, progressed)
+        outer_step = _OuterStep(work, progressed)
         self._outer_steps.put(outer_step)
         trained = await outer_step.trained()
         self.telemetry.trained(work.index, self._done(trained, steps, time.monotonic() - began))
@@ -261,7 +261,7 @@ class LoopWorker:
         """There are no more outer steps: the run is over, or this went wrong."""
         self._outer_steps.put(error)
 
-    def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> OuterStep | None:
+    def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> _OuterStep | None:
         """Wait for the swarm to begin one, and `evaluate` when it asks for that; None at the end. Raises: what went
         wrong."""
         while True:
@@ -304,7 +304,7 @@ class _Joined:
     """What the swarm's thread has to say to the training thread once it is in the run."""
 
     run: Run
-    worker: LoopWorker
+    worker: _LoopWorker
     leave: Callable[[], None]
 
 
@@ -343,7 +343,7 @@ class DiLoCo:
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
         self.is_abandoned: Callable[[], bool] = lambda: False
         """Whether the loop has ended without leaving this context; we then leave the run all the same."""
-        check_own_model(model)
+        _check_own_model(model)
         self._model = model
         self._layout = layout_of(model)
         self._shards = Shards(self._layout)
@@ -458,7 +458,7 @@ class DiLoCo:
     # The training thread --------------------------------------------------------------------------------------
     def _begin_outer_step(self) -> None:
         """Wait for the swarm, which may have theta evaluated first, and take over theta."""
-        self._outer_step: OuterStep | None = self._joined.worker.next_outer_step(self._evaluate)
+        self._outer_step: _OuterStep | None = self._joined.worker.next_outer_step(self._evaluate)
         self._began_at = time.monotonic()
         self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
         self.finished = self._outer_step is None
@@ -478,7 +478,7 @@ class DiLoCo:
             outer_step.finish(self._publish, trained)
         self._begin_outer_step()
 
-    def _trained_in(self, outer_step: OuterStep) -> Trained:
+    def _trained_in(self, outer_step: _OuterStep) -> Trained:
         training = self.run.config.training
         samples = prefix(outer_step.work.samples, outer_step.steps_done * training.batch_size)
         return Trained(samples, training.sequence_length * sample_count(samples), self._loss or 0.0)
@@ -536,13 +536,13 @@ class DiLoCo:
     async def _take_part(self) -> None:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
-            check_run(run.config)
+            _check_run(run.config)
             await ask_for_signed_heads(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
-            vectors = await asyncio.to_thread(initial_vectors, run.config, self._layout)
+            vectors = await asyncio.to_thread(_initial_vectors, run.config, self._layout)
             device = next(self._model.parameters()).device
-            worker = LoopWorker(vectors, run.config.training.inner_steps, device)
+            worker = _LoopWorker(vectors, run.config.training.inner_steps, device)
             workload = Workload(worker, run.config, run_is_over=worker.end)
             keeping = Keeping(await workload.state_digest())
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
@@ -598,7 +598,7 @@ class DiLoCoCallback(TrainerCallback):
         optimizer = kwargs["optimizer"]
         inner_optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         diloco = DiLoCo(kwargs["model"], inner_optimizer, self._run, **self._options)
-        call = Call.outside_callbacks(sys._getframe())
+        call = _Call.outside_callbacks(sys._getframe())
         diloco.is_abandoned = lambda: not call.is_under_way()
         diloco.__enter__()
         self._diloco = diloco
@@ -622,7 +622,7 @@ class DiLoCoCallback(TrainerCallback):
             diloco.__exit__(None, None, None)
 
 
-class Call:
+class _Call:
     """A call of a function, in a thread: whether it has not returned or raised yet."""
 
     def __init__(self, frame: FrameType) -> None:
@@ -630,7 +630,7 @@ class Call:
         self._frame: FrameType | None = frame
 
     @classmethod
-    def outside_callbacks(cls, frame: FrameType) -> Call:
+    def outside_callbacks(cls, frame: FrameType) -> _Call:
         """Return the innermost call below `frame` that is neither ours nor one of those that call callbacks."""
         passed_over = {__name__, TrainerCallback.__module__}
         while frame.f_globals.get("__name__") in passed_over and frame.f_back is not None:

@@ -44,7 +44,7 @@ IPV6_PREFIX = 64
 END_OF_REQUEST = b"\r\n\r\n"
 
 
-class Doorman:
+class _Doorman:
     """Counts connections. `handler` makes the protocol that serves one."""
 
     def __init__(self, handler: Callable[[], asyncio.Protocol]) -> None:
@@ -70,7 +70,7 @@ class Doorman:
 class _Connection(asyncio.Protocol):
     """Passes on to the handler what happens on one connection, unless it is refused, and ends it when time is up."""
 
-    def __init__(self, handler: asyncio.Protocol, doorman: Doorman) -> None:
+    def __init__(self, handler: asyncio.Protocol, doorman: _Doorman) -> None:
         self._handler = handler
         self._doorman = doorman
         self._address = ""
@@ -82,7 +82,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport, self._address = transport, customer(transport.get_extra_info("peername")[0])
+        self._transport, self._address = transport, _customer(transport.get_extra_info("peername")[0])
         self._is_let_in = self._doorman.come(self._address)
         if self._is_let_in:
             self._waiting = self._abort_after(REQUEST_SECONDS)
@@ -124,7 +124,7 @@ class _Connection(asyncio.Protocol):
         return asyncio.get_running_loop().call_later(seconds, self._transport.abort)
 
 
-def customer(host: str) -> str:
+def _customer(host: str) -> str:
     """Return the address by which connections from a host are counted."""
     address = ip_address(host.partition("%")[0])
     if address.version == 6 and address.ipv4_mapped is not None:
@@ -163,13 +163,13 @@ HEADERS = {
 }
 
 
-def is_our_fault(record: logging.LogRecord) -> bool:
+def _is_our_fault(record: logging.LogRecord) -> bool:
     """Return False for what aiohttp logs, with a traceback, of a request that is malformed: strangers send them."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
-requests_logger.addFilter(is_our_fault)
+requests_logger.addFilter(_is_our_fault)
 
 
 def bind(address: tuple[str, int]) -> socket.socket:
@@ -206,7 +206,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         return
     watching = Watching(sources)
     runner = web.AppRunner(
-        application(watching, is_loopback(listening.getsockname()[0])),
+        _application(watching, is_loopback(listening.getsockname()[0])),
         access_log=None,
         logger=requests_logger,
         shutdown_timeout=SHUTDOWN_SECONDS,
@@ -244,17 +244,17 @@ class _Site(web.SockSite):
     async def start(self) -> None:
         await web.BaseSite.start(self)
         assert self._runner.server is not None
-        self._server = await asyncio.get_running_loop().create_server(Doorman(self._runner.server), sock=self._sock)
+        self._server = await asyncio.get_running_loop().create_server(_Doorman(self._runner.server), sock=self._sock)
 
 
-def application(watching: Watching, is_local: bool) -> web.Application:
+def _application(watching: Watching, is_local: bool) -> web.Application:
     """The server's parts, for `watching`. With `is_local` only those are answered who name a loopback address."""
     app = web.Application(middlewares=[_only_local] if is_local else [])
     app.on_response_prepare.append(_add_headers)
     for path, (name, content_type) in STATIC.items():
         content = files("opendiloco.dashboard").joinpath("static", name).read_bytes()
         app.router.add_get(path, _static(content, content_type))
-    pages = Pages(watching)
+    pages = _Pages(watching)
     app.router.add_get("/events", pages.list_events)
     app.router.add_get("/api/runs", pages.list_json)
     app.router.add_get("/runs/{run}/events", pages.run_events)
@@ -262,7 +262,7 @@ def application(watching: Watching, is_local: bool) -> web.Application:
     return app
 
 
-class Pages:
+class _Pages:
     """What is told of runs."""
 
     def __init__(self, watching: Watching) -> None:

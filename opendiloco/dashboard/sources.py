@@ -48,7 +48,7 @@ class Source:
 def follower_source(run: Run, network: HivemindTransport, log: Callable[[], RunLog | None]) -> Source:
     """The run that this machine follows."""
     return Source(
-        as_signed(run), lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id)
+        _as_signed(run), lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id)
     )
 
 
@@ -60,7 +60,7 @@ def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source
         return volunteer.heartbeats()
 
     return Source(
-        as_signed(run),
+        _as_signed(run),
         heartbeats,
         lambda: volunteer.log,
         lambda: network.signed_heads_of(run.run_id),
@@ -69,7 +69,7 @@ def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source
     )
 
 
-def as_signed(run: Run) -> Run:
+def _as_signed(run: Run) -> Run:
     """The same without what this machine's owner has chosen, such as folders."""
     return Run.from_manifest(run.manifest)
 

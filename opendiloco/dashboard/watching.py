@@ -43,7 +43,7 @@ USUAL = 20
 """Of which so many say how long one takes."""
 
 
-class Curve:
+class _Curve:
     """Means of what was seen in buckets of equal width, in bounded room: of too many, neighbours become one."""
 
     def __init__(self, width: float) -> None:
@@ -71,7 +71,7 @@ class Curve:
         self._width, self._buckets = 2 * self._width, merged
 
 
-class Span(NamedTuple):
+class _Span(NamedTuple):
     """An entry that was made at `at`, seconds since the epoch; `seconds` after the one before, of which
     `round_seconds` were its round's. None: not seen from here."""
 
@@ -82,12 +82,12 @@ class Span(NamedTuple):
     """Peers that worked on it."""
 
 
-class Timeline:
+class _Timeline:
     """When a run took its outer steps, as seen from here: as exact as looks are frequent. The log says nothing of it,
     since clocks differ."""
 
     def __init__(self) -> None:
-        self.spans: dict[int, Span] = {}
+        self.spans: dict[int, _Span] = {}
         """By the index of the entry."""
         self._step: int | None = None
         self._since: float | None = None  # when the present outer step was seen to begin
@@ -105,7 +105,7 @@ class Timeline:
             is_next = outer_step == self._step + 1
             seconds = at - self._since if is_next and self._since is not None else None
             in_round = at - self._round_since if is_next and self._round_since is not None else None
-            self.spans[outer_step - 1] = Span(at, seconds, in_round, present)
+            self.spans[outer_step - 1] = _Span(at, seconds, in_round, present)
             while len(self.spans) > SHOWN_SPANS:
                 del self.spans[next(iter(self.spans))]
         if outer_step != self._step:
@@ -124,13 +124,13 @@ class RunHistory:
     def __init__(self, run: Run, me: str = "", held_out: HeldOutCurve | None = None, no_log: str = "") -> None:
         """`no_log` says why there is no log, and what to do about it."""
         self.me = me
-        self.timeline = Timeline()
+        self.timeline = _Timeline()
         self._no_log = no_log
         self._chronicle = Chronicle()
         self._has_log = False
         self._teams = Teams()
         self._held_out = held_out or HeldOutCurve()
-        self._losses = Curve(BUCKET)
+        self._losses = _Curve(BUCKET)
         self._heartbeats: tuple[Heartbeat, ...] = ()
         self.view = RunView(run)
         """How the run is now."""
@@ -272,7 +272,7 @@ class RunHistory:
 
     def _rounds(self) -> Plain:
         """Entries from the log, and what was seen of the time that they took; the newest last."""
-        entries = {record.index: plain_record(record, self.view.run) for record in self._chronicle.records}
+        entries = {record.index: _plain_record(record, self.view.run) for record in self._chronicle.records}
         spans = {index: span._asdict() for index, span in self.timeline.spans.items()}
         newest = sorted({*entries, *spans})[-KEPT:]
         return {"rows": [{"index": index} | entries.get(index, {}) | spans.get(index, {}) for index in newest]}
@@ -290,7 +290,7 @@ class RunHistory:
         }
 
 
-def plain_record(record: Record, run: Run) -> Plain:
+def _plain_record(record: Record, run: Run) -> Plain:
     """An entry of a run as JSON can say it, digests in hexadecimal."""
     signatures = record.signatures
     return {
@@ -307,11 +307,11 @@ def plain_record(record: Record, run: Run) -> Plain:
         "absent_count": len(record.absent),
         "joined": list(record.joined[:SHOWN_ABSENT]),
         "joined_count": len(record.joined),
-        "change": None if record.change is None else plain_change(record.change, run),
+        "change": None if record.change is None else _plain_change(record.change, run),
     }
 
 
-def plain_change(change: Change, run: Run) -> Plain:
+def _plain_change(change: Change, run: Run) -> Plain:
     """What an entry changes of the outer optimizer."""
     new, old = change.amendment, change.before or run.config.outer_optimizer
     return {

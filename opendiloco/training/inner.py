@@ -361,7 +361,7 @@ class ModelReplica:
                 self.model.set_requires_gradient_sync(is_last)
             share = predicted_tokens(part, end) / predicted if len(part) else 0.0
             read = part if len(part) else batch[:1]
-            windows = on_device(torch.from_numpy(read), self._team.device)
+            windows = _on_device(torch.from_numpy(read), self._team.device)
             with self._as_tried(len(read)):
                 loss = self.loss(windows)
                 (loss * (share * self._team.size)).backward()
@@ -426,7 +426,7 @@ class ModelReplica:
         return self._warmed_up / steps if steps else 1.0
 
 
-def on_device(windows: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _on_device(windows: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy windows to a device. To a GPU they go by pinned memory, for which nobody waits."""
     if device.type != "cuda":
         return windows.to(device)

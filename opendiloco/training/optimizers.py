@@ -118,7 +118,7 @@ def _muon(
         ns_steps=section.newton_schulz_steps,
         adjust_lr_fn=section.scale,
     )
-    return JointOptimizer([muon, _adamw([p for p in trainable if id(p) not in chosen], section.adamw)])
+    return _JointOptimizer([muon, _adamw([p for p in trainable if id(p) not in chosen], section.adamw)])
 
 
 def _from_torch(parameters: Sequence[torch.nn.Parameter], section: TorchSection) -> torch.optim.Optimizer:
@@ -168,7 +168,7 @@ def _fits(value: Any, default: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class JointOptimizer(torch.optim.Optimizer):
+class _JointOptimizer(torch.optim.Optimizer):
     """Several optimizers of disjoint parameters as one, which has the groups and the state of all of them."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:

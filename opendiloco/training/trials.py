@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 # Trials ---------------------------------------------------------------------------------------------------------------
-class Trial:
+class _Trial:
     """A pass forward in which each block also trains, by itself, on what it is given there.
 
     With an `attention`, the model attends by that implementation. `error` is the first one of this worker.
@@ -129,7 +129,7 @@ def attending_by(model: Any, attention: str | None) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def trial_windows(replica: ModelReplica, device: torch.device) -> list[torch.Tensor]:
+def _trial_windows(replica: ModelReplica, device: torch.device) -> list[torch.Tensor]:
     """Return as many windows as go through the model at once in training, at first and at last: blocks are compiled for
     their number. All workers have as many of these batches."""
     ids = torch.arange(replica.window_length, device=device).remainder(replica.model.config.vocab_size)
@@ -156,8 +156,8 @@ def keep_compiled_if_it_works(replica: ModelReplica, team: Team) -> None:
     if not compiled:
         return
     at_stage(COMPILING)
-    trial = Trial(replica)
-    for windows in trial_windows(replica, team.device):
+    trial = _Trial(replica)
+    for windows in _trial_windows(replica, team.device):
         trial.loss(windows)
     if team.smallest(trial.error is None or isinstance(trial.error, torch.OutOfMemoryError)):
         return
@@ -193,8 +193,8 @@ def document_attention(replica: ModelReplica, team: Team, end: int) -> str | Non
 
 def _problem_with_flex(replica: ModelReplica, device: torch.device, end: int) -> str | None:
     """Return in a line why windows of two documents cannot be trained with flex attention; None if they can."""
-    trial, wrong = Trial(replica, FLEX), None
-    for windows in trial_windows(replica, device):  # workers make as many passes each, whatever they find
+    trial, wrong = _Trial(replica, FLEX), None
+    for windows in _trial_windows(replica, device):  # workers make as many passes each, whatever they find
         windows[:, windows.shape[1] // 2] = end
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # that is compiled for training alone
             expected = float(replica.loss(windows))
@@ -211,7 +211,7 @@ themselves, too, and malloc keeps much that was freed: on the CPU we measured 1.
 times with activation checkpointing."""
 
 
-class WindowMemory(NamedTuple):
+class _WindowMemory(NamedTuple):
     """Bytes that windows take beside the weights and their gradients: `each` of them, and what is `fixed`.
 
     The latter is the same for any number of them: the weights once more in bf16, or what FSDP2 gathers, for example.
@@ -221,7 +221,7 @@ class WindowMemory(NamedTuple):
     each: int
 
     @classmethod
-    def of(cls, one: int, two: int) -> WindowMemory:
+    def of(cls, one: int, two: int) -> _WindowMemory:
         """Return it from what one and two windows take."""
         each = min(max(1, two - one), one)
         return cls(one - each, each)
@@ -234,11 +234,11 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
     with trying(replica, team, trains) as taken:
         one = taken(1)
         team.wait_for_all()  # so that nobody sees what another takes to try
-        room = free_memory(team) - _taken_later(replica, team, trains)
+        room = _free_memory(team) - _taken_later(replica, team, trains)
         room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # whole gradients, until they are summed
         if not team.smallest(room > 2 * one):
             return 1  # two are not even to be tried
-        memory = WindowMemory.of(one, taken(2))
+        memory = _WindowMemory.of(one, taken(2))
         room = int(SHARE[team.device.type] * (room - memory.fixed))
         fitting = team.smallest(min(room // memory.each, piece))
         length = replica.window_length - 1
@@ -249,7 +249,7 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
     return max(1, fitting)
 
 
-def _fitting_by_pieces(taken: Callable[[int], int], room: int, memory: WindowMemory, at_once: int, length: int) -> int:
+def _fitting_by_pieces(taken: Callable[[int], int], room: int, memory: _WindowMemory, at_once: int, length: int) -> int:
     """Return how many windows fit beside those whose logits are computed `at_once`: they have no logits of their own,
     but the gradient of the head's weight is added up beside those of the rest."""
     with in_pieces_of(length):
@@ -293,7 +293,7 @@ def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[C
             replica.model.zero_grad(set_to_none=True)
 
 
-def free_memory(team: Team) -> int:
+def _free_memory(team: Team) -> int:
     """Bytes for this worker: of its GPU, or its share of what the machine has."""
     if team.device.type == "cpu":
         return available_memory() // team.size

@@ -201,7 +201,7 @@ class ProgressReader:
         self._losses = deque[float](maxlen=LOSSES)
         self._last_step = (0, 0)  # the outer and the inner step of the newest loss
         self._phase, self._since = "", time.monotonic()
-        self._up, self._down = GrowthMeter(), GrowthMeter()
+        self._up, self._down = _GrowthMeter(), _GrowthMeter()
 
     def read(self) -> Progress:
         """Return the progress at this moment."""
@@ -242,7 +242,7 @@ class ProgressReader:
         return None if is_behind else self._chronicle.standing(peer)
 
 
-class GrowthMeter:
+class _GrowthMeter:
     """Measures how fast a count grows."""
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ class GrowthMeter:
         return (count - before) / (now - then) if now > then else 0.0
 
 
-def phase_of_stage(stage: str) -> str:
+def _phase_of_stage(stage: str) -> str:
     """Return which phase a stage of the start belongs to."""
     if stage in (FINDING, CHECKING):
         return stage
@@ -267,14 +267,14 @@ def phase_of_stage(stage: str) -> str:
 
 
 # In words --------------------------------------------------------------------------------------------------------
-def stage_line(stage: str, work: Work) -> str:
+def _stage_line(stage: str, work: Work) -> str:
     """Return a stage of the start on one line, with its phase."""
-    phase = phase_of_stage(stage)
+    phase = _phase_of_stage(stage)
     said = phase if stage == phase else f"{phase}: {stage}"
-    return f"{said} {how_far(work)}".rstrip()
+    return f"{said} {_how_far(work)}".rstrip()
 
 
-def how_far(work: Work) -> str:
+def _how_far(work: Work) -> str:
     """Return how far something has come, in words; nothing where there is nothing to say."""
     if work.share is None:
         return f"({duration(work.seconds)})" if work.seconds >= 1 else ""
@@ -282,45 +282,45 @@ def how_far(work: Work) -> str:
     return f"{work.share:.0%}{left}"
 
 
-def healthy_line(progress: Progress) -> str:
+def _healthy_line(progress: Progress) -> str:
     """Return all that matters on one line of a log."""
     own, fragments = progress.own, progress.facts.fragments
-    said = [f"outer step {own.index}/{progress.view.outer_steps}", activity(progress)]
+    said = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
     if own.loss is not None:
         said.append(f"loss {own.loss:.3f}")
     if own.tokens_per_second:
         said.append(f"{own.tokens_per_second:,.0f} tokens/s")
     if fragments is not None:
-        said.append(averages(fragments))
-    said += [f"{1 + len(progress.others)} peers", reach(progress)]
+        said.append(_averages(fragments))
+    said += [f"{1 + len(progress.others)} peers", _reach(progress)]
     if progress.contribution is not None:
-        said.append(contributed(progress.contribution))
-    said.append(f"{rate(progress.up)} up, {rate(progress.down)} down")
+        said.append(_contributed(progress.contribution))
+    said.append(f"{_rate(progress.up)} up, {_rate(progress.down)} down")
     if progress.machine:
         said.append(progress.machine)
     return ", ".join(said)
 
 
-def progress_lines(progress: Progress) -> list[str]:
+def _progress_lines(progress: Progress) -> list[str]:
     """Return the same on a few lines of a terminal, with the curve of the loss."""
     own, fragments = progress.own, progress.facts.fragments
-    lines = [f"outer step {own.index}/{progress.view.outer_steps} · {activity(progress)}"]
+    lines = [f"outer step {own.index}/{progress.view.outer_steps} · {_activity(progress)}"]
     if progress.losses:
-        lines.append(f"loss {progress.losses[-1]:.3f} {curve(progress.losses)}")
+        lines.append(f"loss {progress.losses[-1]:.3f} {_curve(progress.losses)}")
     lines += held_out_lines(progress.view, progress.facts.bytes_per_token)
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
-    lines.append(f"{speed}{1 + len(progress.others)} peers · {reach(progress)}")
+    lines.append(f"{speed}{1 + len(progress.others)} peers · {_reach(progress)}")
     if fragments is not None:
-        lines += [under_way(fragments), averages(fragments)]
+        lines += [_under_way(fragments), _averages(fragments)]
     if progress.contribution is not None:
-        lines.append(f"contributed {contributed(progress.contribution)}")
-    lines.append(f"up {traffic(progress.up)} · down {traffic(progress.down)}")
+        lines.append(f"contributed {_contributed(progress.contribution)}")
+    lines.append(f"up {_traffic(progress.up)} · down {_traffic(progress.down)}")
     if progress.machine:
         lines.append(f"this machine: {progress.machine}")
     return lines
 
 
-def activity(progress: Progress) -> str:
+def _activity(progress: Progress) -> str:
     """Return what the volunteer is doing, how far it has come, and when the next round is."""
     if progress.pause_reasons:
         return f"paused: {', '.join(progress.pause_reasons)}"
@@ -330,58 +330,58 @@ def activity(progress: Progress) -> str:
         return f"training, inner step {progress.own.inner_step}/{progress.inner_steps}{soon}"
     donors, download = "", progress.facts.download
     if progress.phase == DOWNLOADING and download is not None and download.fetched:
-        donors = f" from {counted(len(download.fetched), 'donor')} at {rate(progress.down)}"
-    return f"{progress.phase}{donors} {how_far(progress.work)}".rstrip()
+        donors = f" from {_counted(len(download.fetched), 'donor')} at {_rate(progress.down)}"
+    return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
-def under_way(fragments: Fragments) -> str:
+def _under_way(fragments: Fragments) -> str:
     """Return what becomes of this cycle's fragments."""
-    return f"{fragments.averaging} of {counted(fragments.count, 'fragment')} averaging, {fragments.done} done"
+    return f"{fragments.averaging} of {_counted(fragments.count, 'fragment')} averaging, {fragments.done} done"
 
 
-def averages(fragments: Fragments) -> str:
+def _averages(fragments: Fragments) -> str:
     """Return when averages come, and whether training waits for them."""
-    merged = f"merged after {counted(fragments.overlap, 'step')}"
+    merged = f"merged after {_counted(fragments.overlap, 'step')}"
     if fragments.longest is None:
         return f"averages {merged}"
     late = f", {fragments.late} late ({fragments.wait_share:.0%})" if fragments.late else ""
     return f"averages in {fragments.longest:.1f} s, {merged}{late}"
 
 
-def reach(progress: Progress) -> str:
+def _reach(progress: Progress) -> str:
     """Return whether others can dial this machine, and the ways to the others."""
     links = ", ".join(f"{count} {way}" for way, count in progress.links.items())
     return f"reachable: {reachability(progress.own)}" + (f" (links: {links})" if links else "")
 
 
-def contributed(own: Standing) -> str:
+def _contributed(own: Standing) -> str:
     """Return what a peer has contributed."""
-    rounds = counted(own.rounds, "round")
-    return f"{tokens(own.tokens)} in {rounds}: {own.share:.0%}, rank {own.rank} of {own.peers}"
+    rounds = _counted(own.rounds, "round")
+    return f"{_tokens(own.tokens)} in {rounds}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 
 
-def counted(count: int, thing: str) -> str:
+def _counted(count: int, thing: str) -> str:
     """Return a count of things: "1 round", "2 rounds"."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def tokens(count: int) -> str:
+def _tokens(count: int) -> str:
     """Return a number of tokens, to three digits."""
     return f"{in_words(count).removesuffix('B').rstrip()} tokens" if count >= 1000 else f"{count} tokens"
 
 
-def rate(traffic: Traffic) -> str:
+def _rate(traffic: Traffic) -> str:
     """Return a rate in megabits a second, beside its cap."""
     cap = "" if traffic.cap is None else f" of {traffic.cap / MEGABIT:g}"
     return f"{traffic.rate / MEGABIT:.1f}{cap} Mbit/s"
 
 
-def traffic(traffic: Traffic) -> str:
+def _traffic(traffic: Traffic) -> str:
     """Return a rate, and all bytes until now."""
-    return f"{rate(traffic)} ({in_words(traffic.total)})"
+    return f"{_rate(traffic)} ({in_words(traffic.total)})"
 
 
-def curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
+def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
     """Return a curve of values as bars. Where they do not fit, each bar is the mean of several."""
     count = min(width, len(values))
     means = [fmean(values[len(values) * at // count : len(values) * (at + 1) // count]) for at in range(count)]
@@ -433,18 +433,18 @@ class JoinView(ABC):
             return
         if stage != self._stage:
             self._stage, self._since = stage, time.monotonic()
-        self._share, before, self.phase = share, self.phase, phase_of_stage(stage)
+        self._share, before, self.phase = share, self.phase, _phase_of_stage(stage)
         self.show_stage(is_new=self.phase != before)
 
     def stage_line(self) -> str:
         """Return what comes before training, and how far it has come."""
-        return stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
+        return _stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
 
     @asynccontextmanager
     async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
         """Show how training goes, for as long as the context lasts."""
         self._is_training = True
-        beside = [asyncio.create_task(self.show(reader)), asyncio.create_task(read_machine(reader))]
+        beside = [asyncio.create_task(self.show(reader)), asyncio.create_task(_read_machine(reader))]
         try:
             yield
         finally:
@@ -490,7 +490,7 @@ class Lines(JoinView):
                 has_trained |= progress.phase in ROUTINE
             if time.monotonic() >= due:
                 due += HEALTHY_SECONDS
-                logger.info("%s", healthy_line(progress), extra={"details": {"progress": progress.plain()}})
+                logger.info("%s", _healthy_line(progress), extra={"details": {"progress": progress.plain()}})
             await asyncio.sleep(SCREEN_SECONDS)
 
 
@@ -546,11 +546,11 @@ class Screen(JoinView):
             while True:
                 progress = reader.read()
                 self.note(progress)
-                live.update(volunteer_picture(progress, self._console.height), refresh=True)
+                live.update(_volunteer_picture(progress, self._console.height), refresh=True)
                 await asyncio.sleep(SCREEN_SECONDS)
 
 
-async def read_machine(reader: ProgressReader) -> None:
+async def _read_machine(reader: ProgressReader) -> None:
     """Read the machine's temperature and power now and then, until cancelled."""
     from opendiloco.owner.facts import machine_line
 
@@ -559,13 +559,13 @@ async def read_machine(reader: ProgressReader) -> None:
         await asyncio.sleep(MACHINE_SECONDS)
 
 
-def volunteer_picture(progress: Progress, height: int) -> Group:
+def _volunteer_picture(progress: Progress, height: int) -> Group:
     """Return what `join` shows on a terminal of so many lines: this machine's progress, and the peers that fit."""
     from rich.console import Group
     from rich.text import Text
 
     own, run = progress.own, progress.view.run
-    lines = [*progress_lines(progress), *reach_lines([own])]
+    lines = [*_progress_lines(progress), *reach_lines([own])]
     room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
     rows = [row_of(own, run.config, THIS_MACHINE), *(row_of(beat, run.config) for beat in progress.others)]
     more = [f"… and {len(rows) - room} more"] if len(rows) > room else []

@@ -76,7 +76,7 @@ def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     }
 
 
-def bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
+def _bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
     """Return the same heartbeat with numbers that can be added up and drawn, in a run of so many outer steps."""
     said = {"index": beat.index, "tokens_per_second": beat.tokens_per_second, "loss": beat.loss}
     held: dict[str, object] = {
@@ -231,7 +231,7 @@ class RunView:
         agreement, last = agreement or Agreement(), min(run.config.total_outer_steps, LARGEST_STEP)
         beats = [beat for beat in heartbeats if beat.state is not PeerState.LEAVING]
         agreement.observe(beats)
-        return cls(run, tuple(bounded(beat, last) for beat in beats), agreement, chronicle, step_before)
+        return cls(run, tuple(_bounded(beat, last) for beat in beats), agreement, chronicle, step_before)
 
     @cached_property
     def trainers(self) -> tuple[Heartbeat, ...]:
@@ -322,7 +322,7 @@ class Row:
     style: str = "dim"
 
 
-def short_name(peer: str) -> str:
+def _short_name(peer: str) -> str:
     """The end of a peer id; its beginning is the same for all."""
     return f"…{peer[-8:]}"
 
@@ -338,7 +338,7 @@ def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
         beat.head.hex()[:8],
         reachability(beat),
     )
-    return Row(name or short_name(beat.peer), cells, STYLES.get(beat.state, "dim"))
+    return Row(name or _short_name(beat.peer), cells, STYLES.get(beat.state, "dim"))
 
 
 def peers_table(rows: Iterable[Row], title: str | None = None) -> Table:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opendiloco import library
-from opendiloco.library import Call, DiLoCo, DiLoCoCallback, _Joined
+from opendiloco.library import DiLoCo, DiLoCoCallback, _Call, _Joined
 from peers.values.manifest import Invite
 from tests.opendiloco.test_loop_worker import new_run, new_worker
 
@@ -138,10 +138,10 @@ def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, mon
 def test_a_call_is_under_way_until_it_returns_or_raises() -> None:
     import sys
 
-    calls = list[Call]()
+    calls = list[_Call]()
 
     def outer(fails: bool) -> None:
-        calls.append(Call(sys._getframe()))
+        calls.append(_Call(sys._getframe()))
         assert in_another_thread(calls[-1].is_under_way)
         if fails:
             raise RuntimeError

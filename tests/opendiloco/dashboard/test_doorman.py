@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from opendiloco.dashboard import server
-from opendiloco.dashboard.server import MOST_OF_ONE_ADDRESS, Doorman, bind, customer, dashboard
+from opendiloco.dashboard.server import MOST_OF_ONE_ADDRESS, _customer, _Doorman, bind, dashboard
 
 LIMIT = 20.0  # seconds that anything may take
 CLOSED = (ConnectionError, asyncio.IncompleteReadError)
@@ -79,7 +79,7 @@ def test_whoever_does_not_read_is_not_waited_for_for_ever(monkeypatch: pytest.Mo
             lost.set()
 
     async def scenario() -> None:
-        server = await asyncio.get_running_loop().create_server(Doorman(Talkative), "127.0.0.1", 0)
+        server = await asyncio.get_running_loop().create_server(_Doorman(Talkative), "127.0.0.1", 0)
         async with server, asyncio.timeout(LIMIT):
             _, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1)
             await lost.wait()
@@ -89,7 +89,7 @@ def test_whoever_does_not_read_is_not_waited_for_for_ever(monkeypatch: pytest.Mo
 
 
 def test_one_address_has_its_share_and_this_machine_has_all_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    door = Doorman(asyncio.Protocol)
+    door = _Doorman(asyncio.Protocol)
     assert all(door.come("203.0.113.5") for _ in range(MOST_OF_ONE_ADDRESS))
     assert not door.come("203.0.113.5")
     assert door.come("203.0.113.6")
@@ -128,4 +128,4 @@ def test_too_many_connections_are_closed_at_once(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_a_customer_of_ipv6_has_many_addresses(host: str, counted: str) -> None:
-    assert customer(host) == counted
+    assert _customer(host) == counted

@@ -22,7 +22,7 @@ from click import BadParameter, Command, Context, Option
 from opendiloco.cli.options import parse_address
 from opendiloco.dashboard import server, watching
 from opendiloco.dashboard import sources as dashboard_sources
-from opendiloco.dashboard.server import POLICY, application, bind, is_loopback, url_of
+from opendiloco.dashboard.server import POLICY, _application, bind, is_loopback, url_of
 from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
 from opendiloco.dashboard.watching import RunHistory, RunWatch, Watching
 from opendiloco.storage.held_out_curve import HeldOutCurve
@@ -58,7 +58,7 @@ async def serving(*sources: Source) -> AsyncIterator[TestClient]:  # type: ignor
         async with asyncio.timeout(LIMIT):
             while not all(watch.board.sections for watch in watched.runs.values()) or not watched.runs:
                 await asyncio.sleep(0.01)
-            async with TestClient(TestServer(application(watched, is_local=True))) as client:
+            async with TestClient(TestServer(_application(watched, is_local=True))) as client:
                 yield client
     finally:
         looking.cancel()

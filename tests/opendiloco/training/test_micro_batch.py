@@ -20,7 +20,7 @@ from opendiloco.model.build import build_model
 from opendiloco.training import optimizers, trials
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
-from opendiloco.training.trials import WindowMemory, fitting_micro_batch, peak_while, trying
+from opendiloco.training.trials import _WindowMemory, fitting_micro_batch, peak_while, trying
 from opendiloco.workers import needs
 from opendiloco.workers.assembly import memory_of
 from peers.values.leases import SampleRange
@@ -42,9 +42,9 @@ def taken(replica: ModelReplica, windows: int = 1, trains: bool = True) -> int:
         return memory_of_windows(windows)
 
 
-def window_memory(replica: ModelReplica, trains: bool = True) -> WindowMemory:
+def window_memory(replica: ModelReplica, trains: bool = True) -> _WindowMemory:
     with trying(replica, TEAM, trains) as memory_of_windows:
-        return WindowMemory.of(memory_of_windows(1), memory_of_windows(2))
+        return _WindowMemory.of(memory_of_windows(1), memory_of_windows(2))
 
 
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:
@@ -121,7 +121,7 @@ def test_the_machines_memory_is_shared_and_who_has_least_decides(
 
     monkeypatch.setattr(trials, "available_memory", lambda: 2**40)
     two = Two(torch.device("cpu"), rank=0, size=2)
-    assert trials.free_memory(two) == 2**39
+    assert trials._free_memory(two) == 2**39
     assert fitting_micro_batch(replica, 8, two) == 3
 
 
