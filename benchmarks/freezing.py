@@ -36,7 +36,7 @@ class FreezingReference(Reference):
         for member in members:
             assert isinstance(member.replica, FrozenReplica)
             member.replica.learning = fragment
-            member.train_to_the_end(member.returned)
+            member.cycles.train_to_the_end(member.returned)
         self.synchronise(fragment, members)
         for member in members:
             member.get_back(part, self.state.theta[part])

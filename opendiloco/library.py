@@ -34,7 +34,6 @@ from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -144,49 +143,35 @@ def _check_layout(own: Layout, runs: Layout) -> None:
 
 # Between two threads --------------------------------------------------------------------------------------------------
 class _OuterStep:
-    """The inner steps of one outer step. The training thread reports each."""
+    """The inner steps of one outer step. The training thread reports each; the swarm's waits for what is `trained`.
+
+    When the swarm cancels that, since it has moved on, nothing that was done counts, nor will it be published.
+    """
 
     def __init__(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> None:
         self.work = work
         self.steps_done = 0
+        self.trained: Future[Trained] = Future()
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
-        self._trained: asyncio.Future[Trained] = self._loop.create_future()
-        self._lock = Lock()  # held by whoever ends it
-        self._is_void = False
 
-    async def trained(self) -> Trained:
-        """For the swarm's thread. When cancelled, nothing that was done counts, nor will it be published."""
-        try:
-            return await self._trained
-        except asyncio.CancelledError:
-            with self._lock:
-                self._is_void = True
-            raise
+    @property
+    def is_void(self) -> bool:
+        """Return whether the swarm has moved on since it began."""
+        return self.trained.cancelled()
 
     def report(self, progress: Progress) -> None:
         self._loop.call_soon_threadsafe(self._pass_on, progress)
 
     def finish(self, publish: Callable[[], None], trained: Trained) -> None:
-        """Have the weights published and say so, unless it is void."""
-        with self._lock:
-            if self._is_void:
-                return
+        """Publish the weights and say so, unless it is void."""
+        if self.trained.set_running_or_notify_cancel():
             publish()
-        self._loop.call_soon_threadsafe(self._conclude, trained)
-
-    @property
-    def is_void(self) -> bool:
-        """Whether the swarm has moved on since it began."""
-        return self._is_void
+            self.trained.set_result(trained)
 
     def _pass_on(self, progress: Progress) -> None:
-        if not self._is_void:
+        if not self.is_void:
             self._on_progress(progress)
-
-    def _conclude(self, trained: Trained) -> None:
-        if not self._trained.done():
-            self._trained.set_result(trained)
 
 
 class _LoopWorker:
@@ -221,7 +206,7 @@ class _LoopWorker:
 
         outer_step = _OuterStep(work, progressed)
         self._outer_steps.put(outer_step)
-        trained = await outer_step.trained()
+        trained = await asyncio.wrap_future(outer_step.trained)
         self.telemetry.trained(work.index, self._done(trained, steps, time.monotonic() - began))
         return trained
 
@@ -335,14 +320,14 @@ class DiLoCo:
         ticket: str | None = None,
         evaluates: bool = True,
         own: OwnFiles = NONE,
+        is_abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
         """`run` is an invite; one by invitation needs a `ticket`, too: its text, or a file's path. `data` are folders
         to read instead of sources that are local to this machine, `own` the run's model and tokenizer where these are.
-        With `evaluates`, it takes its turns to evaluate."""
+        With `evaluates`, it takes its turns to evaluate. `is_abandoned` says whether the loop has ended without leaving
+        this context: the run is then left all the same."""
         self.finished = False
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
-        self.is_abandoned: Callable[[], bool] = lambda: False
-        """Whether the loop has ended without leaving this context; we then leave the run all the same."""
         _check_own_model(model)
         self._model = model
         self._layout = layout_of(model)
@@ -357,6 +342,7 @@ class DiLoCo:
         self._text: TrainingData | None = None
         self._has_runs_text = True
         self._evaluates = evaluates
+        self._is_abandoned = is_abandoned
         self._until_leaving = ExitStack()
         self._interrupt = RememberedInterrupt()
         self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
@@ -559,7 +545,7 @@ class DiLoCo:
                 watching.cancel()
 
     async def _leave_when_abandoned(self, volunteer: Volunteer) -> None:
-        while not self.is_abandoned():
+        while not self._is_abandoned():
             await asyncio.sleep(LOOK_SECONDS)
         logger.warning("the training loop has ended without a word: leaving the run")
         volunteer.leave()
@@ -597,9 +583,10 @@ class DiLoCoCallback(TrainerCallback):
         self._leave()  # what an earlier training that raised has left
         optimizer = kwargs["optimizer"]
         inner_optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        diloco = DiLoCo(kwargs["model"], inner_optimizer, self._run, **self._options)
         call = _Call.outside_callbacks(sys._getframe())
-        diloco.is_abandoned = lambda: not call.is_under_way()
+        diloco = DiLoCo(
+            kwargs["model"], inner_optimizer, self._run, is_abandoned=lambda: not call.is_under_way(), **self._options
+        )
         diloco.__enter__()
         self._diloco = diloco
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.model import ModelSection
@@ -18,6 +18,9 @@ from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.settings import RunSettings
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 
 @dataclass(frozen=True)
@@ -126,12 +129,7 @@ def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
     return config.model_copy(update=sections)
 
 
-class ManifestFinder(Protocol):
-    async def find_manifest(self, run_id: str) -> SignedManifest | None: ...
-    def learn(self, manifest: SignedManifest) -> None: ...
-
-
-async def find_run(network: ManifestFinder, run_id: str, remembered: SignedManifest | None = None) -> Run:
+async def find_run(network: HivemindTransport, run_id: str, remembered: SignedManifest | None = None) -> Run:
     """Return a run by its id: the one remembered, which needs nobody, or else what the network has.
 
     Raises: SwarmUnreachableError when nobody knows it; ManifestError.

@@ -23,7 +23,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from opendiloco.dashboard.sources import NodeSources, Source
 from opendiloco.dashboard.watching import Board, Watching
 from peers.errors import LocalNetworkError
-from peers.network import contacts
+from peers.network.contacts import is_loopback
 
 if TYPE_CHECKING:
     from opendiloco.storage.archive import Archive
@@ -191,11 +191,6 @@ def bind(address: tuple[str, int]) -> socket.socket:
 def url_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether it is a name or an address of this machine that no other machine can reach."""
-    return contacts.is_loopback(host.strip("[]"))
 
 
 @asynccontextmanager

@@ -137,7 +137,8 @@ class Payload:
 
     def __init__(self, format: Format, values: int, buffer: PayloadBytes | None = None) -> None:
         size = format.payload_size(values)
-        view = memoryview(bytearray(size) if buffer is None else buffer)
+        given = bytearray(size) if buffer is None else buffer
+        view = given.data if isinstance(given, np.ndarray) else memoryview(given)
         if view.itemsize != 1 or not view.c_contiguous:
             raise ValueError(f"a payload must be contiguous bytes, not {_kind(buffer)}")
         if view.nbytes != size:

@@ -39,11 +39,15 @@ class BlockCodec:
         """Memory for a payload; worth keeping, since taking it from the system takes longer than encoding into it."""
         return Payload(self.format, self.values, empty(self.format.payload_size(self.values)))
 
-    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
-        """Return the sum of the squares of the values in these bytes.
+    def check(self, blocks: Blocks, first_block: int) -> None:
+        """Raises: BadBlocksError when these bytes are not whole blocks from `first_block` on that an encoder makes."""
+        try:
+            kernels.check_payload(self._payload(blocks, first_block))
+        except kernels.CorruptPayloadError as error:
+            raise BadBlocksError(error.message) from error
 
-        Raises: BadBlocksError when they are not whole blocks from `first_block` on that an encoder makes.
-        """
+    def squared_norm(self, blocks: Blocks, first_block: int) -> float:
+        """Return the sum of the squares of the values in these bytes. Raises: BadBlocksError, as `check` does."""
         try:
             return kernels.squared_norm(self._payload(blocks, first_block))
         except kernels.CorruptPayloadError as error:
@@ -51,12 +55,10 @@ class BlockCodec:
 
     def checked(self, payload: Blocks) -> Payload:
         """Return a whole payload. Raises: BadBlocksError unless it is one that an encoder makes."""
-        try:
-            whole = Payload(self.format, self.values, payload)
-            kernels.check_payload(whole)
-        except kernels.CorruptPayloadError as error:
-            raise BadBlocksError(error.message) from error
-        return whole
+        self.check(payload, 0)
+        if len(payload) != self.format.payload_size(self.values):
+            raise BadBlocksError(f"{len(payload)} bytes are no payload of {self.values} values")
+        return Payload(self.format, self.values, payload)
 
     def average(
         self,

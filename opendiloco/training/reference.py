@@ -71,7 +71,7 @@ class Member:
 
     def __init__(self, replica: ModelReplica, streaming: StreamingSection, error_feedback: float) -> None:
         self.replica = replica
-        self.cycles = Cycles(replica, len(replica.layout.fragments), streaming.mixing, streaming.overlap)
+        self.cycles = Cycles(replica.store, replica.merge, len(replica.layout.fragments), streaming)
         self.residuals = [Residual(error_feedback, part.stop - part.start) for part in replica.layout.fragments]
         self.base: Vector = np.zeros(replica.layout.size, np.float32)
         """The theta that what it learns of each fragment counts from."""
@@ -98,7 +98,8 @@ class Member:
             self.base[:] = theta
         begin_with = None if goes_on else theta
         self._inner_steps = self.replica.inner_steps(begin_with, began_at, work.samples, work.steps, tokens)
-        self.cycles.begin(self._inner_steps, overlap, goes_on, is_last=began_at + 1 == outer_steps)
+        steps = self._inner_steps
+        self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last=began_at + 1 == outer_steps)
 
     def bring(self, fragment: int) -> None:
         """Take the inner steps before a fragment is stored."""

@@ -10,17 +10,15 @@ process, until the workers are told; then to the workers again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from opendiloco.config.streaming import StreamingSection
 from opendiloco.errors import WorkerError
 from opendiloco.kernels import NonFiniteError, Rounding, quantize_difference
 from opendiloco.shared_memory import Vector
 from opendiloco.training.codec import BlockCodec, Residual
-
-if TYPE_CHECKING:
-    from opendiloco.training.inner import InnerSteps, ModelReplica
 
 # In a worker ----------------------------------------------------------------------------------------------------------
 _ENDED = object()
@@ -39,21 +37,29 @@ class Cycles:
     the next inner step, which may be one of the next cycle; and at once where it would be stored once more.
     """
 
-    def __init__(self, replica: ModelReplica, fragments: int, alpha: float, lead: int) -> None:
-        self._replica = replica
+    def __init__(
+        self,
+        store: Callable[[Vector, int], None],
+        merge: Callable[[Vector, int, float], None],
+        fragments: int,
+        streaming: StreamingSection,
+    ) -> None:
+        """`store` and `merge` are those of a replica; see `ModelReplica`."""
+        self._store_weights, self._merge_theta = store, merge
         self._fragments = fragments
-        self._alpha = alpha
-        self._lead = lead
+        self._alpha = streaming.mixing
+        self._lead = streaming.overlap
         self._taken = 0  # inner steps, ever
         self._due: dict[int, int] = {}  # after how many of them a fragment is merged
 
-    def begin(self, inner_steps: InnerSteps, overlap: int, goes_on: bool, is_last: bool) -> None:
-        """Begin a cycle: where the replica was when the cycle before ended, or else with theta, when nothing is left to
-        be merged. `is_last`: it is the run's last one."""
+    def begin(self, planned: int, steps: Iterator[object], overlap: int, goes_on: bool, is_last: bool) -> None:
+        """Begin a cycle of so many planned inner steps, each taken by a turn of `steps`: where the replica was when the
+        cycle before ended, or else with theta, when nothing is left to be merged. `is_last`: it is the run's last one.
+        """
         if not goes_on:
             self._due.clear()
         self._lead_now = self._lead if goes_on and not is_last else 0
-        self._planned, self._steps = inner_steps.planned, inner_steps.every()
+        self._planned, self._steps = planned, steps
         self._overlap, self._began = overlap, self._taken
 
     def train_up_to(self, fragment: int, theta: Vector) -> bool:
@@ -67,7 +73,7 @@ class Cycles:
 
     def store(self, local: Vector, fragment: int) -> None:
         """Store a fragment's weights, to be averaged. What comes of it is merged when the overlap is over."""
-        self._replica.store(local, fragment)
+        self._store_weights(local, fragment)
         self._due[fragment] = self._taken + self._overlap
 
     def train_to_the_end(self, theta: Vector) -> bool:
@@ -89,7 +95,7 @@ class Cycles:
         return True
 
     def _merge(self, fragment: int, theta: Vector) -> None:
-        self._replica.merge(theta, fragment, self._alpha)
+        self._merge_theta(theta, fragment, self._alpha)
         del self._due[fragment]
 
 

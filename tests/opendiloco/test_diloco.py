@@ -125,10 +125,10 @@ def test_shards_are_refused_and_a_wrapper_around_a_whole_model_is_not() -> None:
         _check_own_model(torch.nn.Linear(3, 2, device="meta"))
 
 
-def loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> DiLoCo:
+def loop_of_its_own(monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     model = torch.nn.Linear(3, 2)
-    return DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1")
+    return DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
 
 
 def test_an_interrupt_while_it_joins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
 def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop, looked, left = loop_of_its_own(monkeypatch), list[None](), list[None]()
+    looked, left = list[None](), list[None]()
     monkeypatch.setattr(diloco_module, "LOOK_SECONDS", 0.0)
 
     class Leaving:
@@ -204,7 +204,7 @@ def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
         looked.append(None)
         return len(looked) == 3
 
-    loop.is_abandoned = is_abandoned
+    loop = loop_of_its_own(monkeypatch, is_abandoned=is_abandoned)
     asyncio.run(asyncio.wait_for(loop._leave_when_abandoned(Leaving()), 30))  # type: ignore[arg-type]
     assert (len(looked), len(left)) == (3, 1)
     assert "ended without a word" in caplog.text

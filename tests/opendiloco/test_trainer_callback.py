@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, 
 class Joined:
     """Stands where DiLoCo does."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.is_abandoned: Callable[[], bool]
+    def __init__(self, *arguments: Any, is_abandoned: Callable[[], bool]) -> None:
+        self.is_abandoned = is_abandoned
         self.finished = False
         self.seen = list[str]()
         made.append(self)
