@@ -108,12 +108,6 @@ def _check_own_model(model: torch.nn.Module) -> None:
             )
 
 
-def _check_run(config: RunConfig) -> None:
-    """Raises: LoopError for a run that streams: a loop of one's own hands over all its weights at once, and waits."""
-    if not config.streaming.is_plain:
-        raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
-
-
 def _initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     """Return memory with the weights that the run begins with, for a model of this layout.
 
@@ -201,7 +195,15 @@ class _LoopWorker:
         def progressed(progress: Progress) -> None:
             nonlocal steps
             steps = progress.inner_step
-            self.telemetry.progressed(work.index, _inner_step_done(progress))
+            loss = math.nan if progress.loss is None else progress.loss  # what a loop does not say is NaN
+            done = InnerStepDone(
+                inner_step=steps,
+                loss=loss,
+                gradient_norm=math.nan,
+                learning_rate=math.nan,
+                tokens_per_second=progress.tokens_per_second,
+            )
+            self.telemetry.progressed(work.index, done)
             on_progress(progress)
 
         outer_step = _OuterStep(work, progressed)
@@ -211,7 +213,7 @@ class _LoopWorker:
         return trained
 
     def _done(self, trained: Trained, steps: int, seconds: float) -> InnerLoopDone:
-        """What a loop does not say is NaN."""
+        """Return a training in numbers. What a loop does not say is NaN."""
         return InnerLoopDone(
             tokens=trained.tokens,
             inner_steps=steps,
@@ -263,17 +265,6 @@ class _LoopWorker:
                 return None
             if not found.is_void:
                 return found
-
-
-def _inner_step_done(progress: Progress) -> InnerStepDone:
-    """What a loop does not say is NaN."""
-    return InnerStepDone(
-        inner_step=progress.inner_step,
-        loss=math.nan if progress.loss is None else progress.loss,
-        gradient_norm=math.nan,
-        learning_rate=math.nan,
-        tokens_per_second=progress.tokens_per_second,
-    )
 
 
 # The caller's loop ----------------------------------------------------------------------------------------------------
@@ -399,7 +390,7 @@ class DiLoCo:
 
     @property
     def lease(self) -> tuple[SampleRange, ...]:
-        """The samples of the present outer step: numbers in the run's endless order, which nobody else trains."""
+        """Return the samples of the present outer step: numbers in the run's endless order, for this peer alone."""
         return () if self._outer_step is None else self._outer_step.work.samples
 
     def track(self, choice: str) -> None:
@@ -475,17 +466,15 @@ class DiLoCo:
         if not self._evaluates:
             return None
         try:
-            return self._held_out_loss(self._text or self._read_to_evaluate())
+            if self._text is None:
+                logger.info(
+                    "reading the run's text to evaluate theta on what is held out; evaluates=False leaves it out"
+                )
+            return self._held_out_loss(self._text or self._read(self.run.with_data(self._data)))
         except Exception as error:  # a model may be called in other ways than transformers'
             logger.warning("this loop takes no turns to evaluate theta: %s", first_line(error))
             self._evaluates = False
             return None
-
-    def _read_to_evaluate(self) -> TrainingData:
-        logger.info(
-            "reading the run's text, of which some is held out to evaluate theta; evaluates=False leaves it out"
-        )
-        return self._read(self.run.with_data(self._data))
 
     def _held_out_loss(self, text: TrainingData) -> HeldOut:
         section, held_out = self.run.config.evaluation, text.held_out
@@ -522,7 +511,8 @@ class DiLoCo:
     async def _take_part(self) -> None:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
-            _check_run(run.config)
+            if not run.config.streaming.is_plain:
+                raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
             await ask_for_signed_heads(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)

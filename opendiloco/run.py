@@ -43,7 +43,7 @@ class Run:
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:
-        """A new run. Raises: ManifestError."""
+        """Return a new run. Raises: ManifestError."""
         return cls(SignedManifest.create(organiser, config.name, config.to_manifest_content()), config)
 
     @classmethod
@@ -52,7 +52,7 @@ class Run:
         return cls(manifest, RunConfig.from_manifest_content(manifest.values))
 
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
-        """The same run on a volunteer's machine, which reads no local folders but these. Raises: see `volunteered`."""
+        """Return the run as a volunteer has it, who reads no local folders but these. Raises: see `volunteered`."""
         config = self.config.model_copy(update={"data": volunteered(self.config.data, folders)})
         return replace(self, config=config, has_runs_text=not folders or self._says_which_text)
 
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """What the protocol needs to know."""
+        """Return what the protocol needs to know."""
         training, rounds = self.config.training, self.config.rounds
         return RunSettings(
             run=self.run_id,

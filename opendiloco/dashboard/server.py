@@ -243,7 +243,7 @@ class _Site(web.SockSite):
 
 
 def _application(watching: Watching, is_local: bool) -> web.Application:
-    """The server's parts, for `watching`. With `is_local` only those are answered who name a loopback address."""
+    """Return the server's parts. With `is_local` only those are answered who name a loopback address."""
     app = web.Application(middlewares=[_only_local] if is_local else [])
     app.on_response_prepare.append(_add_headers)
     for path, (name, content_type) in STATIC.items():

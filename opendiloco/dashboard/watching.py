@@ -60,7 +60,7 @@ class _Curve:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The means, each at the beginning of its bucket, from left to right."""
+        """Return the means, each at the beginning of its bucket, from left to right."""
         return [(bucket * self._width, total / count) for bucket, (total, count) in sorted(self._buckets.items())]
 
     def _widen(self) -> None:
@@ -178,7 +178,7 @@ class RunHistory:
         return self.view
 
     def _take_losses(self, view: RunView) -> None:
-        """The median of what peers say: less than half of them can't draw the curve."""
+        """Take in the median of what peers say: less than half of them can't draw the curve."""
         inner_steps = view.run.config.training.inner_steps
         training = [beat for beat in view.working if beat.loss is not None and beat.index == view.outer_step]
         if training:
@@ -189,7 +189,7 @@ class RunHistory:
 
     # What goes out --------------------------------------------------------------------------------------------
     def summary(self) -> Plain:
-        """What a list of runs says of it."""
+        """Return what a list of runs says of it."""
         view = self.view
         return {
             "run": view.run.run_id,
@@ -203,7 +203,7 @@ class RunHistory:
         }
 
     def sections(self) -> dict[str, Plain]:
-        """The whole view in parts, which change at different times."""
+        """Return the whole view in parts, which change at different times."""
         return {
             "run": self._run(),
             "peers": self._peers(),
@@ -241,7 +241,7 @@ class RunHistory:
         return {"rows": rows, "more": len(ordered) - len(rows)}
 
     def _rank(self, beat: Heartbeat) -> tuple[bool, bool, int, str]:
-        """This machine first, then by contribution; archives last."""
+        """Return the order of peers: this machine first, then by contribution; archives last."""
         contribution = self._chronicle.contributions.get(beat.peer)
         is_archive = beat.state is PeerState.ARCHIVING
         return beat.peer != self.me, is_archive, -(contribution.tokens if contribution else 0), beat.peer
@@ -291,7 +291,7 @@ class RunHistory:
 
 
 def _plain_record(record: Record, run: Run) -> Plain:
-    """An entry of a run as JSON can say it, digests in hexadecimal."""
+    """Return an entry of a run as JSON can say it, digests in hexadecimal."""
     signatures = record.signatures
     return {
         "digest": record.digest.hex(),
@@ -312,7 +312,7 @@ def _plain_record(record: Record, run: Run) -> Plain:
 
 
 def _plain_change(change: Change, run: Run) -> Plain:
-    """What an entry changes of the outer optimizer."""
+    """Return what an entry changes of the outer optimizer."""
     new, old = change.amendment, change.before or run.config.outer_optimizer
     return {
         "number": new.number,
@@ -350,7 +350,7 @@ class Board:
                 changed.set()
 
     async def news(self) -> AsyncIterator[tuple[str, str] | None]:
-        """The sections, and each again when it has changed; None now and then while nothing has."""
+        """Yield the sections, and each again when it has changed; None now and then while nothing has."""
         told: dict[str, str] = {}
         self.watchers += 1
         try:

@@ -29,12 +29,12 @@ KERNEL_SETS = ("scalar", "avx2", "avx512", "neon")
 
 
 def supported_kernels() -> tuple[str, ...]:
-    """The sets that this processor and this build have."""
+    """Return the sets that this processor and this build have."""
     return tuple(name for name in KERNEL_SETS if lib.diloco_kernels_are_supported(name.encode()))
 
 
 def chosen_kernels() -> str:
-    """The set that operations use."""
+    """Return the set that operations use."""
     return ffi.string(lib.diloco_kernels_name()).decode()
 
 
@@ -257,7 +257,7 @@ def outer_step(
     momentum_coefficient: float,
     threads: int = 1,
 ) -> None:
-    """The outer optimizer of DiLoCo (Algorithm 1, line 14): Nesterov SGD on the decoded pseudo-gradient g, in place.
+    """Take a step of DiLoCo's outer optimizer (Algorithm 1, line 14), in place: Nesterov SGD on the decoded g.
 
         momentum = momentum_coefficient * momentum + g
         theta    = theta - learning_rate * (g + momentum_coefficient * momentum)

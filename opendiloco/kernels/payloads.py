@@ -66,7 +66,7 @@ class Format:
         return self.name
 
     def block_count(self, values: int) -> int:
-        """The number of blocks for so many values, the short one included."""
+        """Return the number of blocks for so many values, the short one included."""
         return -(-values // self.block_values)
 
     def payload_size(self, values: int) -> int:
@@ -74,7 +74,7 @@ class Format:
         return _payload_size(self.index, values)
 
     def byte_range(self, first_block: int, last_block: int, values: int) -> tuple[int, int]:
-        """Where blocks [first_block, last_block) lie in a payload of so many values: bytes [start, stop)."""
+        """Return where blocks [first_block, last_block) lie in a payload of so many values: bytes [start, stop)."""
         size = self.payload_size(values)
         return min(first_block * self.block_bytes, size), min(last_block * self.block_bytes, size)
 

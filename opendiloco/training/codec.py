@@ -83,7 +83,7 @@ class BlockCodec:
         return Payload(self.format, self._value_count(blocks, first_block), blocks)
 
     def _value_count(self, blocks: Blocks, first_block: int) -> int:
-        """How many values these bytes hold if they are whole blocks of ours."""
+        """Return how many values these bytes hold if they are whole blocks of ours."""
         whole = -(-len(blocks) // self.format.block_bytes) * self.format.block_values
         return min(whole, max(0, self.values - first_block * self.format.block_values))
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,14 +53,6 @@ class StepTaken(NamedTuple):
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
-class TakeStep(Protocol):
-    """Takes one inner step."""
-
-    def __call__(self, batch: NDArray[np.int64], step: int, tokens: int) -> StepTaken:
-        """Train on a batch of shape (windows, window_length): step `step` of the run, after which the run has `tokens`
-        tokens."""
-
-
 class InnerStep(NamedTuple):
     """An inner step that changed the weights. `number` counts from 1; `samples` are those trained up to here."""
 
@@ -89,7 +81,7 @@ class InnerSteps:
 
     def __init__(
         self,
-        take: TakeStep,
+        take: Callable[[NDArray[np.int64], int, int], StepTaken],
         samples: SampleOrder,
         training: TrainingSection,
         index: int,
@@ -97,7 +89,8 @@ class InnerSteps:
         steps: int,
         tokens: int,
     ) -> None:
-        """See `ModelReplica.inner_steps`."""
+        """`take` trains on a batch of shape (windows, window_length): inner step so-and-so of the run, after which the
+        run has so many tokens. For all else see `ModelReplica.inner_steps`."""
         self._take = take
         self._training = training
         self._first_step = index * training.inner_steps
@@ -181,10 +174,6 @@ def _divergence(step: int, taken: StepTaken, skipped: int) -> WorkerError:
 # The replica ----------------------------------------------------------------------------------------------------------
 LONG_AGO = 64
 """Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
-
-
-def never() -> bool:
-    return False
 
 
 class ModelReplica:
@@ -279,7 +268,7 @@ class ModelReplica:
         self._warmed_up = self._kept_at = None
 
     def _kept_by(self, run: str) -> dict[str, str]:
-        """What a file of moments must say of itself."""
+        """Return what a file of moments must say of itself."""
         return {"run": run, "optimizer": self._config.inner_optimizer.model_dump_json()}
 
     def inner_steps(
@@ -289,7 +278,7 @@ class ModelReplica:
         lease: tuple[SampleRange, ...],
         steps: int,
         tokens: int = 0,
-        stop_wanted: Callable[[], bool] = never,
+        stop_wanted: Callable[[], bool] = lambda: False,
     ) -> InnerSteps:
         """Load theta, and return at most `steps` inner steps of outer step `index`, each on the lease's next batch.
         Without a theta, the weights go on from where they are.
@@ -342,7 +331,7 @@ class ModelReplica:
         return taken
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean training loss of windows of token ids, of shape (batch, window_length)."""
+        """Return the mean training loss of windows of token ids, of shape (batch, window_length)."""
         z_loss, end = self._config.training.z_loss, self._samples.document_end
         with self.precision(), packing_known(end is not None):
             return window_loss(self.model, windows, end, z_loss, self._router_loss)
@@ -369,8 +358,8 @@ class ModelReplica:
         return torch.stack(losses).double().sum()
 
     def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """This worker's piece in parts, and whether each is the last: as many on each worker, as each forward pass is a
-        collective; some are empty. What is trained on in place of an empty one counts nothing.
+        """Yield this worker's piece in parts, and whether each is the last. Workers have as many parts each, since each
+        forward pass is a collective; some are empty. What is trained on in place of an empty one counts nothing.
         """
         own, largest = batch[self._team.piece(len(batch))], self._team.largest_piece(len(batch))
         size = self.micro_batch or largest

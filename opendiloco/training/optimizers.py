@@ -48,7 +48,7 @@ Groups = list[dict[str, Any]]
 
 
 def build_inner_optimizer(model: torch.nn.Module, section: InnerOptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters. Each of its groups has its peak learning rate as `initial_lr`.
+    """Return the optimizer over the trainable parameters. Each group has its peak learning rate as `initial_lr`.
 
     Raises: ManifestError when torch knows no such optimizer or option; MachineError when it cannot step on shards.
     """
@@ -80,7 +80,7 @@ def build_inner_optimizer(model: torch.nn.Module, section: InnerOptimizerSection
 
 
 def check_inner_optimizer(section: InnerOptimizerSection) -> None:
-    """Whether torch has this optimizer with these options. Raises: ManifestError."""
+    """Raise ManifestError unless torch has this optimizer with these options."""
     build_inner_optimizer(torch.nn.Linear(1, 1), section)
 
 
@@ -160,7 +160,7 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    """Whether a value from TOML is of the kind that an option's default is."""
+    """Return whether a value from TOML is of the kind that an option's default is."""
     if isinstance(default, bool):
         return isinstance(value, bool)
     if isinstance(default, tuple):
@@ -186,7 +186,7 @@ class _JointOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The parts look at our groups and our state, not at copies."""
+        """Have the parts look at our groups and our state, not at copies."""
         first = 0
         for part in self._parts:
             last = first + len(part.param_groups)

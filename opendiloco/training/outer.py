@@ -43,7 +43,7 @@ from peers.values.workload import Blocks, SnapshotError
 
 # Learning rate --------------------------------------------------------------------------------------------------------
 def learning_rate_factor(schedule: OuterScheduleSection, done: int) -> float:
-    """What the peak learning rate is multiplied by in the step that brings the count of steps, or tokens, to `done`.
+    """Return the factor of the peak learning rate in the step that brings the count of steps, or tokens, to `done`.
 
     Warmup rises linearly and reaches 1 at its last step; decay reaches `final_fraction` at its last step, where the
     factor stays. `done` is 1 or more.
@@ -132,7 +132,7 @@ class OuterState:
 
     @property
     def vectors(self) -> tuple[memoryview, memoryview]:
-        """The state's bytes, in the order of snapshots: momentum, theta."""
+        """Return the state's bytes, in the order of snapshots: momentum, theta."""
         return self.momentum.view(np.uint8).data, self.theta.view(np.uint8).data
 
 
@@ -259,7 +259,7 @@ class Measuring:
         self._measuring: asyncio.Task[None] | None = None
 
     def trained(self, fragment: int) -> None:
-        """This machine has trained a fragment, and encodes its contribution to the next outer step."""
+        """Note that this machine has trained a fragment, and encodes its contribution to the next outer step."""
         self._trained_at[fragment] = time.monotonic()
 
     def forget(self) -> None:

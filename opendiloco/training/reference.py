@@ -205,7 +205,7 @@ class StreamingDiLoCo:
         return aged(member.tokens, member.work.age) if self._is_asynchronous else member.tokens
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
-        """The state digest after each outer step."""
+        """Yield the state digest after each outer step."""
         for roster in outer_steps:
             yield self.outer_step(roster)
 

@@ -16,14 +16,13 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -39,7 +38,7 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
+    """Return the device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
 
     Raises: MachineError when it is none of these, or torch cannot use it.
     """
@@ -61,7 +60,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name as its driver says it, such as "NVIDIA A100-SXM4-80GB"; else the device's type."""
+    """Return a GPU's name as its driver says it, such as "NVIDIA A100-SXM4-80GB"; else the device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -85,7 +84,7 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of a GPU, what tensors have taken at most since it was forgotten; of the CPU, this process ever."""
+    """Return the most bytes that were taken: on a GPU by tensors since it was forgotten, on the CPU by this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
@@ -99,20 +98,6 @@ HYBRID = ("replicas", "shards")
 PATIENCE = timedelta(hours=2)
 """For which workers wait for each other: the first alone downloads weights, or draws and writes those of a large model.
 NCCL would give up after ten minutes. Workers that die are noticed otherwise."""
-
-
-@dataclass(frozen=True)
-class MeetingPlace:
-    """Where workers meet: at the first worker's store, which it serves on the socket `listener` bound to `port`."""
-
-    port: int = 0
-    listener: int | None = None
-
-    def store(self, size: int) -> Store:
-        """Return the store that so many workers share. The listener is taken over."""
-        if self.listener is None:
-            return TCPStore(LOOPBACK, self.port, size, timeout=PATIENCE)
-        return TCPStore(LOOPBACK, self.port, size, is_master=True, timeout=PATIENCE, master_listen_fd=self.listener)
 
 
 class Team:
@@ -142,10 +127,12 @@ class Team:
         device: torch.device,
         rank: int,
         size: int,
-        place: MeetingPlace,
+        port: int = 0,
+        listener: int | None = None,
         replicas: int = 1,
     ) -> Team:
-        """Return when all have come.
+        """Return the team once all have come to the store that the first worker serves on `listener`, a socket bound to
+        `port`. The listener is taken over.
 
         A worker that is the only one meets nobody, whatever its device: FSDP2 over one GPU would copy all parameters
         twice a micro-batch, and make shards of them on which torch cannot compute every optimizer.
@@ -158,29 +145,36 @@ class Team:
                 "Choose a number that does.",
             )
         if size == 1:
-            if place.listener is not None:
-                os.close(place.listener)
+            if listener is not None:
+                os.close(listener)
             return cls(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
-        store = place.store(size)
+        store = TCPStore(
+            LOOPBACK,
+            port,
+            size,
+            is_master=listener is not None,
+            timeout=PATIENCE,
+            master_listen_fd=listener,
+        )
         dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size, device_id=device_id)
         shape, names = ((size,), ("shards",)) if replicas == 1 else ((replicas, size // replicas), HYBRID)
         return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names))
 
     @property
     def is_in_first_replica(self) -> bool:
-        """Whether it is up to this worker to hand its shard out: the other replicas have the same."""
+        """Return whether it is up to this worker to hand its shard out: the other replicas have the same."""
         return self.rank < self.shards
 
     def piece(self, count: int) -> slice:
-        """This worker's share of `count` things in a row: consecutive, and as even as possible."""
+        """Return this worker's share of `count` things in a row: consecutive, and as even as possible."""
         share, larger = divmod(count, self.size)
         start = share * self.rank + min(self.rank, larger)
         return slice(start, start + share + (self.rank < larger))
 
     def largest_piece(self, count: int) -> int:
-        """The length of worker 0's piece."""
+        """Return the length of worker 0's piece."""
         return math.ceil(count / self.size)
 
     def sums(self, values: Sequence[Value]) -> list[float]:
@@ -191,7 +185,7 @@ class Team:
         return [sum(column) for column in self._gather(values)]
 
     def smallest(self, value: int) -> int:
-        """Of all workers' values."""
+        """Return the smallest of all workers' values."""
         [column] = self._gather([value])
         return int(min(column))
 
@@ -239,7 +233,7 @@ def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers:
 
 
 def has_other_tensors(model: torch.nn.Module) -> bool:
-    """Whether a model keeps tensors beside its parameters and buffers: nobody but its constructor can fill those."""
+    """Return whether a model keeps tensors beside its parameters and buffers: only its constructor can fill those."""
     return any(isinstance(value, torch.Tensor) for module in model.modules() for value in vars(module).values())
 
 

@@ -271,7 +271,8 @@ def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
 
 @contextmanager
 def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[Callable[[int], int]]:
-    """What so many windows take: forward and back, beside the weights' gradients; without `trains`, forward alone.
+    """Yield a function that measures what so many windows take: forward and back, beside the weights' gradients; without
+    `trains`, forward alone.
 
     There are gradients meanwhile, as there are from a batch's first windows on. In the end the replica is as it was.
     """
@@ -294,7 +295,7 @@ def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[C
 
 
 def _free_memory(team: Team) -> int:
-    """Bytes for this worker: of its GPU, or its share of what the machine has."""
+    """Return the free bytes for this worker: of its GPU, or its share of what the machine has."""
     if team.device.type == "cpu":
         return available_memory() // team.size
     unused = torch.cuda.memory_reserved(team.device) - torch.cuda.memory_allocated(team.device)
@@ -302,7 +303,7 @@ def _free_memory(team: Team) -> int:
 
 
 def peak_while(work: Callable[[], None], device: torch.device) -> int:
-    """The most bytes of this device that tensors made by `work` take at any time."""
+    """Return the most bytes of this device that tensors made by `work` take at any time."""
     if device.type == "cuda":
         forget_peak_memory(device)
         before: int = torch.cuda.memory_allocated(device)

@@ -109,7 +109,7 @@ class Chronicle:
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment that is in force where reading has come to."""
+        """Return the amendment that is in force where reading has come to."""
         return None if self._end is None else self._end.amendment
 
     def read(self, log: RunLog) -> bool:
@@ -135,7 +135,7 @@ class Chronicle:
         return Standing(own.tokens, own.entries, own.tokens / self.tokens, rank, len({*self.contributions, peer}))
 
     def _is_of(self, log: RunLog) -> bool:
-        """Whether what was read last is still in the log, and nothing has come before what was read first."""
+        """Return whether what was read last is still in the log, and nothing has come before what was read first."""
         assert self._end is not None
         heads = log.heads_at([self.next_index])
         return log.first == self.first and heads.get(self.next_index) == self._end.position.head

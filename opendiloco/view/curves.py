@@ -29,7 +29,7 @@ class Curves:
         self._before = RoundCosts()
 
     def taken(self, step: OuterStepTaken, costs: RoundCosts) -> None:
-        """An outer step has been taken; `costs` are those of all rounds until now."""
+        """Draw an outer step that has been taken; `costs` are those of all rounds until now."""
         statistics = step.statistics
         values = {
             "learning_rate": step.learning_rate,

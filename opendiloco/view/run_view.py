@@ -323,12 +323,12 @@ class Row:
 
 
 def _short_name(peer: str) -> str:
-    """The end of a peer id; its beginning is the same for all."""
+    """Return the end of a peer id; its beginning is the same for all."""
     return f"…{peer[-8:]}"
 
 
 def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
-    """A peer's row from its heartbeat."""
+    """Return a peer's row from its heartbeat."""
     cells = (
         shown_state(beat, config),
         f"{beat.inner_step}/{config.training.inner_steps}",
@@ -368,7 +368,7 @@ def held_out_lines(view: RunView, bytes_per_token: float | None = None) -> list[
 
 
 def plain_line(row: Row) -> str:
-    """The same as one line for a log."""
+    """Return the same as one line for a log."""
     said = ", ".join(f"{column} {cell}" for column, cell in zip(COLUMNS[1:], row.cells, strict=False))
     return f"{row.name}: {said}"
 
@@ -386,7 +386,7 @@ def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
 
 
 def _count(tails: Sequence[str]) -> str:
-    """A heartbeat names only so many."""
+    """Return a count of peers in words: a heartbeat names only so many."""
     return f"{len(tails)}{' or more' if len(tails) == NAMED_PEERS else ''}"
 
 

@@ -98,12 +98,13 @@ class Worker:
         with nothing_collected():
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.training.inner import ModelReplica
-            from opendiloco.training.team import MeetingPlace, Team
+            from opendiloco.training.team import Team
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
             from opendiloco.workers.inner_loops import InnerLoops
 
-        place = MeetingPlace(command.port, descriptors.listener)
-        self._team = Team.meet(device, command.rank, command.workers, place, command.options.replicas)
+        self._team = Team.meet(
+            device, command.rank, command.workers, command.port, descriptors.listener, command.options.replicas
+        )
         self._config = in_fitting_precision(self._config, self._team)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
