@@ -7,7 +7,7 @@ most that a call uses, its own included; they end with it. After an error, what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,18 +79,8 @@ def stochastic(seed: int, first_block: int = 0) -> Rounding:
 def quantize(values: Floats, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1) -> None:
     """Encode `values`. Raises: NonFiniteError for the first block that can't be encoded."""
     source = view_floats("values", values)
-    _check_target(payload, source, rounding)
-    refused = lib.diloco_quantize(
-        payload.format.index,
-        rounding.is_stochastic,
-        rounding.seed,
-        rounding.first_block,
-        source.address,
-        source.size,
-        payload.address,
-        threads,
-    )
-    _raise_non_finite(refused, payload)
+    _check_target(payload, source)
+    _encode(lib.diloco_quantize, payload, rounding, source.address, source.size, payload.address, threads)
 
 
 def quantize_difference(
@@ -109,26 +99,14 @@ def quantize_difference(
     minuend = view_floats("theta", theta)
     subtrahend = view_floats("local", local)
     _check_length("local", subtrahend, minuend)
-    _check_target(payload, minuend, rounding)
+    _check_target(payload, minuend)
     left_out = 0
     if residual is not None:
         remainder = view_floats("residual", residual, writable=True)
         _check_length("residual", remainder, minuend)
         left_out = remainder.address
-    refused = lib.diloco_quantize_difference(
-        payload.format.index,
-        rounding.is_stochastic,
-        rounding.seed,
-        rounding.first_block,
-        minuend.address,
-        subtrahend.address,
-        False,  # local is not bfloat16
-        left_out,
-        minuend.size,
-        payload.address,
-        threads,
-    )
-    _raise_non_finite(refused, payload)
+    sources = minuend.address, subtrahend.address, False, left_out, minuend.size  # False: local is not bfloat16
+    _encode(lib.diloco_quantize_difference, payload, rounding, *sources, payload.address, threads)
 
 
 def finish_average(
@@ -142,19 +120,9 @@ def finish_average(
     if not _SMALLEST_FLOAT <= total_weight <= LARGEST_WEIGHT:
         raise ValueError(f"total_weight is {total_weight}; it must be positive, and at most 2^63")
     source = view_floats("accumulator", accumulator)
-    _check_target(payload, source, rounding)
-    refused = lib.diloco_finish_average(
-        payload.format.index,
-        rounding.is_stochastic,
-        rounding.seed,
-        rounding.first_block,
-        source.address,
-        total_weight,
-        source.size,
-        payload.address,
-        threads,
-    )
-    _raise_non_finite(refused, payload)
+    _check_target(payload, source)
+    arguments = source.address, total_weight, source.size, payload.address, threads
+    _encode(lib.diloco_finish_average, payload, rounding, *arguments)
 
 
 def average(
@@ -181,24 +149,14 @@ def average(
     for contribution, _ in contributions:
         if (contribution.format, contribution.values) != (payload.format, payload.values):
             raise ValueError(f"a contribution has {contribution.values} values, the average {payload.values}")
-    _check_encodes(payload, rounding)
-    refused = lib.diloco_average(
-        payload.format.index,
-        rounding.is_stochastic,
-        rounding.seed,
-        rounding.first_block,
-        [contribution.address for contribution, _ in contributions],
-        weights,
-        len(contributions),
-        total,
-        payload.values,
-        payload.address,
-        threads,
-    )
-    if refused:
+    addresses = [contribution.address for contribution, _ in contributions]
+    sizes = len(contributions), total, payload.values
+    try:
+        _encode(lib.diloco_average, payload, rounding, addresses, weights, *sizes, payload.address, threads)
+    except NonFiniteError:
         for contribution, _ in contributions:
             check_payload(contribution, threads)
-    _raise_non_finite(refused, payload)
+        raise
 
 
 def check_payload(payload: Payload, threads: int = 1) -> None:
@@ -284,17 +242,21 @@ def outer_step(
     )
 
 
-def _check_target(payload: Payload, source: FloatView, rounding: Rounding) -> None:
-    if payload.values != source.size:
-        raise ValueError(f"the payload is for {payload.values} values, not for {source.size}")
-    _check_encodes(payload, rounding)
-
-
-def _check_encodes(payload: Payload, rounding: Rounding) -> None:
+def _encode(function: Callable[..., int], payload: Payload, rounding: Rounding, *arguments: object) -> None:
+    """Call a C function that fills a payload. Raises: NonFiniteError for the first block that it refuses."""
     if not payload.is_writable:
         raise ValueError("the payload is written to, but its bytes are read-only")
-    if rounding.is_stochastic and not payload.format.is_stochastic:
-        raise ValueError(f"{payload.format.name} has no stochastic rounding; use NEAREST")
+    format = payload.format
+    if rounding.is_stochastic and not format.is_stochastic:
+        raise ValueError(f"{format.name} has no stochastic rounding; use NEAREST")
+    refused = function(format.index, rounding.is_stochastic, rounding.seed, rounding.first_block, *arguments)
+    if refused:
+        raise NonFiniteError(refused - 1, format.block_values)
+
+
+def _check_target(payload: Payload, source: FloatView) -> None:
+    if payload.values != source.size:
+        raise ValueError(f"the payload is for {payload.values} values, not for {source.size}")
 
 
 def _check_source(payload: Payload, name: str, target: FloatView) -> None:
@@ -310,11 +272,6 @@ def _check_length(name: str, view: FloatView, theta: FloatView) -> None:
 def _check_scalar(name: str, value: float) -> None:
     if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # not so for NaN, either
         raise ValueError(f"{name} is {value}; it must be a finite fp32 number")
-
-
-def _raise_non_finite(refused: int, payload: Payload) -> None:
-    if refused:
-        raise NonFiniteError(refused - 1, payload.format.block_values)
 
 
 def _raise_corrupt(refused: int) -> None:

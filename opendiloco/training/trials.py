@@ -271,7 +271,7 @@ def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:
 
 @contextmanager
 def trying(replica: ModelReplica, team: Team, trains: bool = True) -> Iterator[Callable[[int], int]]:
-    """Yield a function that measures what so many windows take: forward and back, beside the weights' gradients; without
+    """Yield a function that measures what some windows take: forward and back, beside the weights' gradients; without
     `trains`, forward alone.
 
     There are gradients meanwhile, as there are from a batch's first windows on. In the end the replica is as it was.
