@@ -184,7 +184,7 @@ def compiling(replica):
     keep_compiled_if_it_works(replica, team)
 
 def attending(replica):
-    assert attention.document_attention(replica, team, ByteTokenizer.end) is None
+    assert trials.document_attention(replica, team, ByteTokenizer.end) is None
 
 def broken(forward):
     return Broken(forward) if rank == 1 else forward
@@ -195,7 +195,7 @@ def refused(forward):
 expected = trained(None, lambda replica: None)
 assert trained(broken, compiling) == expected
 assert trained(refused, compiling) == expected
-attention.FLEX, attention.FLEX_ON, attention.compiling_lacks = "eager", {"cpu"}, lambda device: None
+trials.FLEX, trials.FLEX_ON, trials.compiling_lacks = "eager", {"cpu"}, lambda device: None
 modeling_llama.create_causal_mask = mask
 assert trained(None, attending) == expected
 end([stage for stage in said if stage.startswith(("not compiling", "attention"))])
