@@ -23,7 +23,7 @@ from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.kernels import FloatArray, Format, Payload, Rounding
 from opendiloco.model.build import build_model
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import ModelReplica
 from peers.values.leases import SamplePool
 
 WORKERS = 4

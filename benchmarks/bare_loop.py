@@ -33,9 +33,9 @@ def train_as_told(config: RunConfig, threads: int, wanted: str, by_hand: bool) -
     from opendiloco.data.training_data import load_data
     from opendiloco.model.build import build_model
     from opendiloco.model.utilisation import flops_per_token, peak_tokens_per_second
-    from opendiloco.training.device_facts import choose_device
-    from opendiloco.training.learning_rate import learning_rate_factor
     from opendiloco.training.optimizers import build_inner_optimizer
+    from opendiloco.training.outer import learning_rate_factor
+    from opendiloco.training.team import choose_device
 
     torch.set_num_threads(threads)
     device, training, schedule = choose_device(wanted), config.training, config.schedule

@@ -29,13 +29,13 @@ import numpy as np
 
 from benchmarks.reporting import Bar, report, speed_ratio
 from opendiloco.config.optimizers import OuterOptimizerSection
-from opendiloco.kernels import INT8
+from opendiloco.kernels import INT8, quantize_difference
 from opendiloco.shared_memory import available_memory
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.training.codec import BlockCodec
-from opendiloco.training.state import OuterState
+from opendiloco.training.outer import OuterState
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.transfer.storage import FolderStorage
 
@@ -76,7 +76,7 @@ async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float
 
     def encode() -> float:
         began = time.perf_counter()
-        codec.encode_difference(state.theta, state.momentum, payload)
+        quantize_difference(state.theta, state.momentum, payload)
         return time.perf_counter() - began
 
     encode()  # takes the payload's memory from the system

@@ -19,9 +19,9 @@ from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import WorkerMemory
 from opendiloco.model.build import build_skeleton, initial_theta
-from opendiloco.training.micro_batch import peak_while
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
+from opendiloco.training.trials import peak_while
 from opendiloco.workers.assembly import assemble_model, in_fitting_precision, memory_of
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from opendiloco.model.build import build_model
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.reference import Reference, Work
-from opendiloco.training.replica import ModelReplica
 
 
 class FrozenReplica(ModelReplica):
@@ -36,7 +36,7 @@ class FreezingReference(Reference):
         for member in members:
             assert isinstance(member.replica, FrozenReplica)
             member.replica.learning = fragment
-            member.train_to_the_end(member.returned)
+            member.cycles.train_to_the_end(member.returned)
         self.synchronise(fragment, members)
         for member in members:
             member.get_back(part, self.state.theta[part])

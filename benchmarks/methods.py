@@ -140,7 +140,7 @@ class ExactReference(Reference):
         theta, momentum, local = self.state.theta[part], self.state.momentum[part], np.empty_like(self.state.theta)
         average = np.zeros_like(theta)
         for member in members:
-            member.store(local, fragment)
+            member.cycles.store(local, fragment)
             average += np.float32(member.tokens) * (member.base[part] - local[part])
         average /= np.float32(sum(member.tokens for member in members))
         momentum *= np.float32(outer.momentum)

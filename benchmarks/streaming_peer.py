@@ -24,8 +24,7 @@ from benchmarks.vector_peer import GATED_TIMING, OUTER_STEPS, add_noise, create_
 from opendiloco.alignment import ALIGNMENT
 from opendiloco.config.run_config import RunConfig
 from opendiloco.shared_memory import SharedVectors, Vector
-from opendiloco.training.inner_steps import InnerSteps, StepTaken
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import InnerSteps, ModelReplica, StepTaken
 from opendiloco.training.team import Team
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop

@@ -27,7 +27,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import INT8
 from opendiloco.shared_memory import SharedVectors, Vector, available_memory
 from opendiloco.training.codec import BlockCodec
-from opendiloco.training.state import LocalState
+from opendiloco.training.outer import LocalState
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.group import WorkerGroup
 from peers.driver.driver import Driver

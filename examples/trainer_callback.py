@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.trainer_callback import DiLoCoCallback
+from opendiloco.library import DiLoCoCallback
 
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

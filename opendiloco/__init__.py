@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from opendiloco.diloco import DiLoCo
+    from opendiloco.library import DiLoCo
 
 __all__ = ["DiLoCo", "__version__"]
 
@@ -13,7 +13,7 @@ __all__ = ["DiLoCo", "__version__"]
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds, reading the installed metadata milliseconds, that most importers need not pay.
     if name == "DiLoCo":
-        from opendiloco.diloco import DiLoCo
+        from opendiloco.library import DiLoCo
 
         return DiLoCo
     if name == "__version__":

@@ -17,7 +17,7 @@ class HeldOut(NamedTuple):
 
 
 def is_our_turn(me: str, log: LogState, section: EvaluationSection) -> bool:
-    """Whether theta at this place in the log is to be evaluated, and by us. Everybody who is there knows by whom."""
+    """Return whether theta at this place in the log is to be evaluated by us. All peers there know by whom."""
     index, roster = log.position.index, log.roster
     if not section.every or not roster or index % section.every:
         return False

@@ -66,7 +66,7 @@ class HostMemory:
 
     @property
     def snapshot(self) -> int:
-        """The frozen state, as long as joiners may fetch it; a second one while they still fetch the first."""
+        """Return the frozen state, as long as joiners may fetch it; a second one while they still fetch the first."""
         size = STATE_BYTES * self.values
         return 0 if self.has_folder and size > IN_MEMORY else size
 
@@ -151,7 +151,7 @@ class WorkerMemory:
 
     @property
     def evaluating(self) -> int:
-        """The weights alone."""
+        """Return the weights alone."""
         return VALUE_BYTES * self.weights
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.model import ModelSection
@@ -17,6 +17,9 @@ from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.settings import RunSettings
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Run:
 
     @classmethod
     def sign(cls, config: RunConfig, organiser: Identity) -> Run:
-        """A new run. Raises: ManifestError."""
+        """Return a new run. Raises: ManifestError."""
         return cls(SignedManifest.create(organiser, config.name, config.to_manifest_content()), config)
 
     @classmethod
@@ -48,7 +51,7 @@ class Run:
         return cls(manifest, RunConfig.from_manifest_content(manifest.values))
 
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
-        """The same run on a volunteer's machine, which reads no local folders but these. Raises: see `volunteered`."""
+        """Return the run as a volunteer has it, who reads no local folders but these. Raises: see `volunteered`."""
         config = self.config.model_copy(update={"data": volunteered(self.config.data, folders)})
         return replace(self, config=config, has_runs_text=not folders or self._says_which_text)
 
@@ -78,7 +81,7 @@ class Run:
 
     @property
     def settings(self) -> RunSettings:
-        """What the protocol needs to know."""
+        """Return what the protocol needs to know."""
         training, rounds = self.config.training, self.config.rounds
         return RunSettings(
             run=self.run_id,
@@ -125,12 +128,7 @@ def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
     return config.model_copy(update=sections)
 
 
-class ManifestFinder(Protocol):
-    async def find_manifest(self, run_id: str) -> SignedManifest | None: ...
-    def learn(self, manifest: SignedManifest) -> None: ...
-
-
-async def find_run(network: ManifestFinder, run_id: str, remembered: SignedManifest | None = None) -> Run:
+async def find_run(network: HivemindTransport, run_id: str, remembered: SignedManifest | None = None) -> Run:
     """Return a run by its id: the one remembered, which needs nobody, or else what the network has.
 
     Raises: SwarmUnreachableError when nobody knows it; ManifestError.

@@ -117,7 +117,7 @@ def available_memory() -> int:
 
 
 def _free_memory() -> int:
-    """The kernel's estimate, or what the container's limit leaves.
+    """Return the kernel's estimate, or what the container's limit leaves.
 
     What a container used last for files it has read counts against its limit, but is given back when it is needed.
     """

@@ -42,9 +42,8 @@ JOIN_TO_BACKWARD = (
     "opendiloco/workers/control.py",
     "opendiloco/workers/worker.py",
     "opendiloco/workers/inner_loops.py",
-    "opendiloco/training/inner_steps.py",
+    "opendiloco/training/inner.py",
     "opendiloco/data/sample_order.py",
-    "opendiloco/training/replica.py",
     "opendiloco/model/loss.py",
 )
 """The files that a reader opens on the way, in its order. Listed by hand, since it crosses tasks and processes."""

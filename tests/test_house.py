@@ -7,8 +7,7 @@ from tests.test_layering import ROOT
 
 STILL_LARGE = {
     "opendiloco.storage.archive.ArchivedRun",
-    "opendiloco.diloco.DiLoCo",
-    "opendiloco.training.reference.Member",
+    "opendiloco.library.DiLoCo",
     "opendiloco.workers.inner_loops.InnerLoops",
     "peers.driver.replication.Replication",
     "peers.presence.presence.Presence",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from opendiloco.dashboard.sources import Source
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
-    from opendiloco.view.join_view import JoinView
+    from opendiloco.view.progress import JoinView
     from opendiloco.volunteer.interrupts import Interrupts
     from opendiloco.volunteer.stay import Stay
     from opendiloco.volunteer.volunteer import Volunteer
@@ -175,7 +175,7 @@ async def _shown(page: socket.socket | None, sources: list[Source]) -> AsyncIter
 
 def _view_for(log: LogOptions, is_plain: bool) -> JoinView:
     """Begin to log, and return how to show what goes on."""
-    from opendiloco.view.join_view import Lines, Screen
+    from opendiloco.view.progress import Lines, Screen
 
     if is_plain or (log.is_json and log.file is None) or not sys.stdout.isatty():
         log.start("info")

@@ -220,7 +220,7 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
     from rich.console import Console
 
     from opendiloco.run import find_run
-    from opendiloco.view.screen import plain_signed
+    from opendiloco.view.run_view import plain_signed
     from opendiloco.volunteer.signed_heads import ask_for_signed_heads
     from opendiloco.volunteer.volunteer import connected
 
@@ -284,7 +284,7 @@ def _picture(view: RunView, signed: SignedHeads) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    from opendiloco.view.screen import held_out_lines, peers_table, reach_lines, row_of, signed_lines
+    from opendiloco.view.run_view import held_out_lines, peers_table, reach_lines, row_of, signed_lines
 
     run = view.run
     if not view.peers:

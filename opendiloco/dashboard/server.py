@@ -1,7 +1,8 @@
-"""Serves the dashboard: one page, its script and its style, and what they show as server-sent events and JSON.
+"""The dashboard's server: one page, its script and its style, and what they show as server-sent events and JSON.
 
 It only ever answers GET, knows no credentials, and lets a page load nothing from anywhere else. On a loopback address
-it answers only those who name one, so that no web site that somebody visits can read it through their browser.
+it answers only those who name one, so that no web site that somebody visits can read it through their browser. Limits
+on connections, requests and reading keep one client from shutting the others out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -17,17 +19,108 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from opendiloco.dashboard.doorman import Doorman
 from opendiloco.dashboard.sources import NodeSources, Source
 from opendiloco.dashboard.watching import Board, Watching
 from peers.errors import LocalNetworkError
-from peers.network import contacts
+from peers.network.contacts import is_loopback
+from peers.network.own_network import network_of
 
 if TYPE_CHECKING:
     from opendiloco.storage.archive import Archive
     from peers.network.transport import HivemindTransport
     from peers.values.manifest import SignedManifest
 
+
+# Connections ----------------------------------------------------------------------------------------------------------
+MOST_CONNECTIONS = 250
+"""Of more, the oldest goes of the network that has most."""
+REQUEST_SECONDS = 10.0
+"""Within which the first request has to be there, without its body, which nobody reads."""
+WRITE_SECONDS = 30.0
+"""For which whoever does not read is waited for."""
+END_OF_REQUEST = b"\r\n\r\n"
+
+
+class _Doorman:
+    """Counts connections. `handler` makes the protocol that serves one."""
+
+    def __init__(self, handler: Callable[[], asyncio.Protocol]) -> None:
+        self._handler = handler
+        self._networks: dict[_Connection, str] = {}  # of the open connections, the oldest first
+
+    def __call__(self) -> asyncio.Protocol:
+        """Return the protocol for a new connection."""
+        return _Connection(self._handler(), self)
+
+    def come(self, connection: _Connection, network: str) -> None:
+        """Count a connection, and end another one where there are too many: a flood drives out only its own."""
+        self._networks[connection] = network
+        if len(self._networks) > MOST_CONNECTIONS:
+            counts = Counter(self._networks.values())
+            fullest = max(counts, key=counts.__getitem__)
+            oldest = next(one for one, network in self._networks.items() if network == fullest)
+            self.go(oldest)
+            oldest.abort()
+
+    def go(self, connection: _Connection) -> None:
+        """Count a connection no more."""
+        self._networks.pop(connection, None)
+
+
+class _Connection(asyncio.Protocol):
+    """Passes on to the handler what happens on one connection, and ends it when time is up."""
+
+    def __init__(self, handler: asyncio.Protocol, doorman: _Doorman) -> None:
+        self._handler = handler
+        self._doorman = doorman
+        self._transport: asyncio.Transport
+        self._end = b""  # of what came, while the first request is not there
+        self._waiting: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._waiting = self._abort_after(REQUEST_SECONDS)
+        self._handler.connection_made(transport)
+        self._doorman.come(self, network_of(transport.get_extra_info("peername")[0]))
+
+    def data_received(self, data: bytes) -> None:
+        if self._waiting is not None:
+            self._end += data
+            if END_OF_REQUEST in self._end:
+                self._waiting.cancel()
+                self._waiting = None
+            self._end = self._end[1 - len(END_OF_REQUEST) :]
+        self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._writing = self._abort_after(WRITE_SECONDS)
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        self._handler.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._doorman.go(self)
+        for timer in (self._waiting, self._writing):
+            if timer is not None:
+                timer.cancel()
+        self._handler.connection_lost(error)
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def _abort_after(self, seconds: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, self.abort)
+
+
+# The server -----------------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
 requests_logger = logging.getLogger(f"{__name__}.requests")
@@ -55,13 +148,13 @@ HEADERS = {
 }
 
 
-def is_our_fault(record: logging.LogRecord) -> bool:
+def _is_our_fault(record: logging.LogRecord) -> bool:
     """Return False for what aiohttp logs, with a traceback, of a request that is malformed: strangers send them."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
-requests_logger.addFilter(is_our_fault)
+requests_logger.addFilter(_is_our_fault)
 
 
 def bind(address: tuple[str, int]) -> socket.socket:
@@ -85,11 +178,6 @@ def url_of(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether it is a name or an address of this machine that no other machine can reach."""
-    return contacts.is_loopback(host.strip("[]"))
-
-
 @asynccontextmanager
 async def dashboard(listening: socket.socket | None, sources: Callable[[], Iterable[Source]]) -> AsyncIterator[None]:
     """Show what `sources` have, for as long as the context lasts; nothing where nobody listens."""
@@ -98,7 +186,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         return
     watching = Watching(sources)
     runner = web.AppRunner(
-        application(watching, is_loopback(listening.getsockname()[0])),
+        _application(watching, is_loopback(listening.getsockname()[0])),
         access_log=None,
         logger=requests_logger,
         shutdown_timeout=SHUTDOWN_SECONDS,
@@ -136,17 +224,17 @@ class _Site(web.SockSite):
     async def start(self) -> None:
         await web.BaseSite.start(self)
         assert self._runner.server is not None
-        self._server = await asyncio.get_running_loop().create_server(Doorman(self._runner.server), sock=self._sock)
+        self._server = await asyncio.get_running_loop().create_server(_Doorman(self._runner.server), sock=self._sock)
 
 
-def application(watching: Watching, is_local: bool) -> web.Application:
-    """The server's parts, for `watching`. With `is_local` only those are answered who name a loopback address."""
+def _application(watching: Watching, is_local: bool) -> web.Application:
+    """Return the server's parts. With `is_local` only those are answered who name a loopback address."""
     app = web.Application(middlewares=[_only_local] if is_local else [])
     app.on_response_prepare.append(_add_headers)
     for path, (name, content_type) in STATIC.items():
         content = files("opendiloco.dashboard").joinpath("static", name).read_bytes()
         app.router.add_get(path, _static(content, content_type))
-    pages = Pages(watching)
+    pages = _Pages(watching)
     app.router.add_get("/events", pages.list_events)
     app.router.add_get("/api/runs", pages.list_json)
     app.router.add_get("/runs/{run}/events", pages.run_events)
@@ -154,7 +242,7 @@ def application(watching: Watching, is_local: bool) -> web.Application:
     return app
 
 
-class Pages:
+class _Pages:
     """What is told of runs."""
 
     def __init__(self, watching: Watching) -> None:

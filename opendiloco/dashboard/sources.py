@@ -46,21 +46,21 @@ class Source:
 
 
 def follower_source(run: Run, network: HivemindTransport, log: Callable[[], RunLog | None]) -> Source:
-    """The run that this machine follows."""
+    """Return the run that this machine follows."""
     return Source(
-        as_signed(run), lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id)
+        _as_signed(run), lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id)
     )
 
 
 def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source:
-    """The run that this machine trains in. It knows who is there without asking."""
+    """Return the run that this machine trains in. It knows who is there without asking."""
     run = volunteer.run
 
     async def heartbeats() -> Sequence[Heartbeat]:
         return volunteer.heartbeats()
 
     return Source(
-        as_signed(run),
+        _as_signed(run),
         heartbeats,
         lambda: volunteer.log,
         lambda: network.signed_heads_of(run.run_id),
@@ -69,8 +69,8 @@ def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source
     )
 
 
-def as_signed(run: Run) -> Run:
-    """The same without what this machine's owner has chosen, such as folders."""
+def _as_signed(run: Run) -> Run:
+    """Return the same without what this machine's owner has chosen, such as folders."""
     return Run.from_manifest(run.manifest)
 
 

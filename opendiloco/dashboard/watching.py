@@ -1,21 +1,327 @@
-"""Looks at runs: often at those that somebody watches, now and then at all others, so that curves have few gaps."""
+"""The runs that a dashboard shows: looked at often where somebody watches, else now and then, so that curves have few
+gaps; and what this process has seen of each over time, as JSON.
+
+What peers claim is shown as text, or as a number of bounded size; it may be false. What is not known is shown as such.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from opendiloco.dashboard.sources import Source
-from opendiloco.view.history import RunHistory
+from opendiloco.run import Run
+from opendiloco.storage.run_folder import HeldOutCurve
+from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Teams
+from opendiloco.view.run_view import RunView, bounded_loss, plain_peer, plain_signed
 from peers.errors import DilocoPeerError
+from peers.log.folder import RunLog
 from peers.log.state import LogError
 from peers.network.run_failures import RunFailures
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.values.signed_heads import SignedHeads
 
+# What was seen of a run -----------------------------------------------------------------------------------------------
+Plain = dict[str, Any]
+
+SHOWN_PEERS = 200
+SHOWN_ABSENT = 16  # peers that an entry is told to lack
+REMEMBERED_SECONDS = 600.0  # for which a peer is shown that is gone
+BUCKET = 0.25  # outer steps between two points of a new curve of training losses
+MOST_POINTS = 1000
+"""Of a curve."""
+SHOWN_SPANS = 240
+"""Entries whose times are remembered: the newest."""
+USUAL = 20
+"""Of which so many say how long one takes."""
+
+
+class _Curve:
+    """Means of what was seen in buckets of equal width, in bounded room: of too many, neighbours become one."""
+
+    def __init__(self, width: float) -> None:
+        self._width = width
+        self._buckets: dict[int, tuple[float, int]] = {}  # sum and count
+
+    def add(self, x: float, y: float) -> None:
+        """Take in a value."""
+        bucket = int(x // self._width)
+        total, count = self._buckets.get(bucket, (0.0, 0))
+        self._buckets[bucket] = total + y, count + 1
+        if len(self._buckets) > MOST_POINTS:
+            self._widen()
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """Return the means, each at the beginning of its bucket, from left to right."""
+        return [(bucket * self._width, total / count) for bucket, (total, count) in sorted(self._buckets.items())]
+
+    def _widen(self) -> None:
+        merged: dict[int, tuple[float, int]] = {}
+        for bucket, (total, count) in self._buckets.items():
+            other, more = merged.get(bucket // 2, (0.0, 0))
+            merged[bucket // 2] = total + other, count + more
+        self._width, self._buckets = 2 * self._width, merged
+
+
+class _Span(NamedTuple):
+    """An entry that was made at `at`, seconds since the epoch; `seconds` after the one before, of which
+    `round_seconds` were its round's. None: not seen from here."""
+
+    at: float
+    seconds: float | None
+    round_seconds: float | None
+    present: int
+    """Peers that worked on it."""
+
+
+class _Timeline:
+    """When a run took its outer steps, as seen from here: as exact as looks are frequent. The log says nothing of it,
+    since clocks differ."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, _Span] = {}
+        """By the index of the entry."""
+        self._step: int | None = None
+        self._since: float | None = None  # when the present outer step was seen to begin
+        self._round_since: float | None = None
+
+    @property
+    def usual_seconds(self) -> float | None:
+        """Return how long an outer step takes, as the newest did."""
+        known = [span.seconds for span in list(self.spans.values())[-USUAL:] if span.seconds is not None]
+        return statistics.median(known) if known else None
+
+    def observe(self, outer_step: int, is_averaging: bool, present: int, at: float) -> None:
+        """Note that most peers have taken so many outer steps, and whether a round is under way for the next one."""
+        if self._step is not None and outer_step > self._step:
+            is_next = outer_step == self._step + 1
+            seconds = at - self._since if is_next and self._since is not None else None
+            in_round = at - self._round_since if is_next and self._round_since is not None else None
+            self.spans[outer_step - 1] = _Span(at, seconds, in_round, present)
+            while len(self.spans) > SHOWN_SPANS:
+                del self.spans[next(iter(self.spans))]
+        if outer_step != self._step:
+            is_first_look = self._step is None
+            if self._step is not None and outer_step < self._step:  # another lineage, or a liar
+                self.spans = {index: span for index, span in self.spans.items() if index < outer_step}
+            self._step, self._round_since = outer_step, None
+            self._since = None if is_first_look else at
+        if is_averaging and self._round_since is None:
+            self._round_since = at
+
+
+class RunHistory:
+    """What is known of a run here. `me` is this machine's own peer, if it is in the run."""
+
+    def __init__(self, run: Run, me: str = "", held_out: HeldOutCurve | None = None, no_log: str = "") -> None:
+        """`no_log` says why there is no log, and what to do about it."""
+        self.me = me
+        self.timeline = _Timeline()
+        self._no_log = no_log
+        self._chronicle = Chronicle()
+        self._has_log = False
+        self._teams = Teams()
+        self._held_out = held_out or HeldOutCurve()
+        self._losses = _Curve(BUCKET)
+        self._heartbeats: tuple[Heartbeat, ...] = ()
+        self.view = RunView(run)
+        """How the run is now."""
+        self._seen: dict[str, tuple[Heartbeat, float]] = {}  # with when something new was heard last
+        self._looked_at: float | None = None
+        self._signed: dict[str, object] | None = None
+
+    # What comes in --------------------------------------------------------------------------------------------
+    def observe(self, heartbeats: Iterable[Heartbeat], at: float) -> None:
+        """Take in all heartbeats that are known at a time, in seconds since the epoch."""
+        self._looked_at, self._heartbeats = at, tuple(heartbeats)
+        view = self._look()
+        self._teams.observe(view.peers, self._chronicle.contributions.keys())
+        for beat in view.peers:
+            known = self._seen.get(beat.peer)
+            if known is None or beat.sequence > known[0].sequence:
+                self._seen[beat.peer] = beat, at
+        live = {beat.peer for beat in view.peers}
+        old = [peer for peer, (_, seen) in self._seen.items() if peer not in live and at - seen > REMEMBERED_SECONDS]
+        for peer in old:
+            del self._seen[peer]
+        if view.working:
+            averaging = [beat.index for beat in view.working if beat.state is PeerState.AVERAGING]
+            self.timeline.observe(view.outer_step, view.outer_step in averaging, len(view.working), at)
+        self._take_losses(view)
+
+    def recall(self, held_out: Mapping[int, float]) -> None:
+        """Take in losses on held-out text that are kept elsewhere."""
+        for index, loss in held_out.items():
+            self._held_out.add(index, loss)
+
+    def read(self, log: RunLog | None, signed: SignedHeads | None = None) -> bool:
+        """Read on in the run's log. Return whether there may be more to read at once. Raises: LogError."""
+        self._signed = None if signed is None else plain_signed(signed)
+        self._has_log = log is not None and len(log) > 0
+        is_behind = log is not None and self._chronicle.read(log)
+        self._look()
+        return is_behind
+
+    def _look(self) -> RunView:
+        """Return how the run is now, by all that has come in."""
+        before, run = self.view, self.view.run
+        chronicle = self._chronicle if self._has_log else None
+        self.view = RunView.of(run, self._heartbeats, chronicle=chronicle, step_before=before.outer_step)
+        return self.view
+
+    def _take_losses(self, view: RunView) -> None:
+        """Take in the median of what peers say: less than half of them can't draw the curve."""
+        inner_steps = view.run.config.training.inner_steps
+        training = [beat for beat in view.working if beat.loss is not None and beat.index == view.outer_step]
+        if training:
+            step = view.outer_step + statistics.median(min(beat.inner_step / inner_steps, 1.0) for beat in training)
+            self._losses.add(step, statistics.median(beat.loss for beat in training if beat.loss is not None))
+        for said in view.held_out:
+            self._held_out.add(said.index, said.loss)
+
+    # What goes out --------------------------------------------------------------------------------------------
+    def summary(self) -> Plain:
+        """Return what a list of runs says of it."""
+        view = self.view
+        return {
+            "run": view.run.run_id,
+            "name": view.run.config.name,
+            "outer_step": view.outer_step,
+            "outer_steps": view.outer_steps,
+            "peers": len(view.trainers),
+            "tokens_per_second": view.tokens_per_second,
+            "lineage_tokens": view.lineage_tokens,
+            "looked_at": self._looked_at,
+        }
+
+    def sections(self) -> dict[str, Plain]:
+        """Return the whole view in parts, which change at different times."""
+        return {
+            "run": self._run(),
+            "peers": self._peers(),
+            "losses": self._curves(),
+            "rounds": self._rounds(),
+            "contributions": self._contributions(),
+        }
+
+    def _run(self) -> Plain:
+        view, config = self.view, self.view.run.config
+        return self.summary() | {
+            "organiser": view.run.manifest.organiser,
+            "by_invitation": view.run.manifest.is_by_invitation,
+            "model": view.model,
+            "data": view.sources,
+            "inner_steps": config.training.inner_steps,
+            "sequence_length": config.training.sequence_length,
+            "codec": config.codec.kind,
+            "disagreements": [index for index in view.agreement.disagreements if index <= view.outer_steps],
+            "is_finished": view.is_finished,
+            "seconds_per_step": self.timeline.usual_seconds,
+            "archives": len(view.peers) - len(view.trainers),
+            "signed": self._signed,
+            "outer_optimizer": view.amended.plain(view.run),
+            "me": self.me,
+            "no_log": "" if self._has_log else self._no_log or "The log has no entry yet.",
+        }
+
+    def _peers(self) -> Plain:
+        live, minorities = {beat.peer for beat in self.view.peers}, self.view.agreement.minorities
+        ordered = sorted(self._seen.values(), key=lambda seen: (seen[0].peer not in live, *self._rank(seen[0])))
+        rows = [
+            self._peer(beat, seen, beat.peer in live, beat.peer in minorities) for beat, seen in ordered[:SHOWN_PEERS]
+        ]
+        return {"rows": rows, "more": len(ordered) - len(rows)}
+
+    def _rank(self, beat: Heartbeat) -> tuple[bool, bool, int, str]:
+        """Return the order of peers: this machine first, then by contribution; archives last."""
+        contribution = self._chronicle.contributions.get(beat.peer)
+        is_archive = beat.state is PeerState.ARCHIVING
+        return beat.peer != self.me, is_archive, -(contribution.tokens if contribution else 0), beat.peer
+
+    def _peer(self, beat: Heartbeat, seen: float, is_live: bool, is_in_minority: bool) -> Plain:
+        contribution = self._chronicle.contributions.get(beat.peer)
+        return (
+            plain_peer(beat, self.view.run.config)
+            | ({} if is_live else {"state": "gone", "tokens_per_second": 0.0})
+            | {
+                "relayed": len(beat.relayed),
+                "unreached": len(beat.unreached),
+                "digest": beat.head.hex()[:8],
+                "disagrees": is_in_minority,
+                "seen": seen,
+                "tokens": None if contribution is None else contribution.tokens,
+                "share": None if contribution is None else contribution.tokens / max(1, self._chronicle.tokens),
+            }
+        )
+
+    def _curves(self) -> Plain:
+        held_out = sorted(self._held_out.losses.items())
+        thinned = held_out[:: 1 + len(held_out) // MOST_POINTS]
+        return {
+            "training": [(round(step, 2), round(loss, 4)) for step, loss in self._losses.points],
+            "held_out": [(step, round(bounded_loss(loss), 4)) for step, loss in thinned],
+        }
+
+    def _rounds(self) -> Plain:
+        """Entries from the log, and what was seen of the time that they took; the newest last."""
+        entries = {record.index: _plain_record(record, self.view.run) for record in self._chronicle.records}
+        spans = {index: span._asdict() for index, span in self.timeline.spans.items()}
+        newest = sorted({*entries, *spans})[-KEPT:]
+        return {"rows": [{"index": index} | entries.get(index, {}) | spans.get(index, {}) for index in newest]}
+
+    def _contributions(self) -> Plain:
+        found = sorted(self._chronicle.contributions.items(), key=lambda one: (-one[1].tokens, one[0]))
+        rows = [{"peer": peer, "team": self._teams.of(peer)} | asdict(brought) for peer, brought in found[:SHOWN_PEERS]]
+        board = self._teams.board(self._chronicle.contributions)[:SHOWN_PEERS]
+        return {
+            "rows": rows,
+            "more": len(found) - len(rows),
+            "teams": [{"team": team, "tokens": tokens, "peers": peers} for team, tokens, peers in board],
+            "tokens": self._chronicle.tokens,
+            "first": self._chronicle.first,
+        }
+
+
+def _plain_record(record: Record, run: Run) -> Plain:
+    """Return an entry of a run as JSON can say it, digests in hexadecimal."""
+    signatures = record.signatures
+    return {
+        "digest": record.digest.hex(),
+        "payload": record.payload.hex(),
+        "state": None if record.state_digest is None else record.state_digest.hex(),
+        "members": record.members,
+        "tokens": record.tokens,
+        "signed": None if signatures is None else signatures.signed,
+        "voters": None if signatures is None else signatures.voters,
+        "certified": None if signatures is None else signatures.is_certified,
+        "alone": None if signatures is None else signatures.is_alone,
+        "absent": [absence._asdict() for absence in record.absent[:SHOWN_ABSENT]],
+        "absent_count": len(record.absent),
+        "joined": list(record.joined[:SHOWN_ABSENT]),
+        "joined_count": len(record.joined),
+        "change": None if record.change is None else _plain_change(record.change, run),
+    }
+
+
+def _plain_change(change: Change, run: Run) -> Plain:
+    """Return what an entry changes of the outer optimizer."""
+    new, old = change.amendment, change.before or run.config.outer_optimizer
+    return {
+        "number": new.number,
+        "learning_rate": [old.learning_rate, new.learning_rate],
+        "momentum": [old.momentum, new.momentum],
+    }
+
+
+# Watching -------------------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5  # between two looks at which runs are due
@@ -44,7 +350,7 @@ class Board:
                 changed.set()
 
     async def news(self) -> AsyncIterator[tuple[str, str] | None]:
-        """The sections, and each again when it has changed; None now and then while nothing has."""
+        """Yield the sections, and each again when it has changed; None now and then while nothing has."""
         told: dict[str, str] = {}
         self.watchers += 1
         try:

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import os
 
-from opendiloco.kernels.arrays import BFloat16s, FloatArray, Floats, FloatView, Payload, PayloadBytes
-from opendiloco.kernels.errors import CorruptPayloadError, KernelError, NonFiniteError
-from opendiloco.kernels.formats import E2M1, E2M1_BLOCK32, E3M0, FORMATS, FP16, INT8, SPARSE, UINT4, Format
 from opendiloco.kernels.operations import (
+    ENVIRONMENT_VARIABLE,
+    KERNEL_SETS,
     NEAREST,
     Rounding,
     accumulate,
     average,
     check_payload,
+    choose_kernels,
+    chosen_kernels,
     dequantize,
     finish_average,
     gradient_step,
@@ -29,8 +30,27 @@ from opendiloco.kernels.operations import (
     quantize_difference,
     squared_norm,
     stochastic,
+    supported_kernels,
 )
-from opendiloco.kernels.sets import ENVIRONMENT_VARIABLE, KERNEL_SETS, choose_kernels, chosen_kernels, supported_kernels
+from opendiloco.kernels.payloads import (
+    E2M1,
+    E2M1_BLOCK32,
+    E3M0,
+    FORMATS,
+    FP16,
+    INT8,
+    SPARSE,
+    UINT4,
+    CorruptPayloadError,
+    FloatArray,
+    Floats,
+    FloatView,
+    Format,
+    KernelError,
+    NonFiniteError,
+    Payload,
+    PayloadBytes,
+)
 
 __all__ = [
     "E2M1",
@@ -43,7 +63,6 @@ __all__ = [
     "NEAREST",
     "SPARSE",
     "UINT4",
-    "BFloat16s",
     "CorruptPayloadError",
     "FloatArray",
     "FloatView",

@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
     print("all sets give the same bits in every format")
     print(f"int8, {threads} thread{'s' * (threads > 1)}:")
-    for speed in measure_speeds(threads):
-        print(f"  {speed.operation:<12}{speed.gigabytes_per_second:7.1f} GB/s")
+    for operation, speed in measure_speeds(threads).items():
+        print(f"  {operation:<12}{speed:7.1f} GB/s")
 
 
 if __name__ == "__main__":

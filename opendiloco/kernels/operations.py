@@ -1,4 +1,4 @@
-"""The operations: from floats to payloads, and from payloads to floats.
+"""The operations: from floats to payloads, and from payloads to floats; and the instruction set that does them.
 
 They work on any range of blocks: slice the arrays at multiples of the format's `block_values`, its payload at multiples
 of `block_bytes`. Arguments must not overlap; arguments of the wrong kind or length raise ValueError. `threads` is the
@@ -7,15 +7,49 @@ most that a call uses, its own included; they end with it. After an error, what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from opendiloco._kernels import ffi, lib
-from opendiloco.kernels.arrays import BFloat16s, Floats, FloatView, Payload, view_floats
-from opendiloco.kernels.errors import CorruptPayloadError, NonFiniteError
+from opendiloco.errors import MachineError
+from opendiloco.kernels.payloads import (
+    CorruptPayloadError,
+    Floats,
+    FloatView,
+    NonFiniteError,
+    Payload,
+    view_floats,
+)
 
+# Instruction sets -----------------------------------------------------------------------------------------------------
+ENVIRONMENT_VARIABLE = "DILOCO_KERNELS"
+KERNEL_SETS = ("scalar", "avx2", "avx512", "neon")
+
+
+def supported_kernels() -> tuple[str, ...]:
+    """Return the sets that this processor and this build have."""
+    return tuple(name for name in KERNEL_SETS if lib.diloco_kernels_are_supported(name.encode()))
+
+
+def chosen_kernels() -> str:
+    """Return the set that operations use."""
+    return ffi.string(lib.diloco_kernels_name()).decode()
+
+
+def choose_kernels(name: str) -> None:
+    """Use a set from now on, in the whole process; "" is the fastest. Raises: MachineError."""
+    if name and name not in supported_kernels():
+        known = "this machine does not have it" if name in KERNEL_SETS else "there is no such set"
+        choices = ", ".join(supported_kernels())
+        raise MachineError(
+            f"{ENVIRONMENT_VARIABLE} = {name!r}: {known}.", f"Unset it for the fastest, or use one of: {choices}."
+        )
+    lib.diloco_choose_kernels(name.encode())
+
+
+# Operations -----------------------------------------------------------------------------------------------------------
 _LARGEST_FLOAT, _SMALLEST_FLOAT = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 LARGEST_WEIGHT = 2.0**63
 """Of all weights of an average together: so no sum of sound payloads overflows."""
@@ -45,58 +79,34 @@ def stochastic(seed: int, first_block: int = 0) -> Rounding:
 def quantize(values: Floats, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1) -> None:
     """Encode `values`. Raises: NonFiniteError for the first block that can't be encoded."""
     source = view_floats("values", values)
-    _check_target(payload, source, rounding)
-    refused = lib.diloco_quantize(
-        payload.format.index,
-        rounding.is_stochastic,
-        rounding.seed,
-        rounding.first_block,
-        source.address,
-        source.size,
-        payload.address,
-        threads,
-    )
-    if refused:
-        raise NonFiniteError(refused - 1, payload.format.block_values)
+    _check_target(payload, source)
+    _encode(lib.diloco_quantize, payload, rounding, source.address, source.size, payload.address, threads)
 
 
 def quantize_difference(
     theta: Floats,
-    local: Floats | BFloat16s,
+    local: Floats,
     payload: Payload,
     rounding: Rounding = NEAREST,
     residual: Floats | None = None,
     threads: int = 1,
 ) -> None:
-    """Encode the pseudo-gradient `theta - local`, without a temporary array; `local` may be bfloat16 (uint16).
+    """Encode the pseudo-gradient `theta - local`, without a temporary array.
 
     With error feedback, `residual` is what earlier payloads left out: it is added to the difference, and becomes what
     this payload leaves out. Raises: NonFiniteError, as `quantize` does, also where only the difference overflows.
     """
     minuend = view_floats("theta", theta)
-    subtrahend = local if type(local) is FloatView else FloatView(local, "local")  # type: ignore[arg-type]
+    subtrahend = view_floats("local", local)
     _check_length("local", subtrahend, minuend)
-    _check_target(payload, minuend, rounding)
+    _check_target(payload, minuend)
     left_out = 0
     if residual is not None:
         remainder = view_floats("residual", residual, writable=True)
         _check_length("residual", remainder, minuend)
         left_out = remainder.address
-    refused = lib.diloco_quantize_difference(
-        payload.format.index,
-        rounding.is_stochastic,
-        rounding.seed,
-        rounding.first_block,
-        minuend.address,
-        subtrahend.address,
-        subtrahend.is_bfloat16,
-        left_out,
-        minuend.size,
-        payload.address,
-        threads,
-    )
-    if refused:
-        raise NonFiniteError(refused - 1, payload.format.block_values)
+    sources = minuend.address, subtrahend.address, False, left_out, minuend.size  # False: local is not bfloat16
+    _encode(lib.diloco_quantize_difference, payload, rounding, *sources, payload.address, threads)
 
 
 def finish_average(
@@ -110,20 +120,9 @@ def finish_average(
     if not _SMALLEST_FLOAT <= total_weight <= LARGEST_WEIGHT:
         raise ValueError(f"total_weight is {total_weight}; it must be positive, and at most 2^63")
     source = view_floats("accumulator", accumulator)
-    _check_target(payload, source, rounding)
-    refused = lib.diloco_finish_average(
-        payload.format.index,
-        rounding.is_stochastic,
-        rounding.seed,
-        rounding.first_block,
-        source.address,
-        total_weight,
-        source.size,
-        payload.address,
-        threads,
-    )
-    if refused:
-        raise NonFiniteError(refused - 1, payload.format.block_values)
+    _check_target(payload, source)
+    arguments = source.address, total_weight, source.size, payload.address, threads
+    _encode(lib.diloco_finish_average, payload, rounding, *arguments)
 
 
 def average(
@@ -150,24 +149,14 @@ def average(
     for contribution, _ in contributions:
         if (contribution.format, contribution.values) != (payload.format, payload.values):
             raise ValueError(f"a contribution has {contribution.values} values, the average {payload.values}")
-    _check_encodes(payload, rounding)
-    refused = lib.diloco_average(
-        payload.format.index,
-        rounding.is_stochastic,
-        rounding.seed,
-        rounding.first_block,
-        [contribution.address for contribution, _ in contributions],
-        weights,
-        len(contributions),
-        total,
-        payload.values,
-        payload.address,
-        threads,
-    )
-    if refused:
+    addresses = [contribution.address for contribution, _ in contributions]
+    sizes = len(contributions), total, payload.values
+    try:
+        _encode(lib.diloco_average, payload, rounding, addresses, weights, *sizes, payload.address, threads)
+    except NonFiniteError:
         for contribution, _ in contributions:
             check_payload(contribution, threads)
-        raise NonFiniteError(refused - 1, payload.format.block_values)
+        raise
 
 
 def check_payload(payload: Payload, threads: int = 1) -> None:
@@ -226,7 +215,7 @@ def outer_step(
     momentum_coefficient: float,
     threads: int = 1,
 ) -> None:
-    """The outer optimizer of DiLoCo (Algorithm 1, line 14): Nesterov SGD on the decoded pseudo-gradient g, in place.
+    """Take a step of DiLoCo's outer optimizer (Algorithm 1, line 14), in place: Nesterov SGD on the decoded g.
 
         momentum = momentum_coefficient * momentum + g
         theta    = theta - learning_rate * (g + momentum_coefficient * momentum)
@@ -253,17 +242,21 @@ def outer_step(
     )
 
 
-def _check_target(payload: Payload, source: FloatView, rounding: Rounding) -> None:
-    if payload.values != source.size:
-        raise ValueError(f"the payload is for {payload.values} values, not for {source.size}")
-    _check_encodes(payload, rounding)
-
-
-def _check_encodes(payload: Payload, rounding: Rounding) -> None:
+def _encode(function: Callable[..., int], payload: Payload, rounding: Rounding, *arguments: object) -> None:
+    """Call a C function that fills a payload. Raises: NonFiniteError for the first block that it refuses."""
     if not payload.is_writable:
         raise ValueError("the payload is written to, but its bytes are read-only")
-    if rounding.is_stochastic and not payload.format.is_stochastic:
-        raise ValueError(f"{payload.format.name} has no stochastic rounding; use NEAREST")
+    format = payload.format
+    if rounding.is_stochastic and not format.is_stochastic:
+        raise ValueError(f"{format.name} has no stochastic rounding; use NEAREST")
+    refused = function(format.index, rounding.is_stochastic, rounding.seed, rounding.first_block, *arguments)
+    if refused:
+        raise NonFiniteError(refused - 1, format.block_values)
+
+
+def _check_target(payload: Payload, source: FloatView) -> None:
+    if payload.values != source.size:
+        raise ValueError(f"the payload is for {payload.values} values, not for {source.size}")
 
 
 def _check_source(payload: Payload, name: str, target: FloatView) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,16 +15,8 @@ TIMED_VALUES = 8 << 20
 SECONDS_PER_OPERATION = 0.3
 
 
-@dataclass(frozen=True)
-class Speed:
-    """`gigabytes_per_second` counts what an operation must read and write, of floats and payloads together."""
-
-    operation: str
-    gigabytes_per_second: float
-
-
 def differing_sets() -> list[str]:
-    """Those of this machine's sets whose results aren't the scalar one's, bit for bit: there should be none."""
+    """Return those of this machine's sets whose results aren't the scalar one's, bit for bit: there should be none."""
     before = kernels.chosen_kernels()
     values = _values(COMPARED_VALUES)
     try:
@@ -35,8 +26,9 @@ def differing_sets() -> list[str]:
     return [name for name, result in results.items() if result != results["scalar"]]
 
 
-def measure_speeds(threads: int) -> Iterator[Speed]:
-    """The speed of the chosen set, in int8, on arrays that fit no cache."""
+def measure_speeds(threads: int) -> dict[str, float]:
+    """Return the speed of each operation of the chosen set, in int8, on arrays that fit no cache: in GB/s of all that
+    it must read and write, of floats and payloads together."""
     values, theta, momentum = _values(TIMED_VALUES), _values(TIMED_VALUES), np.zeros(TIMED_VALUES, np.float32)
     payload = Payload(INT8, TIMED_VALUES)
     floats, codes = 4 * TIMED_VALUES, INT8.payload_size(TIMED_VALUES)
@@ -46,8 +38,7 @@ def measure_speeds(threads: int) -> Iterator[Speed]:
         ("accumulate", 2 * floats + codes, lambda: kernels.accumulate(payload, 1.0, momentum, threads)),
         ("outer step", 4 * floats + codes, lambda: kernels.outer_step(payload, theta, momentum, 0.0, 0.9, threads)),
     ]
-    for name, size, operation in operations:
-        yield Speed(name, size / _fastest(operation) / 1e9)
+    return {name: size / _fastest(operation) / 1e9 for name, size, operation in operations}
 
 
 def _fastest(operation: Callable[[], None]) -> float:

@@ -20,7 +20,7 @@ from opendiloco.run import Run
 from opendiloco.storage.loading import Checkpoint, Checkpoints
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.training.codec import BlockCodec
-from opendiloco.training.state import OuterState
+from opendiloco.training.outer import OuterState
 from peers.log.certificate import CertificateError, prove
 from peers.log.chain import Chain, Entry
 from peers.log.folder import ENTRIES, PAYLOADS, LogFolderError, payload_path, proof_path, read_chain, read_payload

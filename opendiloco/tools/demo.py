@@ -33,8 +33,7 @@ from opendiloco.errors import DemoError, MachineError
 from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.settings.file import without_settings
-from opendiloco.view.run_view import Agreement, is_finished
-from opendiloco.view.screen import Row, peers_table, plain_line, row_of
+from opendiloco.view.run_view import Agreement, Row, is_finished, peers_table, plain_line, row_of
 from opendiloco.volunteer.follower import export_state, fetch_state, make_folder, past_of
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.volunteer import connected, working

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -36,11 +35,10 @@ from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.training.cycles import Cycles, Fragmented, Steps
-from opendiloco.training.fragment import Residual
-from opendiloco.training.replica import ModelReplica
-from opendiloco.training.rounding import RunRounding
-from opendiloco.training.state import OuterState
+from opendiloco.training.codec import Residual, RunRounding
+from opendiloco.training.inner import ModelReplica
+from opendiloco.training.outer import OuterState
+from opendiloco.training.streaming import Cycles
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange
 from peers.values.manifest import Amendment
@@ -65,32 +63,14 @@ class Work:
         return self.fragments is None or fragment in self.fragments
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """What an outer step began with: theta, and the run's tokens."""
-
-    theta: Vector
-    tokens: int
-
-
-class Replica(Fragmented, Protocol):
-    """What the algorithm asks of a replica; see `ModelReplica`."""
-
-    layout: Layout
-
-    def inner_steps(
-        self, theta: Vector | None, index: int, lease: tuple[SampleRange, ...], steps: int, tokens: int
-    ) -> Steps: ...
-
-
-class Member(Cycles):
+class Member:
     """One replica on its way through the cycles that it takes part in."""
 
     work: Work
 
-    def __init__(self, replica: Replica, streaming: StreamingSection, error_feedback: float) -> None:
-        super().__init__(replica, len(replica.layout.fragments), streaming.mixing, streaming.overlap)
+    def __init__(self, replica: ModelReplica, streaming: StreamingSection, error_feedback: float) -> None:
         self.replica = replica
+        self.cycles = Cycles(replica.store, replica.merge, len(replica.layout.fragments), streaming)
         self.residuals = [Residual(error_feedback, part.stop - part.start) for part in replica.layout.fragments]
         self.base: Vector = np.zeros(replica.layout.size, np.float32)
         """The theta that what it learns of each fragment counts from."""
@@ -101,8 +81,9 @@ class Member(Cycles):
         self._ended_at: int | None = None
         self._streams = len(replica.layout.fragments) > 1 or not streaming.is_plain
 
-    def take_part(self, work: Work, beginning: Beginning, index: int, overlap: int, outer_steps: int) -> None:
-        """Begin with a lease, or go on with it. A replica that took no part in the cycle before begins with theta."""
+    def take_part(self, work: Work, theta: Vector, tokens: int, index: int, overlap: int, outer_steps: int) -> None:
+        """Begin with a lease, or go on with it. A replica that took no part in the cycle before begins with `theta`,
+        after which the run had `tokens`."""
         self.work, began_at = work, index - work.age
         if began_at == self.began_at:
             return
@@ -113,14 +94,15 @@ class Member(Cycles):
             for residual in self.residuals:
                 residual.forget()
         if not goes_on:
-            self.base[:] = beginning.theta
-        begin_with = None if goes_on else beginning.theta
-        self._inner_steps = self.replica.inner_steps(begin_with, began_at, work.samples, work.steps, beginning.tokens)
-        self.begin(self._inner_steps, overlap, goes_on, is_last=began_at + 1 == outer_steps)
+            self.base[:] = theta
+        begin_with = None if goes_on else theta
+        self._inner_steps = self.replica.inner_steps(begin_with, began_at, work.samples, work.steps, tokens)
+        steps = self._inner_steps
+        self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last=began_at + 1 == outer_steps)
 
     def bring(self, fragment: int) -> None:
         """Take the inner steps before a fragment is stored."""
-        assert self.train_up_to(fragment, self.returned), "there are fewer inner steps than planned"
+        assert self.cycles.train_up_to(fragment, self.returned), "there are fewer inner steps than planned"
 
     def get_back(self, part: slice, theta: Vector) -> None:
         """Go on with a fragment that was stored: with what has come back of it, from which all counts from now on."""
@@ -128,8 +110,8 @@ class Member(Cycles):
 
     def end(self, index: int) -> None:
         """Take the inner steps that are left, and have the work end with this outer step."""
-        assert self.train_to_the_end(self.returned), "there are fewer inner steps than planned"
-        self.merge_what_is_due(self.returned)
+        assert self.cycles.train_to_the_end(self.returned), "there are fewer inner steps than planned"
+        self.cycles.merge_what_is_due(self.returned)
         self._ended_at = index
 
     @property
@@ -141,15 +123,18 @@ class Member(Cycles):
 class StreamingDiLoCo:
     """The algorithm, whatever its replicas train. A replica is made when its name first appears."""
 
-    def __init__(self, config: RunConfig, layout: Layout, theta: Vector, new_replica: Callable[[], Replica]) -> None:
+    def __init__(
+        self, config: RunConfig, layout: Layout, theta: Vector, new_replica: Callable[[], ModelReplica]
+    ) -> None:
         """`theta` is used in place, and begins with zeros in the padding."""
         self.config = config
         self.layout = layout
         self.state = OuterState(theta, config.outer_optimizer, layout.fragments)
         self.members: dict[str, Member] = {}
-        self._rounding = RunRounding.of(config.codec)
+        self._rounding = RunRounding(config.codec)
         self._is_asynchronous = config.rounds.enough is not None
-        self._beginnings: deque[Beginning] = deque(maxlen=1 + config.rounds.staleness)
+        self._beginnings = deque[tuple[Vector, int]](maxlen=1 + config.rounds.staleness)
+        """Theta and the run's tokens as the last outer steps began."""
         self.index = 0
         self.tokens = 0
         self.amendment: Amendment | None = None
@@ -176,7 +161,7 @@ class StreamingDiLoCo:
 
     def begin(self, roster: Sequence[Work]) -> list[Member]:
         """Begin an outer step. Raises: IndexError for work that is older than any that counts."""
-        self._beginnings.append(Beginning(self.state.theta.copy(), self.tokens))
+        self._beginnings.append((self.state.theta.copy(), self.tokens))
         streaming, outer_steps, members = self.config.streaming, self.config.total_outer_steps, []
         for work in roster:
             if work.replica not in self.members:
@@ -184,7 +169,7 @@ class StreamingDiLoCo:
                 self.members[work.replica] = Member(self._new_replica(), streaming, feedback)
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
-            members[-1].take_part(work, self._beginnings[-1 - work.age], self.index, overlap, outer_steps)
+            members[-1].take_part(work, *self._beginnings[-1 - work.age], self.index, overlap, outer_steps)
         return members
 
     def end(self, members: Sequence[Member]) -> bytes:
@@ -203,7 +188,7 @@ class StreamingDiLoCo:
         payloads = [kernels.Payload(format, theta.size) for _ in members]
         average, accumulator = kernels.Payload(format, theta.size), np.zeros_like(theta)
         for member, payload in zip(members, payloads, strict=True):
-            member.store(self._local, fragment)
+            member.cycles.store(self._local, fragment)
             rounding = self._rounding.of_contribution(member.began_at, fragment, member.work.samples)
             kernels.quantize_difference(
                 member.base[part], local, payload, rounding, member.residuals[fragment].to_add()
@@ -219,7 +204,7 @@ class StreamingDiLoCo:
         return aged(member.tokens, member.work.age) if self._is_asynchronous else member.tokens
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
-        """The state digest after each outer step."""
+        """Yield the state digest after each outer step."""
         for roster in outer_steps:
             yield self.outer_step(roster)
 

@@ -1,25 +1,95 @@
-"""The workers of one volunteer, as each of them sees the others: who it is, and what they tell each other.
+"""The workers of one volunteer: the device of each, what they tell each other, and the model that they share.
 
-They meet at a store that the first of them serves on a socket of the peer process, bound to the loopback interface:
-nobody else's machine can reach it, and no port is chosen before it is taken.
+Workers meet at a store that the first of them serves on a socket of the peer process, bound to the loopback interface:
+no other machine can reach it, and no port is chosen before it is taken.
+
+The model is sharded by FSDP2 (arXiv 2304.11277), one group per transformer block and the rest. On a mesh of two
+dimensions, replicas and shards, each replica has the whole model, and gradients are summed over both. A worker builds
+the model without memory for its weights, and takes memory block by block, keeping its part only.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+import resource
+import shutil
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from opendiloco.errors import MachineError
+from opendiloco.config.run_config import TrainingSection
+from opendiloco.errors import MachineError, first_line
+from opendiloco.model.parameters import local_part, shard_rows, transformer_blocks
 
+# Device ---------------------------------------------------------------------------------------------------------------
+TRITON_CAPABILITY = (7, 0)
+"""Compute capability of the oldest GPUs that it compiles for."""
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Return the device for "auto" (a GPU if torch sees one, else the CPU), "cpu", "cuda" or "cuda:1".
+
+    Raises: MachineError when it is none of these, or torch cannot use it.
+    """
+    if not DEVICE.fullmatch(wanted):
+        raise MachineError(f"--device {wanted} is nothing to train on.", "Use auto, cpu, cuda, or cuda:1 and so on.")
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(1, device=device)
+        if device.index is not None:
+            torch.cuda.set_device(device)  # so that nothing is put on another GPU for want of a name
+    except (RuntimeError, AssertionError) as error:
+        raise MachineError(
+            f"--device {wanted} cannot be used by torch {torch.__version__}: {first_line(error)}",
+            "Use --device cpu, or install a torch that supports this GPU.",
+        ) from error
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return a GPU's name as its driver says it, such as "NVIDIA A100-SXM4-80GB"; else the device's type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def compiling_lacks(device: torch.device) -> str | None:
+    """Return what torch.compile would lack on a GPU: Triton has a C compiler make its launchers. None: nothing."""
+    if torch.cuda.get_device_capability(device) < TRITON_CAPABILITY:
+        return f"a {device_name(device)} is too old for it"
+    compilers = [*filter(None, [os.environ.get("CC")]), "gcc", "clang"]
+    return None if any(map(shutil.which, compilers)) else "there is no C compiler here; install gcc"
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether a device computes in bf16 itself. GPUs older than Ampere convert each value, and are slower."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """`peak_memory` counts from now on. That of the CPU cannot be forgotten."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that were taken: on a GPU by tensors since it was forgotten, on the CPU by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+# Team -----------------------------------------------------------------------------------------------------------------
 Value: TypeAlias = float | torch.Tensor
 """A number, or a tensor that holds one, on the worker's device."""
 LOOPBACK = "127.0.0.1"
@@ -27,20 +97,6 @@ HYBRID = ("replicas", "shards")
 PATIENCE = timedelta(hours=2)
 """For which workers wait for each other: the first alone downloads weights, or draws and writes those of a large model.
 NCCL would give up after ten minutes. Workers that die are noticed otherwise."""
-
-
-@dataclass(frozen=True)
-class MeetingPlace:
-    """Where workers meet: at the first worker's store, which it serves on the socket `listener` bound to `port`."""
-
-    port: int = 0
-    listener: int | None = None
-
-    def store(self, size: int) -> Store:
-        """Return the store that so many workers share. The listener is taken over."""
-        if self.listener is None:
-            return TCPStore(LOOPBACK, self.port, size, timeout=PATIENCE)
-        return TCPStore(LOOPBACK, self.port, size, is_master=True, timeout=PATIENCE, master_listen_fd=self.listener)
 
 
 class Team:
@@ -70,10 +126,12 @@ class Team:
         device: torch.device,
         rank: int,
         size: int,
-        place: MeetingPlace,
+        port: int = 0,
+        listener: int | None = None,
         replicas: int = 1,
     ) -> Team:
-        """Return when all have come.
+        """Return the team once all have come to the store that the first worker serves on `listener`, a socket bound to
+        `port`. The listener is taken over.
 
         A worker that is the only one meets nobody, whatever its device: FSDP2 over one GPU would copy all parameters
         twice a micro-batch, and make shards of them on which torch cannot compute every optimizer.
@@ -86,29 +144,36 @@ class Team:
                 "Choose a number that does.",
             )
         if size == 1:
-            if place.listener is not None:
-                os.close(place.listener)
+            if listener is not None:
+                os.close(listener)
             return cls(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
-        store = place.store(size)
+        store = TCPStore(
+            LOOPBACK,
+            port,
+            size,
+            is_master=listener is not None,
+            timeout=PATIENCE,
+            master_listen_fd=listener,
+        )
         dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size, device_id=device_id)
         shape, names = ((size,), ("shards",)) if replicas == 1 else ((replicas, size // replicas), HYBRID)
         return cls(device, rank, size, init_device_mesh(device.type, shape, mesh_dim_names=names))
 
     @property
     def is_in_first_replica(self) -> bool:
-        """Whether it is up to this worker to hand its shard out: the other replicas have the same."""
+        """Return whether it is up to this worker to hand its shard out: the other replicas have the same."""
         return self.rank < self.shards
 
     def piece(self, count: int) -> slice:
-        """This worker's share of `count` things in a row: consecutive, and as even as possible."""
+        """Return this worker's share of `count` things in a row: consecutive, and as even as possible."""
         share, larger = divmod(count, self.size)
         start = share * self.rank + min(self.rank, larger)
         return slice(start, start + share + (self.rank < larger))
 
     def largest_piece(self, count: int) -> int:
-        """The length of worker 0's piece."""
+        """Return the length of worker 0's piece."""
         return math.ceil(count / self.size)
 
     def sums(self, values: Sequence[Value]) -> list[float]:
@@ -119,7 +184,7 @@ class Team:
         return [sum(column) for column in self._gather(values)]
 
     def smallest(self, value: int) -> int:
-        """Of all workers' values."""
+        """Return the smallest of all workers' values."""
         [column] = self._gather([value])
         return int(min(column))
 
@@ -147,3 +212,59 @@ class Team:
         if isinstance(value, torch.Tensor):
             return value.to(self.device, torch.float64)
         return torch.full((), float(value), dtype=torch.float64, device=self.device)
+
+
+# The model that they share --------------------------------------------------------------------------------------------
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def shard_model(model: Any, team: Team, training: TrainingSection, whole_layers: bool = False) -> None:
+    """Share a model, in place; what is on the meta device gets memory, but no values.
+
+    The rest has the head, with which the loss is computed after the forward pass; so it stays gathered until the
+    backward pass, which begins with it. With `whole_layers` all groups do.
+    """
+    policy = MixedPrecisionPolicy(DTYPES[training.precision], DTYPES[training.gradient_reduction])
+    for module in (*transformer_blocks(model), model):
+        _take_memory(module, team.device)
+        is_freed = module is not model and not whole_layers
+        fully_shard(module, mesh=team.mesh, mp_policy=policy, reshard_after_forward=is_freed)
+
+
+def has_other_tensors(model: torch.nn.Module) -> bool:
+    """Return whether a model keeps tensors beside its parameters and buffers: only its constructor can fill those."""
+    return any(isinstance(value, torch.Tensor) for module in model.modules() for value in vars(module).values())
+
+
+@torch.no_grad()
+def fill_untrained(model: Any, whole: Any, team: Team) -> None:
+    """Frozen parameters and buffers, which theta does not have, from worker 0's whole model; the others give None."""
+    source = {} if whole is None else dict(_untrained(whole))
+    for name, tensor in _untrained(model):
+        if team.rank == 0:
+            values = source[name].to(team.device).contiguous()
+        else:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, device=team.device)
+        team.take_from_first(values)
+        own = local_part(tensor)
+        own.copy_(values if own is tensor else values[shard_rows(len(values), team.shard, team.shards)])
+
+
+def _untrained(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    frozen = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return chain(frozen, model.named_buffers())
+
+
+def _take_memory(module: torch.nn.Module, device: torch.device) -> None:
+    """Replace what is on the meta device. Tied parameters stay one, which `Module.to_empty` would not see to."""
+    replaced: dict[int, torch.nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                if id(parameter) not in replaced:
+                    empty = torch.empty_like(parameter, device=device)
+                    replaced[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
+                setattr(owner, name, replaced[id(parameter)])
+        for name, buffer in owner.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(owner, name, torch.empty_like(buffer, device=device))

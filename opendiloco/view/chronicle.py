@@ -109,7 +109,7 @@ class Chronicle:
 
     @property
     def amendment(self) -> Amendment | None:
-        """The amendment that is in force where reading has come to."""
+        """Return the amendment that is in force where reading has come to."""
         return None if self._end is None else self._end.amendment
 
     def read(self, log: RunLog) -> bool:
@@ -135,7 +135,7 @@ class Chronicle:
         return Standing(own.tokens, own.entries, own.tokens / self.tokens, rank, len({*self.contributions, peer}))
 
     def _is_of(self, log: RunLog) -> bool:
-        """Whether what was read last is still in the log, and nothing has come before what was read first."""
+        """Return whether what was read last is still in the log, and nothing has come before what was read first."""
         assert self._end is not None
         heads = log.heads_at([self.next_index])
         return log.first == self.first and heads.get(self.next_index) == self._end.position.head
@@ -151,10 +151,10 @@ class Chronicle:
             members=len(header.roster),
             tokens=sum(member.tokens for member in header.roster if not member.missed),
             lineage_tokens=header.lineage_tokens,
-            signatures=None if before is None else signatures(certificate, before, header),
-            absent=() if before is None else absences(before, header, certificate),
+            signatures=None if before is None else _signatures(certificate, before, header),
+            absent=() if before is None else _absences(before, header, certificate),
             joined=() if before is None else tuple(peer for peer in header.peers if peer not in before.known),
-            change=None if before is None else change(before, header),
+            change=None if before is None else _change(before, header),
         )
         self.records.append(record)
         if before is not None and (record.signatures is None or record.state_digest is None):
@@ -169,11 +169,11 @@ class Chronicle:
     def _complete(self, log: RunLog) -> None:
         """Take up what has become known of the newest entries since they were read."""
         for record, before, header in self._unsigned:
-            record.signatures = record.signatures or signatures(log.certificate_at(record.index), before, header)
+            record.signatures = record.signatures or _signatures(log.certificate_at(record.index), before, header)
             record.state_digest = record.state_digest or log.state_digest_at(record.index)
 
 
-def signatures(certificate: Certificate | None, before: LogState | None, header: Header) -> Signatures | None:
+def _signatures(certificate: Certificate | None, before: LogState | None, header: Header) -> Signatures | None:
     """Return what a certificate shows, whose signatures were checked when it was taken into the log."""
     if certificate is None or before is None:
         return None
@@ -181,14 +181,14 @@ def signatures(certificate: Certificate | None, before: LogState | None, header:
     return Signatures(proof.signers, len(electorate(before, header)), proof.is_certified, certificate.alone)
 
 
-def change(before: LogState, header: Header) -> Change | None:
+def _change(before: LogState, header: Header) -> Change | None:
     """Return what an entry changes of the outer optimizer; None: nothing."""
     if header.amendment is None or header.amendment == before.amendment:
         return None
     return Change(header.amendment, before.amendment)
 
 
-def absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[Absence, ...]:
+def _absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[Absence, ...]:
     """Return the peers that had work to bring into an entry, and do not count in it."""
     faults = {fault.peer: fault.kind for fault in header.faults}
     gone, leases = set(before.gone_in(header)), {lease.peer for lease in header.leases}

@@ -10,7 +10,7 @@ from typing import Any
 
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import HeldOutCurve
-from opendiloco.training.statistics import OuterStepTaken
+from opendiloco.training.outer import OuterStepTaken
 from opendiloco.view.run_view import RunView
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.telemetry import Telemetry
@@ -29,7 +29,7 @@ class Curves:
         self._before = RoundCosts()
 
     def taken(self, step: OuterStepTaken, costs: RoundCosts) -> None:
-        """An outer step has been taken; `costs` are those of all rounds until now."""
+        """Draw an outer step that has been taken; `costs` are those of all rounds until now."""
         statistics = step.statistics
         values = {
             "learning_rate": step.learning_rate,

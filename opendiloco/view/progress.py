@@ -1,12 +1,16 @@
-"""The progress of a volunteer: its phase, and all that its owner may want to know, as values and in words, for a log or
-a terminal."""
+"""The progress of a volunteer: its phase and all that its owner may want to know, as values, in words, and as `join`
+shows them: a live screen on a terminal, or plain lines of a log.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -15,8 +19,15 @@ from opendiloco.quantities import duration, in_words
 from opendiloco.run import Run
 from opendiloco.stages import WITH_A_COMPILER
 from opendiloco.view.chronicle import Chronicle, Standing
-from opendiloco.view.run_view import RunView, is_finished, reachability
-from opendiloco.view.screen import held_out_lines
+from opendiloco.view.run_view import (
+    RunView,
+    held_out_lines,
+    is_finished,
+    peers_table,
+    reach_lines,
+    reachability,
+    row_of,
+)
 from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat
@@ -24,8 +35,12 @@ from peers.protocol.states import State
 from peers.values.wire import Reach
 
 if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.live import Live
+
     from peers.network.throttle import Caps
     from peers.transfer.download import Download
+
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +201,7 @@ class ProgressReader:
         self._losses = deque[float](maxlen=LOSSES)
         self._last_step = (0, 0)  # the outer and the inner step of the newest loss
         self._phase, self._since = "", time.monotonic()
-        self._up, self._down = GrowthMeter(), GrowthMeter()
+        self._up, self._down = _GrowthMeter(), _GrowthMeter()
 
     def read(self) -> Progress:
         """Return the progress at this moment."""
@@ -227,7 +242,7 @@ class ProgressReader:
         return None if is_behind else self._chronicle.standing(peer)
 
 
-class GrowthMeter:
+class _GrowthMeter:
     """Measures how fast a count grows."""
 
     def __init__(self) -> None:
@@ -242,7 +257,7 @@ class GrowthMeter:
         return (count - before) / (now - then) if now > then else 0.0
 
 
-def phase_of_stage(stage: str) -> str:
+def _phase_of_stage(stage: str) -> str:
     """Return which phase a stage of the start belongs to."""
     if stage in (FINDING, CHECKING):
         return stage
@@ -252,14 +267,14 @@ def phase_of_stage(stage: str) -> str:
 
 
 # In words --------------------------------------------------------------------------------------------------------
-def stage_line(stage: str, work: Work) -> str:
+def _stage_line(stage: str, work: Work) -> str:
     """Return a stage of the start on one line, with its phase."""
-    phase = phase_of_stage(stage)
+    phase = _phase_of_stage(stage)
     said = phase if stage == phase else f"{phase}: {stage}"
-    return f"{said} {how_far(work)}".rstrip()
+    return f"{said} {_how_far(work)}".rstrip()
 
 
-def how_far(work: Work) -> str:
+def _how_far(work: Work) -> str:
     """Return how far something has come, in words; nothing where there is nothing to say."""
     if work.share is None:
         return f"({duration(work.seconds)})" if work.seconds >= 1 else ""
@@ -267,45 +282,45 @@ def how_far(work: Work) -> str:
     return f"{work.share:.0%}{left}"
 
 
-def healthy_line(progress: Progress) -> str:
+def _healthy_line(progress: Progress) -> str:
     """Return all that matters on one line of a log."""
     own, fragments = progress.own, progress.facts.fragments
-    said = [f"outer step {own.index}/{progress.view.outer_steps}", activity(progress)]
+    said = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
     if own.loss is not None:
         said.append(f"loss {own.loss:.3f}")
     if own.tokens_per_second:
         said.append(f"{own.tokens_per_second:,.0f} tokens/s")
     if fragments is not None:
-        said.append(averages(fragments))
-    said += [f"{1 + len(progress.others)} peers", reach(progress)]
+        said.append(_averages(fragments))
+    said += [f"{1 + len(progress.others)} peers", _reach(progress)]
     if progress.contribution is not None:
-        said.append(contributed(progress.contribution))
-    said.append(f"{rate(progress.up)} up, {rate(progress.down)} down")
+        said.append(_contributed(progress.contribution))
+    said.append(f"{_rate(progress.up)} up, {_rate(progress.down)} down")
     if progress.machine:
         said.append(progress.machine)
     return ", ".join(said)
 
 
-def progress_lines(progress: Progress) -> list[str]:
+def _progress_lines(progress: Progress) -> list[str]:
     """Return the same on a few lines of a terminal, with the curve of the loss."""
     own, fragments = progress.own, progress.facts.fragments
-    lines = [f"outer step {own.index}/{progress.view.outer_steps} · {activity(progress)}"]
+    lines = [f"outer step {own.index}/{progress.view.outer_steps} · {_activity(progress)}"]
     if progress.losses:
-        lines.append(f"loss {progress.losses[-1]:.3f} {curve(progress.losses)}")
+        lines.append(f"loss {progress.losses[-1]:.3f} {_curve(progress.losses)}")
     lines += held_out_lines(progress.view, progress.facts.bytes_per_token)
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
-    lines.append(f"{speed}{1 + len(progress.others)} peers · {reach(progress)}")
+    lines.append(f"{speed}{1 + len(progress.others)} peers · {_reach(progress)}")
     if fragments is not None:
-        lines += [under_way(fragments), averages(fragments)]
+        lines += [_under_way(fragments), _averages(fragments)]
     if progress.contribution is not None:
-        lines.append(f"contributed {contributed(progress.contribution)}")
-    lines.append(f"up {traffic(progress.up)} · down {traffic(progress.down)}")
+        lines.append(f"contributed {_contributed(progress.contribution)}")
+    lines.append(f"up {_traffic(progress.up)} · down {_traffic(progress.down)}")
     if progress.machine:
         lines.append(f"this machine: {progress.machine}")
     return lines
 
 
-def activity(progress: Progress) -> str:
+def _activity(progress: Progress) -> str:
     """Return what the volunteer is doing, how far it has come, and when the next round is."""
     if progress.pause_reasons:
         return f"paused: {', '.join(progress.pause_reasons)}"
@@ -315,58 +330,58 @@ def activity(progress: Progress) -> str:
         return f"training, inner step {progress.own.inner_step}/{progress.inner_steps}{soon}"
     donors, download = "", progress.facts.download
     if progress.phase == DOWNLOADING and download is not None and download.fetched:
-        donors = f" from {counted(len(download.fetched), 'donor')} at {rate(progress.down)}"
-    return f"{progress.phase}{donors} {how_far(progress.work)}".rstrip()
+        donors = f" from {_counted(len(download.fetched), 'donor')} at {_rate(progress.down)}"
+    return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
-def under_way(fragments: Fragments) -> str:
+def _under_way(fragments: Fragments) -> str:
     """Return what becomes of this cycle's fragments."""
-    return f"{fragments.averaging} of {counted(fragments.count, 'fragment')} averaging, {fragments.done} done"
+    return f"{fragments.averaging} of {_counted(fragments.count, 'fragment')} averaging, {fragments.done} done"
 
 
-def averages(fragments: Fragments) -> str:
+def _averages(fragments: Fragments) -> str:
     """Return when averages come, and whether training waits for them."""
-    merged = f"merged after {counted(fragments.overlap, 'step')}"
+    merged = f"merged after {_counted(fragments.overlap, 'step')}"
     if fragments.longest is None:
         return f"averages {merged}"
     late = f", {fragments.late} late ({fragments.wait_share:.0%})" if fragments.late else ""
     return f"averages in {fragments.longest:.1f} s, {merged}{late}"
 
 
-def reach(progress: Progress) -> str:
+def _reach(progress: Progress) -> str:
     """Return whether others can dial this machine, and the ways to the others."""
     links = ", ".join(f"{count} {way}" for way, count in progress.links.items())
     return f"reachable: {reachability(progress.own)}" + (f" (links: {links})" if links else "")
 
 
-def contributed(own: Standing) -> str:
+def _contributed(own: Standing) -> str:
     """Return what a peer has contributed."""
-    rounds = counted(own.rounds, "round")
-    return f"{tokens(own.tokens)} in {rounds}: {own.share:.0%}, rank {own.rank} of {own.peers}"
+    rounds = _counted(own.rounds, "round")
+    return f"{_tokens(own.tokens)} in {rounds}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 
 
-def counted(count: int, thing: str) -> str:
+def _counted(count: int, thing: str) -> str:
     """Return a count of things: "1 round", "2 rounds"."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def tokens(count: int) -> str:
+def _tokens(count: int) -> str:
     """Return a number of tokens, to three digits."""
     return f"{in_words(count).removesuffix('B').rstrip()} tokens" if count >= 1000 else f"{count} tokens"
 
 
-def rate(traffic: Traffic) -> str:
+def _rate(traffic: Traffic) -> str:
     """Return a rate in megabits a second, beside its cap."""
     cap = "" if traffic.cap is None else f" of {traffic.cap / MEGABIT:g}"
     return f"{traffic.rate / MEGABIT:.1f}{cap} Mbit/s"
 
 
-def traffic(traffic: Traffic) -> str:
+def _traffic(traffic: Traffic) -> str:
     """Return a rate, and all bytes until now."""
-    return f"{rate(traffic)} ({in_words(traffic.total)})"
+    return f"{_rate(traffic)} ({in_words(traffic.total)})"
 
 
-def curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
+def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
     """Return a curve of values as bars. Where they do not fit, each bar is the mean of several."""
     count = min(width, len(values))
     means = [fmean(values[len(values) * at // count : len(values) * (at + 1) // count]) for at in range(count)]
@@ -374,3 +389,184 @@ def curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
     if high == low:
         return BARS[0] * count
     return "".join(BARS[min(int((mean - low) / (high - low) * len(BARS)), len(BARS) - 1)] for mean in means)
+
+
+# How join shows it ----------------------------------------------------------------------------------------------------
+logger = logging.getLogger(__name__)
+
+SCREEN_SECONDS = 0.5
+HEALTHY_SECONDS = 60.0
+MACHINE_SECONDS = 10.0
+THIS_MACHINE = "this machine"
+LEAST_ROWS, LINES_BESIDE = 3, 4
+"""Peers that the picture of a volunteer has at least, and its lines beside those of progress and peers."""
+
+
+class JoinView(ABC):
+    """Shows a person how it goes. `phase` is what the volunteer is doing."""
+
+    def __init__(self) -> None:
+        self.phase = "starting"
+        self._stage, self._since = "", time.monotonic()
+        self._share: float | None = None
+        self._is_training = False
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Show one line."""
+
+    @abstractmethod
+    def show_stage(self, is_new: bool) -> None:
+        """Show what comes before training: the same phase as before, or a new one."""
+
+    @abstractmethod
+    async def show(self, reader: ProgressReader) -> None:
+        """Show how training goes, until cancelled."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self.phase = "ended"
+
+    def stage(self, stage: str, share: float | None) -> None:
+        """Hear what comes before training, and how much of it is done. Workers that start again say so in the log."""
+        if self._is_training:
+            return
+        if stage != self._stage:
+            self._stage, self._since = stage, time.monotonic()
+        self._share, before, self.phase = share, self.phase, _phase_of_stage(stage)
+        self.show_stage(is_new=self.phase != before)
+
+    def stage_line(self) -> str:
+        """Return what comes before training, and how far it has come."""
+        return _stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
+
+    @asynccontextmanager
+    async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
+        """Show how training goes, for as long as the context lasts."""
+        self._is_training = True
+        beside = [asyncio.create_task(self.show(reader)), asyncio.create_task(_read_machine(reader))]
+        try:
+            yield
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+            self.phase, self._is_training = "starting", False
+
+    def note(self, progress: Progress) -> bool:
+        """Remember the phase; return whether it is a new one."""
+        is_new, self.phase = progress.phase != self.phase, progress.phase
+        return is_new
+
+
+class Lines(JoinView):
+    """Log lines: one that says how it goes each minute, and each phase but those of every outer step.
+
+    What is said to a person is printed, or a line of the log like all others where programs read it: `is_json`.
+    """
+
+    def __init__(self, is_json: bool = False) -> None:
+        super().__init__()
+        self._is_json = is_json
+
+    def say(self, text: str) -> None:
+        if self._is_json:
+            logger.info("%s", text)
+            return
+        with suppress(OSError):  # nobody may be there to read it, and what we are about to do is done all the same
+            print(text, flush=True)
+
+    def show_stage(self, is_new: bool) -> None:
+        if is_new:
+            logger.info("phase: %s", self.phase)
+
+    async def show(self, reader: ProgressReader) -> None:
+        due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
+        while True:
+            progress = reader.read()
+            if self.note(progress):
+                is_routine = has_trained and progress.phase in ROUTINE
+                logger.log(logging.DEBUG if is_routine else logging.INFO, "phase: %s", progress.phase)
+                has_trained |= progress.phase in ROUTINE
+            if time.monotonic() >= due:
+                due += HEALTHY_SECONDS
+                logger.info("%s", _healthy_line(progress), extra={"details": {"progress": progress.plain()}})
+            await asyncio.sleep(SCREEN_SECONDS)
+
+
+class Screen(JoinView):
+    """A picture on a terminal, above which lines scroll past."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self._starting: Live | None = None
+        self._drawn = ""  # the stage of the start that was shown last
+
+    def say(self, text: str) -> None:
+        with suppress(OSError):  # the terminal may have been closed
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def show_stage(self, is_new: bool) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
+        if self._starting is not None:
+            if self._stage != self._drawn:  # however short it is
+                self._drawn = self._stage
+                with suppress(OSError):
+                    self._starting.refresh()
+            return
+        self._drawn = self._stage
+        self._starting = Live(
+            console=self._console,
+            get_renderable=lambda: Text(self.stage_line()),
+            refresh_per_second=2,
+            transient=True,
+        )
+        with suppress(OSError):
+            self._starting.start(refresh=True)
+
+    def close(self) -> None:
+        self._stop_starting()
+        super().close()
+
+    def _stop_starting(self) -> None:
+        """Take the line away that shows the start."""
+        live, self._starting = self._starting, None
+        if live is not None:
+            with suppress(OSError):
+                live.stop()
+
+    async def show(self, reader: ProgressReader) -> None:
+        from rich.live import Live
+
+        self._stop_starting()
+        with Live(console=self._console, auto_refresh=False) as live:
+            while True:
+                progress = reader.read()
+                self.note(progress)
+                live.update(_volunteer_picture(progress, self._console.height), refresh=True)
+                await asyncio.sleep(SCREEN_SECONDS)
+
+
+async def _read_machine(reader: ProgressReader) -> None:
+    """Read the machine's temperature and power now and then, until cancelled."""
+    from opendiloco.owner.facts import machine_line
+
+    while True:
+        reader.machine = await asyncio.to_thread(machine_line)
+        await asyncio.sleep(MACHINE_SECONDS)
+
+
+def _volunteer_picture(progress: Progress, height: int) -> Group:
+    """Return what `join` shows on a terminal of so many lines: this machine's progress, and the peers that fit."""
+    from rich.console import Group
+    from rich.text import Text
+
+    own, run = progress.own, progress.view.run
+    lines = [*_progress_lines(progress), *reach_lines([own])]
+    room = max(LEAST_ROWS, height - len(lines) - LINES_BESIDE)
+    rows = [row_of(own, run.config, THIS_MACHINE), *(row_of(beat, run.config) for beat in progress.others)]
+    more = [f"… and {len(rows) - room} more"] if len(rows) > room else []
+    return Group(peers_table(rows[:room], run.run_id), *map(Text, [*more, *lines]))

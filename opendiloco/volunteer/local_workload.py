@@ -19,10 +19,9 @@ from opendiloco.evaluation_turns import HeldOut, is_our_turn
 from opendiloco.kernels import Payload
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.shared_memory import SharedVectors
-from opendiloco.training.fragment import FragmentWork
-from opendiloco.training.rounding import RunRounding
-from opendiloco.training.state import LocalState
-from opendiloco.training.statistics import Measuring
+from opendiloco.training.codec import RunRounding
+from opendiloco.training.outer import LocalState, Measuring
+from opendiloco.training.streaming import FragmentWork
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import WorkersRestartedError
@@ -90,7 +89,7 @@ class Workload(Generic[Trainer_co]):
         self.trainer = trainer
         vectors = trainer.vectors
         self._state = state = LocalState(vectors.theta, config, trainer.fragments)
-        self._rounding = RunRounding.of(config.codec)
+        self._rounding = RunRounding(config.codec)
         self._evaluation = config.evaluation
         self._outer_steps = config.total_outer_steps
         self._run_is_over = run_is_over

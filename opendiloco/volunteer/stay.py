@@ -13,8 +13,7 @@ from opendiloco.shared_memory import MemoryCap, cap_memory
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.run_folder import Journal, RunFolder
-from opendiloco.view.join_view import JoinView
-from opendiloco.view.progress import CHECKING, FINDING, ProgressReader
+from opendiloco.view.progress import CHECKING, FINDING, JoinView, ProgressReader
 from opendiloco.volunteer.admission import enter
 from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from opendiloco.volunteer.sole import listening

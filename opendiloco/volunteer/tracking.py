@@ -18,7 +18,7 @@ from opendiloco.errors import DisagreementError
 from opendiloco.host_memory import STATE_BYTES, HostMemory
 from opendiloco.run import Run
 from opendiloco.shared_memory import available_memory, check_available
-from opendiloco.training.state import LocalState
+from opendiloco.training.outer import LocalState
 from peers.errors import DilocoPeerError, SwarmUnreachableError
 from peers.log.header import Position
 from peers.log.state import LogState

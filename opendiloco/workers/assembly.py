@@ -14,9 +14,7 @@ from opendiloco.model.build import build_model, build_skeleton
 from opendiloco.model.parameters import is_all_trained, layout_of, store_weights
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
 from opendiloco.stages import at_stage
-from opendiloco.training.device_facts import compiling_lacks, has_bf16
-from opendiloco.training.sharding import fill_untrained, has_other_tensors, shard_model
-from opendiloco.training.team import Team
+from opendiloco.training.team import Team, compiling_lacks, fill_untrained, has_bf16, has_other_tensors, shard_model
 from opendiloco.training.trials import compile_blocks
 from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions

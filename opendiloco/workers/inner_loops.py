@@ -8,11 +8,9 @@ from typing import Protocol
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.shared_memory import SharedVectors, Vector
-from opendiloco.training.cycles import Cycles
-from opendiloco.training.device_facts import forget_peak_memory, peak_memory
-from opendiloco.training.inner_steps import InnerStep, InnerSteps, StepTaken
-from opendiloco.training.replica import ModelReplica
-from opendiloco.training.team import Team
+from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica, StepTaken
+from opendiloco.training.streaming import Cycles
+from opendiloco.training.team import Team, forget_peak_memory, peak_memory
 from opendiloco.workers.control import (
     Average,
     ControlMessage,
@@ -58,7 +56,7 @@ class InnerLoops:
         self._outer_steps = config.total_outer_steps
         self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
         self._carry_out_asides = carry_out_asides
-        self._cycles = Cycles(self, len(replica.layout.fragments), streaming.mixing, streaming.overlap)
+        self._cycles = Cycles(self.store, self.merge, len(replica.layout.fragments), streaming)
         self._stored_in: dict[int, int] = {}  # in which training each fragment was stored last
         self._stored_at: dict[int, float] = {}
         self._number = 0
@@ -81,7 +79,7 @@ class InnerLoops:
             self._is_stopped,
         )
         is_last = command.index + 1 == self._outer_steps
-        self._cycles.begin(_Told(inner_steps, self._tell), command.overlap, command.goes_on, is_last)
+        self._cycles.begin(inner_steps.planned, self._told(inner_steps), command.overlap, command.goes_on, is_last)
         self._wait_while_held()
         self._pass_through(inner_steps)
         trained = inner_steps.trained
@@ -176,17 +174,9 @@ class InnerLoops:
                 self._carry_out_asides()
         self._held += time.monotonic() - began
 
-
-class _Told:
-    """Inner steps, of which each that changed the weights is told."""
-
-    def __init__(self, inner_steps: InnerSteps, tell: Callable[[InnerStep], None]) -> None:
-        self.planned, self.planned_tokens = inner_steps.planned, inner_steps.planned_tokens
-        self._inner_steps = inner_steps
-        self._tell = tell
-
-    def every(self) -> Iterator[StepTaken]:
-        for taken in self._inner_steps.every():
+    def _told(self, inner_steps: InnerSteps) -> Iterator[StepTaken]:
+        """Take inner steps, and tell of each that changed the weights."""
+        for taken in inner_steps.every():
             if taken.is_finite:
-                self._tell(self._inner_steps.latest)
+                self._tell(inner_steps.latest)
             yield taken

@@ -54,7 +54,7 @@ from opendiloco.workers.options import WorkerOptions
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
-    from opendiloco.training.replica import ModelReplica
+    from opendiloco.training.inner import ModelReplica
 
 
 class Descriptors(NamedTuple):
@@ -80,7 +80,7 @@ class Worker:
             from opendiloco.data.token_files import TokenCache, few_tokens
             from opendiloco.data.tokenizer import build_tokenizer
             from opendiloco.data.training_data import load_data
-            from opendiloco.training.device_facts import choose_device, device_name
+            from opendiloco.training.team import choose_device, device_name
 
         torch.set_num_threads(command.threads)
         torch.set_float32_matmul_precision("high" if command.options.tf32 else "highest")
@@ -97,13 +97,14 @@ class Worker:
         at_stage("importing transformers")
         with nothing_collected():
             from opendiloco.model.utilisation import flops_per_token
-            from opendiloco.training.replica import ModelReplica
-            from opendiloco.training.team import MeetingPlace, Team
+            from opendiloco.training.inner import ModelReplica
+            from opendiloco.training.team import Team
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
             from opendiloco.workers.inner_loops import InnerLoops
 
-        place = MeetingPlace(command.port, descriptors.listener)
-        self._team = Team.meet(device, command.rank, command.workers, place, command.options.replicas)
+        self._team = Team.meet(
+            device, command.rank, command.workers, command.port, descriptors.listener, command.options.replicas
+        )
         self._config = in_fitting_precision(self._config, self._team)
         memory = descriptors.vectors if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
@@ -135,8 +136,7 @@ class Worker:
 
     def _try_what_is_compiled(self) -> None:
         """Choose how attention is computed, and whether blocks are compiled, by what works here."""
-        from opendiloco.training.attention import document_attention
-        from opendiloco.training.trials import keep_compiled_if_it_works
+        from opendiloco.training.trials import document_attention, keep_compiled_if_it_works
 
         self._replica.load(self._vectors.theta)  # so far shards have whatever was in memory, and its loss may be none
         end = self._data.samples.document_end
@@ -147,7 +147,7 @@ class Worker:
 
     def _choose_micro_batch(self) -> int:
         """Return what this machine's owner says; else as many windows as fit, up to what the run recommends."""
-        from opendiloco.training.micro_batch import fitting_micro_batch
+        from opendiloco.training.trials import fitting_micro_batch
 
         piece = self._team.largest_piece(self._config.training.batch_size)
         if self._options.micro_batch is not None:

@@ -21,19 +21,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opendiloco import diloco as diloco_module
+from opendiloco import library as diloco_module
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
-from opendiloco.diloco import DiLoCo, _Joined
 from opendiloco.errors import LoopError, MachineError
-from opendiloco.loop_worker import LoopWorker
+from opendiloco.library import DiLoCo, _check_own_model, _initial_vectors, _Joined, _LoopWorker
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import layout_of
-from opendiloco.own_model import check_own_model, initial_vectors
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.reference import Reference
@@ -57,7 +55,7 @@ def renamed(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_a_model_of_the_same_shapes_begins_with_the_runs_weights(small_config: RunConfig, layout: Layout) -> None:
-    vectors = initial_vectors(small_config, Layout(renamed(layout)))
+    vectors = _initial_vectors(small_config, Layout(renamed(layout)))
     assert np.array_equal(vectors.theta, initial_theta(small_config))
 
 
@@ -65,15 +63,15 @@ def test_another_model_is_refused_by_its_first_difference(small_config: RunConfi
     places = renamed(layout)
     name, shape = places[1]
     with pytest.raises(ManifestError, match=rf"parameter {name} has the shape \({shape[0]}, 3\)"):
-        initial_vectors(small_config, Layout([places[0], (name, (shape[0], 3)), *places[2:]]))
+        _initial_vectors(small_config, Layout([places[0], (name, (shape[0], 3)), *places[2:]]))
     with pytest.raises(ManifestError, match=f"the run's has {layout.size}"):
-        initial_vectors(small_config, Layout(places[:-1]))
+        _initial_vectors(small_config, Layout(places[:-1]))
 
 
 def test_weights_that_differ_from_the_organisers_are_refused(small_content: dict[str, Any], layout: Layout) -> None:
     model = small_content["model"] | {"digest": "ab" * 32}
     with pytest.raises(MachineError, match="begins with weights of digest abab"):
-        initial_vectors(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
+        _initial_vectors(RunConfig.from_manifest_content(small_content | {"model": model}), layout)
 
 
 @pytest.fixture
@@ -99,8 +97,8 @@ def test_a_model_that_would_round_theta_is_refused_in_one_line(dtype: torch.dtyp
     assert "torch.autocast" in caught.value.remedy
     assert "\n" not in str(caught.value)
     model.requires_grad_(False)  # theta does not have it
-    check_own_model(model)
-    check_own_model(torch.nn.Linear(3, 2).double())
+    _check_own_model(model)
+    _check_own_model(torch.nn.Linear(3, 2).double())
 
 
 @pytest.mark.usefixtures("_process_group_ends")
@@ -108,30 +106,30 @@ def test_processes_that_would_all_join_are_refused() -> None:
     begin_process_group("of two")
     model = torch.nn.Linear(3, 2)
     with pytest.raises(LoopError, match="this is process 1 of 2; each would join as a peer") as caught:
-        check_own_model(model)
+        _check_own_model(model)
     assert "diloco-peer join" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("_process_group_ends")
 def test_shards_are_refused_and_a_wrapper_around_a_whole_model_is_not() -> None:
     begin_process_group("alone")
-    check_own_model(DistributedDataParallel(torch.nn.Linear(3, 2)))
+    _check_own_model(DistributedDataParallel(torch.nn.Linear(3, 2)))
     sharded = torch.nn.Linear(3, 2)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(LoopError, match=r"parameter weight is a shard \(FSDP2"):
-        check_own_model(sharded)
+        _check_own_model(sharded)
     flat = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(3, 2), device_id=torch.device("cpu")))
     with pytest.raises(LoopError, match="the model is wrapped in FSDP") as caught:
-        check_own_model(flat)
+        _check_own_model(flat)
     assert "diloco-peer join" in caught.value.remedy
     with pytest.raises(LoopError, match="has no memory"):
-        check_own_model(torch.nn.Linear(3, 2, device="meta"))
+        _check_own_model(torch.nn.Linear(3, 2, device="meta"))
 
 
-def loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> DiLoCo:
+def loop_of_its_own(monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     model = torch.nn.Linear(3, 2)
-    return DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1")
+    return DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
 
 
 def test_an_interrupt_while_it_joins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +193,7 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
 def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop, looked, left = loop_of_its_own(monkeypatch), list[None](), list[None]()
+    looked, left = list[None](), list[None]()
     monkeypatch.setattr(diloco_module, "LOOK_SECONDS", 0.0)
 
     class Leaving:
@@ -207,7 +205,7 @@ def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
         looked.append(None)
         return len(looked) == 3
 
-    loop.is_abandoned = is_abandoned
+    loop = loop_of_its_own(monkeypatch, is_abandoned=is_abandoned)
     asyncio.run(asyncio.wait_for(loop._leave_when_abandoned(Leaving()), 30))  # type: ignore[arg-type]
     assert (len(looked), len(left)) == (3, 1)
     assert "ended without a word" in caplog.text
@@ -280,7 +278,7 @@ def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *
     model = build_model(config, ByteTokenizer())
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
-    worker = LoopWorker(initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
+    worker = _LoopWorker(_initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
     loop._joined = _Joined(Run.sign(config, Identity.generate()), worker, lambda: None)
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
@@ -348,7 +346,7 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     monkeypatch.setattr(Ahead, "tokenize", lambda ahead, *wanted: asked.append(wanted))
     monkeypatch.setattr(Ahead, "close", lambda ahead: closed.append(ahead))
     loop = loop_of_its_own(monkeypatch)
-    worker = LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
+    worker = _LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
     loop._joined = _Joined(Run.sign(config, Identity.generate()), worker, lambda: None)
     lease = (SampleRange(0, 2), SampleRange(60, 64))
     loop._data = (tmp_path / "text",)
@@ -379,7 +377,7 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
 ) -> None:
     loop = loop_of_its_own(monkeypatch)
     run = Run.sign(small_config, Identity.generate())
-    worker = LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
+    worker = _LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
     loop._joined = _Joined(run, worker, lambda: None)
     loop._text = load_data(small_config, ByteTokenizer())
     assert loop._evaluate() is None

@@ -12,8 +12,7 @@ import pytest
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import is_our_turn
 from opendiloco.run import Run
-from opendiloco.view.run_view import RunView
-from opendiloco.view.screen import held_out_lines
+from opendiloco.view.run_view import RunView, held_out_lines
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import Evaluated
 from opendiloco.workers.group import WorkerGroup

@@ -23,6 +23,7 @@ from opendiloco.volunteer.kept_states import Origin
 from opendiloco.volunteer.origins import Past
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.header import Header
+from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
 
@@ -36,6 +37,10 @@ class Network:
 
     async def find_manifest(self, run_id: str) -> SignedManifest | None:
         return self._manifest
+
+
+def network(manifest: SignedManifest | None) -> HivemindTransport:
+    return cast(HivemindTransport, Network(manifest))
 
 
 def test_what_the_protocol_gets(small_config: RunConfig) -> None:
@@ -62,25 +67,25 @@ def test_a_volunteers_folder_changes_what_is_read_and_nothing_else(small_config:
 
 def test_the_network_gives_it_back(small_config: RunConfig) -> None:
     run = Run.sign(small_config, Identity.generate())
-    assert asyncio.run(find_run(Network(run.manifest), run.run_id)) == run
+    assert asyncio.run(find_run(network(run.manifest), run.run_id)) == run
 
 
 def test_a_remembered_manifest_needs_nobody(small_config: RunConfig) -> None:
     run = Run.sign(small_config, Identity.generate())
-    assert asyncio.run(find_run(Network(None), run.run_id, run.manifest)) == run
+    assert asyncio.run(find_run(network(None), run.run_id, run.manifest)) == run
     other = Run.sign(small_config, Identity.generate())
-    assert asyncio.run(find_run(Network(other.manifest), other.run_id, run.manifest)) == other
+    assert asyncio.run(find_run(network(other.manifest), other.run_id, run.manifest)) == other
 
 
 def test_an_unknown_run() -> None:
     with pytest.raises(SwarmUnreachableError, match="knows the run small-x"):
-        asyncio.run(find_run(Network(None), "small-x"))
+        asyncio.run(find_run(network(None), "small-x"))
 
 
 def test_a_manifest_that_is_no_run() -> None:
     manifest = SignedManifest.create(Identity.generate(), "small", {"name": "small"})
     with pytest.raises(ManifestError, match="training: is missing"):
-        asyncio.run(find_run(Network(manifest), manifest.run_id))
+        asyncio.run(find_run(network(manifest), manifest.run_id))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from opendiloco import diloco as diloco_module
-from opendiloco import trainer_callback
-from opendiloco.diloco import DiLoCo, _Joined
-from opendiloco.trainer_callback import Call, DiLoCoCallback
+from opendiloco import library
+from opendiloco.library import DiLoCo, DiLoCoCallback, _Call, _Joined
 from peers.values.manifest import Invite
 from tests.opendiloco.test_loop_worker import new_run, new_worker
 
@@ -25,8 +23,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, 
 class Joined:
     """Stands where DiLoCo does."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.is_abandoned: Callable[[], bool]
+    def __init__(self, *arguments: Any, is_abandoned: Callable[[], bool]) -> None:
+        self.is_abandoned = is_abandoned
         self.finished = False
         self.seen = list[str]()
         made.append(self)
@@ -48,7 +46,7 @@ made: list[Joined] = []
 @pytest.fixture(autouse=True)
 def _joined(monkeypatch: pytest.MonkeyPatch) -> None:
     made.clear()
-    monkeypatch.setattr(trainer_callback, "DiLoCo", Joined)
+    monkeypatch.setattr(library, "DiLoCo", Joined)
 
 
 def in_another_thread(question: Callable[[], bool]) -> bool:
@@ -122,9 +120,9 @@ def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, mon
         def _begin_outer_step(self) -> None:
             self._outer_step = None
 
-    monkeypatch.setattr(diloco_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(library, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
-    monkeypatch.setattr(trainer_callback, "DiLoCo", Alone)
+    monkeypatch.setattr(library, "DiLoCo", Alone)
 
     def fail() -> None:
         assert loops[0]._thread.is_alive()
@@ -140,10 +138,10 @@ def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, mon
 def test_a_call_is_under_way_until_it_returns_or_raises() -> None:
     import sys
 
-    calls = list[Call]()
+    calls = list[_Call]()
 
     def outer(fails: bool) -> None:
-        calls.append(Call(sys._getframe()))
+        calls.append(_Call(sys._getframe()))
         assert in_another_thread(calls[-1].is_under_way)
         if fails:
             raise RuntimeError

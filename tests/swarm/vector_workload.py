@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from opendiloco.config.optimizers import OuterOptimizerSection
-from opendiloco.kernels import INT8
+from opendiloco.kernels import INT8, quantize_difference
 from opendiloco.training.codec import BlockCodec
-from opendiloco.training.state import OuterState
+from opendiloco.training.outer import OuterState
 from peers.values.chunks import digest_of_state
 from peers.values.leases import sample_count
 from peers.values.manifest import Amendment
@@ -76,7 +76,7 @@ class VectorWorkload:
     async def contribution(self, fragment: int = 0) -> bytes:
         codec, part = self.fragments[fragment], self.parts[fragment]
         payload = codec.empty_payload()
-        codec.encode_difference(self.base[part], self.local[part], payload)
+        quantize_difference(self.base[part], self.local[part], payload)
         return bytes(payload)
 
     async def reduce(self, reduction: Reduction) -> Blocks:

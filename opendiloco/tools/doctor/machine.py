@@ -228,7 +228,7 @@ def check_kernels() -> Finding:
         from opendiloco import kernels
         from opendiloco.kernels.self_test import differing_sets, measure_speeds
 
-        speeds = {speed.operation: speed.gigabytes_per_second for speed in measure_speeds(threads=1)}
+        speeds = measure_speeds(threads=1)
         chosen, differing = kernels.chosen_kernels(), differing_sets()
     except Exception as error:  # whatever an extension that does not load, or a wrong DILOCO_KERNELS, raises
         why = " ".join(str(error).split())

@@ -23,7 +23,7 @@ from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
-from opendiloco.training.state import LocalState
+from opendiloco.training.outer import LocalState
 from opendiloco.volunteer import volunteer
 from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog

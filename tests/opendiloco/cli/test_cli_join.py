@@ -6,7 +6,7 @@ from datetime import datetime
 
 from opendiloco.cli.join import _owners_watch
 from opendiloco.settings.join_settings import JoinSettings
-from opendiloco.view.join_view import Lines
+from opendiloco.view.progress import Lines
 
 
 def test_a_volunteer_leaves_at_the_next_such_moment() -> None:

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from opendiloco.cli.join import _view_for
 from opendiloco.cli.logs import LogOptions
-from opendiloco.view.join_view import Lines, Screen, volunteer_picture
-from opendiloco.view.progress import Progress, ProgressReader
+from opendiloco.view.progress import Lines, Progress, ProgressReader, Screen, _volunteer_picture
 from opendiloco.view.run_view import RunView
 from tests.opendiloco.view.test_progress import own_beat
 from tests.opendiloco.view.test_progress import progress as progress
@@ -94,7 +93,7 @@ def test_the_picture_fits_the_terminal(progress: Progress, width: int, height: i
     paused = replace(progress, view=view, pause_reasons=("[red]game[/red] runs",))
     console = Console(width=width, height=height, force_terminal=False)
     with console.capture() as capture:
-        console.print(volunteer_picture(paused, height))
+        console.print(_volunteer_picture(paused, height))
     shown = capture.get().splitlines()
     assert max(map(len, shown)) <= width
     assert len(shown) <= max(height, 14)

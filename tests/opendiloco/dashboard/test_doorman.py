@@ -7,9 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from opendiloco.dashboard import doorman
-from opendiloco.dashboard.doorman import Doorman
-from opendiloco.dashboard.server import bind, dashboard
+from opendiloco.dashboard import server
+from opendiloco.dashboard.server import _Doorman, bind, dashboard
 
 LIMIT = 20.0  # seconds that anything may take
 CLOSED = (ConnectionError, asyncio.IncompleteReadError)
@@ -29,7 +28,7 @@ def visiting(visit: Callable[[int], Awaitable[None]]) -> None:
 
 @pytest.mark.parametrize("half", [b"", b"GET / HTTP/1.1\r\nHost: loc", REQUEST[:-1]])
 def test_half_a_request_does_not_stay_open(half: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.1)
 
     async def visit(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -43,7 +42,7 @@ def test_half_a_request_does_not_stay_open(half: bytes, monkeypatch: pytest.Monk
 
 def test_a_request_in_pieces_is_answered_and_its_connection_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted: list[float] = []
-    monkeypatch.setattr(doorman._Connection, "_abort_after", lambda self, seconds: Timer(seconds, aborted))
+    monkeypatch.setattr(server._Connection, "_abort_after", lambda self, seconds: Timer(seconds, aborted))
 
     async def visit(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -51,7 +50,7 @@ def test_a_request_in_pieces_is_answered_and_its_connection_stays(monkeypatch: p
             writer.write(bytes([byte]))
             await writer.drain()
         assert b"200 OK" in await reader.readuntil(b"\r\n")
-        assert aborted == [doorman.REQUEST_SECONDS], "it is not waited for any more"
+        assert aborted == [server.REQUEST_SECONDS], "it is not waited for any more"
         writer.close()
 
     visiting(visit)
@@ -68,7 +67,7 @@ class Timer:
 
 
 def test_whoever_does_not_read_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "WRITE_SECONDS", 0.1)
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0.1)
     lost = asyncio.Event()
 
     class Talkative(asyncio.Protocol):
@@ -80,7 +79,7 @@ def test_whoever_does_not_read_is_not_waited_for_for_ever(monkeypatch: pytest.Mo
             lost.set()
 
     async def scenario() -> None:
-        server = await asyncio.get_running_loop().create_server(Doorman(Talkative), "127.0.0.1", 0)
+        server = await asyncio.get_running_loop().create_server(_Doorman(Talkative), "127.0.0.1", 0)
         async with server, asyncio.timeout(LIMIT):
             _, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1)
             await lost.wait()
@@ -91,7 +90,7 @@ def test_whoever_does_not_read_is_not_waited_for_for_ever(monkeypatch: pytest.Mo
 
 def test_many_idle_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: 20 addresses with 25 idle connections each, or four with 25 open pages, kept all others out."""
-    monkeypatch.setattr(doorman, "MOST_CONNECTIONS", 10)
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 10)
     events = REQUEST.replace(b"/api/runs", b"/events")
 
     async def visit(port: int) -> None:
@@ -110,12 +109,12 @@ def test_many_idle_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_flood_drives_out_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "MOST_CONNECTIONS", 10)
-    door, ended = Doorman(asyncio.Protocol), list[object]()
-    monkeypatch.setattr(doorman._Connection, "abort", lambda connection: ended.append(connection))
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 10)
+    door, ended = _Doorman(asyncio.Protocol), list[object]()
+    monkeypatch.setattr(server._Connection, "abort", lambda connection: ended.append(connection))
 
-    def visitor(network: str) -> doorman._Connection:
-        connection = doorman._Connection(asyncio.Protocol(), door)
+    def visitor(network: str) -> server._Connection:
+        connection = server._Connection(asyncio.Protocol(), door)
         door.come(connection, network)
         return connection
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from opendiloco.dashboard.watching import MOST_POINTS, REMEMBERED_SECONDS, SHOWN_SPANS, RunHistory, _Curve, _Timeline
 from opendiloco.storage import run_folder
 from opendiloco.storage.run_folder import HeldOutCurve
 from opendiloco.view import chronicle
 from opendiloco.view.chronicle import Chronicle
-from opendiloco.view.history import MOST_POINTS, REMEMBERED_SECONDS, SHOWN_SPANS, Curve, RunHistory, Timeline
 from opendiloco.view.run_view import LARGEST_LOSS, LARGEST_RATE, RunView
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import HeldOutLoss, PeerState
@@ -121,8 +121,9 @@ def test_another_lineage_is_read_anew() -> None:
     for _ in range(3):
         ours.add(PEERS[:2])
         theirs.add(PEERS[1:4])
-    found.read(ours.log)
-    found.read(theirs.log)
+    for log in (ours.log, theirs.log):
+        while found.read(log):
+            pass
     assert set(found.contributions) == set(PEERS[1:4])
     assert found.contributions[PEERS[1]].entries == 3
 
@@ -261,7 +262,7 @@ def test_a_farewell_is_no_presence(story: Story) -> None:
 
 # Time -----------------------------------------------------------------------------------------------------------
 def test_steps_take_as_long_as_was_seen() -> None:
-    timeline = Timeline()
+    timeline = _Timeline()
     for at, step, is_averaging in ((0, 3, False), (5, 4, False), (20, 4, True), (22, 4, True), (25, 5, False)):
         timeline.observe(step, is_averaging, 3, NOW + at)
     assert timeline.spans[3].seconds is None, "nobody here saw it begin"
@@ -274,7 +275,7 @@ def test_steps_take_as_long_as_was_seen() -> None:
 
 
 def test_a_run_of_years_takes_bounded_room() -> None:
-    timeline, curve = Timeline(), Curve(0.25)
+    timeline, curve = _Timeline(), _Curve(0.25)
     for step in range(3 * MOST_POINTS):
         timeline.observe(step, False, 3, NOW + step)
         curve.add(step, step)

@@ -20,8 +20,7 @@ from opendiloco.kernels import FORMATS
 from opendiloco.model.build import build_model, build_skeleton, initial_theta
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import layout_of
-from opendiloco.training.sharding import shard_model
-from opendiloco.training.team import Team
+from opendiloco.training.team import Team, shard_model
 from peers.errors import ManifestError
 
 SIZES = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2}

@@ -19,10 +19,10 @@ from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.loss import window_loss
 from opendiloco.stages import watched_by
-from opendiloco.training import micro_batch
-from opendiloco.training.micro_batch import fitting_micro_batch, peak_while, trying
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training import trials
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
+from opendiloco.training.trials import fitting_micro_batch, peak_while, trying
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
@@ -237,6 +237,6 @@ def test_windows_are_counted_by_what_they_take_beyond_one_piece(
         wanted = taken(40)
     later = HostMemory(replica.layout.size, INT8).most
     fixed = one - (two - one)
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: later + fixed + 4 * (wanted - fixed))
+    monkeypatch.setattr(trials, "available_memory", lambda: later + fixed + 4 * (wanted - fixed))
     assert 35 <= fitting_micro_batch(replica, 100, team) <= 42
     assert (wanted - fixed) / (two - one) < 12  # windows, if each took as much as the first

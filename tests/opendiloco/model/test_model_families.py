@@ -18,7 +18,7 @@ from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_model, build_skeleton
 from opendiloco.model.export import RunFacts, export_model
 from opendiloco.model.parameters import layout_of
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import ModelReplica
 from peers.errors import ManifestError
 from peers.values.leases import SampleRange
 

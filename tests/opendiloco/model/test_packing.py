@@ -23,7 +23,7 @@ from opendiloco.model.loss import (
     router_loss_weight,
     window_loss,
 )
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import ModelReplica
 from peers.errors import ManifestError
 
 END = ByteTokenizer.end

@@ -17,6 +17,7 @@ import pytest
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
+from opendiloco.kernels import quantize_difference
 from opendiloco.run import Run
 from opendiloco.storage import archive as archives
 from opendiloco.storage.archive import Archive, ArchivedRun, DiskRoom, NoRoomError
@@ -97,7 +98,7 @@ def archive(run: Run, folder: Path, limit: int | None = None) -> ArchivedRun:
 
 def payload(seed: int) -> Payload:
     theta, out = np.random.default_rng(seed).standard_normal(VALUES).astype(np.float32), CODEC.empty_payload()
-    CODEC.encode_difference(theta, np.zeros_like(theta), out)
+    quantize_difference(theta, np.zeros_like(theta), out)
     return Payload.cut(memoryview(bytes(out)), kernels.INT8.block_bytes)
 
 

@@ -10,11 +10,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
+from opendiloco.kernels import quantize_difference
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.storage.loading import Checkpoint
 from opendiloco.training.codec import BlockCodec
-from opendiloco.training.state import OuterState
+from opendiloco.training.outer import OuterState
 from peers.log.certificate import Certificate, ballot, certify
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member
@@ -63,7 +64,7 @@ def record(
     recorded.states.append(saved(state, None))
     for index in range(entries):
         average = codec.empty_payload()
-        codec.encode_difference(random.normal(size=theta.size).astype(np.float32), np.zeros_like(theta), average)
+        quantize_difference(random.normal(size=theta.size).astype(np.float32), np.zeros_like(theta), average)
         payload = Payload.cut(memoryview(bytes(average)), BLOCK_BYTES)
         log = log.in_state(recorded.states[-1].state_digest)
         header = log.next_header(roster(run.config, log), payload.digest, amendment=amendments.get(index))

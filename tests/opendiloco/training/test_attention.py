@@ -16,11 +16,10 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_model
 from opendiloco.stages import watched_by
-from opendiloco.training import attention
-from opendiloco.training.attention import FLEX, document_attention
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training import trials
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
-from opendiloco.training.trials import attending_by
+from opendiloco.training.trials import FLEX, attending_by, document_attention
 from peers.values.leases import SampleRange
 
 TEAM = Team(torch.device("cpu"))
@@ -49,8 +48,8 @@ def _compiled_without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said while flex attention is tried on the CPU, where it has no backward pass."""
-    monkeypatch.setattr(attention, "FLEX_ON", {"cpu"})
-    monkeypatch.setattr(attention, "compiling_lacks", lambda device: None)
+    monkeypatch.setattr(trials, "FLEX_ON", {"cpu"})
+    monkeypatch.setattr(trials, "compiling_lacks", lambda device: None)
     return []
 
 
@@ -100,7 +99,7 @@ def test_another_loss_is_not_taken(replica: ModelReplica, said: list[str], monke
 
 
 def test_what_works_is_taken(replica: ModelReplica, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "FLEX", "eager")
+    monkeypatch.setattr(trials, "FLEX", "eager")
     assert tried(replica, said) == "eager"
     assert all(parameter.grad is None for parameter in replica.model.parameters())
 

@@ -10,8 +10,7 @@ import torch
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import MachineError
 from opendiloco.stages import watched_by
-from opendiloco.training.device_facts import choose_device, compiling_lacks
-from opendiloco.training.team import Team
+from opendiloco.training.team import Team, choose_device, compiling_lacks
 from opendiloco.workers.assembly import _is_compiled, in_fitting_precision
 from opendiloco.workers.options import WorkerOptions
 

@@ -7,7 +7,7 @@ import pytest
 
 from opendiloco.config.optimizers import OuterScheduleSection, ScheduleSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.training.learning_rate import learning_rate_factor
+from opendiloco.training.outer import learning_rate_factor
 from peers.errors import ManifestError
 
 

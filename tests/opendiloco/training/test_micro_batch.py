@@ -17,10 +17,10 @@ from opendiloco.host_memory import HostMemory
 from opendiloco.kernels import INT8
 from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model
-from opendiloco.training import micro_batch, optimizers
-from opendiloco.training.micro_batch import WindowMemory, fitting_micro_batch, peak_while, trying
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training import optimizers, trials
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
+from opendiloco.training.trials import _WindowMemory, fitting_micro_batch, peak_while, trying
 from opendiloco.workers import needs
 from opendiloco.workers.assembly import memory_of
 from peers.values.leases import SampleRange
@@ -42,9 +42,9 @@ def taken(replica: ModelReplica, windows: int = 1, trains: bool = True) -> int:
         return memory_of_windows(windows)
 
 
-def window_memory(replica: ModelReplica, trains: bool = True) -> WindowMemory:
+def window_memory(replica: ModelReplica, trains: bool = True) -> _WindowMemory:
     with trying(replica, TEAM, trains) as memory_of_windows:
-        return WindowMemory.of(memory_of_windows(1), memory_of_windows(2))
+        return _WindowMemory.of(memory_of_windows(1), memory_of_windows(2))
 
 
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:
@@ -92,7 +92,7 @@ def test_as_many_as_fit_into_a_quarter_of_what_is_left(
     later = HostMemory(replica.layout.size, INT8).most  # moments, where theta and local have been taken
     memory = window_memory(replica)
     free = later + memory.fixed + 4 * windows * memory.each
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: free)
+    monkeypatch.setattr(trials, "available_memory", lambda: free)
     assert fitting_micro_batch(replica, 8, TEAM) == expected
 
 
@@ -106,7 +106,7 @@ def test_evaluation_puts_no_more_through_at_once_than_fits(
     assert 0 < window < trained.each / 2
     later = HostMemory(replica.layout.size, INT8)
     room = fixed + 4 * 7 * window
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: later.evaluating - later.shared + room)
+    monkeypatch.setattr(trials, "available_memory", lambda: later.evaluating - later.shared + room)
     assert fitting_micro_batch(replica, 512, TEAM, trains=False) == 7
     assert taken(replica, 7, trains=False) == pytest.approx(fixed + 7 * window, rel=0.05)
     assert all(parameter.grad is None for parameter in replica.model.parameters())
@@ -119,14 +119,14 @@ def test_the_machines_memory_is_shared_and_who_has_least_decides(
         def smallest(self, value: int) -> int:
             return min(value, 3)
 
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: 2**40)
+    monkeypatch.setattr(trials, "available_memory", lambda: 2**40)
     two = Two(torch.device("cpu"), rank=0, size=2)
-    assert micro_batch.free_memory(two) == 2**39
+    assert trials._free_memory(two) == 2**39
     assert fitting_micro_batch(replica, 8, two) == 3
 
 
 def test_nothing_is_tried_where_there_is_no_choice(replica: ModelReplica, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch, "trying", lambda *arguments, **options: pytest.fail("a window was tried"))
+    monkeypatch.setattr(trials, "trying", lambda *arguments, **options: pytest.fail("a window was tried"))
     assert fitting_micro_batch(replica, 1, TEAM) == 1
 
 
@@ -149,7 +149,7 @@ def test_gradients_and_the_copy_in_bf16_count_once_and_not_with_each_window(
     assert (memory.fixed > weights / 3) == (precision == "bf16")
     assert memory.fixed + 16 * memory.each == pytest.approx(whole, rel=0.1)
     later = HostMemory(replica.layout.size, INT8).most
-    monkeypatch.setattr(micro_batch, "available_memory", lambda: later + memory.fixed + 4 * 16 * memory.each)
+    monkeypatch.setattr(trials, "available_memory", lambda: later + memory.fixed + 4 * 16 * memory.each)
     assert fitting_micro_batch(replica, 64, TEAM) in (15, 16)
 
 

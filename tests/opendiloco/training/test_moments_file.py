@@ -31,10 +31,9 @@ from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.loading import check_moments_file, moments_name, newest_moments
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.storage.writer import _finish
+from opendiloco.training.inner import LONG_AGO, ModelReplica
 from opendiloco.training.moments_file import digest_place
-from opendiloco.training.replica import LONG_AGO, ModelReplica
-from opendiloco.training.sharding import shard_model
-from opendiloco.training.team import Team
+from opendiloco.training.team import Team, shard_model
 from opendiloco.volunteer.volunteer import recall_moments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions

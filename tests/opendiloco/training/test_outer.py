@@ -7,7 +7,7 @@ from blake3 import blake3
 
 from opendiloco import kernels
 from opendiloco.config.optimizers import OuterOptimizerSection, OuterScheduleSection
-from opendiloco.training.state import OuterState
+from opendiloco.training.outer import OuterState
 from peers.values.chunks import digest_of_state
 from peers.values.manifest import Amendment
 

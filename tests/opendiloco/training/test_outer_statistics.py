@@ -11,7 +11,7 @@ import pytest
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.shared_memory import Vector
-from opendiloco.training.statistics import OuterStatistics, OuterStepTaken, measure
+from opendiloco.training.outer import OuterStatistics, OuterStepTaken
 from opendiloco.view.curves import Curves
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.telemetry import Telemetry
@@ -38,7 +38,7 @@ def test_norms_and_the_angle_are_those_of_the_decoded_vectors(size: int, format:
     first, second, momentum = source.standard_normal((3, size)).astype(np.float32)
     average, averages = encoded(first, format)
     own, owns = encoded(first + 0.5 * second, format)
-    found = measure(average, momentum, own)
+    found = OuterStatistics.measured(average, momentum, own)
     norms = [float(np.linalg.norm(values.astype(np.float64))) for values in (averages, momentum, owns)]
     product = float(averages.astype(np.float64) @ owns.astype(np.float64))
     cosine = product / (norms[0] * norms[2])
@@ -49,11 +49,11 @@ def test_norms_and_the_angle_are_those_of_the_decoded_vectors(size: int, format:
 
 def test_what_a_peer_without_a_pseudo_gradient_lacks_is_nan() -> None:
     zero, momentum = kernels.Payload(kernels.INT8, 3000), np.ones(3000, np.float32)
-    found = measure(zero, momentum)
+    found = OuterStatistics.measured(zero, momentum)
     assert [found.average_norm, found.momentum_norm] == pytest.approx([0.0, math.sqrt(3000)])
     assert math.isnan(found.pseudo_gradient_norm)
     assert math.isnan(found.cosine)
-    assert math.isnan(measure(zero, momentum, zero).cosine)
+    assert math.isnan(OuterStatistics.measured(zero, momentum, zero).cosine)
 
 
 class Trainer(StateOnly):

@@ -17,8 +17,7 @@ from opendiloco.model import loss as losses
 from opendiloco.model.build import build_model
 from opendiloco.model.loss import window_loss
 from opendiloco.shared_memory import Vector
-from opendiloco.training.inner_steps import InnerStep
-from opendiloco.training.replica import ModelReplica, on_device
+from opendiloco.training.inner import InnerStep, ModelReplica, _on_device
 from opendiloco.training.team import Team
 from peers.values.leases import SampleRange
 
@@ -288,6 +287,6 @@ def test_windows_go_to_a_gpu_by_pinned_memory() -> None:
             return self
 
     windows: Any = Noting()
-    on_device(windows, torch.device("cuda"))
-    on_device(windows, torch.device("cpu"))
+    _on_device(windows, torch.device("cuda"))
+    _on_device(windows, torch.device("cpu"))
     assert asked == ["pinned", ("cuda", True), ("cpu", False)]

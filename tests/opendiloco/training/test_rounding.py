@@ -9,26 +9,25 @@ import pytest
 
 from opendiloco import kernels
 from opendiloco.config.run_config import CodecSection, RunConfig
-from opendiloco.kernels import NEAREST, Rounding
-from opendiloco.training.codec import BlockCodec
-from opendiloco.training.rounding import RunRounding
+from opendiloco.kernels import NEAREST, Rounding, quantize_difference
+from opendiloco.training.codec import BlockCodec, RunRounding
 from peers.errors import ManifestError
 from peers.values.leases import SampleRange
 
 VALUES = 8 * 1024
-CHANCE = RunRounding.of(CodecSection(rounding="stochastic"))
+CHANCE = RunRounding(CodecSection(rounding="stochastic"))
 LEASE = (SampleRange(8, 16),)
 STOCHASTIC = [name for name, format in kernels.FORMATS.items() if format.is_stochastic]
 
 
 def encoded(codec: BlockCodec, values: Any, rounding: Rounding) -> bytes:
     out = codec.empty_payload()
-    codec.encode_difference(values, np.zeros_like(values), out, rounding)
+    quantize_difference(values, np.zeros_like(values), out, rounding)
     return bytes(out.buffer)
 
 
 def test_a_run_rounds_to_nearest_unless_it_says_otherwise() -> None:
-    nearest = RunRounding.of(CodecSection())
+    nearest = RunRounding(CodecSection())
     assert nearest.of_contribution(3, 1, LEASE) == nearest.of_average(3, 1, 7) == NEAREST
 
 
@@ -49,7 +48,7 @@ def test_an_average_in_parts_is_the_same_as_one_of_the_whole(kind: str) -> None:
         rounding = CHANCE.of_contribution(2, 0, (SampleRange(scale, 9),))
         payloads.append((encoded(codec, (values * scale).astype(np.float32), rounding), 1.0))
     whole = bytes(codec.average(payloads, 0, rounding=CHANCE.of_average(2, 0)))
-    codec.check(whole, 0)
+    codec.checked(whole)
     parts, count = b"", codec.block_count
     for first, last in ((0, 3), (3, 4), (4, count)):
         start, stop = codec.byte_range(first, last)

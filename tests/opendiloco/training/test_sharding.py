@@ -29,11 +29,9 @@ from opendiloco.model.build import build_model, build_skeleton, initial_theta
 from opendiloco.model.parameters import Shards, layout_of, local_part, shard_rows, trainable, transformer_blocks
 from opendiloco.shared_memory import SharedVectors, create_memory_file
 from opendiloco.stages import watched_by
-from opendiloco.training.micro_batch import trying
-from opendiloco.training.replica import ModelReplica
-from opendiloco.training.sharding import fill_untrained, has_other_tensors, shard_model
-from opendiloco.training.team import MeetingPlace, Team
-from opendiloco.training.trials import compile_blocks, keep_compiled_if_it_works
+from opendiloco.training.inner import ModelReplica
+from opendiloco.training.team import Team, fill_untrained, has_other_tensors, shard_model
+from opendiloco.training.trials import compile_blocks, keep_compiled_if_it_works, trying
 from opendiloco.workers import assembly
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.options import WorkerOptions
@@ -168,7 +166,7 @@ def test_a_worker_that_is_alone_has_the_plain_model_on_its_device(
 ) -> None:
     """As one GPU has it, played by a device that computes nothing; so it can train with every optimizer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        team = Team.meet(torch.device("meta"), 0, 1, MeetingPlace(listener=os.dup(listener.fileno())))
+        team = Team.meet(torch.device("meta"), 0, 1, listener=os.dup(listener.fileno()))
     assert team.mesh is None
     assert not dist.is_initialized()
     adafactor = {"kind": "adafactor", "learning_rate": 0.01}
@@ -179,7 +177,7 @@ def test_a_worker_that_is_alone_has_the_plain_model_on_its_device(
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"meta"}
     replica = ModelReplica(config, model, load_data(config, ByteTokenizer()).samples, team)
     assert replica.layout.size == initial_theta(config).size
-    loss, local = trained(config, Team.meet(CPU, 0, 1, MeetingPlace()))
+    loss, local = trained(config, Team.meet(CPU, 0, 1))
     assert math.isfinite(loss)
     assert np.abs(local - initial_theta(config)).max() > 1e-3
 

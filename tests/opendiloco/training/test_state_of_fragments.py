@@ -13,8 +13,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import sized_skeleton, with_sizes_named
 from opendiloco.model.parameters import layout_of
 from opendiloco.shared_memory import Vector
-from opendiloco.training.state import LocalState, OuterState
-from opendiloco.training.statistics import OuterStatistics, OuterStepTaken, together
+from opendiloco.training.outer import LocalState, OuterState, OuterStatistics, OuterStepTaken
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.errors import ManifestError
 from peers.values.workload import BadBlocksError, Reduction, Workload
@@ -142,7 +141,7 @@ def test_statistics_of_fragments_are_those_of_the_whole() -> None:
         )
         for a, o in zip(np.split(average, [30, 70]), np.split(own, [30, 70]), strict=True)
     ]
-    whole = together(parts)
+    whole = OuterStatistics.together(parts)
     assert whole.average_norm == pytest.approx(np.linalg.norm(average))
     assert whole.pseudo_gradient_norm == pytest.approx(np.linalg.norm(own))
     assert whole.momentum_norm == pytest.approx(27**0.5)

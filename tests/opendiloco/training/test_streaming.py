@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,9 +20,9 @@ from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import merge
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
+from opendiloco.training.inner import ModelReplica
+from opendiloco.training.outer import OuterState
 from opendiloco.training.reference import Reference, StreamingDiLoCo, Work
-from opendiloco.training.replica import ModelReplica
-from opendiloco.training.state import OuterState
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
@@ -32,7 +32,7 @@ from tests.opendiloco.training.streaming_by_hand import Case
 
 
 class ToySteps:
-    """Implements `opendiloco.training.reference.Steps`."""
+    """The inner steps of a toy, as `InnerSteps` are those of a model."""
 
     def __init__(self, replica: Toy, steps: int, tokens: int) -> None:
         self.planned, self.planned_tokens = steps, tokens
@@ -46,7 +46,7 @@ class ToySteps:
 
 
 class Toy:
-    """A replica whose samples say which target it has. Implements `opendiloco.training.reference.Replica`."""
+    """A replica whose samples say which target it has. Stands for a `ModelReplica`."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -104,7 +104,9 @@ def toy_algorithm(small_content: dict[str, Any], case: Case, kind: type[Toy] = T
         if value in fragment
     ]
     layout = Layout([(f"value {number}", ()) for number in range(len(fragment_of))], fragment_of)
-    return StreamingDiLoCo(toy_config(small_content, case), layout, flat(layout, by_hand.START), lambda: kind(layout))
+    return StreamingDiLoCo(
+        toy_config(small_content, case), layout, flat(layout, by_hand.START), lambda: cast(ModelReplica, kind(layout))
+    )
 
 
 def toy_work(name: str, case: Case) -> Work:
@@ -116,7 +118,7 @@ def by_the_reference(small_content: dict[str, Any], case: Case) -> Iterator[dict
     algorithm = toy_algorithm(small_content, case)
     for _ in range(by_hand.CYCLES):
         algorithm.outer_step([toy_work(name, case) for name in by_hand.TARGETS])
-        toys = {name: algorithm.members[name].replica for name in by_hand.TARGETS}
+        toys = {name: cast(Toy, algorithm.members[name].replica) for name in by_hand.TARGETS}
         layout, state = toys["a"].layout, algorithm.state
         padding = flat(layout, [1] * len(by_hand.START)) == 0
         assert not state.theta[padding].any()
@@ -124,7 +126,7 @@ def by_the_reference(small_content: dict[str, Any], case: Case) -> Iterator[dict
         yield {
             "theta": values(layout, state.theta),
             "momentum": values(layout, state.momentum),
-            "local": {name: values(layout, toy.weights) for name, toy in toys.items() if isinstance(toy, Toy)},
+            "local": {name: values(layout, toy.weights) for name, toy in toys.items()},
         }
 
 
@@ -279,7 +281,8 @@ def test_the_toys_mean_after_an_inner_step_is_exact(small_content: dict[str, Any
     plain_sgd = config.outer_optimizer.model_copy(update={"learning_rate": 1.0, "momentum": 0.0})
     config = config.model_copy(update={"outer_optimizer": plain_sgd})
     layout = Layout([(f"value {number}", ()) for number in range(len(by_hand.START))])
-    algorithm = StreamingDiLoCo(config, layout, flat(layout, by_hand.START), lambda: Toy(layout))
+    theta = flat(layout, by_hand.START)
+    algorithm = StreamingDiLoCo(config, layout, theta, lambda: cast(ModelReplica, Toy(layout)))
     target = np.average(list(by_hand.TARGETS.values()), axis=0, weights=list(by_hand.TOKENS.values()))
     expected = np.array(by_hand.START)
     for _ in range(3):

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from opendiloco.training.team import PATIENCE, MeetingPlace, Team
+from opendiloco.training import team
+from opendiloco.training.team import PATIENCE, Team
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,7 @@ def test_workers_wait_for_each_other_as_long_as_the_slowest_start_takes(monkeypa
         raise BegunError
 
     monkeypatch.setattr(dist, "init_process_group", begin)
-    monkeypatch.setattr(MeetingPlace, "store", lambda place, size: HashStore())
+    monkeypatch.setattr(team, "TCPStore", lambda *arguments, **options: HashStore())
     with pytest.raises(BegunError):
-        Team.meet(torch.device("cpu"), 0, 2, MeetingPlace())
+        Team.meet(torch.device("cpu"), 0, 2)
     assert given["timeout"] == PATIENCE >= timedelta(hours=1)

@@ -18,7 +18,7 @@ from opendiloco.model.build import initial_theta
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
 from opendiloco.training import trials
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.workers.assembly import assemble_model
 from opendiloco.workers.control import Configure, ControlChannel

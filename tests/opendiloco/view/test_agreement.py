@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.view.run_view import Agreement
-from opendiloco.view.screen import peers_table, plain_line, row_of, short_name
+from opendiloco.view.run_view import Agreement, _short_name, peers_table, plain_line, row_of
 from peers.presence.heartbeat import Heartbeat, PeerState
 
 
@@ -56,7 +55,7 @@ def test_a_disagreement_is_not_forgotten() -> None:
 
 
 def test_rows(small_config: RunConfig) -> None:
-    name = short_name("12D3KooWabcdefgh")
+    name = _short_name("12D3KooWabcdefgh")
     assert name == "…abcdefgh"
     row = row_of(beat("12D3KooWabcdefgh", 2), small_config)
     assert (row.name, row.cells) == (name, ("training", "3/4", "1,234", "2.500", "2/7", "02020202", "-"))

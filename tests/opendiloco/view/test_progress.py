@@ -19,16 +19,16 @@ from opendiloco.view.progress import (
     PREPARING,
     TRAINING,
     Fragments,
-    GrowthMeter,
     OwnFacts,
     Progress,
     Traffic,
     Work,
-    curve,
-    healthy_line,
-    phase_of_stage,
-    progress_lines,
-    stage_line,
+    _curve,
+    _GrowthMeter,
+    _healthy_line,
+    _phase_of_stage,
+    _progress_lines,
+    _stage_line,
 )
 from opendiloco.view.run_view import RunView
 from peers.log.folder import RunLog
@@ -86,13 +86,13 @@ def progress(small_config: RunConfig) -> Progress:
     ],
 )
 def test_each_stage_of_the_start_has_its_phase(stage: str, phase: str) -> None:
-    assert phase_of_stage(stage) == phase
+    assert _phase_of_stage(stage) == phase
 
 
 def test_a_stage_says_how_far_it_has_come_and_how_long_yet() -> None:
-    assert stage_line("tokenizing c4", Work(0.2, 10)) == "preparing data: tokenizing c4 20%, about 40 s left"
-    assert stage_line("compiling", Work(None, 65)) == "compiling (65 s)"
-    assert stage_line("finding the run", Work(None, 0.4)) == "finding the run"
+    assert _stage_line("tokenizing c4", Work(0.2, 10)) == "preparing data: tokenizing c4 20%, about 40 s left"
+    assert _stage_line("compiling", Work(None, 65)) == "compiling (65 s)"
+    assert _stage_line("finding the run", Work(None, 0.4)) == "finding the run"
 
 
 def test_every_state_of_a_peer_has_a_phase() -> None:
@@ -100,7 +100,7 @@ def test_every_state_of_a_peer_has_a_phase() -> None:
 
 
 def test_a_healthy_line_has_all_that_matters(progress: Progress) -> None:
-    assert healthy_line(progress) == (
+    assert _healthy_line(progress) == (
         "outer step 12/40, training, inner step 50/200, next round in 60 s, loss 2.500, 12,346 tokens/s, 4 peers, "
         "reachable: NAT (links: 1 open, 1 relayed), 1.23 M tokens in 11 rounds: 34%, rank 2 of 5, "
         "1.0 of 20 Mbit/s up, 2.0 Mbit/s down, 61 °C"
@@ -108,7 +108,7 @@ def test_a_healthy_line_has_all_that_matters(progress: Progress) -> None:
 
 
 def test_the_screen_fits_80_columns(progress: Progress) -> None:
-    lines = progress_lines(progress)
+    lines = _progress_lines(progress)
     assert lines == [
         "outer step 12/40 · training, inner step 50/200, next round in 60 s",
         "loss 2.500 █▃▁",
@@ -139,22 +139,22 @@ def test_a_run_that_streams_says_whether_training_waits_for_averages(
     progress: Progress, fragments: Fragments, said: str
 ) -> None:
     streaming = replace(progress, facts=replace(progress.facts, fragments=fragments))
-    lines = progress_lines(streaming)
+    lines = _progress_lines(streaming)
     assert lines[4:6] == ["2 of 9 fragments averaging, 3 done", said]
     assert max(map(len, lines)) <= 80
-    assert f", 12,346 tokens/s, {said}, 4 peers, " in healthy_line(streaming)
+    assert f", 12,346 tokens/s, {said}, 4 peers, " in _healthy_line(streaming)
 
 
 def test_a_download_names_its_donors_and_rate(progress: Progress) -> None:
     facts = replace(progress.facts, download=cast(Download, SimpleNamespace(fetched={"b": 2, "c": 3})))
     downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=Work(0.5, 30), down=Traffic(80e6 / 8))
     expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
-    assert progress_lines(downloading)[0] == expected
+    assert _progress_lines(downloading)[0] == expected
 
 
 def test_a_pause_says_why(progress: Progress) -> None:
     paused = replace(progress, pause_reasons=("on battery", "game runs"))
-    assert progress_lines(paused)[0] == "outer step 12/40 · paused: on battery, game runs"
+    assert _progress_lines(paused)[0] == "outer step 12/40 · paused: on battery, game runs"
 
 
 @pytest.mark.parametrize(
@@ -162,11 +162,11 @@ def test_a_pause_says_why(progress: Progress) -> None:
     [([1.0], "▁"), ([1.0, 1.0], "▁▁"), ([0.0, 7.0], "▁█"), ([0.0, 1.0, 6.0, 7.0], "▁█"), (range(8), "▁█")],
 )
 def test_a_curve_has_means_where_it_has_no_room(values: list[float], bars: str) -> None:
-    assert curve(list(values), width=2) == bars
+    assert _curve(list(values), width=2) == bars
 
 
 def test_a_rate_is_that_of_the_last_seconds() -> None:
-    meter = GrowthMeter()
+    meter = _GrowthMeter()
     assert meter.rate(100, 0.0) == 0
     assert meter.rate(300, 2.0) == 100
     for second in range(3, 11):

@@ -9,8 +9,7 @@ import pytest
 from opendiloco.cli.status import _picture, _plain
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.view.run_view import RunView, reachability
-from opendiloco.view.screen import reach_lines
+from opendiloco.view.run_view import RunView, reach_lines, reachability
 from peers.presence.heartbeat import NAMED_PEERS, Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.signed_heads import NOTHING_SIGNED

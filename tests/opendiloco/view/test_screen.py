@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.view.run_view import shown_state
-from opendiloco.view.screen import Row, peers_table, plain_line, row_of
+from opendiloco.view.run_view import Row, peers_table, plain_line, row_of, shown_state
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 

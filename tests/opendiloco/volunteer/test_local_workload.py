@@ -15,8 +15,8 @@ from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.export import RunFacts
 from opendiloco.shared_memory import Vector
+from opendiloco.training.outer import OuterState
 from opendiloco.training.reference import Reference, Work
-from opendiloco.training.state import OuterState
 from opendiloco.volunteer.local_workload import LocalWorkload, start_workload
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions

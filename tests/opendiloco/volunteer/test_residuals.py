@@ -11,7 +11,7 @@ import pytest
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import HostMemory
-from opendiloco.training.fragment import Residual
+from opendiloco.training.codec import Residual
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.errors import ManifestError
 from tests.opendiloco.volunteer.threaded_workers import ThreadedWorkers

@@ -15,7 +15,7 @@ from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.workers.control import Evaluated, InnerLoopDone, RunInnerLoop
 from opendiloco.workers.inner_loops import InnerLoops

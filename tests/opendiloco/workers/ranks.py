@@ -30,7 +30,7 @@ def end(said):
     print(json.dumps(said), flush=True)
     os._exit(0)  # as workers end: an interpreter that ends while gloo's threads live may abort
 """
-IMPORTED = ("opendiloco.workers.assembly", "opendiloco.training.replica", "transformers.models.llama.modeling_llama")
+IMPORTED = ("opendiloco.workers.assembly", "opendiloco.training.inner", "transformers.models.llama.modeling_llama")
 SERVE = "from tests.opendiloco.workers.ranks import serve; serve()"
 
 

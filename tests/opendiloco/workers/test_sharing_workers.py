@@ -21,7 +21,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import MOMENTS_BYTES
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.training.trials import keep_compiled_if_it_works
 from opendiloco.model.parameters import transformer_blocks
@@ -156,7 +156,7 @@ def test_activation_checkpointing_saves_memory_where_blocks_are_sharded_and_comp
 
 TRIALS = """
 from transformers.models.llama import modeling_llama
-from opendiloco.training import attention
+from opendiloco.training import trials
 from opendiloco.stages import watched_by
 from tests.opendiloco.training.test_sharding import Broken
 
@@ -184,7 +184,7 @@ def compiling(replica):
     keep_compiled_if_it_works(replica, team)
 
 def attending(replica):
-    assert attention.document_attention(replica, team, ByteTokenizer.end) is None
+    assert trials.document_attention(replica, team, ByteTokenizer.end) is None
 
 def broken(forward):
     return Broken(forward) if rank == 1 else forward
@@ -195,7 +195,7 @@ def refused(forward):
 expected = trained(None, lambda replica: None)
 assert trained(broken, compiling) == expected
 assert trained(refused, compiling) == expected
-attention.FLEX, attention.FLEX_ON, attention.compiling_lacks = "eager", {"cpu"}, lambda device: None
+trials.FLEX, trials.FLEX_ON, trials.compiling_lacks = "eager", {"cpu"}, lambda device: None
 modeling_llama.create_causal_mask = mask
 assert trained(None, attending) == expected
 end([stage for stage in said if stage.startswith(("not compiling", "attention"))])

@@ -26,7 +26,7 @@ from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.export import RunFacts
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
-from opendiloco.training.replica import ModelReplica
+from opendiloco.training.inner import ModelReplica
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import EndInnerLoop, MoveMoments, RecallMoments
 from opendiloco.workers.group import WorkerGroup

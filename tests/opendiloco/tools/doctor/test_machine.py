@@ -177,7 +177,7 @@ def test_without_a_compiler_models_are_not_compiled(monkeypatch: pytest.MonkeyPa
 def test_kernels(
     speed: float, differing: list[str], verdict: Verdict, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_test, "measure_speeds", lambda threads: [self_test.Speed("quantize", speed)])
+    monkeypatch.setattr(self_test, "measure_speeds", lambda threads: {"quantize": speed})
     monkeypatch.setattr(self_test, "differing_sets", lambda: differing)
     assert_finding(check_kernels(), verdict, says)
 

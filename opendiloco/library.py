@@ -1,4 +1,5 @@
-"""DiLoCo around one's own training loop: every step of the inner optimizer counts, and the H-th ends the outer step.
+"""The library: DiLoCo around a training loop of one's own, where every step of the inner optimizer counts, and the H-th
+ends the outer step.
 
     with DiLoCo(model, inner_optimizer, run="diloco:tiny-qz3h…4a@/ip4/…") as diloco:
         for windows in diloco.batches():  # the run's text; or text of one's own, in batches of the same size
@@ -7,6 +8,11 @@
             diloco.report(loss)
             inner_optimizer.step()
             inner_optimizer.zero_grad()
+
+Or around transformers' `Trainer`, whose effective batch (per-device batch times gradient accumulation) must be the
+run's:
+
+    Trainer(model, arguments, train_dataset=…, callbacks=[DiLoCoCallback("diloco:tiny-qz3h…4a@/ip4/…")]).train()
 
 The swarm's part (membership, rounds, transfers, the outer step) lives in a thread of its own, as in the peer process of
 `diloco-peer join`; here it lends the training thread theta and takes back what came of it.
@@ -17,6 +23,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
+import queue
+import sys
 import threading
 import time
 import weakref
@@ -25,23 +34,31 @@ from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
-from opendiloco.errors import first_line
+from opendiloco.errors import LoopError, WorkerError, first_line
 from opendiloco.evaluation_turns import HeldOut
-from opendiloco.loop_worker import LoopWorker, OuterStep
+from opendiloco.model.build import build_model
 from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
-from opendiloco.model.parameters import Shards, layout_of, trainable
-from opendiloco.own_model import check_own_model, check_run, initial_vectors
+from opendiloco.model.initial_weights import check_initial_weights
+from opendiloco.model.layout import Layout
+from opendiloco.model.parameters import Shards, layout_of, store_weights, trainable
 from opendiloco.run import Run, find_run
+from opendiloco.shared_memory import SharedVectors
+from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.admission import enter, read_ticket
 from opendiloco.volunteer.interrupts import RememberedInterrupt
@@ -49,14 +66,208 @@ from opendiloco.volunteer.local_workload import Workload
 from opendiloco.volunteer.signed_heads import ask_for_signed_heads
 from opendiloco.volunteer.sole import listen
 from opendiloco.volunteer.volunteer import Volunteer, connected
+from opendiloco.workers.control import InnerLoopDone, InnerStepDone
+from opendiloco.workers.telemetry import Telemetry
 from opendiloco.workers.trackers import Choice, tracking
 from peers.driver.driver import Driver
 from peers.driver.replication import Keeping
+from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange, prefix, sample_count
 from peers.values.manifest import Invite
-from peers.values.workload import Progress, Trained
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
+# The caller's model ---------------------------------------------------------------------------------------------------
+EXACT = (torch.float32, torch.float64)
+"""The types that hold theta's values as they are."""
+JOIN = (
+    "Train with `diloco-peer join`, which shares a model among all GPUs of a machine, or in one process on one device."
+)
+
+
+def _check_own_model(model: torch.nn.Module) -> None:
+    """Raises: LoopError when the model is shared with other processes, or cannot hold theta."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise LoopError(
+            f"this is process {dist.get_rank()} of {dist.get_world_size()}; each would join as a peer of its own.",
+            JOIN,
+        )
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise LoopError("the model is wrapped in FSDP.", JOIN)
+    for name, parameter in trainable(model).items():
+        if isinstance(parameter, DTensor):
+            raise LoopError(f"the model's parameter {name} is a shard (FSDP2, or a DTensor of another kind).", JOIN)
+        if parameter.is_meta:
+            raise LoopError(f"the model's parameter {name} has no memory.", "Use `model.to_empty(device=…)` first.")
+        if parameter.dtype not in EXACT:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise LoopError(
+                f"the model's parameter {name} is {kind}; theta would be rounded to it, and what that changes would "
+                "count as trained.",
+                "Keep the weights in float32 (model.float()), and compute in bfloat16 with torch.autocast.",
+            )
+
+
+def _initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
+    """Return memory with the weights that the run begins with, for a model of this layout.
+
+    Raises: ManifestError when the run's model has another; MachineError without memory; see `check_initial_weights`.
+    """
+    model = build_model(config, build_tokenizer(config.tokenizer))
+    runs = layout_of(model, config.streaming)
+    _check_layout(layout, runs)
+    vectors = SharedVectors.create(runs.size)
+    store_weights(model, runs, vectors.theta)
+    check_initial_weights(vectors.theta, config.model)
+    return vectors
+
+
+def _check_layout(own: Layout, runs: Layout) -> None:
+    remedy = "Build the model as the run's manifest says: `diloco-peer run show` prints it."
+    for ours, theirs in zip(own, runs, strict=False):
+        if ours.shape != theirs.shape:
+            raise ManifestError(
+                f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
+                f"{theirs.shape}.",
+                remedy,
+            )
+    if own.size != runs.size:
+        raise ManifestError(f"the model has {own.size} trainable values; the run's has {runs.size}.", remedy)
+
+
+# Between two threads --------------------------------------------------------------------------------------------------
+class _OuterStep:
+    """The inner steps of one outer step. The training thread reports each; the swarm's waits for what is `trained`.
+
+    When the swarm cancels that, since it has moved on, nothing that was done counts, nor will it be published.
+    """
+
+    def __init__(self, work: InnerLoop, on_progress: Callable[[Progress], None]) -> None:
+        self.work = work
+        self.steps_done = 0
+        self.trained: Future[Trained] = Future()
+        self._on_progress = on_progress
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def is_void(self) -> bool:
+        """Return whether the swarm has moved on since it began."""
+        return self.trained.cancelled()
+
+    def report(self, progress: Progress) -> None:
+        self._loop.call_soon_threadsafe(self._pass_on, progress)
+
+    def finish(self, publish: Callable[[], None], trained: Trained) -> None:
+        """Publish the weights and say so, unless it is void."""
+        if self.trained.set_running_or_notify_cancel():
+            publish()
+            self.trained.set_result(trained)
+
+    def _pass_on(self, progress: Progress) -> None:
+        if not self.is_void:
+            self._on_progress(progress)
+
+
+class _LoopWorker:
+    """Stands where a worker process would. `train` is the swarm's; `next_outer_step` the training thread's."""
+
+    def __init__(self, vectors: SharedVectors, inner_steps: int, device: torch.device) -> None:
+        """`inner_steps` are those of an outer step; the loop's model is on `device`."""
+        self.vectors = vectors
+        self.fragments: Sequence[slice] = [slice(0, vectors.theta.size)]
+        self.device = "the caller's loop"
+        self.telemetry = Telemetry(inner_steps)
+        self._torch_device = device
+        self._outer_steps: queue.SimpleQueue[_OuterStep | Future[HeldOut | None] | BaseException | None]
+        self._outer_steps = queue.SimpleQueue()
+
+    async def run_inner_loop(
+        self,
+        work: InnerLoop,
+        on_progress: Callable[[Progress], None],
+        on_captured: OnCaptured = captures_nothing,
+        from_local: bool = False,
+        goes_on: bool = False,
+    ) -> Trained:
+        """Always from theta, and all of it at once: runs that stream are refused."""
+        began, steps = time.monotonic(), 0
+
+        def progressed(progress: Progress) -> None:
+            nonlocal steps
+            steps = progress.inner_step
+            loss = math.nan if progress.loss is None else progress.loss  # what a loop does not say is NaN
+            done = InnerStepDone(
+                inner_step=steps,
+                loss=loss,
+                gradient_norm=math.nan,
+                learning_rate=math.nan,
+                tokens_per_second=progress.tokens_per_second,
+            )
+            self.telemetry.progressed(work.index, done)
+            on_progress(progress)
+
+        outer_step = _OuterStep(work, progressed)
+        self._outer_steps.put(outer_step)
+        trained = await asyncio.wrap_future(outer_step.trained)
+        self.telemetry.trained(work.index, self._done(trained, steps, time.monotonic() - began))
+        return trained
+
+    def _done(self, trained: Trained, steps: int, seconds: float) -> InnerLoopDone:
+        """Return a training in numbers. What a loop does not say is NaN."""
+        return InnerLoopDone(
+            tokens=trained.tokens,
+            inner_steps=steps,
+            loss=trained.loss,
+            gradient_norm=math.nan,
+            learning_rate=math.nan,
+            skipped=0,
+            seconds=seconds,
+            waited_seconds=math.nan,
+            average_wait_seconds=math.nan,
+            peak_memory_bytes=peak_memory(self._torch_device),
+        )
+
+    async def take_average(self, fragment: int, is_changed: bool) -> None:
+        """There are none in the midst of training."""
+
+    def end_rest(self) -> None:
+        """There is none."""
+
+    async def held_out(self, section: EvaluationSection) -> HeldOut | None:
+        """Return theta's loss as the training thread finds it, which knows the run; None if it cannot say."""
+        asked: Future[HeldOut | None] = Future()
+        self._outer_steps.put(asked)
+        return await asyncio.wrap_future(asked)
+
+    async def wait_for_death(self) -> WorkerError:
+        """It lives as long as we do."""
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets that event")
+
+    def end(self, error: BaseException | None = None) -> None:
+        """There are no more outer steps: the run is over, or this went wrong."""
+        self._outer_steps.put(error)
+
+    def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> _OuterStep | None:
+        """Wait for the swarm to begin one, and `evaluate` when it asks for that; None at the end. Raises: what went
+        wrong."""
+        while True:
+            found = self._outer_steps.get()
+            if isinstance(found, Future):
+                if found.set_running_or_notify_cancel():  # the swarm may have moved on
+                    found.set_result(evaluate())
+                continue
+            if isinstance(found, BaseException):
+                self.end(found)  # for who asks again
+                raise found
+            if found is None:
+                self.end()
+                return None
+            if not found.is_void:
+                return found
+
+
+# The caller's loop ----------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
@@ -69,7 +280,7 @@ class _Joined:
     """What the swarm's thread has to say to the training thread once it is in the run."""
 
     run: Run
-    worker: LoopWorker
+    worker: _LoopWorker
     leave: Callable[[], None]
 
 
@@ -100,15 +311,15 @@ class DiLoCo:
         ticket: str | None = None,
         evaluates: bool = True,
         own: OwnFiles = NONE,
+        is_abandoned: Callable[[], bool] = lambda: False,
     ) -> None:
         """`run` is an invite; one by invitation needs a `ticket`, too: its text, or a file's path. `data` are folders
         to read instead of sources that are local to this machine, `own` the run's model and tokenizer where these are.
-        With `evaluates`, it takes its turns to evaluate."""
+        With `evaluates`, it takes its turns to evaluate. `is_abandoned` says whether the loop has ended without leaving
+        this context: the run is then left all the same."""
         self.finished = False
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
-        self.is_abandoned: Callable[[], bool] = lambda: False
-        """Whether the loop has ended without leaving this context; we then leave the run all the same."""
-        check_own_model(model)
+        _check_own_model(model)
         self._model = model
         self._layout = layout_of(model)
         self._shards = Shards(self._layout)
@@ -122,6 +333,7 @@ class DiLoCo:
         self._text: TrainingData | None = None
         self._has_runs_text = True
         self._evaluates = evaluates
+        self._is_abandoned = is_abandoned
         self._until_leaving = ExitStack()
         self._interrupt = RememberedInterrupt()
         self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
@@ -178,7 +390,7 @@ class DiLoCo:
 
     @property
     def lease(self) -> tuple[SampleRange, ...]:
-        """The samples of the present outer step: numbers in the run's endless order, which nobody else trains."""
+        """Return the samples of the present outer step: numbers in the run's endless order, for this peer alone."""
         return () if self._outer_step is None else self._outer_step.work.samples
 
     def track(self, choice: str) -> None:
@@ -223,7 +435,7 @@ class DiLoCo:
     # The training thread --------------------------------------------------------------------------------------
     def _begin_outer_step(self) -> None:
         """Wait for the swarm, which may have theta evaluated first, and take over theta."""
-        self._outer_step: OuterStep | None = self._joined.worker.next_outer_step(self._evaluate)
+        self._outer_step: _OuterStep | None = self._joined.worker.next_outer_step(self._evaluate)
         self._began_at = time.monotonic()
         self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
         self.finished = self._outer_step is None
@@ -243,7 +455,7 @@ class DiLoCo:
             outer_step.finish(self._publish, trained)
         self._begin_outer_step()
 
-    def _trained_in(self, outer_step: OuterStep) -> Trained:
+    def _trained_in(self, outer_step: _OuterStep) -> Trained:
         training = self.run.config.training
         samples = prefix(outer_step.work.samples, outer_step.steps_done * training.batch_size)
         return Trained(samples, training.sequence_length * sample_count(samples), self._loss or 0.0)
@@ -254,17 +466,15 @@ class DiLoCo:
         if not self._evaluates:
             return None
         try:
-            return self._held_out_loss(self._text or self._read_to_evaluate())
+            if self._text is None:
+                logger.info(
+                    "reading the run's text to evaluate theta on what is held out; evaluates=False leaves it out"
+                )
+            return self._held_out_loss(self._text or self._read(self.run.with_data(self._data)))
         except Exception as error:  # a model may be called in other ways than transformers'
             logger.warning("this loop takes no turns to evaluate theta: %s", first_line(error))
             self._evaluates = False
             return None
-
-    def _read_to_evaluate(self) -> TrainingData:
-        logger.info(
-            "reading the run's text, of which some is held out to evaluate theta; evaluates=False leaves it out"
-        )
-        return self._read(self.run.with_data(self._data))
 
     def _held_out_loss(self, text: TrainingData) -> HeldOut:
         section, held_out = self.run.config.evaluation, text.held_out
@@ -301,13 +511,14 @@ class DiLoCo:
     async def _take_part(self) -> None:
         async with connected(self._identity, self._invite.addresses) as transport:
             run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
-            check_run(run.config)
+            if not run.config.streaming.is_plain:
+                raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
             await ask_for_signed_heads(transport, run, self._invite.addresses)
             admission = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
             await listen(transport, run.run_id)
-            vectors = await asyncio.to_thread(initial_vectors, run.config, self._layout)
+            vectors = await asyncio.to_thread(_initial_vectors, run.config, self._layout)
             device = next(self._model.parameters()).device
-            worker = LoopWorker(vectors, run.config.training.inner_steps, device)
+            worker = _LoopWorker(vectors, run.config.training.inner_steps, device)
             workload = Workload(worker, run.config, run_is_over=worker.end)
             keeping = Keeping(await workload.state_digest())
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
@@ -324,7 +535,7 @@ class DiLoCo:
                 watching.cancel()
 
     async def _leave_when_abandoned(self, volunteer: Volunteer) -> None:
-        while not self.is_abandoned():
+        while not self._is_abandoned():
             await asyncio.sleep(LOOK_SECONDS)
         logger.warning("the training loop has ended without a word: leaving the run")
         volunteer.leave()
@@ -341,3 +552,73 @@ def _leave_before_exit(reference: weakref.ref[DiLoCo]) -> None:
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
     with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(function)
+
+
+# transformers' Trainer ------------------------------------------------------------------------------------------------
+class DiLoCoCallback(TrainerCallback):
+    """Joins the run when training begins, ends training with the run, and leaves when training ends, however it does.
+
+    A Trainer that raises calls no callback. So we look now and then whether the call that trains is still under way.
+    """
+
+    def __init__(self, run: str, **options: Any) -> None:
+        """`options` are those of `DiLoCo`."""
+        self._run = run
+        self._options = options
+        self._diloco: DiLoCo | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._leave()  # what an earlier training that raised has left
+        optimizer = kwargs["optimizer"]
+        inner_optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        call = _Call.outside_callbacks(sys._getframe())
+        diloco = DiLoCo(
+            kwargs["model"], inner_optimizer, self._run, is_abandoned=lambda: not call.is_under_way(), **self._options
+        )
+        diloco.__enter__()
+        self._diloco = diloco
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_training_stop |= self._diloco is None or self._diloco.finished
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs: dict[str, float] = kwargs.get("logs", {})
+        if self._diloco is not None and "loss" in logs:
+            self._diloco.report(logs["loss"])
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        diloco, self._diloco = self._diloco, None
+        if diloco is not None:
+            diloco.__exit__(None, None, None)
+
+
+class _Call:
+    """A call of a function, in a thread: whether it has not returned or raised yet."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._thread = threading.get_ident()
+        self._frame: FrameType | None = frame
+
+    @classmethod
+    def outside_callbacks(cls, frame: FrameType) -> _Call:
+        """Return the innermost call below `frame` that is neither ours nor one of those that call callbacks."""
+        passed_over = {__name__, TrainerCallback.__module__}
+        while frame.f_globals.get("__name__") in passed_over and frame.f_back is not None:
+            frame = frame.f_back
+        return cls(frame)
+
+    def is_under_way(self) -> bool:
+        """Asked from another thread."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        if frame is None:
+            self._frame = None  # or else its variables would live as long as we do
+        return frame is not None

@@ -1,41 +1,177 @@
-"""One replica: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105).
+"""One replica: the k-th worker of DiLoCo's Algorithm 1, lines 3 to 9 (arXiv 2311.08105), and its inner loop.
 
-The worker process and the one-process reference both train through this class, so they do the same arithmetic.
+inner_steps = replica.inner_steps(theta, index, lease, steps)
+for step in inner_steps:
+    print(step.number, step.loss)
+tokens = inner_steps.trained.tokens
+
+The worker process and the one-process reference both train through this module, so they do the same arithmetic.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.fsdp import FSDPModule
 
-from opendiloco.config.run_config import RunConfig
-from opendiloco.data.sample_order import SampleOrder
+from opendiloco.config.run_config import RunConfig, TrainingSection
+from opendiloco.data.sample_order import Batches, SampleOrder, numbers_of
+from opendiloco.errors import WorkerError
 from opendiloco.model.loss import packing_known, predicted_tokens, router_loss_weight, window_loss
 from opendiloco.model.parameters import Shards, layout_of, local_part, staging_for, trainable
 from opendiloco.shared_memory import Vector
-from opendiloco.training.inner_steps import InnerSteps, ReplicaTrained, StepTaken
-from opendiloco.training.learning_rate import learning_rate_factor
-from opendiloco.training.optimizer_state import read_state, write_state
-from opendiloco.training.optimizers import build_inner_optimizer
+from opendiloco.training.optimizers import build_inner_optimizer, read_state, write_state
+from opendiloco.training.outer import learning_rate_factor
 from opendiloco.training.team import Team
 from opendiloco.training.trials import attending_by
-from peers.values.leases import SampleRange
+from peers.values.leases import SampleRange, prefix
+from peers.values.workload import Trained
 
+
+# Inner steps ----------------------------------------------------------------------------------------------------------
+class StepTaken(NamedTuple):
+    """A batch's mean loss, and its gradient's norm before clipping. If either is not finite, nothing has changed."""
+
+    loss: float
+    gradient_norm: float
+    is_last: bool
+    """Whether a worker wants all to stop after this step."""
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+
+class InnerStep(NamedTuple):
+    """An inner step that changed the weights. `number` counts from 1; `samples` are those trained up to here."""
+
+    number: int
+    loss: float
+    gradient_norm: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class ReplicaTrained(Trained):
+    """What came of an inner loop. `loss` is the mean over its inner steps, in nats per token.
+
+    `skipped`: how many of the `inner_steps` changed nothing, since their loss or gradient was not finite.
+    `gradient_norm` is the mean over the others, before clipping; `waited_seconds` is how long they waited for data.
+    """
+
+    inner_steps: int
+    gradient_norm: float
+    skipped: int
+    waited_seconds: float
+
+
+class InnerSteps:
+    """Takes an inner step for each turn of a loop over it; after that, `trained` says what came of them."""
+
+    def __init__(
+        self,
+        take: Callable[[NDArray[np.int64], int, int], StepTaken],
+        samples: SampleOrder,
+        training: TrainingSection,
+        index: int,
+        lease: tuple[SampleRange, ...],
+        steps: int,
+        tokens: int,
+    ) -> None:
+        """`take` trains on a batch of shape (windows, window_length): inner step so-and-so of the run, after which the
+        run has so many tokens. For all else see `ModelReplica.inner_steps`."""
+        self._take = take
+        self._training = training
+        self._first_step = index * training.inner_steps
+        self._tokens = tokens
+        self._lease = lease
+        numbers = numbers_of(lease)[: steps * training.batch_size]
+        samples.expect(numbers)
+        self._batches = Batches(samples, numbers, training.batch_size)
+        self.planned = math.ceil(len(numbers) / training.batch_size)
+        self.planned_tokens = len(numbers) * training.sequence_length
+        self.planned_samples = prefix(lease, len(numbers))
+        """How many inner steps there will be, how many tokens in them, and which samples, if nobody wants to stop."""
+        self._taken: list[StepTaken] = []
+        self._samples_done = 0
+
+    def __iter__(self) -> Iterator[InnerStep]:
+        """Yield each inner step that changed the weights. Raises: see `every`."""
+        for taken in self.every():
+            if taken.is_finite:
+                yield self.latest
+
+    def every(self) -> Iterator[StepTaken]:
+        """Yield each inner step, also those that changed nothing.
+
+        The last batch may be smaller, so that a short lease is trained whole; a lease longer than `steps` batches is
+        trained up to there. Raises: WorkerError when the losses or gradients of more than half of the inner steps are
+        not finite.
+        """
+        for batch in self._batches:
+            self._samples_done += len(batch)
+            step = self._first_step + len(self._taken)
+            taken = self._take(batch, step, self._tokens + self._tokens_done)
+            self._taken.append(taken)
+            if not taken.is_finite and 2 * self._skipped > self.planned:
+                raise _divergence(step, taken, self._skipped)
+            yield taken
+            if taken.is_last:
+                break
+
+    @property
+    def latest(self) -> InnerStep:
+        """Return the last inner step that was taken."""
+        taken = self._taken[-1]
+        return InnerStep(len(self._taken), taken.loss, taken.gradient_norm, self._samples_done)
+
+    @property
+    def trained(self) -> ReplicaTrained:
+        """Return what came of the inner steps so far."""
+        good = [taken for taken in self._taken if taken.is_finite]
+        return ReplicaTrained(
+            samples=prefix(self._lease, self._samples_done),
+            tokens=self._tokens_done,
+            loss=_mean([taken.loss for taken in good]),
+            inner_steps=len(self._taken),
+            gradient_norm=_mean([taken.gradient_norm for taken in good]),
+            skipped=self._skipped,
+            waited_seconds=self._batches.waited,
+        )
+
+    @property
+    def _tokens_done(self) -> int:
+        return self._samples_done * self._training.sequence_length
+
+    @property
+    def _skipped(self) -> int:
+        return sum(not taken.is_finite for taken in self._taken)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _divergence(step: int, taken: StepTaken, skipped: int) -> WorkerError:
+    return WorkerError(
+        f"inner step {step}: the loss is {taken.loss}, its gradient's norm {taken.gradient_norm}; "
+        f"{skipped} inner steps, more than half of this training, were skipped for that.",
+        "Training diverged: lower inner_optimizer.learning_rate or gradient_clip in a new run.",
+    )
+
+
+# The replica ----------------------------------------------------------------------------------------------------------
 LONG_AGO = 64
 """Outer steps. Moments that were kept before them are of quite another theta, so the first steps are smaller."""
-
-
-def never() -> bool:
-    return False
 
 
 class ModelReplica:
@@ -130,7 +266,7 @@ class ModelReplica:
         self._warmed_up = self._kept_at = None
 
     def _kept_by(self, run: str) -> dict[str, str]:
-        """What a file of moments must say of itself."""
+        """Return what a file of moments must say of itself."""
         return {"run": run, "optimizer": self._config.inner_optimizer.model_dump_json()}
 
     def inner_steps(
@@ -140,7 +276,7 @@ class ModelReplica:
         lease: tuple[SampleRange, ...],
         steps: int,
         tokens: int = 0,
-        stop_wanted: Callable[[], bool] = never,
+        stop_wanted: Callable[[], bool] = lambda: False,
     ) -> InnerSteps:
         """Load theta, and return at most `steps` inner steps of outer step `index`, each on the lease's next batch.
         Without a theta, the weights go on from where they are.
@@ -193,7 +329,7 @@ class ModelReplica:
         return taken
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean training loss of windows of token ids, of shape (batch, window_length)."""
+        """Return the mean training loss of windows of token ids, of shape (batch, window_length)."""
         z_loss, end = self._config.training.z_loss, self._samples.document_end
         with self.precision(), packing_known(end is not None):
             return window_loss(self.model, windows, end, z_loss, self._router_loss)
@@ -212,7 +348,7 @@ class ModelReplica:
                 self.model.set_requires_gradient_sync(is_last)
             share = predicted_tokens(part, end) / predicted if len(part) else 0.0
             read = part if len(part) else batch[:1]
-            windows = on_device(torch.from_numpy(read), self._team.device)
+            windows = _on_device(torch.from_numpy(read), self._team.device)
             with self._as_tried(len(read)):
                 loss = self.loss(windows)
                 (loss * (share * self._team.size)).backward()
@@ -220,8 +356,8 @@ class ModelReplica:
         return torch.stack(losses).double().sum()
 
     def _micro_batches(self, batch: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """This worker's piece in parts, and whether each is the last: as many on each worker, as each forward pass is a
-        collective; some are empty. What is trained on in place of an empty one counts nothing.
+        """Yield this worker's piece in parts, and whether each is the last. Workers have as many parts each, since each
+        forward pass is a collective; some are empty. What is trained on in place of an empty one counts nothing.
         """
         own, largest = batch[self._team.piece(len(batch))], self._team.largest_piece(len(batch))
         size = self.micro_batch or largest
@@ -277,7 +413,7 @@ class ModelReplica:
         return self._warmed_up / steps if steps else 1.0
 
 
-def on_device(windows: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _on_device(windows: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy windows to a device. To a GPU they go by pinned memory, for which nobody waits."""
     if device.type != "cuda":
         return windows.to(device)

@@ -1,0 +1,311 @@
+"""The outer loop's state: parameters theta and momentum m, the same bits on every peer. No worker, and no torch.
+
+An outer step of DiLoCo (Algorithm 1, lines 12 to 14 of arXiv 2311.08105) with Nesterov's method as outer optimizer:
+
+    g     = average of theta - local over the round's members, weighted by tokens    (arrives as a payload)
+    m     = mu * m + g
+    theta = theta - learning_rate * (g + mu * m)
+
+The learning rate and mu are the manifest's, or those of the organiser's amendment that the log has in force. They must
+be the same bits on every machine: a schedule only uses operations that IEEE 754 rounds in one way, in float64
+(division, multiplication, differences and square roots, but no cosine of a C library's).
+
+Of a run that streams, each fragment takes its own (Algorithm 2, line 20, of arXiv 2501.18512).
+
+With a momentum that is delayed, of N outer steps only the last one moves theta by it (`OuterState.apply`):
+
+    m     = mu * m + the sum of the N averages
+    theta = theta - learning_rate / N * g                in each of them
+    theta = theta - learning_rate / N * mu * m           in the last one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from opendiloco import kernels
+from opendiloco.config.optimizers import OuterOptimizerSection, OuterScheduleSection
+from opendiloco.config.run_config import RunConfig
+from opendiloco.host_memory import STATE_BYTES
+from opendiloco.kernels import Payload
+from opendiloco.shared_memory import Vector
+from opendiloco.training.codec import BlockCodec, decoded
+from peers.values.chunks import digest_of_state
+from peers.values.manifest import Amendment
+from peers.values.workload import Blocks, SnapshotError
+
+
+# Learning rate --------------------------------------------------------------------------------------------------------
+def learning_rate_factor(schedule: OuterScheduleSection, done: int) -> float:
+    """Return the factor of the peak learning rate in the step that brings the count of steps, or tokens, to `done`.
+
+    Warmup rises linearly and reaches 1 at its last step; decay reaches `final_fraction` at its last step, where the
+    factor stays. `done` is 1 or more.
+    """
+    warmup, stable, decay = schedule.phases
+    if done <= warmup:
+        return done / warmup
+    decayed = done - warmup - stable
+    if decayed <= 0 or schedule.kind == "constant":
+        return 1.0
+    fraction = min(1.0, decayed / decay) if decay else 1.0
+    return 1.0 - _SHAPES[schedule.shape](fraction) * (1.0 - schedule.final_fraction)
+
+
+def _linear(fraction: float) -> float:
+    return fraction
+
+
+def _half_cosine(fraction: float) -> float:
+    """(1 - cos(pi * fraction)) / 2, by the cosine's series, whose last term here is below the last bit."""
+    if fraction >= 1.0:
+        return 1.0
+    square, cosine = (math.pi * fraction) * (math.pi * fraction), 1.0
+    for power in range(30, 0, -2):
+        cosine = 1.0 - square / (power * (power - 1)) * cosine
+    return (1.0 - cosine) / 2.0
+
+
+_SHAPES: dict[str, Callable[[float], float]] = {"linear": _linear, "cosine": _half_cosine, "sqrt": math.sqrt}
+
+
+# State ----------------------------------------------------------------------------------------------------------------
+PIECE = 1 << 20  # values checked at once, so that it takes no memory to speak of
+
+
+class OuterState:
+    """theta and momentum, fp32 of shape (n,). theta is used in place, so that it may lie in shared memory."""
+
+    def __init__(
+        self, theta: Vector, optimizer: OuterOptimizerSection, fragments: Sequence[slice] | None = None
+    ) -> None:
+        """`fragments` says where each lies in theta; by default there is one."""
+        self.theta = theta
+        self.fragments = tuple(fragments or [slice(0, theta.size)])
+        self.momentum: Vector = np.zeros_like(theta)
+        self._optimizer = optimizer
+
+    def apply(
+        self, payload: kernels.Payload, index: int, fragment: int = 0, amendment: Amendment | None = None
+    ) -> None:
+        """Take outer step `index` of the run, counted from 0, of one fragment, with an average: a whole payload of the
+        fragment that is known to be one (`BlockCodec.checked`). `amendment` is the one that the log has in force."""
+        coefficient, every, part = self.coefficient(amendment), self._optimizer.momentum_every, self.fragments[fragment]
+        rate, theta, momentum = self.learning_rate(index, amendment) / every, self.theta[part], self.momentum[part]
+        if (index + 1) % every == 0:
+            kernels.outer_step(payload, theta, momentum, rate, coefficient)
+            return
+        kernels.gradient_step(payload, theta, rate)
+        if coefficient:  # with which all that is here is multiplied in the last one
+            kernels.accumulate(payload, 1 / coefficient, momentum)
+
+    def learning_rate(self, index: int, amendment: Amendment | None = None) -> float:
+        """Return the learning rate of outer step `index`, with this amendment in force. Bit-identical on every
+        machine."""
+        peak, schedule = (amendment or self._optimizer).learning_rate, self._optimizer.schedule
+        return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
+
+    def coefficient(self, amendment: Amendment | None = None) -> float:
+        """Return mu, with this amendment in force. A delayed one stays as it is: what was averaged in a period is
+        scaled by it."""
+        return (self._optimizer if self._optimizer.momentum_every > 1 else amendment or self._optimizer).momentum
+
+    def replace(self, theta: Vector, momentum: Vector) -> None:
+        """Take over another peer's state."""
+        self.theta[:] = theta
+        self.momentum[:] = momentum
+
+    def copy_to(self, out: memoryview) -> None:
+        """Write momentum's bytes, then theta's. By numpy, which lets other threads run meanwhile: bytes copied by
+        Python itself would keep the event loop waiting."""
+        momentum, theta = np.frombuffer(out, np.float32).reshape(2, -1)
+        momentum[:], theta[:] = self.momentum, self.theta
+
+    def digest(self) -> bytes:
+        return digest_of_state(self.vectors)
+
+    @property
+    def vectors(self) -> tuple[memoryview, memoryview]:
+        """Return the state's bytes, in the order of snapshots: momentum, theta."""
+        return self.momentum.view(np.uint8).data, self.theta.view(np.uint8).data
+
+
+class LocalState:
+    """The outer state of this machine, which the log drives: all that following a run takes.
+
+    Implements `peers.values.workload.ReplicatedState`. Arithmetic runs in threads, so that the event loop never waits.
+    """
+
+    def __init__(self, theta: Vector, config: RunConfig, fragments: Sequence[slice] | None = None) -> None:
+        """`theta` is used in place; momentum begins as zeros. `fragments` are the layout's; by default there is one."""
+        self.outer = OuterState(theta, config.outer_optimizer, fragments)
+        format = kernels.FORMATS[config.codec.kind]
+        self.fragments = [BlockCodec(format, part.stop - part.start) for part in self.outer.fragments]
+
+    async def apply(
+        self, payload: Blocks, index: int, fragment: int = 0, *, amendment: Amendment | None = None
+    ) -> None:
+        """Raises: BadBlocksError, and changes nothing."""
+        await asyncio.to_thread(
+            lambda: self.outer.apply(self.fragments[fragment].checked(payload), index, fragment, amendment)
+        )
+
+    async def state_digest(self) -> bytes:
+        return await asyncio.to_thread(self.outer.digest)
+
+    @property
+    def state_size(self) -> int:
+        return STATE_BYTES * self.outer.theta.size
+
+    async def copy_state(self, out: memoryview) -> None:
+        await asyncio.to_thread(self.outer.copy_to, out)
+
+    async def restore(self, state: Blocks, state_digest: bytes) -> None:
+        """Raises: SnapshotError, and changes nothing."""
+        await asyncio.to_thread(self._restore, state, state_digest)
+
+    def _restore(self, state: Blocks, state_digest: bytes) -> None:
+        if len(state) != self.state_size or digest_of_state([state]) != state_digest:
+            raise SnapshotError("it is not the state with that digest")
+        momentum, theta = np.frombuffer(state, np.float32).reshape(2, -1)
+        for name, vector in (("momentum", momentum), ("theta", theta)):
+            if not all(np.isfinite(vector[start : start + PIECE]).all() for start in range(0, vector.size, PIECE)):
+                raise SnapshotError(f"{name} holds NaN or infinity")
+        self.outer.replace(theta, momentum)
+
+
+# Statistics -----------------------------------------------------------------------------------------------------------
+TILE_BLOCKS = 128
+"""Blocks that are decoded at once: few enough for their values to stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class OuterStatistics:
+    """Norms of the averaged pseudo-gradient, of one peer's own, and of the momentum after the step.
+
+    `cosine` is that of the angle between the average and the peer's own. Both are NaN where the peer has none.
+    """
+
+    average_norm: float
+    momentum_norm: float
+    pseudo_gradient_norm: float = math.nan
+    cosine: float = math.nan
+
+    @classmethod
+    def measured(cls, average: Payload, momentum: Vector, own: Payload | None = None) -> OuterStatistics:
+        """Return those of an outer step, from whole payloads that were checked before."""
+        tile = TILE_BLOCKS * average.format.block_values
+        first, second = np.empty((2, tile), np.float32)
+        average_square = momentum_square = own_square = product = 0.0
+        for start in range(0, average.values, tile):
+            momenta = momentum[start : start + tile]
+            momentum_square += _dot(momenta, momenta)
+            averages = decoded(average, start, first)
+            average_square += _dot(averages, averages)
+            if own is not None:
+                owns = decoded(own, start, second)
+                own_square += _dot(owns, owns)
+                product += _dot(averages, owns)
+        norms = math.sqrt(average_square), math.sqrt(momentum_square)
+        if own is None:
+            return cls(*norms)
+        both = math.sqrt(average_square * own_square)
+        return cls(*norms, math.sqrt(own_square), product / both if both else math.nan)
+
+    @classmethod
+    def together(cls, parts: Sequence[OuterStatistics]) -> OuterStatistics:
+        """Return the statistics of an outer step from those of its fragments."""
+        if len(parts) == 1:
+            return parts[0]
+        average, momentum, own = (
+            math.hypot(*(getattr(part, name) for part in parts))
+            for name in ("average_norm", "momentum_norm", "pseudo_gradient_norm")
+        )
+        product = sum(part.cosine * part.average_norm * part.pseudo_gradient_norm for part in parts)
+        return cls(average, momentum, own, product / (average * own) if average * own else math.nan)
+
+
+@dataclass(frozen=True)
+class OuterStepTaken:
+    """An outer step's statistics; `pause_seconds` from the end of training to the new theta, NaN where this machine
+    trained on meanwhile."""
+
+    index: int
+    learning_rate: float
+    momentum: float
+    pause_seconds: float
+    statistics: OuterStatistics
+
+
+class Measuring:
+    """Reads a state's momentum and `contributions`, one for each fragment, while nobody changes them: `finished`."""
+
+    def __init__(self, state: OuterState, contributions: Sequence[Payload], trains_on: bool = False) -> None:
+        """With `trains_on`, workers do not wait for outer steps."""
+        self.on_outer_step: Callable[[OuterStepTaken], None] | None = None
+        """Told of each outer step, once all of its fragments are measured."""
+        self._state = state
+        self._contributions = contributions
+        self._trains_on = trains_on
+        self._trained_at: dict[int, float] = {}  # when what was trained that no outer step has had yet
+        self._index = 0
+        self._parts: dict[int, OuterStatistics] = {}  # what is measured of the present outer step
+        self._measuring: asyncio.Task[None] | None = None
+
+    def trained(self, fragment: int) -> None:
+        """Note that this machine has trained a fragment, and encodes its contribution to the next outer step."""
+        self._trained_at[fragment] = time.monotonic()
+
+    def forget(self) -> None:
+        """No outer step takes what has been trained."""
+        self._trained_at.clear()
+
+    def taken(
+        self, payload: Blocks, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None = None
+    ) -> None:
+        """Measure the outer step that a fragment has just taken, if somebody listens. One that `keeps_work` until a
+        later cycle does not take our contribution."""
+        is_last = fragment == len(self._contributions) - 1
+        trained_at = None if keeps_work and is_last else self._trained_at.pop(fragment, None)
+        if self.on_outer_step is None:
+            return
+        pause = math.nan if trained_at is None or self._trains_on else time.monotonic() - trained_at
+        own = None if trained_at is None else self._contributions[fragment]
+        self._measuring = asyncio.create_task(self._measure(payload, index, fragment, own, amendment, pause))
+
+    async def finished(self) -> None:
+        """Wait until nobody reads the momentum and the contributions of the last outer step any more."""
+        if self._measuring is not None:
+            await asyncio.wait([self._measuring])
+            self._measuring = None
+
+    async def _measure(
+        self,
+        payload: Blocks,
+        index: int,
+        fragment: int,
+        own: Payload | None,
+        amendment: Amendment | None,
+        pause: float,
+    ) -> None:
+        own_or_any = self._contributions[fragment]
+        average = Payload(own_or_any.format, own_or_any.values, payload)
+        momentum = self._state.momentum[self._state.fragments[fragment]]
+        if index != self._index:
+            self._index, self._parts = index, {}
+        self._parts[fragment] = await asyncio.to_thread(OuterStatistics.measured, average, momentum, own)
+        if len(self._parts) == len(self._contributions) and self.on_outer_step is not None:
+            statistics = OuterStatistics.together(list(self._parts.values()))
+            rate, coefficient = self._state.learning_rate(index, amendment), self._state.coefficient(amendment)
+            self.on_outer_step(OuterStepTaken(index, rate, coefficient, pause, statistics))
+
+
+def _dot(first: Vector, second: Vector) -> float:
+    """Return the sum of products. (BLAS would start threads for it, beside those that train.)"""
+    return float(np.einsum("i,i->", first, second))
