@@ -96,8 +96,7 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
             Checkpointer(KeepingPlan(kept, rate=CHECKPOINT_RATE)) as checkpointer,
         ):
             gate(workload.trainer, lines)
-            volunteer = await volunteer_with(workload, run, identity, transport, kept)
-            volunteer.checkpoint_with(checkpointer)
+            volunteer = await volunteer_with(workload, run, identity, transport, kept, checkpointer)
             reading = asyncio.create_task(read_lines(lines, volunteer.leave))
             await volunteer.take_part()
             reading.cancel()

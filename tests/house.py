@@ -26,7 +26,6 @@ VALUE_BASES = {"BaseModel", "NamedTuple", "Enum", "IntEnum", "StrEnum", "TypedDi
 
 JOIN_TO_BACKWARD = (
     "opendiloco/cli/join.py",
-    "opendiloco/volunteer/stay.py",
     "opendiloco/volunteer/volunteer.py",
     "peers/driver/driver.py",
     "peers/protocol/peer.py",

@@ -43,7 +43,7 @@ def amend(
     """
     import asyncio
 
-    from opendiloco.volunteer.identity_file import load_identity
+    from opendiloco.volunteer.identity import load_identity
 
     log.start()
     if outer_lr is None and outer_momentum is None:

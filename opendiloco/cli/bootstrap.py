@@ -25,7 +25,11 @@ from opendiloco.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from peers.network.bootstrap import Beside
+    from peers.network.transport import HivemindTransport
+    from peers.values.manifest import SignedManifest
     from peers.values.tickets import Ticket
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338
@@ -91,7 +95,7 @@ def command(
     import asyncio
 
     from opendiloco.run import Run
-    from opendiloco.volunteer.identity_file import hold_identity
+    from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
     from peers.metrics import serve_metrics
     from peers.network.bootstrap import run_bootstrap
@@ -117,9 +121,7 @@ def command(
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
             beside.append(kept)
         if local_network:
-            from opendiloco.volunteer.nearby import Nearby
-
-            beside.append(Nearby())
+            beside.append(_Nearby())
         if listening is not None:
             from opendiloco.dashboard.server import NodeDashboard
 
@@ -129,6 +131,19 @@ def command(
 
     with hold_identity(identity) as key:
         run_interruptible(main)
+
+
+class _Nearby:
+    """Tells the local network that a bootstrap node is there, which helps the peers of any run."""
+
+    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
+        """Tell it until cancelled."""
+        import asyncio
+
+        from peers.network.neighbours import announced
+
+        async with announced(transport.peer_id, "", transport.addresses):
+            await asyncio.Event().wait()
 
 
 def read_tickets(tickets: tuple[str, ...]) -> list[Ticket]:

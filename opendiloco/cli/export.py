@@ -58,7 +58,7 @@ def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()
     import asyncio
     from dataclasses import replace
 
-    from opendiloco.volunteer.origins import command_line
+    from opendiloco.volunteer.states import command_line
 
     options = [] if dtype == "float32" else ["--dtype", dtype]
 
@@ -66,7 +66,7 @@ def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()
         return command_line("export", "--from", "FOLDER", "--at", str(outer_steps), options, "--out", "model")
 
     if place.source is None:
-        from opendiloco.volunteer.follower import export_run
+        from opendiloco.volunteer.states import export_run
 
         invite = place.invite()
         newest = command_line("export", "--run", invite.run_id, "--initial-peer", "ADDRESS", options, "--out", "model")
@@ -76,7 +76,7 @@ def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()
 
         with reader(place.identity) as key:
             return asyncio.run(export_run(invite, folder, key, again, dtype, data, place.own))
-    from opendiloco.volunteer.kept_states import export_origin, find_origin
+    from opendiloco.volunteer.states import export_origin, find_origin
 
     origin = find_origin(place.source, place.at, place.manifest, place.own)
     origin = replace(origin, run=origin.run.with_data(data))

@@ -158,7 +158,7 @@ def staging(plan: FollowPlan) -> Iterator[Path | None]:
 
 async def follow(invite: Invite, key: Identity, plan: FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.run import find_run
-    from opendiloco.volunteer.signed_heads import ask_for_signed_heads
+    from opendiloco.volunteer.admission import ask_for_signed_heads
     from opendiloco.volunteer.tracking import unless_failed
     from opendiloco.volunteer.volunteer import connected
 
@@ -223,8 +223,7 @@ async def use_model(
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte
-    from opendiloco.volunteer.follower import export_state, past_of, warn_of_other_text
-    from opendiloco.volunteer.origins import command_line
+    from opendiloco.volunteer.states import command_line, export_state, past_of, warn_of_other_text
 
     if folder is None:
         found = await model.trainer.held_out(run.config.evaluation)

@@ -18,7 +18,7 @@ def command() -> None:
 @identity_option("This machine's")
 def show(identity: Path | None) -> None:
     """Print the peer id of this machine's key, and the key's file. Makes no key."""
-    from opendiloco.volunteer.identity_file import usable_path
+    from opendiloco.volunteer.identity import usable_path
     from peers.values.identity import Identity
 
     path = usable_path(identity)

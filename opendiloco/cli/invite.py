@@ -78,7 +78,7 @@ def list_(log: LogOptions, run: str, identity: Path | None, state: Path | None) 
 
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.admission import GivenTickets
-    from opendiloco.volunteer.identity_file import load_identity
+    from opendiloco.volunteer.identity import load_identity
     from peers.values.manifest import Invite
 
     log.start()
@@ -124,7 +124,7 @@ def revoke(
 def organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
     """The run of a manifest, and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
     from opendiloco.storage.run_folder import read_manifest
-    from opendiloco.volunteer.identity_file import load_identity
+    from opendiloco.volunteer.identity import load_identity
     from peers.errors import AdmissionError
 
     run, key = read_manifest(path).manifest, load_identity(identity)

@@ -64,7 +64,7 @@ def create(
 
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import Run
-    from opendiloco.volunteer.identity_file import load_identity
+    from opendiloco.volunteer.identity import load_identity
     from peers.values.manifest import Invite
 
     log.start()

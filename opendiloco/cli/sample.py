@@ -17,7 +17,7 @@ from opendiloco.workers.options import TEMPERATURE
 if TYPE_CHECKING:
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
-    from opendiloco.volunteer.origins import Past
+    from opendiloco.volunteer.states import Past
 
 
 @click.command(short_help="Print how the run's model continues a prompt.")
@@ -89,13 +89,13 @@ def command(
 async def state_at(place: Place, data: Sequence[Path]) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
     """The state from there. Raises: what getting it raises."""
     if place.source is None:
-        from opendiloco.volunteer.follower import newest_state
+        from opendiloco.volunteer.states import newest_state
 
         with reader(place.identity) as key:
             async with newest_state(place.invite(), key, data, place.own) as found:
                 yield found
     else:
-        from opendiloco.volunteer.kept_states import find_origin, state_of
+        from opendiloco.volunteer.states import find_origin, state_of
 
         origin = find_origin(place.source, place.at, place.manifest, place.own)
         async with state_of(replace(origin, run=origin.run.with_data(data))) as found:

@@ -56,7 +56,7 @@ def command(
     from opendiloco.data.token_folder import write_token_folder
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.stages import watched_by
-    from opendiloco.volunteer.follower import new_folder
+    from opendiloco.volunteer.states import new_folder
     from opendiloco.workers.start_up import StartUp
 
     if (tokens is None) != (held_out is None):

@@ -1,7 +1,7 @@
 """A volunteer's side of checkpoints: hands frozen states to the process that writes them, and hears what came of it.
 
 async with Checkpointer(plan) as checkpointer:
-    volunteer.checkpoint_with(checkpointer)
+    volunteer = await volunteer_with(workload, run, identity, transport, folder, checkpointer)
     await volunteer.take_part()
 """
 

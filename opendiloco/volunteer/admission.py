@@ -1,4 +1,4 @@
-"""Admission to runs by invitation: the ticket that this machine shows, and those that it has given as an organiser."""
+"""What a machine knows and shows when it enters a run: its ticket, and what was signed of the run before."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from opendiloco.storage.run_folder import RunFolder
 from peers.errors import AdmissionError, RemoteProtocolError, quoted
 from peers.network.channel import PeerUnreachableError
 from peers.network.daemon import peer_id_of
+from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission, refused
 from peers.values.identity import Identity
 from peers.values.private_folders import make_private_folder, open_private
+from peers.values.signed_heads import SignedHeadsError, unpack_heads
 from peers.values.tickets import (
     ANOTHER_TICKET,
     GRACE,
@@ -215,3 +217,35 @@ def _id(text: str) -> bytes:
         if len(found := bytes.fromhex(text)) == ID_BYTES:
             return found
     raise AdmissionError(f"{quoted(text, 40)} is not the id of a ticket.", "`invite list` shows them.")
+
+
+ASK_LIMIT = 5.0  # seconds that a start may wait for nodes that do not answer
+
+
+async def ask_for_signed_heads(
+    transport: HivemindTransport, run: Run, addresses: Sequence[str], folder: RunFolder | None = None
+) -> None:
+    """Learn what a run's archives have signed: from last time, as the folder has it, and from the nodes at the
+    `addresses`. What is heard later is kept in the folder, too."""
+    if folder is not None:
+        _keep_heads(transport, run.run_id, folder)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ASK_LIMIT):
+            await transport.head_store.ask(transport, run.run_id, map(peer_id_of, addresses))
+
+
+def _keep_heads(transport: HivemindTransport, run_id: str, folder: RunFolder) -> None:
+    path = folder.signed_heads
+    try:
+        transport.head_store.take(run_id, unpack_heads(path.read_bytes()))
+    except FileNotFoundError:
+        pass
+    except (OSError, SignedHeadsError) as error:
+        logger.warning("%s is passed over: %s", path, error)
+
+    def keep(run: str, packed: bytes) -> None:
+        if run == run_id:
+            with suppress(OSError):  # others have it, too
+                write_whole(path, [packed])
+
+    transport.head_store.on_news = keep

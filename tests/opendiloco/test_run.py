@@ -18,7 +18,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.run import Run, find_run
 from opendiloco.storage.loading import Checkpoint
-from opendiloco.volunteer.kept_states import Origin
+from opendiloco.volunteer.states import Origin
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
@@ -123,8 +123,8 @@ def test_export_evaluates_on_the_folder_that_it_is_given(
         seen.append(origin.run)
         return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
 
-    monkeypatch.setattr("opendiloco.volunteer.kept_states.find_origin", lambda *_: origin)
-    monkeypatch.setattr("opendiloco.volunteer.kept_states.export_origin", export_origin)
+    monkeypatch.setattr("opendiloco.volunteer.states.find_origin", lambda *_: origin)
+    monkeypatch.setattr("opendiloco.volunteer.states.export_origin", export_origin)
     (tmp_path / "texts").mkdir()
     arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(main, arguments).exit_code == 7  # it opens no folder that only the manifest names
@@ -146,7 +146,7 @@ def test_the_card_names_commands_that_make_the_model_again(
         said.append(command(3))
         return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
 
-    monkeypatch.setattr("opendiloco.volunteer.follower.export_run", export_run)
+    monkeypatch.setattr("opendiloco.volunteer.states.export_run", export_run)
     where = ["--initial-peer", f"/ip4/192.0.2.2/tcp/1/p2p/{Identity.generate().peer_id}"]
     done = CliRunner().invoke(
         main, ["export", "--run", run_id, *where, "--out", str(tmp_path / "out"), "--dtype", dtype]

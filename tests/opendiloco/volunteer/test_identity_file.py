@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.volunteer.identity_file import default_identity_path, hold_identity, load_identity
+from opendiloco.volunteer.identity import default_identity_path, hold_identity, load_identity
 from peers.errors import LocalNetworkError
 
 

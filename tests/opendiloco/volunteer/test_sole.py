@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from opendiloco.volunteer import sole as module
-from opendiloco.volunteer.sole import doubled, listen, listening
+from opendiloco.volunteer import identity as module
+from opendiloco.volunteer.identity import doubled, listen, listening
 from peers.errors import CopiedKeyError
 from peers.log.state import LogState
 from peers.presence.copies import Copies

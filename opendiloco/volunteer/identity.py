@@ -1,20 +1,73 @@
-"""Whether this machine is the only one with its key: an image or a disk that was copied has the identity file, too."""
+"""A machine's identity: the key file that makes it the same peer again, and the check that no other machine has it."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Protocol
 
-from peers.errors import CopiedKeyError, DilocoPeerError
+from peers.errors import CopiedKeyError, DilocoPeerError, LocalNetworkError
 from peers.log.state import LogState
 from peers.presence.copies import Copies
 from peers.presence.heartbeat import Heartbeat
 from peers.values.clock import now
+from peers.values.identity import Identity
+from peers.values.private_folders import make_private_folder
 
 logger = logging.getLogger(__name__)
+
+
+def default_identity_path() -> Path:
+    """`~/.config/diloco-peer/identity.pem`, or where XDG_CONFIG_HOME says."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "diloco-peer" / "identity.pem"
+
+
+def usable_path(path: Path | None) -> Path:
+    """`path`, or the default one, whose folder is made if need be. Raises: LocalNetworkError when it cannot be."""
+    if path is not None:
+        return path
+    path = default_identity_path()
+    try:
+        make_private_folder(path.parent)
+    except OSError as error:
+        raise LocalNetworkError(
+            f"cannot make the folder {path.parent} for the identity file: {error.strerror}.",
+            "Name another file with --identity.",
+        ) from error
+    return path
+
+
+def load_identity(path: Path | None) -> Identity:
+    """The identity in `path`, made if there is none, to sign with. Raises: LocalNetworkError."""
+    return Identity.load_or_create(usable_path(path))
+
+
+@contextmanager
+def hold_identity(path: Path | None) -> Iterator[Identity]:
+    """The identity in `path`, made if there is none, to be a peer with.
+
+    Two peers with one identity would answer for each other, so the file is locked meanwhile.
+
+    Raises: LocalNetworkError when another process holds it, or the file cannot be read or made.
+    """
+    path = usable_path(path)
+    identity = load_identity(path)
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LocalNetworkError(
+                f"the identity {path} is in use by another diloco-peer on this machine.",
+                "Give this one its own: --identity other.pem (it is made if it does not exist).",
+            ) from error
+        yield identity
+
 
 LOOK = 0.5  # seconds between two looks while we say nothing yet
 LOOK_LATER = 2.0  # seconds between two looks afterwards
