@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from opendiloco.workers.control import (
-    ControlChannel,
     ControlMessage,
     EndInnerLoop,
     InnerLoopDone,
@@ -18,6 +17,7 @@ from opendiloco.workers.control import (
     TakeAverage,
 )
 from opendiloco.workers.group import UnderWay, WorkerGroup
+from opendiloco.workers.worker import ControlChannel
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 

@@ -10,7 +10,6 @@ STILL_LARGE = {
     "opendiloco.diloco.DiLoCo",
     "opendiloco.owner.watch.OwnersWatch",
     "opendiloco.training.reference.Member",
-    "opendiloco.workers.inner_loops.InnerLoops",
     "peers.driver.replication.Replication",
     "peers.network.links.Links",
     "peers.network.tls.TlsTransport",

@@ -35,6 +35,7 @@ from opendiloco.volunteer.identity import doubled, listening
 from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, start_workload
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
@@ -181,14 +182,14 @@ async def volunteer_with(
         position = await _resume_from(folder, workload, log)
         lineage = await asyncio.to_thread(log.lineage, position)
         if position.last:
-            await recall_moments(folder, workload.trainer)
+            await _recall_moments(folder, workload.trainer.supervisor)
     keeping = Keeping(await workload.state_digest(), lineage, log, storage)
     driver = Driver(identity, transport, workload, run.settings, keeping)
     driver.be_in_team(team)
     driver.on_snapshot = checkpointer.take
     if journal is not None:
         driver.on_entry = journal.append
-    checkpointer.workers = workload.trainer
+    checkpointer.workers = workload.trainer.supervisor
     if folder is not None and log is not None:
         checkpointer.on_saved = partial(_prune_log, folder, log)
     workload.take_turns(driver, identity.peer_id)
@@ -217,7 +218,7 @@ async def _resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolde
     return position
 
 
-async def recall_moments(folder: RunFolder, workers: WorkerGroup) -> None:
+async def _recall_moments(folder: RunFolder, supervisor: Supervisor) -> None:
     """Have the inner optimizer go on with what this machine kept of it, and say so; or that it begins anew."""
     path = newest_moments(folder.checkpoints, folder.peer_id)
     if path is None:
@@ -225,7 +226,7 @@ async def recall_moments(folder: RunFolder, workers: WorkerGroup) -> None:
         return
     try:
         await asyncio.to_thread(check_moments_file, path)
-        await workers.recall_moments(path, folder.run_id)
+        await supervisor.recall_moments(path, folder.run_id)
     except (SnapshotError, OSError) as error:
         logger.warning("the inner optimizer begins anew, with smaller steps: %s: %s", path, error)
     else:
@@ -362,7 +363,7 @@ class Volunteer:
     def hold(self, held: bool) -> None:
         """Make no inner step while `held`; the peer goes on, and others see a member that is late."""
         if self._workers is not None:
-            self._workers.hold(held)
+            self._workers.supervisor.hold(held)
 
     def leave(self) -> None:
         """Leave politely: a round under way is finished, then the others are told, and `train` returns."""

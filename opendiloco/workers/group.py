@@ -1,4 +1,4 @@
-"""What a volunteer's workers do for the peer process: they train, evaluate, generate and export."""
+"""A volunteer's workers as the peer process uses them: they train, evaluate, generate and export."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import (
+    Answer,
     ControlMessage,
     EndInnerLoop,
     Evaluate,
@@ -34,7 +35,6 @@ from opendiloco.workers.control import (
     TakeAverage,
 )
 from opendiloco.workers.options import AUTO, TEMPERATURE, WorkerOptions, parse_overlap
-from opendiloco.workers.process import Answer
 from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
@@ -62,7 +62,7 @@ class WorkerGroup:
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self.overlap = Overlap(config, options.overlap)
-        self._supervisor = Supervisor(config, options)
+        self.supervisor = Supervisor(config, options)
         self._has_rests = config.streaming.overlap > 0
         self._trainings = 0
 
@@ -74,7 +74,7 @@ class WorkerGroup:
         """
         options = options or WorkerOptions()
         group = cls(config, options)
-        supervisor = group._supervisor
+        supervisor = group.supervisor
         try:
             configured = await supervisor.start()
         except BaseException:
@@ -129,7 +129,7 @@ class WorkerGroup:
             if before is not None and goes_on:
                 before.check_rest()
             try:
-                done = await self._supervisor.ask(command, InnerLoopDone, on_report=under_way.heard)
+                done = await self.supervisor.ask(command, InnerLoopDone, on_report=under_way.heard)
             except DilocoPeerError as error:
                 if under_way.is_known:
                     logger.warning("training after outer step %d has failed in the end: %s", work.index, error.message)
@@ -139,7 +139,7 @@ class WorkerGroup:
                 self.overlap.learn(done)
             return done
 
-        supervisor = self._supervisor
+        supervisor = self.supervisor
         self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), len(self.fragments), on_step, captured)
         request = supervisor.requests.add(carry_out)
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
@@ -159,11 +159,7 @@ class WorkerGroup:
         self._tell(TakeAverage(number=number, fragment=fragment, is_changed=is_changed))
 
     def _tell(self, command: ControlMessage) -> None:
-        self._supervisor.tell(command)
-
-    def hold(self, held: bool) -> None:
-        """Have the workers make no inner step while they are held."""
-        self._supervisor.hold(held)
+        self.supervisor.tell(command)
 
     # The model -------------------------------------------------------------------------------------------------------
     async def evaluate(self, windows: int) -> Evaluated:
@@ -187,39 +183,16 @@ class WorkerGroup:
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
         """Give workers a command, also others in the place of lost ones, when it is its turn. Return the answer."""
-        supervisor = self._supervisor
+        supervisor = self.supervisor
         return await asyncio.shield(supervisor.requests.add(lambda: supervisor.insist(command, answer, workers)))
-
-    # The inner optimizer's state -------------------------------------------------------------------------------------
-    @property
-    def kept_moments(self) -> tuple[Path, str] | None:
-        """The file with the newest moments that this machine has kept, and the run that they are of. New workers in the
-        place of lost ones go on with them."""
-        return self._supervisor.kept_moments
-
-    @kept_moments.setter
-    def kept_moments(self, kept: tuple[Path, str] | None) -> None:
-        self._supervisor.kept_moments = kept
-
-    async def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """See `WorkersMoments.keep`."""
-        await self._supervisor.moments.keep(path, run, index)
-
-    async def recall_moments(self, path: Path, run: str) -> None:
-        """Have the inner optimizer go on with what a file has; new workers in the place of lost ones do so, too.
-
-        Raises: see `WorkersMoments.recall`.
-        """
-        await self._supervisor.moments.recall(path, run)
-        self.kept_moments = path, run
 
     async def wait_for_death(self) -> DilocoPeerError:
         """Return what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
-        return await self._supervisor.wait_for_death()
+        return await self.supervisor.wait_for_death()
 
     async def close(self) -> None:
         """End the workers. Leaves no process behind."""
-        await self._supervisor.close()
+        await self.supervisor.close()
 
 
 class UnderWay:
