@@ -13,6 +13,7 @@ import sys
 import threading
 from typing import IO
 
+from opendiloco.child_processes import child_environment, module_command
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.token_cache import FEW_TOKENS
 
@@ -38,11 +39,11 @@ class Ahead:
         job = json.dumps([self._config.to_manifest_content(), source, shard]).encode() + b"\n"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "opendiloco.data.ahead"],
+                module_command("opendiloco.data.ahead"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=child_environment(),
             )
             _stdin(self._process).write(job)
             _stdin(self._process).flush()  # it stays open: the process ends when it closes

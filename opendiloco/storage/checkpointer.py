@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -21,6 +19,7 @@ from typing import Any, Literal, Protocol, Self
 
 from prometheus_client import Counter
 
+from opendiloco.child_processes import child_environment, last_line, module_command
 from opendiloco.storage.files import kept
 from opendiloco.storage.loading import index_after, metadata_of
 from opendiloco.storage.moments import moments_name
@@ -206,15 +205,14 @@ class Checkpointer:
 
 async def _run_writer(module: str, job: dict[str, Any], *descriptors: int) -> tuple[int, str]:
     """The exit status of a process that does the job, and its last line. Cancelled, it is killed. Raises: OSError."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with signals_held_back():  # Ctrl-C is ours to hear; what is being written has a few seconds more
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", module],
+            *module_command(module),
             pass_fds=descriptors,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env=environment,
+            env=child_environment(),
         )
     try:
         _, said = await process.communicate(json.dumps(job).encode())
@@ -223,5 +221,4 @@ async def _run_writer(module: str, job: dict[str, Any], *descriptors: int) -> tu
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-    lines = said.decode(errors="replace").strip().splitlines()
-    return process.returncode or 0, lines[-1] if lines else ""
+    return process.returncode or 0, last_line(said.decode(errors="replace"))

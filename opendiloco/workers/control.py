@@ -13,17 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from opendiloco.child_processes import child_environment, module_command
 from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
 from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
@@ -577,14 +576,13 @@ class WorkerProcess:
 
 
 async def _spawn(control: int, inherited: Sequence[int], threads: int) -> asyncio.subprocess.Process:
-    """The worker sees the same modules as we do, whatever folder we were started in, and prints to a pipe of ours."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(threads)}
+    """Start a worker that prints to a pipe of ours."""
     with signals_held_back():  # it would be gone before a polite leave could finish the round under way
         return await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", "opendiloco.workers.worker", str(control)],
+            *module_command("opendiloco.workers.worker", str(control)),
             pass_fds=(control, *inherited),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=environment | LOOPBACK_ONLY,
+            env=child_environment(OMP_NUM_THREADS=str(threads), **LOOPBACK_ONLY),
         )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
-import sys
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
+from opendiloco.child_processes import child_environment, module_command
 from opendiloco.errors import DemoError
 from opendiloco.settings.file import without_settings
 
@@ -33,13 +32,12 @@ class Child:
     @classmethod
     async def start(cls, name: str, arguments: list[str], folder: Path) -> Child:
         """In a session of its own, so that Ctrl-C reaches only the demo, which ends it politely."""
-        ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", "opendiloco.cli", *arguments],
+            *module_command("opendiloco.cli", *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=without_settings(os.environ) | ours,
+            env=without_settings(child_environment(PYTHONUNBUFFERED="1")),
             start_new_session=True,
         )
         return cls(name, process, folder / f"{name.replace(' ', '-')}.log")
