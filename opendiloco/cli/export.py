@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import NEW_FOLDER, Place, data_option, place_options, reader
+from opendiloco.cli.options import NEW_FOLDER, Place, data_option, place_options, state_at
 
 if TYPE_CHECKING:
     from opendiloco.model.card import RunFacts
@@ -54,30 +54,27 @@ def command(
 
 
 def export(place: Place, folder: Path, dtype: Dtype, data: tuple[Path, ...] = ()) -> RunFacts:
-    """Write the model from there. Its card names the commands that do so again, without this machine's paths."""
-    import asyncio
-    from dataclasses import replace
+    """Write the model from there. Its card names the commands that do so again, without this machine's paths.
 
-    from opendiloco.volunteer.states import command_line
+    Raises: MachineError when the folder is not new, and as `state_at`.
+    """
+    import asyncio
+
+    from opendiloco.volunteer.states import command_line, export_state, new_folder
 
     options = [] if dtype == "float32" else ["--dtype", dtype]
 
-    def from_folder(outer_steps: int) -> str:
-        return command_line("export", "--from", "FOLDER", "--at", str(outer_steps), options, "--out", "model")
+    def again(outer_steps: int) -> str:
+        kept = command_line("export", "--from", "FOLDER", "--at", str(outer_steps), options, "--out", "model")
+        if place.source is not None:
+            return kept
+        run = ("--run", place.invite().run_id, "--initial-peer", "ADDRESS")
+        newest = command_line("export", run, options, "--out", "model")
+        return f"{newest}  # while outer step {outer_steps} is the newest\n{kept}"
 
-    if place.source is None:
-        from opendiloco.volunteer.states import export_run
+    async def write() -> RunFacts:
+        with new_folder(folder):
+            async with state_at(place, data) as (run, past, workload):
+                return await export_state(run, past, workload, folder, again(past.outer_steps), dtype)
 
-        invite = place.invite()
-        newest = command_line("export", "--run", invite.run_id, "--initial-peer", "ADDRESS", options, "--out", "model")
-
-        def again(outer_steps: int) -> str:
-            return f"{newest}  # while outer step {outer_steps} is the newest\n{from_folder(outer_steps)}"
-
-        with reader(place.identity) as key:
-            return asyncio.run(export_run(invite, folder, key, again, dtype, data, place.own))
-    from opendiloco.volunteer.states import export_origin, find_origin
-
-    origin = find_origin(place.source, place.at, place.manifest, place.own)
-    origin = replace(origin, run=origin.run.with_data(data))
-    return asyncio.run(export_origin(origin, folder, from_folder(origin.index), dtype))
+    return asyncio.run(write())

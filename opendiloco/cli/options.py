@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,6 +21,9 @@ from peers.network.own_network import everywhere
 if TYPE_CHECKING:
     import socket
 
+    from opendiloco.run import Run
+    from opendiloco.volunteer.local_workload import LocalWorkload
+    from opendiloco.volunteer.states import Past
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 
@@ -88,6 +91,23 @@ class Place:
         """Return the run, where it is its peers. Raises: see `parse_run`."""
         assert self.run is not None
         return parse_run(self.run, self.initial_peers)
+
+
+@asynccontextmanager
+async def state_at(place: Place, data: Sequence[Path]) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    """The state from there, with a worker that can evaluate, generate and export it. Raises: what getting it raises."""
+    if place.source is None:
+        from opendiloco.volunteer.states import newest_state
+
+        with reader(place.identity) as key:
+            async with newest_state(place.invite(), key, data, place.own) as found:
+                yield found
+    else:
+        from opendiloco.volunteer.states import find_origin, state_of
+
+        origin = find_origin(place.source, place.at, place.manifest, place.own)
+        async with state_of(replace(origin, run=origin.run.with_data(data))) as found:
+            yield found
 
 
 def place_options(command: Command) -> Command:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import Place, data_option, place_options, reader
+from opendiloco.cli.options import Place, data_option, place_options, state_at
 from opendiloco.workers.options import TEMPERATURE
-
-if TYPE_CHECKING:
-    from opendiloco.run import Run
-    from opendiloco.volunteer.local_workload import LocalWorkload
-    from opendiloco.volunteer.states import Past
 
 
 @click.command(short_help="Print how the run's model continues a prompt.")
@@ -83,20 +74,3 @@ def command(
                 click.echo(prompt + await workload.trainer.generate(prompt, tokens, seed + number, temperature))
 
     asyncio.run(write())
-
-
-@asynccontextmanager
-async def state_at(place: Place, data: Sequence[Path]) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """The state from there. Raises: what getting it raises."""
-    if place.source is None:
-        from opendiloco.volunteer.states import newest_state
-
-        with reader(place.identity) as key:
-            async with newest_state(place.invite(), key, data, place.own) as found:
-                yield found
-    else:
-        from opendiloco.volunteer.states import find_origin, state_of
-
-        origin = find_origin(place.source, place.at, place.manifest, place.own)
-        async with state_of(replace(origin, run=origin.run.with_data(data))) as found:
-            yield found

@@ -81,11 +81,11 @@ async def enter(
     for address in addresses:
         with suppress(PeerUnreachableError, RemoteProtocolError):
             await transport.admissions.exchange(transport, run.run_id, peer_id_of(address))
-    show_ticket(admission, key.peer_id, folder.path / TICKET_FILE if folder else None, ticket)
+    _show_ticket(admission, key.peer_id, folder.path / TICKET_FILE if folder else None, ticket)
     return admission
 
 
-def show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> None:
+def _show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> None:
     """Show a ticket in our heartbeats, or the one that was `kept` last time. Raises: AdmissionError."""
     admission.ticket = _shown(admission, me, kept, ticket)
     _check(admission, me)

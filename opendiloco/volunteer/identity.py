@@ -6,23 +6,25 @@ import asyncio
 import fcntl
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from peers.errors import CopiedKeyError, DilocoPeerError, LocalNetworkError
-from peers.log.state import LogState
-from peers.presence.copies import Copies
 from peers.presence.heartbeat import Heartbeat
 from peers.values.clock import now
 from peers.values.identity import Identity
 from peers.values.private_folders import make_private_folder
 
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
+    from peers.protocol.peer import Peer
+
 logger = logging.getLogger(__name__)
 
 
-def default_identity_path() -> Path:
+def _default_path() -> Path:
     """`~/.config/diloco-peer/identity.pem`, or where XDG_CONFIG_HOME says."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "diloco-peer" / "identity.pem"
@@ -32,7 +34,7 @@ def usable_path(path: Path | None) -> Path:
     """`path`, or the default one, whose folder is made if need be. Raises: LocalNetworkError when it cannot be."""
     if path is not None:
         return path
-    path = default_identity_path()
+    path = _default_path()
     try:
         make_private_folder(path.parent)
     except OSError as error:
@@ -73,20 +75,8 @@ LOOK = 0.5  # seconds between two looks while we say nothing yet
 LOOK_LATER = 2.0  # seconds between two looks afterwards
 
 
-class Heard(Protocol):
-    @property
-    def copies(self) -> Copies: ...
-
-
-class ListeningTransport(Protocol):
-    peer_id: str
-
-    async def heartbeats(self, run_id: str) -> list[Heartbeat]: ...
-    def whereabouts_of(self, run_id: str) -> Heard: ...
-
-
 @asynccontextmanager
-async def listening(transport: ListeningTransport, run_id: str) -> AsyncIterator[asyncio.Task[None]]:
+async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[asyncio.Task[None]]:
     """Begin to listen, beside what else there is to do before we say anything of ourselves.
 
     Yields what is to be waited for before that; it raises CopiedKeyError.
@@ -99,7 +89,7 @@ async def listening(transport: ListeningTransport, run_id: str) -> AsyncIterator
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def listen(transport: ListeningTransport, run_id: str) -> None:
+async def listen(transport: HivemindTransport, run_id: str) -> None:
     """Listen until it is certain that nobody speaks with our key: at once, if nobody did a moment ago.
 
     Raises: CopiedKeyError when somebody does.
@@ -112,37 +102,28 @@ async def listen(transport: ListeningTransport, run_id: str) -> None:
             has_told = True
         await asyncio.sleep(LOOK)
         await transport.heartbeats(run_id)
-        check(transport, run_id)
+        if (other := copies.living(now())) is not None:
+            raise _copied(transport.peer_id, other)
 
 
-def check(transport: ListeningTransport, run_id: str) -> None:
-    """Raises: CopiedKeyError when another machine certainly speaks with our key."""
-    if (other := transport.whereabouts_of(run_id).copies.living(now())) is not None:
-        raise copied(transport.peer_id, other)
-
-
-async def doubled(
-    transport: ListeningTransport, run_id: str, incarnation: Callable[[], int], log: Callable[[], LogState]
-) -> DilocoPeerError:
+async def doubled(transport: HivemindTransport, run_id: str, peer: Peer) -> DilocoPeerError:
     """Wait for as long as we may go on beside another machine that speaks with our key, should there be one; returns
     the error to end with.
 
     Of two that began at once, neither heard of the other before, so one must go, and the same one as both see it:
-    whoever has no say in the log's next entry; if neither has, the one with the smaller `incarnation`, which is ours.
+    the one that has no say in the log's next entry; if neither has, the one with the smaller incarnation.
     """
-    me = transport.peer_id
     while True:
         await asyncio.sleep(LOOK_LATER)
         other = transport.whereabouts_of(run_id).copies.living(now())
         if other is None:
             continue
-        ours = incarnation()
-        counts, others_counts = log().counts(me, ours), log().counts(me, other.incarnation)
-        if others_counts or (not counts and ours < other.incarnation):
-            return copied(me, other)
+        counts, others_counts = (peer.log.counts(peer.me, one.incarnation) for one in (peer, other))
+        if others_counts or (not counts and peer.incarnation < other.incarnation):
+            return _copied(peer.me, other)
 
 
-def copied(me: str, other: Heartbeat) -> CopiedKeyError:
+def _copied(me: str, other: Heartbeat) -> CopiedKeyError:
     """Return what to end with beside another machine that has our key."""
     where = f", reached at {other.addresses[0]}" if other.addresses else ""
     return CopiedKeyError(

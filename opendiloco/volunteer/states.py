@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,26 +107,6 @@ async def newest_state(
             raise nobody_trains(run.run_id)
         async with working(run) as workload:
             yield run, past_of(run, await fetch_state(run, transport, workload)), workload
-
-
-async def export_run(
-    invite: Invite,
-    folder: Path,
-    key: Identity,
-    command: Callable[[int], str],
-    dtype: Dtype = "float32",
-    data: Sequence[Path] = (),
-    own: OwnFiles = NONE,
-) -> RunFacts:
-    """Write the newest state of a run as a model folder; returns what its card says. See `newest_state`.
-
-    The card says that the `command`, which depends on how many outer steps were taken, makes it.
-
-    Raises: MachineError when the folder is not new, and as `newest_state`.
-    """
-    with new_folder(folder):
-        async with newest_state(invite, key, data, own) as (run, past, workload):
-            return await export_state(run, past, workload, folder, command(past.outer_steps), dtype)
 
 
 @contextmanager
@@ -255,16 +235,6 @@ async def state_of(origin: Origin) -> AsyncIterator[tuple[Run, Past, LocalWorklo
     """
     async with working(origin.run) as workload:
         yield origin.run, await origin.bring(workload), workload
-
-
-async def export_origin(origin: Origin, folder: Path, command: str = "", dtype: Dtype = "float32") -> RunFacts:
-    """Write a model into a new folder; returns what its card says.
-
-    Raises: MachineError when the folder is not new, and as `state_of`.
-    """
-    with new_folder(folder):
-        async with state_of(origin) as (run, past, workload):
-            return await export_state(run, past, workload, folder, command, dtype)
 
 
 def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:

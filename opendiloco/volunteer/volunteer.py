@@ -284,7 +284,7 @@ class Volunteer:
         ends = [
             self._workload.trainer.wait_for_death(),
             self._transport.failure(),
-            doubled(self._transport, self.run.run_id, lambda: peer.incarnation, lambda: peer.log),
+            doubled(self._transport, self.run.run_id, peer),
         ]
         if self._admission is not None:
             ends.append(shown_out(self._admission, peer.me))

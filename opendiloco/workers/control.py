@@ -423,8 +423,9 @@ class WorkerProcess:
         self.name = "the worker"
         self._on_stage = on_stage
         self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
-        self._moments_replies: asyncio.Queue[MomentsMoved | None] = asyncio.Queue()
-        self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
+        self._moments_replies: asyncio.Queue[Reply | None] = asyncio.Queue()
+        self.death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
+        """What to raise once the worker is dead."""
         self._process = process
         self._output = _LastWords()
         self._is_ended = False
@@ -458,7 +459,7 @@ class WorkerProcess:
         """
         self.write(command)
         while True:
-            reply = await self._next_reply()
+            reply = await self._next(self._replies)
             if isinstance(reply, Report):
                 on_report(reply)
             elif isinstance(reply, Failed):
@@ -474,16 +475,10 @@ class WorkerProcess:
         Raises: SnapshotError when they cannot be moved; WorkerError when it dies.
         """
         self.write(command)
-        reply = await self._moments_replies.get()
-        if reply is None:
-            self._moments_replies.put_nowait(None)
-            raise self._death.result()
+        reply = await self._next(self._moments_replies)
+        assert isinstance(reply, MomentsMoved)
         if reply.problem is not None:
             raise SnapshotError(reply.problem)
-
-    async def wait_for_death(self) -> DilocoPeerError:
-        """Returns what to raise once the worker is dead."""
-        return await asyncio.shield(self._death)
 
     def kill(self) -> None:
         """End the worker at once, without waiting for its end."""
@@ -518,16 +513,17 @@ class WorkerProcess:
 
     def _end(self, death: DilocoPeerError) -> None:
         """The worker is dead: `death` is what everybody gets who waits for it."""
-        if not self._death.done():
-            self._death.set_result(death)
+        if not self.death.done():
+            self.death.set_result(death)
             self._replies.put_nowait(None)
             self._moments_replies.put_nowait(None)
 
-    async def _next_reply(self) -> Reply:
-        reply = await self._replies.get()
+    async def _next(self, replies: asyncio.Queue[Reply | None]) -> Reply:
+        """Return the next reply. Raises: what says how the worker has died."""
+        reply = await replies.get()
         if reply is None:
-            self._replies.put_nowait(None)
-            raise self._death.result()
+            replies.put_nowait(None)  # for the next one that waits
+            raise self.death.result()
         return reply
 
     async def _ended(self) -> None:

@@ -188,7 +188,7 @@ class WorkerGroup:
 
     async def wait_for_death(self) -> DilocoPeerError:
         """Return what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
-        return await self.supervisor.wait_for_death()
+        return await asyncio.shield(self.supervisor.death)
 
     async def close(self) -> None:
         """End the workers. Leaves no process behind."""

@@ -77,10 +77,10 @@ class Supervisor:
         """The file with the newest moments that this machine has kept, and the run that they are of. New workers in the
         place of lost ones go on with them."""
         self.pool = _WorkerPool(self.memory_descriptor)
+        self.death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
+        """What to raise once the workers are dead, and none take their place."""
         self._config = config
         self._options = options
-        self._watching: asyncio.Task[None] | None = None
-        self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         self._micro_batch = 0
         self._may_go_on = False  # whether the present workers have carried out a training
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
@@ -103,16 +103,12 @@ class Supervisor:
         self._is_held = held
         self.tell(Hold(held=held))
 
-    async def wait_for_death(self) -> DilocoPeerError:
-        """Return what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
-        return await asyncio.shield(self._death)
-
     async def close(self) -> None:
         """End the workers. Leaves no process behind."""
         self._is_closing = True
-        await self._end_workers()
+        await self.pool.close()
         await self.requests.idle()
-        await self._end_workers()  # what a request had started meanwhile
+        await self.pool.close()  # what a request had started meanwhile
         if self.memory_descriptor >= 0:
             os.close(self.memory_descriptor)
             self.memory_descriptor = -1
@@ -126,13 +122,20 @@ class Supervisor:
         """
         if self._is_closing:
             raise WorkerError("no workers are wanted any more.")
-        self.pool, self._may_go_on = _WorkerPool(self.memory_descriptor), False
+        pool = self.pool = _WorkerPool(self.memory_descriptor)
+        self._may_go_on = False
+
+        def died(death: asyncio.Future[DilocoPeerError]) -> None:
+            if not pool.is_over:
+                self._lose(death.result())
+
         start_up = _StartUp(self._lose)
-        await self.pool.start(self._options, start_up)
-        self._watching = asyncio.create_task(self._watch(self.workers))
+        await pool.start(self._options, start_up)
+        for worker in pool.workers:
+            worker.death.add_done_callback(died)
         if self._is_held:
             self.hold(True)
-        commands = self.pool.commands(self._config, self._options, fresh)
+        commands = pool.commands(self._config, self._options, fresh)
         try:
             answers = await self._exchange(commands, Configured)
         except _CompilerHangError as error:
@@ -149,23 +152,15 @@ class Supervisor:
 
     async def _start_again(self) -> Configured:
         """Start workers in the place of others, which have put the initial theta where it belongs."""
-        await self._end_workers()
+        await self.pool.close()
         self._lost = None
         return await self.start(fresh=False)
 
-    async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
-        deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
-        try:
-            done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
-            self._lose(next(iter(done)).result())
-        finally:
-            for death in deaths:
-                death.cancel()
-            await asyncio.gather(*deaths, return_exceptions=True)
-
     def _lose(self, error: DilocoPeerError) -> None:
         """Give up the present workers. The next request starts others, unless that was too often already."""
-        self._lost = self._lost or error
+        if self._lost is not None:
+            return
+        self._lost = error
         HEALTH.failing("workers", error.message)
         self.pool.kill()
         can_be_got_round = isinstance(self._lost, _CompilerHangError)  # by not compiling
@@ -174,14 +169,8 @@ class Supervisor:
 
     def _die(self, error: DilocoPeerError) -> None:
         self.pool.kill()
-        if not self._death.done():
-            self._death.set_result(error)
-
-    async def _end_workers(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
-        await self.pool.close()
+        if not self.death.done():
+            self.death.set_result(error)
 
     # Commands --------------------------------------------------------------------------------------------------------
     async def insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
@@ -337,7 +326,7 @@ class Supervisor:
         """Return once all of them have ended. Raises: what one of them does."""
         moved = await asyncio.gather(*moves, return_exceptions=True)
         problems = [said for said in moved if isinstance(said, BaseException)]
-        if problems and isinstance(problems[0], WorkerDeathError) and not self._death.done():
+        if problems and isinstance(problems[0], WorkerDeathError) and not self.death.done():
             raise SnapshotError("the worker is gone")  # another takes its place
         if problems:
             raise problems[0]
@@ -352,7 +341,8 @@ class _WorkerPool:
         self._listener = self._port = 0  # where they meet: the first one's descriptor, and the port
         self._devices: list[str] = []
         self._threads = 1
-        self._is_over = False
+        self.is_over = False
+        """Whether the end of its workers is no loss."""
 
     async def start(self, options: WorkerOptions, start_up: _StartUp) -> None:
         """Start as many workers as this machine has devices; the first, which is there in any case, counts its GPUs.
@@ -364,7 +354,7 @@ class _WorkerPool:
             threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # at most
             first = await WorkerProcess.start((self._memory, self._listener), threads, start_up.heard_of_first)
         self.workers.append(first)
-        if self._is_over:
+        if self.is_over:
             raise WorkerError("no workers are wanted any more.")
         gpus = 0
         if needs_gpu_count(options):
@@ -410,7 +400,7 @@ class _WorkerPool:
 
     async def close(self) -> None:
         """End the workers. Leaves no process behind."""
-        self._is_over = True
+        self.is_over = True
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -18,10 +20,23 @@ from opendiloco.model.card import RunFacts
 from opendiloco.model.export import Dtype
 from opendiloco.run import Run, find_run
 from opendiloco.storage.loading import Checkpoint
-from opendiloco.volunteer.states import Origin
+from opendiloco.volunteer.states import Origin, Past
 from peers.errors import ManifestError, SwarmUnreachableError
+from peers.log.header import Header
 from peers.values.identity import Identity
-from peers.values.manifest import Invite, SignedManifest
+from peers.values.manifest import SignedManifest
+
+FACTS = RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
+
+
+async def export_state(*arguments: object) -> RunFacts:
+    """Write nothing."""
+    return FACTS
+
+
+def after_outer_steps(number: int) -> Header:
+    """Return the last of so many entries, of which nothing but their number is asked."""
+    return cast(Header, SimpleNamespace(index=number - 1))
 
 
 class Network:
@@ -119,12 +134,14 @@ def test_export_evaluates_on_the_folder_that_it_is_given(
     run, seen = Run.sign(small_config, Identity.generate()), list[Run]()
     origin = Origin(run, cast(Checkpoint, None), 3, tmp_path, tmp_path)
 
-    async def export_origin(origin: Origin, folder: Path, command: str, dtype: Dtype) -> RunFacts:
+    @asynccontextmanager
+    async def state_of(origin: Origin) -> AsyncIterator[tuple[Run, Past, None]]:
         seen.append(origin.run)
-        return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
+        yield origin.run, Past(None), None
 
     monkeypatch.setattr("opendiloco.volunteer.states.find_origin", lambda *_: origin)
-    monkeypatch.setattr("opendiloco.volunteer.states.export_origin", export_origin)
+    monkeypatch.setattr("opendiloco.volunteer.states.state_of", state_of)
+    monkeypatch.setattr("opendiloco.volunteer.states.export_state", export_state)
     (tmp_path / "texts").mkdir()
     arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(main, arguments).exit_code == 7  # it opens no folder that only the manifest names
@@ -138,15 +155,19 @@ def test_the_card_names_commands_that_make_the_model_again(
     small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, options: str
 ) -> None:
     """Regression: there was no address in the command, so that it could not be used, and no outer step."""
-    run_id, said = Run.sign(small_config, Identity.generate()).run_id, list[str]()
+    run, said = Run.sign(small_config, Identity.generate()), list[str]()
+    run_id = run.run_id
 
-    async def export_run(
-        invite: Invite, folder: Path, key: Identity, command: Callable[[int], str], *options: object
-    ) -> RunFacts:
-        said.append(command(3))
-        return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
+    @asynccontextmanager
+    async def newest_state(*place: object) -> AsyncIterator[tuple[Run, Past, None]]:
+        yield run, Past(after_outer_steps(3)), None
 
-    monkeypatch.setattr("opendiloco.volunteer.states.export_run", export_run)
+    async def noted(run: Run, past: Past, workload: None, folder: Path, command: str, dtype: Dtype) -> RunFacts:
+        said.append(command)
+        return FACTS
+
+    monkeypatch.setattr("opendiloco.volunteer.states.newest_state", newest_state)
+    monkeypatch.setattr("opendiloco.volunteer.states.export_state", noted)
     where = ["--initial-peer", f"/ip4/192.0.2.2/tcp/1/p2p/{Identity.generate().peer_id}"]
     done = CliRunner().invoke(
         main, ["export", "--run", run_id, *where, "--out", str(tmp_path / "out"), "--dtype", dtype]

@@ -72,6 +72,7 @@ class Played(WorkerProcess):
         self.on_stage = on_stage
         self.configured: Configure
         self.ended = asyncio.Event()
+        self.death = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def start(cls, inherited: Sequence[int], threads: int, on_stage: Watch = quiet) -> Played:
@@ -98,7 +99,7 @@ class Played(WorkerProcess):
         await asyncio.sleep(0)  # until all have been given it
         if self.request in self.deaths:
             if self.deaths[self.request] == self.configured.rank:
-                self.ended.set()
+                self.kill()
             await self.ended.wait()
             raise WorkerDeathError("killed by SIGKILL.")
         if (self.configured.options.micro_batch or 0) <= self.windows:
@@ -116,12 +117,10 @@ class Played(WorkerProcess):
     async def rest(command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
         """Take the inner steps that are left when all fragments are stored: none."""
 
-    async def wait_for_death(self) -> WorkerError:
-        await self.ended.wait()
-        return WorkerDeathError("killed by SIGKILL.")
-
     def kill(self) -> None:
         self.ended.set()
+        if not self.death.done():
+            self.death.set_result(WorkerDeathError("killed by SIGKILL."))
 
     async def close(self) -> None:
         self.kill()
@@ -168,7 +167,7 @@ def test_the_first_time_all_start_again_with_half_the_micro_batch(
         ]
         assert [one.ended.is_set() for one in Played.all] == [True, True, False, False]
         assert group.vectors.theta.tolist() == [7] * 4
-        assert not group.supervisor._death.done()
+        assert not group.supervisor.death.done()
         await group.close()
 
     with caplog.at_level(logging.WARNING):
@@ -206,7 +205,7 @@ def test_lost_workers_are_started_again_and_train_from_where_they_began(
             assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 8
         assert [one.ended.is_set() for one in Played.all] == [True] * 8 + [False] * 2
-        assert not group.supervisor._death.done()
+        assert not group.supervisor.death.done()
         await group.close()
 
     with caplog.at_level(logging.WARNING):
@@ -231,9 +230,9 @@ def test_workers_that_are_lost_too_often_are_given_up(small_config: RunConfig) -
 def test_workers_that_die_while_nobody_needs_them_are_replaced_when_somebody_does(small_config: RunConfig) -> None:
     async def story() -> None:
         group = await started(small_config, windows=100, restarts=1)
-        Played.all[1].ended.set()
+        Played.all[1].kill()
         await Played.all[0].ended.wait()  # the group kills the other
-        assert not group.supervisor._death.done()
+        assert not group.supervisor.death.done()
         assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert len(Played.all) == 4
         await group.close()
@@ -285,7 +284,7 @@ def test_evaluation_that_runs_out_of_memory_is_done_again_with_half_as_many_wind
         group = await started(small_config, windows=4)
         assert (await group.evaluate(16)).loss == 2.0
         assert [one.configured.options.micro_batch for one in Played.all] == [100, 100, 4, 4]
-        assert not group.supervisor._death.done()
+        assert not group.supervisor.death.done()
         await group.close()
 
     asyncio.run(asyncio.wait_for(story(), 30))
@@ -335,7 +334,7 @@ def test_memory_that_runs_out_while_workers_start_again_is_not_the_end(
         left[0] = failures
         with pytest.raises(WorkersRestartedError if survives else DeviceMemoryError):
             await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
-        assert group.supervisor._death.done() != survives
+        assert group.supervisor.death.done() != survives
         assert Played.all[-1].configured.options.micro_batch == 4
         await group.close()
 
@@ -368,7 +367,7 @@ def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_whil
             with pytest.raises(WorkersRestartedError):
                 await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
             assert len(Played.all) == 6
-        assert not group.supervisor._death.done()
+        assert not group.supervisor.death.done()
         assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
         assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
