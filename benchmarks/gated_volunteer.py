@@ -25,7 +25,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.volunteer.volunteer import volunteer_with, working
+from opendiloco.volunteer.local_workload import working
+from opendiloco.volunteer.volunteer import volunteer_with
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.network.transport import HivemindTransport

@@ -206,8 +206,8 @@ async def following_state(
     run: Run, transport: HivemindTransport, plan: FollowPlan, retry: Retrying
 ) -> AsyncIterator[tuple[ReplicatedState, LocalWorkload | None]]:
     """The state, and what can evaluate and export it: a worker, which is started only for that."""
+    from opendiloco.volunteer.local_workload import working
     from opendiloco.volunteer.tracking import state_for
-    from opendiloco.volunteer.volunteer import working
 
     if plan.needs_model:
         async with working(run) as workload:

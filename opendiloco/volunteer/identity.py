@@ -90,9 +90,9 @@ async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[
 
 
 async def listen(transport: HivemindTransport, run_id: str) -> None:
-    """Listen until it is certain that nobody speaks with our key: at once, if nobody did a moment ago.
+    """Listen until it is certain that no other machine has our key: at once, if none was heard a moment ago.
 
-    Raises: CopiedKeyError when somebody does.
+    Raises: CopiedKeyError when another one has it.
     """
     copies, has_told = transport.whereabouts_of(run_id).copies, False
     await transport.heartbeats(run_id)

@@ -24,8 +24,8 @@ from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_manifest
 from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import ask_for_signed_heads
-from opendiloco.volunteer.local_workload import LocalWorkload
-from opendiloco.volunteer.volunteer import connected, working
+from opendiloco.volunteer.local_workload import LocalWorkload, working
+from opendiloco.volunteer.volunteer import connected
 from peers.errors import ManifestError
 from peers.log.chain import Chain
 from peers.log.files import ENTRIES, read_chain

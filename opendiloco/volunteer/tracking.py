@@ -126,7 +126,7 @@ class StateTracker:
         """A snapshot first, then every state up to the one after `last` outer steps; disagreements when they are found.
 
         Where what follows cannot be had, or the run went on with another lineage, it begins anew with a snapshot. When
-        nobody is there it waits.
+        no peer is there it waits.
         """
         await self._retry(self._following.begin)
         is_snapshot = True
@@ -172,7 +172,7 @@ class StateTracker:
 
 
 class Retrying:
-    """Tries again, every `seconds`, what only needs somebody to be there; says once that it waits."""
+    """Attempts that are repeated every `seconds` for as long as no peer is there; the log says so once."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -197,7 +197,7 @@ class Retrying:
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:
     """Room for the run's state, without building its model: its size is what most peers say, unless the run does.
 
-    Raises: SwarmUnreachableError when nobody says, MachineError when there is not so much memory.
+    Raises: SwarmUnreachableError when no peer says, MachineError when there is not so much memory.
     """
     fragments = run.config.streaming.fragments
     size = await Donors(transport, run.settings.empty_log).state_size()

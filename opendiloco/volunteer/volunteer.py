@@ -32,15 +32,13 @@ from opendiloco.view.progress import CHECKING, FINDING, Fragments, OwnFacts, Pro
 from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, shown_out
 from opendiloco.volunteer.identity import doubled, listening
-from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, start_workload
+from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, working
 from opendiloco.workers.group import WorkerGroup
-from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
 from peers.driver.driver import Driver
 from peers.driver.keeping import Keeping
 from peers.errors import DilocoPeerError
-from peers.health import HEALTH
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.network.findable import keep_findable
@@ -64,7 +62,6 @@ from peers.values.workload import SnapshotError
 logger = logging.getLogger(__name__)
 
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
-NO_TRAINING = WorkerOptions(trains=False, threads=None)
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
 LISTEN_SECONDS = 2.0
@@ -406,15 +403,3 @@ async def connected(
         yield transport
     finally:
         await transport.close()
-
-
-@asynccontextmanager
-async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
-    """The run's workload with workers of its own, which end with the context. Raises: DilocoPeerError."""
-    workload = await start_workload(run.config, options)
-    workload.trainer.reads_runs_text = run.has_runs_text
-    try:
-        yield workload
-    finally:
-        HEALTH.over("workers")
-        await workload.trainer.close()

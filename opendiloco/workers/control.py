@@ -213,7 +213,6 @@ class Configured(ControlMessage):
 
     kind: Literal["configured"] = "configured"
     parameters: int
-    tokens_per_sample: int
     device: str
     device_name: str
     flops_per_token: float | None
@@ -446,7 +445,7 @@ class WorkerProcess:
         return worker
 
     def write(self, message: ControlMessage) -> None:
-        """What is written to a dead worker is lost without an error; its death is what the caller then waits for."""
+        """Send a message. To a dead worker it is lost without an error: the caller hears of the death."""
         if not self._writer.is_closing():
             self._writer.write(message.line())
 
@@ -483,6 +482,9 @@ class WorkerProcess:
     def kill(self) -> None:
         """End the worker at once, without waiting for its end."""
         self._is_ended = True
+        self._kill()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -512,7 +514,7 @@ class WorkerProcess:
             self._replies.put_nowait(reply)
 
     def _end(self, death: DilocoPeerError) -> None:
-        """The worker is dead: `death` is what everybody gets who waits for it."""
+        """Take in that the worker is dead, and why: pass that on to all that wait for it."""
         if not self.death.done():
             self.death.set_result(death)
             self._replies.put_nowait(None)
@@ -527,8 +529,8 @@ class WorkerProcess:
         return reply
 
     async def _ended(self) -> None:
-        """Return once the process has ended. Some versions of asyncio also wait for whoever else holds its output, such
-        as a compiler that it called and that hangs."""
+        """Return once the process has ended. Some versions of asyncio also wait for other processes that hold its
+        output, such as a compiler that it called and that hangs."""
         while self._process.returncode is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), LOOK_SECONDS)
@@ -545,12 +547,10 @@ class WorkerProcess:
         except ConnectionError:  # it has ended before it read all that we said
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill()
         except (ValidationError, ValueError) as error:
             self._output.heard(f"control channel: {error}")
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self._kill()
         await self._ended()
         await asyncio.wait([output], timeout=CLOSE_SECONDS)
         self._end(self._describe_death())

@@ -35,7 +35,7 @@ from opendiloco.workers.control import (
     TakeAverage,
 )
 from opendiloco.workers.options import AUTO, TEMPERATURE, WorkerOptions, parse_overlap
-from opendiloco.workers.supervisor import Supervisor
+from opendiloco.workers.supervisor import Supervisor, WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
@@ -51,29 +51,31 @@ class WorkerGroup:
 
     vectors: SharedVectors
     fragments: Sequence[slice]
-    tokens_per_sample: int
     device: str
     telemetry: Telemetry
     held_out_digest: str
-    bytes_per_token: float
     reads_runs_text = True
-    """See `Run.has_runs_text`."""
+    bytes_per_token: float
     under_way: UnderWay | None = None  # the newest training
 
-    def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
+    def __init__(self, config: RunConfig, options: WorkerOptions, reads_runs_text: bool) -> None:
+        self.reads_runs_text = reads_runs_text
         self.overlap = Overlap(config, options.overlap)
         self.supervisor = Supervisor(config, options)
         self._has_rests = config.streaming.overlap > 0
         self._trainings = 0
 
     @classmethod
-    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> WorkerGroup:
-        """Start workers, and have them build model and data: seconds, mostly imports.
+    async def start(
+        cls, config: RunConfig, options: WorkerOptions | None = None, reads_runs_text: bool = True
+    ) -> WorkerGroup:
+        """Start workers, and have them build model and data: seconds, mostly imports. For `reads_runs_text` see
+        `Run.has_runs_text`.
 
         Raises: see `Supervisor.start`.
         """
         options = options or WorkerOptions()
-        group = cls(config, options)
+        group = cls(config, options, reads_runs_text)
         supervisor = group.supervisor
         try:
             configured = await supervisor.start()
@@ -82,7 +84,6 @@ class WorkerGroup:
             raise
         group.vectors = SharedVectors(supervisor.memory_descriptor, configured.parameters)
         group.fragments = [slice(*part) for part in configured.fragments]
-        group.tokens_per_sample = configured.tokens_per_sample
         group.device = supervisor.pool.device
         group.held_out_digest = configured.held_out_digest
         group.bytes_per_token = configured.bytes_per_token
@@ -121,10 +122,6 @@ class WorkerGroup:
             number = 0 if under_way.is_known else step.inner_step
             on_progress(Progress(number, step.loss, step.tokens_per_second))
 
-        async def captured(fragment: int) -> None:
-            if fragment < len(self.fragments) - 1:
-                await on_captured(fragment)
-
         async def carry_out() -> InnerLoopDone:
             if before is not None and goes_on:
                 before.check_rest()
@@ -139,8 +136,8 @@ class WorkerGroup:
                 self.overlap.learn(done)
             return done
 
-        supervisor = self.supervisor
-        self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), len(self.fragments), on_step, captured)
+        supervisor, fragments = self.supervisor, len(self.fragments)
+        self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), fragments, on_step, on_captured)
         request = supervisor.requests.add(carry_out)
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         if not self._has_rests:
@@ -148,7 +145,7 @@ class WorkerGroup:
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:
-        """Have workers leave their last inner steps: they may wait for averages that nobody will tell them of."""
+        """Have workers leave their last inner steps, which may wait for averages that never come."""
         if self.under_way is not None and self.under_way.has_rest:
             self._tell(EndInnerLoop(number=self._trainings))
 
@@ -167,7 +164,7 @@ class WorkerGroup:
         return await self._insist(Evaluate(windows=windows), Evaluated)
 
     async def held_out(self, section: EvaluationSection) -> HeldOut:
-        """Return theta's loss on held-out windows: as many as the manifest says, whoever asks."""
+        """Return theta's loss on held-out windows: as many as the manifest says."""
         is_runs_text = self.reads_runs_text and section.digest in (None, self.held_out_digest)
         return HeldOut((await self.evaluate(section.windows)).loss, is_runs_text)
 
@@ -183,8 +180,13 @@ class WorkerGroup:
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
         """Give workers a command, also others in the place of lost ones, when it is its turn. Return the answer."""
-        supervisor = self.supervisor
-        return await asyncio.shield(supervisor.requests.add(lambda: supervisor.insist(command, answer, workers)))
+
+        async def ask() -> Answer:
+            while True:
+                with suppress(WorkersRestartedError):
+                    return await self.supervisor.ask(command, answer, workers)
+
+        return await asyncio.shield(self.supervisor.requests.add(ask))
 
     async def wait_for_death(self) -> DilocoPeerError:
         """Return what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
@@ -196,9 +198,10 @@ class WorkerGroup:
 
 
 class UnderWay:
-    """One training as the peer process sees it: what workers report meanwhile, and what comes of it.
+    """One training as the peer process sees it: the reports of its workers, and its outcome.
 
-    Passes on what `workers()` workers report: to `on_captured` each of the `fragments` that all of them have stored.
+    Passes on what `workers()` workers report: to `on_captured` each of the `fragments` that all of them have stored,
+    but the last one, with which the training is known.
 
     What is trained is known once that is so of all fragments. Workers may still have inner steps to take: the *rest*.
     """
@@ -247,8 +250,8 @@ class UnderWay:
             self._captures.add(asyncio.create_task(self._capture(report)))
 
     async def outcome(self, request: asyncio.Task[InnerLoopDone], stop: Callable[[], None]) -> FragmentStored:
-        """Return what comes of the request to train, as soon as whatever is captured is taken. When that is cancelled
-        or fails, `stop` has the workers stop, and this waits until they have."""
+        """Return what the request has trained, once all that was captured is taken. When it is cancelled or fails,
+        call `stop`, which has the workers stop, and wait until they have."""
         self._request = request
         try:
             ended: list[asyncio.Future[Any]] = [request, self._news]
@@ -271,8 +274,9 @@ class UnderWay:
 
     async def _capture(self, stored: FragmentStored) -> None:
         try:
-            await self._on_captured(stored.fragment)
-        except Exception as error:  # raised by whoever waits for the outcome
+            if stored.fragment < self._fragments - 1:
+                await self._on_captured(stored.fragment)
+        except Exception as error:  # raised by `outcome`
             self._errors.append(error)
         if stored.fragment == self._fragments - 1:
             self._last = stored

@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -173,12 +172,6 @@ class Supervisor:
             self.death.set_result(error)
 
     # Commands --------------------------------------------------------------------------------------------------------
-    async def insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Ask again, for as long as new workers take the place of lost ones. Raises: as `ask`."""
-        while True:
-            with suppress(WorkersRestartedError):
-                return await self.ask(command, answer, workers)
-
     async def ask(
         self,
         command: ControlMessage,
@@ -189,7 +182,7 @@ class Supervisor:
         """Give all workers, or only the first, a command, and return the first one's answer.
 
         This is the one place that decides what becomes of workers that fail. Lost ones are replaced, also those that
-        died while nobody needed them; the count of restarts begins anew with each training that ends well, and, where
+        died between two requests; the count of restarts begins anew with each training that ends well, and, where
         nothing is trained, with each answer.
 
         Raises: WorkersRestartedError when they were lost, or short of memory, in this request, and others have been

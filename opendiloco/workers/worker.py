@@ -76,7 +76,7 @@ def _serve(channel: ControlChannel) -> None:
         began = time.monotonic()
         command = channel.commands.get()
         if worker is not None:
-            worker.idled(time.monotonic() - began)
+            worker.inner_loops.idled += time.monotonic() - began
         try:
             if isinstance(command, Configure):
                 worker = Worker(command, channel)
@@ -128,8 +128,8 @@ def _describe_failure(error: Exception) -> Failed:
 
 # The control channel -------------------------------------------------------------------------------------------------
 class Average(NamedTuple):
-    """What was said last of a fragment: of which training it is, whether there are new values, and when it was heard,
-    by the clock that never goes back."""
+    """The newest word of a fragment: its training, whether there are new values, and when it was heard, by the
+    monotonic clock."""
 
     number: int
     is_changed: bool
@@ -161,7 +161,7 @@ class ControlChannel:
             self._connection.sendall(message.line())
 
     def average_of(self, fragment: int) -> Average | None:
-        """Return what was said last of a fragment."""
+        """Return the newest word of a fragment."""
         return self._averages.get(fragment)
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -249,14 +249,13 @@ class Worker:
         self._vectors = SharedVectors(command.memory, self._replica.layout.size)
         if command.options.trains:
             self._try_what_is_compiled()
-        self._inner_loops = InnerLoops(
+        self.inner_loops = InnerLoops(
             self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
         )
         layout, length = self._replica.layout, self._config.training.sequence_length
         held_out, windows = self._data.held_out, self._config.evaluation.windows
         self.description = Configured(
             parameters=layout.size,
-            tokens_per_sample=length,
             device=str(device),
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, layout.parameter_count, length),
@@ -288,15 +287,11 @@ class Worker:
         most = min(self._config.training.micro_batch or piece, piece)
         return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
-    def idled(self, seconds: float) -> None:
-        """Hear for how long there was nothing to do before the next command came."""
-        self._inner_loops.idled(seconds)
-
     def carry_out(self, command: Command) -> ControlMessage:
         """The reply to one command."""
         match command:
             case RunInnerLoop():
-                return self._inner_loops.run(command)
+                return self.inner_loops.run(command)
             case Evaluate():
                 return self._evaluate(command)
             case Generate():
@@ -411,18 +406,15 @@ class InnerLoops:
         self._cycles = Cycles(self, len(replica.layout.fragments), streaming.mixing, streaming.overlap)
         self._stored: dict[int, tuple[int, float]] = {}  # in which training each fragment was stored last, and when
         self._number = 0
-        self._idled = 0.0
-
-    def idled(self, seconds: float) -> None:
-        """Hear for how long the worker had nothing to do since its last training."""
-        self._idled += seconds
+        self.idled = 0.0
+        """Seconds for which the worker had nothing to do since its last training."""
 
     def run(self, command: RunInnerLoop) -> InnerLoopDone:
         """Train. A worker that goes on has waited until now for the last average of the cycle before."""
         from opendiloco.training.device_facts import forget_peak_memory, peak_memory
 
-        self._waited = self._idled if command.goes_on else 0.0  # seconds, as are those that follow
-        self._held = self._idled = self._longest_average = 0.0
+        self._waited = self.idled if command.goes_on else 0.0  # seconds, as are those that follow
+        self._held = self.idled = self._longest_average = 0.0
         self._number, self._began, self._late = command.number, time.monotonic() - self._waited, 0
         forget_peak_memory(self._team.device)
         begin_with = self._vectors.local if command.from_local else self._vectors.theta

@@ -20,9 +20,9 @@ from opendiloco.tools.demo.processes import Child
 from opendiloco.tools.demo.screen import DemoScreen
 from opendiloco.view.run_view import Agreement, is_finished
 from opendiloco.view.screen import Row, row_of
-from opendiloco.volunteer.local_workload import LocalWorkload
+from opendiloco.volunteer.local_workload import LocalWorkload, working
 from opendiloco.volunteer.states import export_state, fetch_state, make_folder, past_of
-from opendiloco.volunteer.volunteer import connected, working
+from opendiloco.volunteer.volunteer import connected
 from peers.network.bootstrap import announce_manifest
 from peers.network.daemon import sweep_sockets
 from peers.network.transport import HivemindTransport

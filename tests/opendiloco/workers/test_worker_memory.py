@@ -85,7 +85,6 @@ class Played(WorkerProcess):
             reserve(self.memory, 4)
             return Configured(
                 parameters=4,
-                tokens_per_sample=16,
                 device="cpu",
                 device_name="cpu",
                 flops_per_token=100.0,
