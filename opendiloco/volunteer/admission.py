@@ -1,4 +1,5 @@
-"""What a machine knows and shows when it enters a run: its ticket, and what was signed of the run before."""
+"""Admission to a run: the ticket that this machine shows, the run's signed heads that it knows, and the tickets that it
+has given as an organiser."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,6 @@ from opendiloco.storage.run_folder import RunFolder
 from peers.errors import AdmissionError, RemoteProtocolError, quoted
 from peers.network.channel import PeerUnreachableError
 from peers.network.daemon import peer_id_of
-from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission, refused
 from peers.values.identity import Identity
 from peers.values.private_folders import make_private_folder, open_private
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two looks at whether we may stay
+ASK_LIMIT = 5.0  # seconds that a start may wait for nodes that do not answer
 TICKET_FILE, REVOCATIONS_FILE = "ticket", "revocations"
 GIVEN, GIVEN_REVOCATIONS = "given.tickets", "given.revocations"
 TEXT_LIMIT = 10_000  # characters of a file with a ticket
@@ -77,7 +78,10 @@ async def enter(
             logger.info("the run %s is open to everybody: the ticket is not needed", run.run_id)
         return None
     if folder is not None:
-        _keep_revocations(transport, admission, folder.path / REVOCATIONS_FILE)
+        path = folder.path / REVOCATIONS_FILE
+        with suppress(OSError, TicketError):
+            admission.revoke(path.read_bytes())
+        transport.admissions.on_revoked = _kept_in(path, run.run_id)
     for address in addresses:
         with suppress(PeerUnreachableError, RemoteProtocolError):
             await transport.admissions.exchange(transport, run.run_id, peer_id_of(address))
@@ -88,7 +92,8 @@ async def enter(
 def _show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> None:
     """Show a ticket in our heartbeats, or the one that was `kept` last time. Raises: AdmissionError."""
     admission.ticket = _shown(admission, me, kept, ticket)
-    _check(admission, me)
+    if error := _refusal(admission, me):
+        raise error
     if kept is not None and admission.ticket:
         # A volunteer whose disk is full has its ticket, and can give it again.
         with suppress(OSError), open(kept, "wb", opener=open_private) as file:
@@ -111,33 +116,47 @@ def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket |
     )
 
 
-def _check(admission: RunAdmission, me: str) -> None:
-    """Raises: AdmissionError when our ticket does not admit us: by our own clock it has no grace."""
-    if reason := admission.refusal(me, admission.ticket, time.time() + GRACE):
-        raise refused(me, admission.run, reason)
+def _refusal(admission: RunAdmission, me: str) -> AdmissionError | None:
+    """Return the error to end with when our ticket does not admit us: by our own clock it has no grace."""
+    reason = admission.refusal(me, admission.ticket, time.time() + GRACE)
+    return refused(me, admission.run, reason) if reason else None
 
 
 async def shown_out(admission: RunAdmission, me: str) -> AdmissionError:
-    """Wait until our ticket expires or is revoked; returns the error to end with."""
-    while True:
+    """Wait until our ticket expires or is revoked; return the error to end with."""
+    while (error := _refusal(admission, me)) is None:
         await asyncio.sleep(LOOK)
+    return error
+
+
+async def ask_for_signed_heads(
+    transport: HivemindTransport, run: Run, addresses: Sequence[str], folder: RunFolder | None = None
+) -> None:
+    """Learn what a run's archives have signed: from last time, as the folder has it, and from the nodes at the
+    `addresses`. What is heard later is kept in the folder, too."""
+    if folder is not None:
+        path = folder.signed_heads
         try:
-            _check(admission, me)
-        except AdmissionError as error:
-            return error
+            transport.head_store.take(run.run_id, unpack_heads(path.read_bytes()))
+        except FileNotFoundError:
+            pass
+        except (OSError, SignedHeadsError) as error:
+            logger.warning("%s is passed over: %s", path, error)
+        transport.head_store.on_news = _kept_in(path, run.run_id)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ASK_LIMIT):
+            await transport.head_store.ask(transport, run.run_id, map(peer_id_of, addresses))
 
 
-def _keep_revocations(transport: HivemindTransport, admission: RunAdmission, path: Path) -> None:
-    """Take in the list of last time, and write each newer one to the disk."""
-    with suppress(OSError, TicketError):
-        admission.revoke(path.read_bytes())
+def _kept_in(path: Path, run_id: str) -> Callable[[str, bytes], None]:
+    """Return what writes each newer list of a run into a file."""
 
     def keep(run: str, packed: bytes) -> None:
-        if run == admission.run:
+        if run == run_id:
             with suppress(OSError):  # others have it, too
-                path.write_bytes(packed)
+                write_whole(path, [packed])
 
-    transport.admissions.on_revoked = keep
+    return keep
 
 
 # An organiser's tickets ---------------------------------------------------------------------------------------
@@ -217,35 +236,3 @@ def _id(text: str) -> bytes:
         if len(found := bytes.fromhex(text)) == ID_BYTES:
             return found
     raise AdmissionError(f"{quoted(text, 40)} is not the id of a ticket.", "`invite list` shows them.")
-
-
-ASK_LIMIT = 5.0  # seconds that a start may wait for nodes that do not answer
-
-
-async def ask_for_signed_heads(
-    transport: HivemindTransport, run: Run, addresses: Sequence[str], folder: RunFolder | None = None
-) -> None:
-    """Learn what a run's archives have signed: from last time, as the folder has it, and from the nodes at the
-    `addresses`. What is heard later is kept in the folder, too."""
-    if folder is not None:
-        _keep_heads(transport, run.run_id, folder)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(ASK_LIMIT):
-            await transport.head_store.ask(transport, run.run_id, map(peer_id_of, addresses))
-
-
-def _keep_heads(transport: HivemindTransport, run_id: str, folder: RunFolder) -> None:
-    path = folder.signed_heads
-    try:
-        transport.head_store.take(run_id, unpack_heads(path.read_bytes()))
-    except FileNotFoundError:
-        pass
-    except (OSError, SignedHeadsError) as error:
-        logger.warning("%s is passed over: %s", path, error)
-
-    def keep(run: str, packed: bytes) -> None:
-        if run == run_id:
-            with suppress(OSError):  # others have it, too
-                write_whole(path, [packed])
-
-    transport.head_store.on_news = keep

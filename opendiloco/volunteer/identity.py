@@ -31,7 +31,10 @@ def _default_path() -> Path:
 
 
 def usable_path(path: Path | None) -> Path:
-    """`path`, or the default one, whose folder is made if need be. Raises: LocalNetworkError when it cannot be."""
+    """Return `path`, or the default one, whose folder is made if need be.
+
+    Raises: LocalNetworkError when it cannot be made.
+    """
     if path is not None:
         return path
     path = _default_path()
@@ -46,13 +49,13 @@ def usable_path(path: Path | None) -> Path:
 
 
 def load_identity(path: Path | None) -> Identity:
-    """The identity in `path`, made if there is none, to sign with. Raises: LocalNetworkError."""
+    """Return the identity in `path`, made if there is none, to sign with. Raises: LocalNetworkError."""
     return Identity.load_or_create(usable_path(path))
 
 
 @contextmanager
 def hold_identity(path: Path | None) -> Iterator[Identity]:
-    """The identity in `path`, made if there is none, to be a peer with.
+    """Yield the identity in `path`, made if there is none, to be a peer with.
 
     Two peers with one identity would answer for each other, so the file is locked meanwhile.
 

@@ -111,7 +111,7 @@ async def newest_state(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Made now and found to be usable, before minutes of work; gone again if those fail and leave it empty.
+    """Make a folder, and check that it can be used, before minutes of work; drop it if those fail and leave it empty.
 
     Raises: see `make_folder`.
     """
@@ -127,7 +127,7 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Raises: MachineError when it cannot be made or written to, or has something in it."""
+    """Make a folder. Raises: MachineError when it cannot be made or written to, or has something in it."""
     remedy = "Give a new folder with --out."
     try:
         make_private_folder(folder)
@@ -161,7 +161,7 @@ def past_of(run: Run, following: Following) -> Past:
 
 
 def warn_of_other_text(found: HeldOut) -> None:
-    """Say so where a loss is of other text than the run's."""
+    """Log a warning where a loss is of other text than the run's."""
     if not found.is_runs_text:
         logger.warning("the held-out text here is not the run's: its loss is not to be compared with the run's curve")
 
@@ -238,7 +238,7 @@ async def state_of(origin: Origin) -> AsyncIterator[tuple[Run, Past, LocalWorklo
 
 
 def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:
-    """What to export from: the file of a checkpoint, a peer's folder of a run, or the folder of its checkpoints.
+    """Return where to export from: a checkpoint's file, a peer's folder of a run, or the folder of its checkpoints.
 
     Without an index it is the checkpoint in the file, or the newest good one. The run's manifest lies beside the
     checkpoints or one folder above, if it is not given.

@@ -82,7 +82,7 @@ class Audit:
             self._compare(position, peer)
 
     def agreeing(self, position: Position) -> int:
-        """How many peers have named the state computed here."""
+        """Return how many peers have named the state computed here."""
         return sum(said == self._computed.get(position) for said in self._said.get(position, {}).values())
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class Audit:
 
 
 def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -> T:
-    """What is known of a position, which is `value` if nothing was. The oldest is forgotten for it."""
+    """Return what is known of a position, which is `value` if nothing was. The oldest is forgotten for it."""
     if position not in known:
         known[position] = value
         if len(known) > POSITIONS:
@@ -113,7 +113,7 @@ def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -
 
 
 class StateTracker:
-    """The states of a run as they come; `poll` is in seconds."""
+    """The states of a run as they come. It looks for new ones every `poll` seconds."""
 
     def __init__(self, following: Following, audit: Audit, poll: float) -> None:
         self._following = following
@@ -195,7 +195,7 @@ class Retrying:
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:
-    """Room for the run's state, without building its model: its size is what most peers say, unless the run does.
+    """Return room for the run's state, without building its model. Its size is what the run says, or else most peers.
 
     Raises: SwarmUnreachableError when no peer says, MachineError when there is not so much memory.
     """
@@ -208,7 +208,7 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:
-    """The result of `work`, unless what it stands on fails before. Raises: that failure."""
+    """Return the result of `work`, unless what it stands on fails before. Raises: that failure."""
     working, failing = asyncio.create_task(work), asyncio.create_task(failure)
     try:
         await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)

@@ -203,7 +203,7 @@ def _prune_log(folder: RunFolder, log: LogFolder) -> None:
 
 
 async def _resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:
-    """The newest state that this machine can make of what it has, and where in the log that is."""
+    """Bring the workload to the newest state that this machine has; return where in the log that is."""
     checkpoint = Checkpoints(folder.checkpoints, folder.run_id).load_newest()
     try:
         position = await resume(workload, log, checkpoint)
@@ -314,7 +314,7 @@ class Volunteer:
 
     @property
     def state(self) -> State:
-        """What the peer is doing."""
+        """The state of the peer."""
         return self._driver.peer.state
 
     def facts(self) -> OwnFacts:
@@ -368,7 +368,7 @@ class Volunteer:
         self._driver.leave()
 
     def heartbeats(self) -> list[Heartbeat]:
-        """What is known of the live peers now, ourselves first."""
+        """Return the newest heartbeat of each live peer, ours first."""
         return [self._driver.heartbeat(), *self.others()]
 
     def others(self) -> list[Heartbeat]:

@@ -1,4 +1,4 @@
-"""What a machine needs to take part in a run: memory, disk, bandwidth and time, before anything is started.
+"""The needs of a machine that takes part in a run: memory, disk, bandwidth and time, before anything is started.
 
 Memory is by the same formula that `join` holds against what a machine has. Speeds are what arithmetic gives at a share
 of a GPU's peak, and not measured.

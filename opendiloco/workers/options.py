@@ -1,4 +1,4 @@
-"""How this machine trains: what its owner chooses, and no other peer needs to know."""
+"""The owner's choices of how this machine trains, which no other peer needs to know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps a volunteer's workers: starts them, has them carry out commands, and starts others in the place of lost ones.
+"""The supervisor of a volunteer's workers: starts them, gives them commands, and replaces those that are lost.
 
 All workers do the same at the same time, or end together. Workers that share a model wait for each other in every
 collective, so the death or failure of one would leave the others waiting for good.

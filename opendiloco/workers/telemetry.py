@@ -1,4 +1,4 @@
-"""What a machine's training comes to: one log line for each outer step, gauges for Prometheus, and values for trackers.
+"""Results of a machine's training: one log line for each outer step, gauges for Prometheus, and values for trackers.
 
 `peers.metrics` has what any peer counts; here is what only training knows.
 """
@@ -95,7 +95,7 @@ def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dic
 
 
 class Telemetry:
-    """The one place that says how training goes. `inner_steps` of each outer step count in the trackers' steps.
+    """The log, gauges and trackers of a machine's training. Trackers count `inner_steps` for each outer step.
 
     `bytes_per_token` is the held-out text's, None where it is not known: with it losses are told in bits per byte, too.
     """

@@ -13,8 +13,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from opendiloco.errors import MachineError, first_line
 
 logger = logging.getLogger(__name__)
@@ -60,6 +58,7 @@ class TensorBoard:
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
         """Write a text that belongs to the whole folder. TensorBoard shows it as Markdown."""
+        import numpy as np
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR
         from tensorboard.plugins.text.metadata import create_summary_metadata

@@ -288,7 +288,7 @@ class Worker:
         return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
     def carry_out(self, command: Command) -> ControlMessage:
-        """The reply to one command."""
+        """Carry out one command; return the reply."""
         match command:
             case RunInnerLoop():
                 return self.inner_loops.run(command)
@@ -320,7 +320,7 @@ class Worker:
                     self._replica.recall_moments(Path(command.path), command.run)
                 case ForgetMoments():
                     self._replica.forget_moments()
-        except Exception as error:  # whatever it is, training need not end of it
+        except Exception as error:  # a failure to move moments must not stop training
             return MomentsMoved(problem=str(error))
         return MomentsMoved()
 
@@ -388,7 +388,7 @@ def _nothing_collected() -> Iterator[None]:
 
 # Training ------------------------------------------------------------------------------------------------------------
 class InnerLoops:
-    """One after the other. `carry_out_asides` is called between inner steps, and while this worker waits."""
+    """Trainings, one after the other. `carry_out_asides` is called between inner steps, and while this worker waits."""
 
     def __init__(
         self,
