@@ -367,7 +367,7 @@ class UnexpectedWorkerError(WorkerError):
     """The worker failed in a way that none of ours describes."""
 
 
-def rebuild(failure: Failed) -> DilocoPeerError:
+def _rebuild(failure: Failed) -> DilocoPeerError:
     """Return the worker's error as one of ours, with its traceback as a note; unexpected ones as a WorkerError."""
     expected = EXPECTED_ERRORS.get(failure.error)
     error: DilocoPeerError
@@ -462,7 +462,7 @@ class WorkerProcess:
             if isinstance(reply, Report):
                 on_report(reply)
             elif isinstance(reply, Failed):
-                raise rebuild(reply)
+                raise _rebuild(reply)
             elif isinstance(reply, answer):
                 return reply
             else:

@@ -127,7 +127,7 @@ def _describe_failure(error: Exception) -> Failed:
 
 
 # The control channel -------------------------------------------------------------------------------------------------
-class Average(NamedTuple):
+class _Average(NamedTuple):
     """The newest word of a fragment: its training, whether there are new values, and when it was heard, by the
     monotonic clock."""
 
@@ -145,7 +145,7 @@ class ControlChannel:
         self.stopped_number = 0
         self._may_step = threading.Event()  # set unless the owner wants a pause
         self._may_step.set()
-        self._averages: dict[int, Average] = {}
+        self._averages: dict[int, _Average] = {}
         self._news = threading.Event()
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
@@ -160,7 +160,7 @@ class ControlChannel:
         with self._sending:  # batches are read by a thread of their own, which may have to tokenize
             self._connection.sendall(message.line())
 
-    def average_of(self, fragment: int) -> Average | None:
+    def average_of(self, fragment: int) -> _Average | None:
         """Return the newest word of a fragment."""
         return self._averages.get(fragment)
 
@@ -180,7 +180,7 @@ class ControlChannel:
             case Hold():
                 (self._may_step.clear if command.held else self._may_step.set)()
             case TakeAverage():
-                self._averages[command.fragment] = Average(command.number, command.is_changed, time.monotonic())
+                self._averages[command.fragment] = _Average(command.number, command.is_changed, time.monotonic())
             case _:
                 self.commands.put(command)
         self._news.set()
