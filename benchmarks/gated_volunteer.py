@@ -25,7 +25,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.volunteer.volunteer import volunteer_with, working
+from opendiloco.volunteer.local_workload import working
+from opendiloco.volunteer.volunteer import volunteer_with
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.network.transport import HivemindTransport
@@ -96,8 +97,7 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
             Checkpointer(KeepingPlan(kept, rate=CHECKPOINT_RATE)) as checkpointer,
         ):
             gate(workload.trainer, lines)
-            volunteer = await volunteer_with(workload, run, identity, transport, kept)
-            volunteer.checkpoint_with(checkpointer)
+            volunteer = await volunteer_with(workload, run, identity, transport, kept, checkpointer)
             reading = asyncio.create_task(read_lines(lines, volunteer.leave))
             await volunteer.take_part()
             reading.cancel()

@@ -28,7 +28,7 @@ from opendiloco.training.inner import InnerSteps, ModelReplica, StepTaken
 from opendiloco.training.team import Team
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
-from opendiloco.workers.inner_loops import InnerLoops
+from opendiloco.workers.worker import InnerLoops
 from peers.driver.driver import Driver
 from peers.driver.replication import Keeping
 from peers.log.header import Header

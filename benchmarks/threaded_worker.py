@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from opendiloco.workers.control import (
-    ControlChannel,
     ControlMessage,
     EndInnerLoop,
     InnerLoopDone,
@@ -18,6 +17,7 @@ from opendiloco.workers.control import (
     TakeAverage,
 )
 from opendiloco.workers.group import UnderWay, WorkerGroup
+from opendiloco.workers.worker import ControlChannel
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 
@@ -66,16 +66,12 @@ class ThreadedWorker(WorkerGroup):
             step_of_lease = 0 if under_way.is_known else step.inner_step
             on_progress(Progress(step_of_lease, step.loss, step.tokens_per_second))
 
-        async def captured(fragment: int) -> None:
-            if fragment < len(self.fragments) - 1:
-                await on_captured(fragment)
-
         async def in_turn() -> InnerLoopDone:
             async with self._turn:
                 self.channel.hear = under_way.heard
                 return await self.carry_out(command)
 
-        self.under_way = under_way = UnderWay(lambda: 1, len(self.fragments), on_step, captured)
+        self.under_way = under_way = UnderWay(lambda: 1, len(self.fragments), on_step, on_captured)
         request = asyncio.create_task(in_turn())
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         return Trained(stored.samples, stored.tokens, stored.loss)

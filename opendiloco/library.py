@@ -60,11 +60,10 @@ from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
-from opendiloco.volunteer.admission import enter, read_ticket
+from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
+from opendiloco.volunteer.identity import listen
 from opendiloco.volunteer.interrupts import RememberedInterrupt
 from opendiloco.volunteer.local_workload import Workload
-from opendiloco.volunteer.signed_heads import ask_for_signed_heads
-from opendiloco.volunteer.sole import listen
 from opendiloco.volunteer.volunteer import Volunteer, connected
 from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
@@ -523,9 +522,8 @@ class DiLoCo:
             keeping = Keeping(await workload.state_digest())
             driver = Driver(self._identity, transport, workload, run.settings, keeping)
             workload.take_turns(driver, self._identity.peer_id)
-            volunteer = Volunteer(run, driver, transport, workload)
+            volunteer = Volunteer(run, driver, transport, workload, admission=admission)
             worker.telemetry.track_with([], configuration_of(run, self._identity.peer_id, worker.device))
-            volunteer.admitted_by(admission)
             loop = asyncio.get_running_loop()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
             self._joining.set_result(_Joined(run, worker, lambda: _call(loop, volunteer.leave)))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+
+logger = logging.getLogger(__name__)
 
 Watch = Callable[[str, float | None], None]
 """Called with a stage, such as "tokenizing stdlib", and the share of it that is done, 0 to 1; None if nobody knows."""
@@ -16,6 +19,8 @@ WITH_A_COMPILER = frozenset({COMPILING, TRYING_ATTENTION})
 """Stages in which PyTorch compiles. Compilers that it calls may hang."""
 LOOK_SECONDS = 1.0
 """Between two words of how far the same stage has come."""
+QUIET_SECONDS = 10.0
+"""Between two lines of the log about the same stage."""
 
 
 def _nobody(stage: str, share: float | None) -> None:
@@ -63,3 +68,28 @@ def passing(items: Iterable[Item], stage: str, total: int | None = None) -> Iter
         yield item
         if total:
             coming.so_far(number / total)
+
+
+class StageLog:
+    """A `Watch` that logs each stage when it begins, and every few seconds how far it has come and how long yet."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stage = ""
+        self._began = self._said = 0.0
+
+    def __call__(self, stage: str, share: float | None) -> None:
+        now = self._clock()
+        if stage != self._stage:
+            self._stage, self._began, self._said = stage, now, now
+            logger.info("%s", stage)
+        elif now - self._said >= QUIET_SECONDS:
+            self._said = now
+            logger.info("%s: %s", stage, _how_far(share, now - self._began))
+
+
+def _how_far(share: float | None, seconds: float) -> str:
+    if not share:
+        return f"for {seconds:.0f} s"
+    left = seconds * (1 - share) / share
+    return f"{share:.0%} after {seconds:.0f} s, about {left:.0f} s left"

@@ -26,7 +26,6 @@ VALUE_BASES = {"BaseModel", "NamedTuple", "Enum", "IntEnum", "StrEnum", "TypedDi
 
 JOIN_TO_BACKWARD = (
     "opendiloco/cli/join.py",
-    "opendiloco/volunteer/stay.py",
     "opendiloco/volunteer/volunteer.py",
     "peers/driver/driver.py",
     "peers/protocol/peer.py",
@@ -38,10 +37,8 @@ JOIN_TO_BACKWARD = (
     "opendiloco/volunteer/local_workload.py",
     "opendiloco/workers/group.py",
     "opendiloco/workers/supervisor.py",
-    "opendiloco/workers/process.py",
     "opendiloco/workers/control.py",
     "opendiloco/workers/worker.py",
-    "opendiloco/workers/inner_loops.py",
     "opendiloco/training/inner.py",
     "opendiloco/data/sample_order.py",
     "opendiloco/model/loss.py",

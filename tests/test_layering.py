@@ -166,6 +166,7 @@ def test_rooms_import_only_from_those_above(room: str) -> None:
 
 FOUNDATIONS = {
     "alignment",
+    "child_processes",
     "cores",
     "errors",
     "evaluation_turns",

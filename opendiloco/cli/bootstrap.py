@@ -20,7 +20,11 @@ from opendiloco.cli.options import (
 from peers.network.own_network import everywhere
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from peers.network.bootstrap import NodeTask
+    from peers.network.transport import HivemindTransport
+    from peers.values.manifest import SignedManifest
 
 LIBP2P_PORT, DATA_PORT = 31337, 31338
 RELAY_MEGABITS = 100.0
@@ -90,7 +94,7 @@ def bootstrap(
 
     from opendiloco.run import Run
     from opendiloco.volunteer.admission import read_ticket
-    from opendiloco.volunteer.identity_file import hold_identity
+    from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
     from peers.metrics import serve_metrics
     from peers.network.bootstrap import run_bootstrap
@@ -116,9 +120,7 @@ def bootstrap(
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
             beside.append(kept)
         if local_network:
-            from opendiloco.volunteer.nearby import Nearby
-
-            beside.append(Nearby())
+            beside.append(_Nearby())
         if listening is not None:
             from opendiloco.dashboard.server import NodeDashboard
 
@@ -128,6 +130,19 @@ def bootstrap(
 
     with hold_identity(identity) as key:
         run_interruptible(main)
+
+
+class _Nearby:
+    """Tells the local network that a bootstrap node is there, which helps the peers of any run."""
+
+    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
+        """Tell it until cancelled."""
+        import asyncio
+
+        from peers.network.neighbours import announced
+
+        async with announced(transport.peer_id, "", transport.addresses):
+            await asyncio.Event().wait()
 
 
 def _show_addresses(addresses: tuple[str, ...]) -> None:

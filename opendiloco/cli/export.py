@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from opendiloco.model.export import Dtype, RunFacts
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
-    from opendiloco.volunteer.origins import Past
+    from opendiloco.volunteer.states import Past
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class _Place:
         Raises: DilocoPeerError, as does entering it.
         """
         if self.source is None:
-            from opendiloco.volunteer.follower import newest_state
+            from opendiloco.volunteer.states import newest_state
 
             assert self.run is not None
             invite = parse_run(self.run, self.initial_peers)
             with reader(self.identity) as key:
                 yield newest_state(invite, key, self.data, self.own)
         else:
-            from opendiloco.volunteer.kept_states import find_origin, state_of
+            from opendiloco.volunteer.states import find_origin, state_of
 
             origin = find_origin(self.source, self.at, self.manifest, self.own)
             yield state_of(replace(origin, run=origin.run.with_data(self.data)))
@@ -121,7 +121,7 @@ def export(log: LogOptions, /, out: Path | None, push_to: str | None, dtype: Dty
     import tempfile
 
     from opendiloco.storage.remote import Remote, push_folder, without_secrets
-    from opendiloco.volunteer.follower import export_state, new_folder
+    from opendiloco.volunteer.states import export_state, new_folder
 
     place = _Place.of(**where)
     if out is None and push_to is None:
@@ -150,7 +150,7 @@ def export(log: LogOptions, /, out: Path | None, push_to: str | None, dtype: Dty
 
 def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
     """Return the commands that write the model again, without this machine's paths."""
-    from opendiloco.volunteer.origins import command_line
+    from opendiloco.volunteer.states import command_line
 
     options = own_words(place.data, place.own) + ([] if dtype == "float32" else ["--dtype", dtype])
     kept = command_line("export", "--from", "FOLDER", "--at", str(past.outer_steps), options, "--out", "model")

@@ -159,7 +159,7 @@ def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
 
 async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
     from opendiloco.run import find_run
-    from opendiloco.volunteer.signed_heads import ask_for_signed_heads
+    from opendiloco.volunteer.admission import ask_for_signed_heads
     from opendiloco.volunteer.tracking import unless_failed
     from opendiloco.volunteer.volunteer import connected
 
@@ -175,8 +175,8 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     """Print each state of the run, and use its model as far as that is wanted, until the last."""
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.sources import follower_source
+    from opendiloco.volunteer.local_workload import working
     from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker, state_for
-    from opendiloco.volunteer.volunteer import working
     from peers.transfer.following import Following
     from peers.transfer.storage import Storage
 
@@ -212,8 +212,7 @@ async def _use_model(
     import asyncio
 
     from opendiloco.evaluation_turns import bits_per_byte
-    from opendiloco.volunteer.follower import export_state, past_of, warn_of_other_text
-    from opendiloco.volunteer.origins import command_line
+    from opendiloco.volunteer.states import command_line, export_state, past_of, warn_of_other_text
 
     if folder is None:
         found = await model.trainer.held_out(run.config.evaluation)

@@ -74,7 +74,7 @@ def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -
     """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.admission import GivenTickets
-    from opendiloco.volunteer.identity_file import load_identity
+    from opendiloco.volunteer.identity import load_identity
     from peers.values.manifest import Invite
 
     log.start()
@@ -123,7 +123,7 @@ def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Ident
     Raises: ManifestError, AdmissionError, LocalNetworkError.
     """
     from opendiloco.storage.run_folder import read_manifest
-    from opendiloco.volunteer.identity_file import load_identity
+    from opendiloco.volunteer.identity import load_identity
 
     run, key = read_manifest(path).manifest, load_identity(identity)
     if run.organiser != key.peer_id:

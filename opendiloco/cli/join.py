@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.view.progress import JoinView
     from opendiloco.volunteer.interrupts import Interrupts
-    from opendiloco.volunteer.stay import Stay
-    from opendiloco.volunteer.volunteer import Volunteer
+    from opendiloco.volunteer.volunteer import Session, Volunteer
     from peers.network.transport import HivemindTransport
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
@@ -57,7 +56,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     """
     from opendiloco.settings.file import unknown_variables
     from opendiloco.tools.doctor.machine import check_quickly
-    from opendiloco.volunteer.identity_file import hold_identity
+    from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import run_interruptible
     from peers.metrics import serve_metrics
 
@@ -128,7 +127,7 @@ class _Joining:
         from opendiloco.dashboard.sources import volunteer_source
         from opendiloco.owner.watch import watching
 
-        stay = self._stay()
+        session = self._session()
 
         def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
             PLACE.outer_step = lambda: volunteer.outer_step
@@ -137,7 +136,7 @@ class _Joining:
 
         try:
             async with watching(self.watch):
-                await stay.take_part(self.view, when_ready)
+                await session.take_part(self.view, when_ready)
         finally:
             interrupts.polite, PLACE.outer_step = None, lambda: None
             sources.clear()
@@ -146,19 +145,19 @@ class _Joining:
         volunteer.leave()
         self.view.say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)")
 
-    def _stay(self) -> Stay:
-        """Return the stay that the settings ask for. Raises: AdmissionError, MachineError."""
+    def _session(self) -> Session:
+        """Return the session that the settings ask for. Raises: AdmissionError, MachineError."""
         from opendiloco.storage.remote import check_url
         from opendiloco.storage.run_folder import Journal
         from opendiloco.volunteer.admission import read_ticket
-        from opendiloco.volunteer.stay import Stay
+        from opendiloco.volunteer.volunteer import Session
 
         settings = self.settings
         ticket = None if settings.ticket is None else read_ticket(settings.ticket)
         journal = None if settings.journal is None else Journal.open(settings.journal)
         if settings.remote is not None:
             check_url(settings.remote)
-        return Stay(settings, self.invite, self.key, self.watch, ticket, journal)
+        return Session(settings, self.invite, self.key, self.watch, ticket, journal)
 
 
 @asynccontextmanager

@@ -229,7 +229,7 @@ def identity_group() -> None:
 @join_option("identity", help="This machine's key file.")
 def show_identity(identity: Path | None) -> None:
     """Print the peer id of this machine's key, and the key's file. Makes no key."""
-    from opendiloco.volunteer.identity_file import usable_path
+    from opendiloco.volunteer.identity import usable_path
     from peers.values.identity import Identity
 
     path = usable_path(identity)

@@ -229,7 +229,7 @@ def open_dashboard(address: tuple[str, int] | None) -> socket.socket | None:
 @contextmanager
 def reader(path: Path | None) -> Iterator[Identity]:
     """Yield the key of this file, or a new one, to look at a run with. Raises: LocalNetworkError."""
-    from opendiloco.volunteer.identity_file import hold_identity
+    from opendiloco.volunteer.identity import hold_identity
     from peers.values.identity import Identity
 
     if path is None:

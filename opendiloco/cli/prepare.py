@@ -97,16 +97,15 @@ def tokenize(
     from opendiloco.config.run_config import RunConfig
     from opendiloco.data.token_files import write_token_folder
     from opendiloco.data.tokenizer import build_tokenizer
-    from opendiloco.stages import watched_by
-    from opendiloco.volunteer.follower import new_folder
-    from opendiloco.workers.start_up import StartUp
+    from opendiloco.stages import StageLog, watched_by
+    from opendiloco.volunteer.states import new_folder
 
     if (tokens is None) != (held_out is None):
         raise click.UsageError("--tokens and --held-out go together: what is held out is never trained on.")
     log.start("info")
     config = RunConfig.from_toml(run_toml)
     tokenizer = build_tokenizer(config.tokenizer)
-    with new_folder(out), watched_by(StartUp().heard):
+    with new_folder(out), watched_by(StageLog()):
         if tokens is None or held_out is None:
             pieces, split = _pieces_of(config, source, tokenizer), config.data.held_out
             about = write_token_folder(out, pieces, tokenizer, split)

@@ -58,7 +58,7 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
 
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import Run
-    from opendiloco.volunteer.identity_file import load_identity
+    from opendiloco.volunteer.identity import load_identity
     from peers.values.manifest import Invite
 
     log.start()
@@ -348,7 +348,7 @@ def amend(
     """
     import asyncio
 
-    from opendiloco.volunteer.identity_file import load_identity
+    from opendiloco.volunteer.identity import load_identity
 
     log.start()
     if outer_lr is None and outer_momentum is None:

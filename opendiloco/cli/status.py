@@ -221,7 +221,7 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
 
     from opendiloco.run import find_run
     from opendiloco.view.run_view import plain_signed
-    from opendiloco.volunteer.signed_heads import ask_for_signed_heads
+    from opendiloco.volunteer.admission import ask_for_signed_heads
     from opendiloco.volunteer.volunteer import connected
 
     async with connected(key, invite.addresses, client_mode=True) as transport:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 
+from opendiloco.child_processes import child_environment, module_command
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.token_files import FEW_TOKENS
 
@@ -37,11 +38,11 @@ class Ahead:
         job = json.dumps([self._config.to_manifest_content(), source, shard]).encode() + b"\n"
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "opendiloco.data.ahead"],
+                module_command("opendiloco.data.ahead"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=child_environment(),
             )
             assert self._process.stdin is not None
             self._process.stdin.write(job)

@@ -1,7 +1,7 @@
 """A volunteer's side of checkpoints: hands frozen states to the process that writes them, and hears what came of it.
 
 async with Checkpointer(plan) as checkpointer:
-    volunteer.checkpoint_with(checkpointer)
+    volunteer = await volunteer_with(workload, run, identity, transport, folder, checkpointer)
     await volunteer.take_part()
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,11 +18,12 @@ from typing import Literal, Self
 
 from prometheus_client import Counter
 
+from opendiloco.child_processes import child_environment, last_line, module_command
 from opendiloco.storage.files import kept
 from opendiloco.storage.loading import index_after, metadata_of, moments_name
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob, MomentsJob
-from opendiloco.workers.group import WorkerGroup
+from opendiloco.workers.supervisor import Supervisor
 from peers.errors import DilocoPeerError
 from peers.network.signals import signals_held_back
 from peers.transfer.snapshots import FrozenSnapshot
@@ -93,7 +92,7 @@ class Checkpointer:
 
     def __init__(self, plan: KeepingPlan) -> None:
         self.on_saved: Callable[[], None] = lambda: None
-        self.workers: WorkerGroup | None = None
+        self.workers: Supervisor | None = None
         """Whose moments are kept, if anybody's."""
         self._plan = plan
         self._waiting: FrozenSnapshot | None = None
@@ -156,7 +155,7 @@ class Checkpointer:
             if self.workers is not None and self._plan.moments != "none" and status in (SAVED, NOT_SENT):
                 await self._keep_moments(self.workers, index_after(state.last))
 
-    async def _keep_moments(self, workers: WorkerGroup, index: int) -> None:
+    async def _keep_moments(self, workers: Supervisor, index: int) -> None:
         """Have the workers write them beside the checkpoint, and a process finish the file. There is one at a time."""
         job = self._plan.moments_job(index)
         path = job.path
@@ -179,15 +178,14 @@ class Checkpointer:
 
 async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tuple[int, str]:
     """The exit status of a process that does the job, and its last line. Cancelled, it is killed. Raises: OSError."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with signals_held_back():  # Ctrl-C is ours to hear; what is being written has a few seconds more
         process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", "opendiloco.storage.writer"],
+            *module_command("opendiloco.storage.writer"),
             pass_fds=descriptors,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            env=environment,
+            env=child_environment(),
         )
     try:
         _, said = await process.communicate(json.dumps([type(job).__name__, asdict(job)]).encode())
@@ -196,5 +194,4 @@ async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tup
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-    lines = said.decode(errors="replace").strip().splitlines()
-    return process.returncode or 0, lines[-1] if lines else ""
+    return process.returncode or 0, last_line(said.decode(errors="replace"))

@@ -34,9 +34,9 @@ from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.settings.file import without_settings
 from opendiloco.view.run_view import Agreement, Row, is_finished, peers_table, plain_line, row_of
-from opendiloco.volunteer.follower import export_state, fetch_state, make_folder, past_of
-from opendiloco.volunteer.local_workload import LocalWorkload
-from opendiloco.volunteer.volunteer import connected, working
+from opendiloco.volunteer.local_workload import LocalWorkload, working
+from opendiloco.volunteer.states import export_state, fetch_state, make_folder, past_of
+from opendiloco.volunteer.volunteer import connected
 from peers.network.bootstrap import announce_manifest
 from peers.network.daemon import sweep_sockets
 from peers.network.transport import HivemindTransport

@@ -1,4 +1,5 @@
-"""Admission to runs by invitation: the ticket that this machine shows, and those that it has given as an organiser."""
+"""Admission to a run: the ticket that this machine shows, the run's signed heads that it knows, and the tickets that it
+has given as an organiser."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from peers.network.channel import PeerUnreachableError
 from peers.network.daemon import peer_id_of
 from peers.presence.admission import RunAdmission, refused
 from peers.values.identity import Identity
+from peers.values.signed_heads import SignedHeadsError, unpack_heads
 from peers.values.system import make_private_folder, open_private, write_whole
 from peers.values.tickets import (
     ANOTHER_TICKET,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK = 2.0  # seconds between two looks at whether we may stay
+ASK_LIMIT = 5.0  # seconds that a start may wait for nodes that do not answer
 TICKET_FILE, REVOCATIONS_FILE = "ticket", "revocations"
 GIVEN, GIVEN_REVOCATIONS = "given.tickets", "given.revocations"
 TEXT_LIMIT = 10_000  # characters of a file with a ticket
@@ -74,18 +77,22 @@ async def enter(
             logger.info("the run %s is open to everybody: the ticket is not needed", run.run_id)
         return None
     if folder is not None:
-        _keep_revocations(transport, admission, folder.path / REVOCATIONS_FILE)
+        path = folder.path / REVOCATIONS_FILE
+        with suppress(OSError, TicketError):
+            admission.revoke(path.read_bytes())
+        transport.runs.admissions.on_revoked = _kept_in(path, run.run_id)
     for address in addresses:
         with suppress(PeerUnreachableError, RemoteProtocolError):
             await transport.runs.admissions.exchange(transport.call, run.run_id, peer_id_of(address))
-    show_ticket(admission, key.peer_id, folder.path / TICKET_FILE if folder else None, ticket)
+    _show_ticket(admission, key.peer_id, folder.path / TICKET_FILE if folder else None, ticket)
     return admission
 
 
-def show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> None:
+def _show_ticket(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket | None) -> None:
     """Show a ticket in our heartbeats, or the one that was `kept` last time. Raises: AdmissionError."""
     admission.ticket = _shown(admission, me, kept, ticket)
-    _check(admission, me)
+    if error := _refusal(admission, me):
+        raise error
     if kept is not None and admission.ticket:
         # A volunteer whose disk is full has its ticket, and can give it again.
         with suppress(OSError), open(kept, "wb", opener=open_private) as file:
@@ -108,33 +115,47 @@ def _shown(admission: RunAdmission, me: str, kept: Path | None, ticket: Ticket |
     )
 
 
-def _check(admission: RunAdmission, me: str) -> None:
-    """Raises: AdmissionError when our ticket does not admit us: by our own clock it has no grace."""
-    if reason := admission.refusal(me, admission.ticket, time.time() + GRACE):
-        raise refused(me, admission.run, reason)
+def _refusal(admission: RunAdmission, me: str) -> AdmissionError | None:
+    """Return the error to end with when our ticket does not admit us: by our own clock it has no grace."""
+    reason = admission.refusal(me, admission.ticket, time.time() + GRACE)
+    return refused(me, admission.run, reason) if reason else None
 
 
 async def shown_out(admission: RunAdmission, me: str) -> AdmissionError:
-    """Wait until our ticket expires or is revoked; returns the error to end with."""
-    while True:
+    """Wait until our ticket expires or is revoked; return the error to end with."""
+    while (error := _refusal(admission, me)) is None:
         await asyncio.sleep(LOOK)
+    return error
+
+
+async def ask_for_signed_heads(
+    transport: HivemindTransport, run: Run, addresses: Sequence[str], folder: RunFolder | None = None
+) -> None:
+    """Learn what a run's archives have signed: from last time, as the folder has it, and from the nodes at the
+    `addresses`. What is heard later is kept in the folder, too."""
+    if folder is not None:
+        path = folder.signed_heads
         try:
-            _check(admission, me)
-        except AdmissionError as error:
-            return error
+            transport.runs.heads.take(run.run_id, unpack_heads(path.read_bytes()))
+        except FileNotFoundError:
+            pass
+        except (OSError, SignedHeadsError) as error:
+            logger.warning("%s is passed over: %s", path, error)
+        transport.runs.heads.on_news = _kept_in(path, run.run_id)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ASK_LIMIT):
+            await transport.runs.heads.ask(transport.call, run.run_id, map(peer_id_of, addresses))
 
 
-def _keep_revocations(transport: HivemindTransport, admission: RunAdmission, path: Path) -> None:
-    """Take in the list of last time, and write each newer one to the disk."""
-    with suppress(OSError, TicketError):
-        admission.revoke(path.read_bytes())
+def _kept_in(path: Path, run_id: str) -> Callable[[str, bytes], None]:
+    """Return what writes each newer list of a run into a file."""
 
     def keep(run: str, packed: bytes) -> None:
-        if run == admission.run:
+        if run == run_id:
             with suppress(OSError):  # others have it, too
-                path.write_bytes(packed)
+                write_whole(path, [packed])
 
-    transport.runs.admissions.on_revoked = keep
+    return keep
 
 
 # An organiser's tickets ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Interrupts:
-    """What the signals of this process do to its main task. Each one is `heard` first, by whoever wants to know.
+    """What the signals of this process do to its main task. Each one first calls `heard`.
 
     The first one calls `polite`, or cancels the task while there is nothing to be polite about; the second cancels it.
     Later ones change nothing, so that what the task tidies up is tidied up. Nor does a hang-up after another signal:
@@ -47,8 +47,8 @@ class RememberedInterrupt:
     """Ctrl-C as it was, but remembered. A context, which puts the former handler back.
 
     Python loses a KeyboardInterrupt that is raised in a destructor or in some libraries' callbacks: it prints
-    "Exception ignored in", and the program goes on as if nothing had happened. So whoever works in the context asks
-    now and then.
+    "Exception ignored in", and the program goes on as if nothing had happened. So the work in the context calls
+    `raise_again` now and then.
 
     The former handler decides what Ctrl-C means: only if it raises KeyboardInterrupt is there anything to remember. In
     a thread other than the main one, or where Ctrl-C ends the process or is ignored, the context changes nothing.

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import HeldOut, is_our_turn
 from opendiloco.kernels import Payload
 from opendiloco.model.initial_weights import check_initial_weights
+from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.codec import RunRounding
 from opendiloco.training.outer import LocalState, Measuring
@@ -27,6 +28,7 @@ from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
+from peers.health import HEALTH
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.manifest import Amendment
 from peers.values.workload import Blocked, Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from peers.driver.driver import Driver
 
 logger = logging.getLogger(__name__)
+
+NO_TRAINING = WorkerOptions(trains=False, threads=None)
 
 
 class Trainer(Protocol):
@@ -324,15 +328,16 @@ LocalWorkload: TypeAlias = Workload[WorkerGroup]
 """With the machine's workers, which can do more with a model than train it."""
 
 
-async def start_workload(config: RunConfig, options: WorkerOptions | None = None) -> LocalWorkload:
-    """Return a workload with fresh workers and the run's initial state.
+@asynccontextmanager
+async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
+    """Yield a run's workload in its initial state, with workers of its own, which end with the context.
 
     Raises: see `WorkerGroup.start` and `check_initial_weights`.
     """
-    workers = await WorkerGroup.start(config, options)
+    workers = await WorkerGroup.start(run.config, options, run.has_runs_text)
     try:
-        await asyncio.to_thread(check_initial_weights, workers.vectors.theta, config.model)
-    except BaseException:
+        await asyncio.to_thread(check_initial_weights, workers.vectors.theta, run.config.model)
+        yield Workload(workers, run.config)
+    finally:
+        HEALTH.over("workers")
         await workers.close()
-        raise
-    return Workload(workers, config)

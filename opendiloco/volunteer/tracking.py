@@ -82,7 +82,7 @@ class Audit:
             self._compare(position, peer)
 
     def agreeing(self, position: Position) -> int:
-        """How many peers have named the state computed here."""
+        """Return how many peers have named the state computed here."""
         return sum(said == self._computed.get(position) for said in self._said.get(position, {}).values())
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class Audit:
 
 
 def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -> T:
-    """What is known of a position, which is `value` if nothing was. The oldest is forgotten for it."""
+    """Return what is known of a position, which is `value` if nothing was. The oldest is forgotten for it."""
     if position not in known:
         known[position] = value
         if len(known) > POSITIONS:
@@ -113,7 +113,7 @@ def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -
 
 
 class StateTracker:
-    """The states of a run as they come; `poll` is in seconds."""
+    """The states of a run as they come. It looks for new ones every `poll` seconds."""
 
     def __init__(self, following: Following, audit: Audit, poll: float) -> None:
         self._following = following
@@ -126,7 +126,7 @@ class StateTracker:
         """A snapshot first, then every state up to the one after `last` outer steps; disagreements when they are found.
 
         Where what follows cannot be had, or the run went on with another lineage, it begins anew with a snapshot. When
-        nobody is there it waits.
+        no peer is there it waits.
         """
         await self._retry(self._following.begin)
         is_snapshot = True
@@ -172,7 +172,7 @@ class StateTracker:
 
 
 class Retrying:
-    """Tries again, every `seconds`, what only needs somebody to be there; says once that it waits."""
+    """Attempts that are repeated every `seconds` for as long as no peer is there; the log says so once."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -195,9 +195,9 @@ class Retrying:
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:
-    """Room for the run's state, without building its model: its size is what most peers say, unless the run does.
+    """Return room for the run's state, without building its model. Its size is what the run says, or else most peers.
 
-    Raises: SwarmUnreachableError when nobody says, MachineError when there is not so much memory.
+    Raises: SwarmUnreachableError when no peer says, MachineError when there is not so much memory.
     """
     fragments = run.config.streaming.fragments
     size = await Donors(transport, run.settings.empty_log).state_size(available_memory())
@@ -208,7 +208,7 @@ async def state_for(run: Run, transport: FollowTransport) -> LocalState:
 
 
 async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, DilocoPeerError]) -> T:
-    """The result of `work`, unless what it stands on fails before. Raises: that failure."""
+    """Return the result of `work`, unless what it stands on fails before. Raises: that failure."""
     working, failing = asyncio.create_task(work), asyncio.create_task(failure)
     try:
         await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,6 @@
-"""One machine's part in a run: the protocol's driver above, the workers and the outer state below.
+"""One machine in a run: its session from finding the run to leaving it, and the volunteer that trains in it.
 
-async with connected(identity, addresses) as transport:
-    run = await find_run(transport, run_id)
-    async with volunteering(run, identity, transport) as volunteer:
-        await volunteer.take_part()
+The protocol's driver is above a volunteer, the workers and the outer state are below.
 """
 
 from __future__ import annotations
@@ -12,32 +9,39 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 
 from opendiloco.kernels import FORMATS
-from opendiloco.run import Run
-from opendiloco.shared_memory import available_memory
-from opendiloco.storage.checkpointer import Checkpointer
+from opendiloco.owner.watch import OwnersWatch
+from opendiloco.run import Run, find_run
+from opendiloco.settings.join_settings import JoinSettings
+from opendiloco.shared_memory import MemoryCap, available_memory, cap_memory
+from opendiloco.stages import at_stage, watched_by
+from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.loading import Checkpoints, check_moments_file, newest_moments, resume
 from opendiloco.storage.run_folder import HeldOutCurve, Journal, RunFolder
 from opendiloco.view.curves import Curves, configuration_of
-from opendiloco.view.progress import Fragments, OwnFacts
+from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, OwnFacts, ProgressReader
 from opendiloco.view.run_view import RunView
-from opendiloco.volunteer.admission import shown_out
-from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, start_workload
-from opendiloco.volunteer.sole import doubled
+from opendiloco.volunteer.admission import ask_for_signed_heads, enter, shown_out
+from opendiloco.volunteer.identity import doubled, listening
+from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, working
 from opendiloco.workers.group import WorkerGroup
-from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.trackers import Tracker
+from opendiloco.workers.supervisor import Supervisor
+from opendiloco.workers.trackers import tracking
 from peers.driver.driver import Driver
 from peers.driver.replication import Keeping
 from peers.errors import DilocoPeerError
-from peers.health import HEALTH
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.network.bootstrap import keep_announced
 from peers.network.first_contact import RememberedPeers
 from peers.network.links import LinkSettings
+from peers.network.neighbours import announced
+from peers.network.own_network import everywhere
+from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
@@ -45,21 +49,184 @@ from peers.protocol.slot import SlotState
 from peers.protocol.states import State
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
+from peers.values.manifest import Invite
 from peers.values.system import now
+from peers.values.tickets import Ticket
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
-NO_TRAINING = WorkerOptions(trains=False, threads=None)
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
 LISTEN_SECONDS = 2.0
 """Between two looks at what other peers say of theta."""
 
 
+@dataclass(frozen=True)
+class Session:
+    """One machine's time in a run, as its settings and its owner say."""
+
+    settings: JoinSettings
+    invite: Invite
+    key: Identity
+    watch: OwnersWatch
+    ticket: Ticket | None = None
+    journal: Journal | None = None
+
+    async def take_part(self, view: JoinView, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
+        """Find the run, and take part in it until asked to leave. Raises: DilocoPeerError."""
+        settings, invite, key = self.settings, self.invite, self.key
+        if settings.memory_limit is not None:
+            cap_memory(MemoryCap(settings.memory_limit))
+        caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
+        before = RunFolder.at(invite.run_id, key.peer_id, settings.state)
+        remembered = before.remembered_peers()
+        links = LinkSettings.of_megabits(settings.data_port, settings.relay_limit)
+        listen = settings.listen or everywhere(0)
+        with watched_by(view.stage), tracking(settings.trackers, invite.run_id, key.peer_id) as trackers:
+            at_stage(FINDING)
+            async with connected(
+                key, invite.addresses, listen, settings.announce, links=links, remembered=remembered.addresses
+            ) as transport:
+                transport.cap(caps)
+                run = self._as_wanted(await find_run(transport, invite.run_id, before.remembered_manifest()))
+                folder = RunFolder.open(run, key.peer_id, settings.state)
+                await ask_for_signed_heads(transport, run, invite.addresses, folder)
+                admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
+                view.say(f"found run {run.run_id}; starting a worker (some seconds)")
+                at_stage(CHECKING)
+                async with (
+                    self._announced(transport, run.run_id),
+                    listening(transport, run.run_id) as sole,
+                    working(run, settings.workers) as workload,
+                    Checkpointer(self._keeping(folder, caps)) as checkpointer,
+                ):
+                    configuration = configuration_of(run, key.peer_id, workload.trainer.device, settings.workers)
+                    workload.trainer.telemetry.track_with(trackers, configuration)
+                    volunteer = await volunteer_with(
+                        workload,
+                        run,
+                        key,
+                        transport,
+                        folder if settings.keeps_anything else None,
+                        checkpointer,
+                        admission=admission,
+                        remembered=remembered,
+                        journal=self.journal,
+                        team=settings.team or "",
+                    )
+                    await sole
+                    view.say(f"what outlives this process is in {folder.path}")
+                    view.say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave")
+                    self.watch.begin(volunteer, run.settings.timing.grace)
+                    when_ready(volunteer, transport)
+                    reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons)
+                    async with view.showing(reader):
+                        await volunteer.take_part()
+
+    def _announced(self, transport: HivemindTransport, run_id: str) -> AbstractAsyncContextManager[None]:
+        if not self.settings.local_network:
+            return nullcontext()
+        return announced(self.key.peer_id, run_id, transport.addresses)
+
+    def _as_wanted(self, run: Run) -> Run:
+        """Return the run with what its owner chooses here. Raises: DataError."""
+        run = run.with_data(self.settings.data).with_own(self.settings.own_files)
+        return replace(run, goes_on_alone=self.settings.on_partition == "continue")
+
+    def _keeping(self, folder: RunFolder, caps: Caps) -> KeepingPlan:
+        settings, rate = self.settings, self.settings.checkpoint_rate
+        return KeepingPlan(
+            folder=folder,
+            keep_newest=settings.keep,
+            keep_every=settings.keep_every,
+            rate=rate,
+            remote=settings.remote,
+            remote_rate=min(rate, caps.upload or rate),
+            moments=settings.moments,
+            disk_limit=settings.disk_limit,
+        )
+
+
+async def volunteer_with(
+    workload: LocalWorkload,
+    run: Run,
+    identity: Identity,
+    transport: HivemindTransport,
+    folder: RunFolder | None,
+    checkpointer: Checkpointer,
+    *,
+    admission: RunAdmission | None = None,
+    remembered: RememberedPeers | None = None,
+    journal: Journal | None = None,
+    team: str = "",
+) -> Volunteer:
+    """Return a volunteer whose workers are ready to train; with a folder, from where this machine left off.
+
+    `checkpointer` writes every snapshot, `journal` every entry that is applied. Raises: DilocoPeerError when this
+    machine does not fit.
+    """
+    log, lineage, storage = None, None, None
+    if folder is not None:
+        log = LogFolder.open(folder.log, run.settings.empty_log, FORMATS[run.config.codec.kind].block_bytes)
+        storage = FolderStorage(folder.download, available_memory)
+        position = await _resume_from(folder, workload, log)
+        lineage = await asyncio.to_thread(log.lineage, position)
+        if position.last:
+            await _recall_moments(folder, workload.trainer.supervisor)
+    keeping = Keeping(await workload.state_digest(), lineage, log, storage)
+    driver = Driver(identity, transport, workload, run.settings, keeping)
+    driver.be_in_team(team)
+    driver.on_snapshot = checkpointer.take
+    if journal is not None:
+        driver.on_entry = journal.append
+    checkpointer.workers = workload.trainer.supervisor
+    if folder is not None and log is not None:
+        checkpointer.on_saved = partial(_prune_log, folder, log)
+    workload.take_turns(driver, identity.peer_id)
+    return Volunteer(run, driver, transport, workload, folder, admission, remembered)
+
+
+def _prune_log(folder: RunFolder, log: LogFolder) -> None:
+    """Drop the entries before the oldest checkpoint that may still be resumed from."""
+    try:
+        newest = Checkpoints(folder.checkpoints, folder.run_id).indices()[:RESUMABLE]
+        log.prune(min(newest, default=0))
+    except DilocoPeerError as error:
+        logger.warning("%s", error)
+
+
+async def _resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:
+    """Bring the workload to the newest state that this machine has; return where in the log that is."""
+    checkpoint = Checkpoints(folder.checkpoints, folder.run_id).load_newest()
+    try:
+        position = await resume(workload, log, checkpoint)
+    except SnapshotError as error:
+        logger.warning("%s: %s. The run begins anew here, and is fetched.", folder.checkpoints, error)
+        return log.empty_log
+    if position.last:
+        logger.info("this machine goes on after outer step %d", position.position.index)
+    return position
+
+
+async def _recall_moments(folder: RunFolder, supervisor: Supervisor) -> None:
+    """Have the inner optimizer go on with what this machine kept of it, and say so; or that it begins anew."""
+    path = newest_moments(folder.checkpoints, folder.peer_id)
+    if path is None:
+        logger.info("there are no moments beside the checkpoints: the inner optimizer begins anew, with smaller steps")
+        return
+    try:
+        await asyncio.to_thread(check_moments_file, path)
+        await supervisor.recall_moments(path, folder.run_id)
+    except (SnapshotError, OSError) as error:
+        logger.warning("the inner optimizer begins anew, with smaller steps: %s: %s", path, error)
+    else:
+        logger.info("the inner optimizer goes on with %s", path.name)
+
+
 class Volunteer:
-    """A peer that trains. Made by `volunteering`."""
+    """A peer that trains. Made by `volunteer_with`."""
 
     def __init__(
         self,
@@ -68,18 +235,19 @@ class Volunteer:
         transport: HivemindTransport,
         workload: Workload[Trainer],
         folder: RunFolder | None = None,
-        log: LogFolder | None = None,
+        admission: RunAdmission | None = None,
+        remembered: RememberedPeers | None = None,
     ) -> None:
+        """It stays for as long as its ticket is good, by `admission`. The addresses of other peers are kept in
+        `remembered`, so that this machine finds the run again without its bootstrap nodes."""
         self.run = run
         self._driver = driver
         self._transport = transport
         self._workload = workload
         self._workers = workload.trainer if isinstance(workload.trainer, WorkerGroup) else None
-        self._folder = folder
-        self._log = log
+        self._admission = admission
+        self._remembered = remembered
         self._leaving = False
-        self._remembered: RememberedPeers | None = None
-        self._admission: RunAdmission | None = None
         self._curves = Curves(workload.trainer.telemetry, HeldOutCurve(folder.held_out if folder else None))
         workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.round_costs)
 
@@ -97,53 +265,22 @@ class Volunteer:
         """The losses of theta that this machine has found or heard of."""
         return self._curves.held_out
 
-    def record(self, journal: Journal) -> None:
-        """Write every entry that is applied from now on into the journal."""
-        self._driver.on_entry = journal.append
-
-    def checkpoint_with(self, checkpointer: Checkpointer) -> None:
-        """Have every state that is frozen from now on written to the disk; what came before them is dropped there."""
-        self._driver.on_snapshot = checkpointer.take
-        checkpointer.workers = self._workers
-        checkpointer.on_saved = self._prune_log
-
-    def remember_with(self, remembered: RememberedPeers) -> None:
-        """Keep the addresses of other peers, so that this machine finds the run again without its bootstrap nodes."""
-        self._remembered = remembered
-
-    def be_in_team(self, team: str) -> None:
-        """Have the others hear that our work is a team's; an empty name: nobody's."""
-        self._driver.be_in_team(team)
-
-    def admitted_by(self, admission: RunAdmission | None) -> None:
-        """Stay for as long as our ticket is good, in a run by invitation."""
-        self._admission = admission
-
-    def _prune_log(self) -> None:
-        if self._folder is None or self._log is None:
-            return
-        try:
-            newest = Checkpoints(self._folder.checkpoints, self._folder.run_id).indices()[:RESUMABLE]
-            self._log.prune(min(newest, default=0))
-        except DilocoPeerError as error:
-            logger.warning("%s", error)
-
     async def take_part(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
         driving = asyncio.create_task(self._driver.run())
         keeping = asyncio.create_task(keep_announced(self._transport, self.run.manifest, self.others, self._remembered))
-        beside: list[asyncio.Task[None]] = [keeping, asyncio.create_task(self._listen_for_losses())]
+        beside = [keeping, asyncio.create_task(self._listen_for_losses())]
         for aside in beside:
             aside.add_done_callback(_report_failure)
-        failures: list[asyncio.Task[DilocoPeerError]] = [
-            asyncio.create_task(self._workload.trainer.wait_for_death()),
-            asyncio.create_task(self._transport.failure()),
-        ]
         peer = self._driver.peer
-        listening = doubled(self._transport, self.run.run_id, lambda: peer.incarnation, lambda: peer.log)
-        failures.append(asyncio.create_task(listening))
+        ends = [
+            self._workload.trainer.wait_for_death(),
+            self._transport.failure(),
+            doubled(self._transport, self.run.run_id, peer),
+        ]
         if self._admission is not None:
-            failures.append(asyncio.create_task(shown_out(self._admission, peer.me)))
+            ends.append(shown_out(self._admission, peer.me))
+        failures = [asyncio.create_task(end) for end in ends]
         try:
             done, _ = await asyncio.wait([driving, *failures], return_when=asyncio.FIRST_COMPLETED)
             broken = [failure.result() for failure in failures if failure in done]
@@ -172,7 +309,7 @@ class Volunteer:
 
     @property
     def state(self) -> State:
-        """What the peer is doing."""
+        """The state of the peer."""
         return self._driver.peer.state
 
     def facts(self) -> OwnFacts:
@@ -218,7 +355,7 @@ class Volunteer:
     def hold(self, held: bool) -> None:
         """Make no inner step while `held`; the peer goes on, and others see a member that is late."""
         if self._workers is not None:
-            self._workers.hold(held)
+            self._workers.supervisor.hold(held)
 
     def leave(self) -> None:
         """Leave politely: a round under way is finished, then the others are told, and `train` returns."""
@@ -226,7 +363,7 @@ class Volunteer:
         self._driver.leave()
 
     def heartbeats(self) -> list[Heartbeat]:
-        """What is known of the live peers now, ourselves first."""
+        """Return the newest heartbeat of each live peer, ours first."""
         return [self._driver.heartbeat(), *self.others()]
 
     def others(self) -> list[Heartbeat]:
@@ -261,80 +398,3 @@ async def connected(
         yield transport
     finally:
         await transport.close()
-
-
-@asynccontextmanager
-async def volunteering(
-    run: Run,
-    identity: Identity,
-    transport: HivemindTransport,
-    options: WorkerOptions | None = None,
-    folder: RunFolder | None = None,
-    trackers: Sequence[Tracker] = (),
-) -> AsyncIterator[Volunteer]:
-    """A volunteer with workers that are ready to train; with a folder, from where this machine left off.
-
-    Raises: DilocoPeerError when this machine does not fit.
-    """
-    async with working(run, options or WorkerOptions()) as workload:
-        configuration = configuration_of(run, identity.peer_id, workload.trainer.device, options)
-        workload.trainer.telemetry.track_with(trackers, configuration)
-        yield await volunteer_with(workload, run, identity, transport, folder)
-
-
-async def volunteer_with(
-    workload: LocalWorkload, run: Run, identity: Identity, transport: HivemindTransport, folder: RunFolder | None = None
-) -> Volunteer:
-    """One that trains with these workers; see `volunteering`."""
-    log, lineage, storage = None, None, None
-    if folder is not None:
-        log = LogFolder.open(folder.log, run.settings.empty_log, FORMATS[run.config.codec.kind].block_bytes)
-        storage = FolderStorage(folder.download, available_memory)
-        position = await resume_from(folder, workload, log)
-        lineage = await asyncio.to_thread(log.lineage, position)
-        if position.last:
-            await recall_moments(folder, workload.trainer)
-    keeping = Keeping(await workload.state_digest(), lineage, log, storage)
-    driver = Driver(identity, transport, workload, run.settings, keeping)
-    workload.take_turns(driver, identity.peer_id)
-    return Volunteer(run, driver, transport, workload, folder, log)
-
-
-async def resume_from(folder: RunFolder, workload: LocalWorkload, log: LogFolder) -> LogState:
-    """The newest state that this machine can make of what it has, and where in the log that is."""
-    checkpoint = Checkpoints(folder.checkpoints, folder.run_id).load_newest()
-    try:
-        position = await resume(workload, log, checkpoint)
-    except SnapshotError as error:
-        logger.warning("%s: %s. The run begins anew here, and is fetched.", folder.checkpoints, error)
-        return log.empty_log
-    if position.last:
-        logger.info("this machine goes on after outer step %d", position.position.index)
-    return position
-
-
-async def recall_moments(folder: RunFolder, workers: WorkerGroup) -> None:
-    """Have the inner optimizer go on with what this machine kept of it, and say so; or that it begins anew."""
-    path = newest_moments(folder.checkpoints, folder.peer_id)
-    if path is None:
-        logger.info("there are no moments beside the checkpoints: the inner optimizer begins anew, with smaller steps")
-        return
-    try:
-        await asyncio.to_thread(check_moments_file, path)
-        await workers.recall_moments(path, folder.run_id)
-    except (SnapshotError, OSError) as error:
-        logger.warning("the inner optimizer begins anew, with smaller steps: %s: %s", path, error)
-    else:
-        logger.info("the inner optimizer goes on with %s", path.name)
-
-
-@asynccontextmanager
-async def working(run: Run, options: WorkerOptions = NO_TRAINING) -> AsyncIterator[LocalWorkload]:
-    """The run's workload with workers of its own, which end with the context. Raises: DilocoPeerError."""
-    workload = await start_workload(run.config, options)
-    workload.trainer.reads_runs_text = run.has_runs_text
-    try:
-        yield workload
-    finally:
-        HEALTH.over("workers")
-        await workload.trainer.close()

@@ -31,7 +31,7 @@ def in_fitting_precision(config: RunConfig, team: Team) -> RunConfig:
 def assemble_model(
     config: RunConfig, tokenizer: Tokenizer, team: Team, options: WorkerOptions, memory_descriptor: int | None
 ) -> Any:
-    """The worker's model on its device. What theta has of it is to be loaded from there, if it is sharded.
+    """Return the worker's model on its device. What theta has of it is to be loaded from there, if it is sharded.
 
     With a `memory_descriptor`, the first worker takes that shared memory, and puts the initial theta into it. It alone
     builds a whole model; the others do, too, if the model has tensors that only its constructor can fill.
@@ -93,7 +93,7 @@ def _is_compiled(options: WorkerOptions, device: torch.device) -> bool:
 
 
 def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSection) -> None:
-    """What activations take cannot be known, and comes on top. Raises: MachineError."""
+    """Raise MachineError where main memory is too small. What activations take cannot be known, and comes on top."""
     host = HostMemory.of(memory.trained, codec)
     starting = host.shared + memory.evaluating  # the first worker's whole model
     needed = host.most if trains else host.evaluating
@@ -105,7 +105,7 @@ def _check_memory(memory: WorkerMemory, team: Team, trains: bool, codec: CodecSe
 
 
 def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> None:
-    """Raises: MachineError."""
+    """Raise MachineError where a GPU is too small."""
     needed = (memory.training if trains else memory.evaluating) // team.shards
     free = torch.cuda.mem_get_info(team.device)[0]
     if needed > free:

@@ -1,36 +1,49 @@
-"""What the peer process and each of its workers say to each other, one JSON object a line over a socket pair; and the
-worker's end of that channel.
+"""The control channel: what the peer process and each of its workers say to each other, one JSON object a line over a
+socket pair; and the peer process's handle on a worker. Knows no torch.
 
 Commands are carried out one after the other; only `EndInnerLoop`, `Hold`, `TakeAverage` and those about moments are
 heard while training. Each command is answered by exactly one reply of its kind, or by `Failed`; to `RunInnerLoop` the
 first worker also sends `InnerStepDone` in between, and each sends `FragmentStored`. `AtStage` may come at any time.
+
+A worker's death is noticed at once, since its end of the channel closes with it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-import os
-import queue
+import re
+import signal
 import socket
-import threading
-import time
-import traceback
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from opendiloco.child_processes import child_environment, module_command
 from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
 from opendiloco.model.export import Dtype, RunFacts
+from opendiloco.stages import Watch
 from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from peers.errors import DilocoPeerError, ManifestError
+from peers.network.signals import signals_held_back
 from peers.values.leases import SampleRange
+from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
 LINE_LIMIT = 16 * 2**20
-LOOK_SECONDS = 0.1
-"""Between two looks of a worker, in a pause, at what the peer process wants."""
+CLOSE_SECONDS = 2.0
+LOOK_SECONDS = 0.2
+LINES_KEPT = 60
+"""As many as a traceback through torch has."""
+LINE_LENGTH = 500
+IN_A_SENTENCE = 3
+"""Lines that an error repeats, the last ones; the log has all that were kept."""
+TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class ControlMessage(BaseModel):
@@ -53,8 +66,9 @@ class Configure(ControlMessage):
 
     Answered by `Configured` when all have.
 
-    They meet at the first worker's store, on this `port`. With `fresh`, the first puts the initial weights into shared
-    memory; else they are left there.
+    `memory` is the inherited descriptor of the `SharedVectors`. Workers meet at the first one's store, on this `port`;
+    the first inherits its socket as `listener`. With `fresh`, the first puts the initial weights into shared memory;
+    else they are left there.
     """
 
     kind: Literal["configure"] = "configure"
@@ -63,7 +77,9 @@ class Configure(ControlMessage):
     device: str
     rank: int
     workers: int
+    memory: int
     port: int
+    listener: int | None = None
     fresh: bool
     threads: int = 1
 
@@ -196,7 +212,6 @@ class Configured(ControlMessage):
 
     kind: Literal["configured"] = "configured"
     parameters: int
-    tokens_per_sample: int
     device: str
     device_name: str
     flops_per_token: float | None
@@ -351,39 +366,7 @@ class UnexpectedWorkerError(WorkerError):
     """The worker failed in a way that none of ours describes."""
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether a device has no memory left.
-
-    Torch has a class for its own allocator alone; what CUDA's libraries and NCCL could not get, they say in words.
-    """
-    said = str(error).lower()
-    return type(error).__name__ == "OutOfMemoryError" or (
-        isinstance(error, RuntimeError) and ("out of memory" in said or "cublas_status_alloc_failed" in said)
-    )
-
-
-def is_short_of_shared_memory(error: Exception) -> bool:
-    """Return whether NCCL found too little in /dev/shm, of which a container has 64 MB unless told otherwise."""
-    said = str(error)
-    return isinstance(error, RuntimeError) and "/dev/shm" in said and ("segment" in said or "No space left" in said)
-
-
-def describe_failure(error: Exception) -> Failed:
-    """Return what the peer process needs to raise the same error on its side."""
-    trace = "".join(traceback.format_exception(error))
-    if isinstance(error, ImportError):
-        error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
-    if is_short_of_shared_memory(error):
-        remedy = "In a container, give it more: docker run --shm-size 1g, or --ipc host. Else train on one GPU."
-        error = MachineError("/dev/shm has too little room for what this machine's GPUs tell each other.", remedy)
-    if is_out_of_memory(error):
-        remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
-        error = DeviceMemoryError("the device ran out of memory.", remedy)
-    message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
-    return Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
-
-
-def rebuild(failure: Failed) -> DilocoPeerError:
+def _rebuild(failure: Failed) -> DilocoPeerError:
     """Return the worker's error as one of ours, with its traceback as a note; unexpected ones as a WorkerError."""
     expected = EXPECTED_ERRORS.get(failure.error)
     error: DilocoPeerError
@@ -397,73 +380,204 @@ def rebuild(failure: Failed) -> DilocoPeerError:
     return error
 
 
-# The worker's end ----------------------------------------------------------------------------------------------------
-class Average(NamedTuple):
-    """What was said last of a fragment: of which training it is, whether there are new values, and when it was heard,
-    by the clock that never goes back."""
-
-    number: int
-    is_changed: bool
-    heard_at: float
+# A worker process ----------------------------------------------------------------------------------------------------
+Answer = TypeVar("Answer", bound=ControlMessage)
 
 
-class ControlChannel:
-    """The worker's end of the control channel, read by a thread of its own so that its closing is noticed at once."""
+class _LastWords:
+    """The last lines that a worker has printed, fit for a terminal: without colours, progress bars as they ended."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._sending = threading.Lock()
-        self.stopped_number = 0
-        self._may_step = threading.Event()  # set unless the owner wants a pause
-        self._may_step.set()
-        self._averages: dict[int, Average] = {}
-        self._news = threading.Event()
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
 
-    def start(self) -> None:
-        threading.Thread(target=self._read, daemon=True).start()
+    def heard(self, line: str) -> None:
+        """Take a line."""
+        plain = TERMINAL_COMMANDS.sub("", line).rstrip().rpartition("\r")[2].replace("\t", "    ")[:LINE_LENGTH]
+        shown = "".join(character if character.isprintable() else " " for character in plain)
+        if shown.strip():
+            self._lines.append(shown)
+            logger.debug("the worker says: %s", shown)
 
-    def is_held(self, number: int) -> bool:
-        """Wait for a moment for a pause to end; return whether the next step of training `number` still has to wait."""
-        return number > self.stopped_number and not self._may_step.wait(LOOK_SECONDS)
+    def sentence(self) -> str:
+        """Return the last lines as the end of an error's message; nothing if there are none."""
+        lines = [line.strip() for line in self._lines][-IN_A_SENTENCE:]
+        return f" Its last words: {' | '.join(lines)}" if lines else ""
 
-    def send(self, message: ControlMessage) -> None:
-        with self._sending:  # batches are read by a thread of their own, which may have to tokenize
-            self._connection.sendall(message.line())
+    def log(self, name: str) -> None:
+        """Log all that was kept."""
+        if self._lines:
+            logger.error("%s printed last:\n%s", name, "\n".join(f"    {line}" for line in self._lines))
 
-    def average_of(self, fragment: int) -> Average | None:
-        """Return what was said last of a fragment."""
-        return self._averages.get(fragment)
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Return once this holds; it is asked anew whenever something was heard."""
-        while True:
-            self._news.clear()
-            if is_so():
-                return
-            self._news.wait()
+class WorkerDeathError(WorkerError):
+    """The worker's process has ended."""
 
-    def take(self, command: Command) -> None:
-        """Hear a command; those that are not heard while training wait in `commands`."""
-        match command:
-            case EndInnerLoop():
-                self.stopped_number = command.number
-            case Hold():
-                (self._may_step.clear if command.held else self._may_step.set)()
-            case TakeAverage():
-                self._averages[command.fragment] = Average(command.number, command.is_changed, time.monotonic())
-            case _:
-                self.commands.put(command)
-        self._news.set()
 
-    def _read(self) -> None:
-        """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
+class WorkerProcess:
+    """A running worker: takes one request at a time, and moves of moments beside it. Made by `start`; `close` ends
+    it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, on_stage: Watch) -> None:
+        self.name = "the worker"
+        self._on_stage = on_stage
+        self._replies: asyncio.Queue[Reply | None] = asyncio.Queue()
+        self._moments_replies: asyncio.Queue[Reply | None] = asyncio.Queue()
+        self.death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
+        """What to raise once the worker is dead."""
+        self._process = process
+        self._output = _LastWords()
+        self._is_ended = False
+        """Whether its end is our doing."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(cls, inherited: Sequence[int], threads: int, on_stage: Watch = lambda stage, share: None) -> Self:
+        """Start a worker that inherits these descriptors. `on_stage` hears what it is busy with."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            worker = cls(await _spawn(theirs.fileno(), inherited, threads), on_stage)
         try:
-            for line in self._connection.makefile("rb"):
-                self.take(parse_command(line))
-        except ConnectionError:
-            pass
-        except Exception:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+            await worker._listen(ours)
+        except BaseException:
+            worker.kill()
+            raise
+        return worker
+
+    def write(self, message: ControlMessage) -> None:
+        """Send a message. To a dead worker it is lost without an error: the caller hears of the death."""
+        if not self._writer.is_closing():
+            self._writer.write(message.line())
+
+    async def exchange(
+        self, command: ControlMessage, answer: type[Answer], on_report: Callable[[Report], None]
+    ) -> Answer:
+        """Send a command and wait for its answer. Must not be cancelled, or the next command gets this one's answer.
+
+        Raises: the worker's error as one of ours; WorkerError when it dies.
+        """
+        self.write(command)
+        while True:
+            reply = await self._next(self._replies)
+            if isinstance(reply, Report):
+                on_report(reply)
+            elif isinstance(reply, Failed):
+                raise _rebuild(reply)
+            elif isinstance(reply, answer):
+                return reply
+            else:
+                raise WorkerError(f"the worker answered {command} with {reply}.", "This is a bug; report it.")
+
+    async def move_moments(self, command: MoveMoments) -> None:
+        """Have the worker move moments. Also while it answers another command. One at a time.
+
+        Raises: SnapshotError when they cannot be moved; WorkerError when it dies.
+        """
+        self.write(command)
+        reply = await self._next(self._moments_replies)
+        assert isinstance(reply, MomentsMoved)
+        if reply.problem is not None:
+            raise SnapshotError(reply.problem)
+
+    def kill(self) -> None:
+        """End the worker at once, without waiting for its end."""
+        self._is_ended = True
+        self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self) -> None:
+        """End the worker: by closing its channel, else with SIGKILL. Leaves no process behind."""
+        self._is_ended = True
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
+        except TimeoutError:
+            self.kill()
+            await self._ended()
+        await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._end(self._describe_death())
+
+    def _hear(self, line: bytes) -> None:
+        """Take a line of the worker's. Raises: pydantic.ValidationError when it is none of the protocol's."""
+        reply = parse_reply(line)
+        if isinstance(reply, AtStage):
+            self._on_stage(reply.stage, reply.share)
+        elif isinstance(reply, MomentsMoved):
+            self._moments_replies.put_nowait(reply)
+        else:
+            self._replies.put_nowait(reply)
+
+    def _end(self, death: DilocoPeerError) -> None:
+        """Take in that the worker is dead, and why: pass that on to all that wait for it."""
+        if not self.death.done():
+            self.death.set_result(death)
+            self._replies.put_nowait(None)
+            self._moments_replies.put_nowait(None)
+
+    async def _next(self, replies: asyncio.Queue[Reply | None]) -> Reply:
+        """Return the next reply. Raises: what says how the worker has died."""
+        reply = await replies.get()
+        if reply is None:
+            replies.put_nowait(None)  # for the next one that waits
+            raise self.death.result()
+        return reply
+
+    async def _ended(self) -> None:
+        """Return once the process has ended. Some versions of asyncio also wait for other processes that hold its
+        output, such as a compiler that it called and that hangs."""
+        while self._process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), LOOK_SECONDS)
+
+    async def _listen(self, ours: socket.socket) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
+        output = asyncio.create_task(self._read_output())
+        self._tasks = [output, asyncio.create_task(self._read_replies(reader, output))]
+
+    async def _read_replies(self, reader: asyncio.StreamReader, output: asyncio.Task[None]) -> None:
+        try:
+            while line := await reader.readline():
+                self._hear(line)
+        except ConnectionError:  # it has ended before it read all that we said
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
+            self._kill()
+        except (ValidationError, ValueError) as error:
+            self._output.heard(f"control channel: {error}")
+            self._kill()
+        await self._ended()
+        await asyncio.wait([output], timeout=CLOSE_SECONDS)
+        self._end(self._describe_death())
+
+    async def _read_output(self) -> None:
+        assert self._process.stdout is not None
+        while not self._process.stdout.at_eof():
+            with contextlib.suppress(ValueError):  # a line beyond the reader's limit; asyncio has dropped it
+                line = await self._process.stdout.readline()
+                self._output.heard(line.decode(errors="replace"))
+
+    def _describe_death(self) -> WorkerDeathError:
+        code = self._process.returncode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        if not self._is_ended:
+            self._output.log(self.name)
+        remedy = "If the machine ran out of memory, use a smaller batch or another machine; then join again."
+        return WorkerDeathError(f"{self.name} {how}.{self._output.sentence()}", remedy)
+
+
+async def _spawn(control: int, inherited: Sequence[int], threads: int) -> asyncio.subprocess.Process:
+    """Start a worker that prints to a pipe of ours."""
+    with signals_held_back():  # it would be gone before a polite leave could finish the round under way
+        return await asyncio.create_subprocess_exec(
+            *module_command("opendiloco.workers.worker", str(control)),
+            pass_fds=(control, *inherited),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=child_environment(OMP_NUM_THREADS=str(threads), **LOOPBACK_ONLY),
+        )

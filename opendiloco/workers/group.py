@@ -1,4 +1,4 @@
-"""What a volunteer's workers do for the peer process: they train, evaluate, generate and export."""
+"""A volunteer's workers as the peer process uses them: they train, evaluate, generate and export."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.workers.control import (
+    Answer,
     ControlMessage,
     EndInnerLoop,
     Evaluate,
@@ -33,8 +34,7 @@ from opendiloco.workers.control import (
     TakeAverage,
 )
 from opendiloco.workers.options import AUTO, TEMPERATURE, WorkerOptions, parse_overlap
-from opendiloco.workers.process import Answer
-from opendiloco.workers.supervisor import Supervisor
+from opendiloco.workers.supervisor import Supervisor, WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
@@ -50,30 +50,32 @@ class WorkerGroup:
 
     vectors: SharedVectors
     fragments: Sequence[slice]
-    tokens_per_sample: int
     device: str
     telemetry: Telemetry
     held_out_digest: str
-    bytes_per_token: float
     reads_runs_text = True
-    """See `Run.has_runs_text`."""
+    bytes_per_token: float
     under_way: UnderWay | None = None  # the newest training
 
-    def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
+    def __init__(self, config: RunConfig, options: WorkerOptions, reads_runs_text: bool) -> None:
+        self.reads_runs_text = reads_runs_text
         self.overlap = Overlap(config, options.overlap)
-        self._supervisor = Supervisor(config, options)
+        self.supervisor = Supervisor(config, options)
         self._has_rests = config.streaming.overlap > 0
         self._trainings = 0
 
     @classmethod
-    async def start(cls, config: RunConfig, options: WorkerOptions | None = None) -> WorkerGroup:
-        """Start workers, and have them build model and data: seconds, mostly imports.
+    async def start(
+        cls, config: RunConfig, options: WorkerOptions | None = None, reads_runs_text: bool = True
+    ) -> WorkerGroup:
+        """Start workers, and have them build model and data: seconds, mostly imports. For `reads_runs_text` see
+        `Run.has_runs_text`.
 
         Raises: see `Supervisor.start`.
         """
         options = options or WorkerOptions()
-        group = cls(config, options)
-        supervisor = group._supervisor
+        group = cls(config, options, reads_runs_text)
+        supervisor = group.supervisor
         try:
             configured = await supervisor.start()
         except BaseException:
@@ -81,7 +83,6 @@ class WorkerGroup:
             raise
         group.vectors = SharedVectors(supervisor.memory_descriptor, configured.parameters)
         group.fragments = [slice(*part) for part in configured.fragments]
-        group.tokens_per_sample = configured.tokens_per_sample
         group.device = supervisor.pool.device
         group.held_out_digest = configured.held_out_digest
         group.bytes_per_token = configured.bytes_per_token
@@ -120,15 +121,11 @@ class WorkerGroup:
             number = 0 if under_way.is_known else step.inner_step
             on_progress(Progress(number, step.loss, step.tokens_per_second))
 
-        async def captured(fragment: int) -> None:
-            if fragment < len(self.fragments) - 1:
-                await on_captured(fragment)
-
         async def carry_out() -> InnerLoopDone:
             if before is not None and goes_on:
                 before.check_rest()
             try:
-                done = await self._supervisor.ask(command, InnerLoopDone, on_report=under_way.heard)
+                done = await self.supervisor.ask(command, InnerLoopDone, on_report=under_way.heard)
             except DilocoPeerError as error:
                 if under_way.is_known:
                     logger.warning("training after outer step %d has failed in the end: %s", work.index, error.message)
@@ -138,8 +135,8 @@ class WorkerGroup:
                 self.overlap.learn(done)
             return done
 
-        supervisor = self._supervisor
-        self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), len(self.fragments), on_step, captured)
+        supervisor, fragments = self.supervisor, len(self.fragments)
+        self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), fragments, on_step, on_captured)
         request = supervisor.requests.add(carry_out)
         stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         if not self._has_rests:
@@ -147,7 +144,7 @@ class WorkerGroup:
         return Trained(stored.samples, stored.tokens, stored.loss)
 
     def end_rest(self) -> None:
-        """Have workers leave their last inner steps: they may wait for averages that nobody will tell them of."""
+        """Have workers leave their last inner steps, which may wait for averages that never come."""
         if self.under_way is not None and self.under_way.has_rest:
             self._tell(EndInnerLoop(number=self._trainings))
 
@@ -158,11 +155,7 @@ class WorkerGroup:
         self._tell(TakeAverage(number=number, fragment=fragment, is_changed=is_changed))
 
     def _tell(self, command: ControlMessage) -> None:
-        self._supervisor.tell(command)
-
-    def hold(self, held: bool) -> None:
-        """Have the workers make no inner step while they are held."""
-        self._supervisor.hold(held)
+        self.supervisor.tell(command)
 
     # The model -------------------------------------------------------------------------------------------------------
     async def evaluate(self, windows: int) -> Evaluated:
@@ -170,7 +163,7 @@ class WorkerGroup:
         return await self._insist(Evaluate(windows=windows), Evaluated)
 
     async def held_out(self, section: EvaluationSection) -> HeldOut:
-        """Return theta's loss on held-out windows: as many as the manifest says, whoever asks."""
+        """Return theta's loss on held-out windows: as many as the manifest says."""
         is_runs_text = self.reads_runs_text and section.digest in (None, self.held_out_digest)
         return HeldOut((await self.evaluate(section.windows)).loss, is_runs_text)
 
@@ -186,45 +179,28 @@ class WorkerGroup:
 
     async def _insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
         """Give workers a command, also others in the place of lost ones, when it is its turn. Return the answer."""
-        supervisor = self._supervisor
-        return await asyncio.shield(supervisor.requests.add(lambda: supervisor.insist(command, answer, workers)))
 
-    # The inner optimizer's state -------------------------------------------------------------------------------------
-    @property
-    def kept_moments(self) -> tuple[Path, str] | None:
-        """The file with the newest moments that this machine has kept, and the run that they are of. New workers in the
-        place of lost ones go on with them."""
-        return self._supervisor.kept_moments
+        async def ask() -> Answer:
+            while True:
+                with suppress(WorkersRestartedError):
+                    return await self.supervisor.ask(command, answer, workers)
 
-    @kept_moments.setter
-    def kept_moments(self, kept: tuple[Path, str] | None) -> None:
-        self._supervisor.kept_moments = kept
-
-    async def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """See `WorkersMoments.keep`."""
-        await self._supervisor.moments.keep(path, run, index)
-
-    async def recall_moments(self, path: Path, run: str) -> None:
-        """Have the inner optimizer go on with what a file has; new workers in the place of lost ones do so, too.
-
-        Raises: see `WorkersMoments.recall`.
-        """
-        await self._supervisor.moments.recall(path, run)
-        self.kept_moments = path, run
+        return await asyncio.shield(self.supervisor.requests.add(ask))
 
     async def wait_for_death(self) -> DilocoPeerError:
         """Return what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
-        return await self._supervisor.wait_for_death()
+        return await asyncio.shield(self.supervisor.death)
 
     async def close(self) -> None:
         """End the workers. Leaves no process behind."""
-        await self._supervisor.close()
+        await self.supervisor.close()
 
 
 class UnderWay:
-    """One training as the peer process sees it: what workers report meanwhile, and what comes of it.
+    """One training as the peer process sees it: the reports of its workers, and its outcome.
 
-    Passes on what `workers()` workers report: to `on_captured` each of the `fragments` that all of them have stored.
+    Passes on what `workers()` workers report: to `on_captured` each of the `fragments` that all of them have stored,
+    but the last one, with which the training is known.
 
     What is trained is known once that is so of all fragments. Workers may still have inner steps to take: the *rest*.
     """
@@ -273,8 +249,8 @@ class UnderWay:
             self._captures.add(asyncio.create_task(self._capture(report)))
 
     async def outcome(self, request: asyncio.Task[InnerLoopDone], stop: Callable[[], None]) -> FragmentStored:
-        """Return what comes of the request to train, as soon as whatever is captured is taken. When that is cancelled
-        or fails, `stop` has the workers stop, and this waits until they have."""
+        """Return what the request has trained, once all that was captured is taken. When it is cancelled or fails,
+        call `stop`, which has the workers stop, and wait until they have."""
         self._request = request
         try:
             ended: list[asyncio.Future[Any]] = [request, self._news]
@@ -297,8 +273,9 @@ class UnderWay:
 
     async def _capture(self, stored: FragmentStored) -> None:
         try:
-            await self._on_captured(stored.fragment)
-        except Exception as error:  # raised by whoever waits for the outcome
+            if stored.fragment < self._fragments - 1:
+                await self._on_captured(stored.fragment)
+        except Exception as error:  # raised by `outcome`
             self._errors.append(error)
         if stored.fragment == self._fragments - 1:
             self._last = stored

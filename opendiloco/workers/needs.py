@@ -1,7 +1,7 @@
-"""What a machine needs to take part in a run: memory, disk, bandwidth and time, before anything is started.
+"""The needs of a machine that takes part in a run: memory, disk, bandwidth and time, before anything is started.
 
 Memory is by the same formula that `join` holds against what a machine has. Speeds are what arithmetic gives at a share
-of a GPU's peak; nobody has measured them.
+of a GPU's peak, and not measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHORTEST_ROUND = 1.0
 
 
 @dataclass(frozen=True)
-class Machine:
+class _Machine:
     """GPUs as people can rent them. `gpu` is what torch calls one, `memory` its bytes."""
 
     name: str
@@ -40,9 +40,9 @@ class Machine:
 
 
 MACHINES = (
-    Machine("RTX 4090", "NVIDIA GeForce RTX 4090", 1, 24 * 10**9),
-    Machine("H100", "NVIDIA H100 80GB HBM3", 1, 80 * 10**9),
-    Machine("8 H100", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9),
+    _Machine("RTX 4090", "NVIDIA GeForce RTX 4090", 1, 24 * 10**9),
+    _Machine("H100", "NVIDIA H100 80GB HBM3", 1, 80 * 10**9),
+    _Machine("8 H100", "NVIDIA H100 80GB HBM3", 8, 80 * 10**9),
 )
 
 
@@ -96,12 +96,12 @@ class Needs:
             "traffic_each_way": 2 * self.payload,
         }
 
-    def days(self, machine: Machine) -> float | None:
+    def days(self, machine: _Machine) -> float | None:
         """Return how long a peer with such GPUs trains; None where that is not known, or they are too small."""
         speed = self._speed(machine)
         return None if speed is None else self.tokens / speed / SECONDS_A_DAY
 
-    def bits_per_second(self, machine: Machine) -> float | None:
+    def bits_per_second(self, machine: _Machine) -> float | None:
         """Return what its link must carry in each direction, so that rounds take no more than their share of the time.
 
         A member of a large round sends two payloads and gets two.
@@ -112,7 +112,7 @@ class Needs:
         training = self.tokens_per_outer_step / speed
         return 8 * 2 * self.payload / (training * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS))
 
-    def _speed(self, machine: Machine) -> float | None:
+    def _speed(self, machine: _Machine) -> float | None:
         """Return tokens a second."""
         assert machine.gpus == self.gpus
         if self.device_memory > machine.memory:
@@ -152,7 +152,7 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
         yield memory + _time_on(machine, here)
 
 
-def _time_on(machine: Machine, needs: Needs) -> str:
+def _time_on(machine: _Machine, needs: Needs) -> str:
     """Return the end of a sentence about a machine: how long it trains, and with which link."""
     days, bits = needs.days(machine), needs.bits_per_second(machine)
     if needs.device_memory > machine.memory:

@@ -1,4 +1,4 @@
-"""How this machine trains: what its owner chooses, and no other peer needs to know."""
+"""The owner's choices of how this machine trains, which no other peer needs to know."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class WorkerOptions:
     `replicas` times, each of so many equal groups once.
     `overlap` is "auto" or a number: an average is merged here so many inner steps after its fragment was stored (None:
     as the run says).
-    Workers are `nice`, 0 to 19: whoever is less so comes first. All processes of the volunteer together keep to
-    `max_memory` bytes of main memory, as far as they can choose.
+    Workers are `nice`, 0 to 19: other processes that are less so come first. All processes of the volunteer together
+    keep to `max_memory` bytes of main memory, as far as they can choose.
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
     only evaluates, generates and exports.
     """

@@ -1,4 +1,4 @@
-"""Keeps a volunteer's workers: starts them, has them carry out commands, and starts others in the place of lost ones.
+"""The supervisor of a volunteer's workers: starts them, gives them commands, and replaces those that are lost.
 
 All workers do the same at the same time, or end together. Workers that share a model wait for each other in every
 collective, so the death or failure of one would leave the others waiting for good.
@@ -11,19 +11,18 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from opendiloco.config.run_config import RunConfig
+from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.cores import usable_cores
 from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.stages import WITH_A_COMPILER, at_stage
+from opendiloco.stages import WITH_A_COMPILER, StageLog, at_stage
 from opendiloco.workers.control import (
+    Answer,
     Configure,
     Configured,
     ControlMessage,
@@ -38,10 +37,10 @@ from opendiloco.workers.control import (
     Report,
     RunInnerLoop,
     UnexpectedWorkerError,
+    WorkerDeathError,
+    WorkerProcess,
 )
 from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count
-from opendiloco.workers.process import Answer, Inherited, WorkerDeathError, WorkerProcess
-from opendiloco.workers.start_up import StartUp, tell_micro_batch
 from peers.errors import DilocoPeerError
 from peers.health import HEALTH
 from peers.values.workload import SnapshotError
@@ -63,7 +62,7 @@ class WorkersRestartedError(Exception):
     """The request's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
 
 
-class CompilerHangError(WorkerError):
+class _CompilerHangError(WorkerError):
     """A worker's compiler has not come to an end."""
 
 
@@ -72,20 +71,21 @@ class Supervisor:
 
     def __init__(self, config: RunConfig, options: WorkerOptions) -> None:
         self.memory_descriptor = create_memory_file()
-        self.requests = RequestQueue()
-        self.moments = WorkersMoments(self.requests, lambda: self.workers, lambda: self._death.done())
+        self.requests = _RequestQueue()
         self.kept_moments: tuple[Path, str] | None = None
-        """The file with the newest moments that this machine has kept, and the run that they are of."""
+        """The file with the newest moments that this machine has kept, and the run that they are of. New workers in the
+        place of lost ones go on with them."""
+        self.pool = _WorkerPool(self.memory_descriptor)
+        self.death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
+        """What to raise once the workers are dead, and none take their place."""
         self._config = config
         self._options = options
-        self._watching: asyncio.Task[None] | None = None
-        self._death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         self._micro_batch = 0
         self._may_go_on = False  # whether the present workers have carried out a training
         self._lost: DilocoPeerError | None = None  # why the present workers are of no use any more
-        self._restarts = Restarts(options.restarts)
+        self._restarts = _Restarts(options.restarts)
+        self._moving = asyncio.Lock()  # held while moments are moved
         self._is_closing = self._is_held = False
-        self.pool = self._new_pool()
 
     @property
     def workers(self) -> list[WorkerProcess]:
@@ -102,112 +102,87 @@ class Supervisor:
         self._is_held = held
         self.tell(Hold(held=held))
 
-    async def wait_for_death(self) -> DilocoPeerError:
-        """Return what to raise once the workers are dead; a caller that only waits for `close` cancels this."""
-        return await asyncio.shield(self._death)
-
     async def close(self) -> None:
         """End the workers. Leaves no process behind."""
         self._is_closing = True
-        await self._end_workers()
+        await self.pool.close()
         await self.requests.idle()
-        await self._end_workers()  # what a request had started meanwhile
+        await self.pool.close()  # what a request had started meanwhile
         if self.memory_descriptor >= 0:
             os.close(self.memory_descriptor)
             self.memory_descriptor = -1
 
     # Starting and ending ---------------------------------------------------------------------------------------------
-    def _new_pool(self) -> WorkerPool:
-        return WorkerPool(Inherited(self.memory_descriptor), lambda: not self._is_closing)
-
     async def start(self, fresh: bool = True) -> Configured:
         """Start workers, and have them build model and data: seconds, mostly imports. If `fresh`, they put the initial
         theta into the memory.
 
         Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
         """
-        self.pool, self._may_go_on = self._new_pool(), False
-        await self.pool.start(self._options)
-        self._watching = asyncio.create_task(self._watch(self.workers))
+        if self._is_closing:
+            raise WorkerError("no workers are wanted any more.")
+        pool = self.pool = _WorkerPool(self.memory_descriptor)
+        self._may_go_on = False
+
+        def died(death: asyncio.Future[DilocoPeerError]) -> None:
+            if not pool.is_over:
+                self._lose(death.result())
+
+        start_up = _StartUp(self._lose)
+        await pool.start(self._options, start_up)
+        for worker in pool.workers:
+            worker.death.add_done_callback(died)
         if self._is_held:
             self.hold(True)
-        commands = self.pool.commands(self._config, self._options, fresh)
+        commands = pool.commands(self._config, self._options, fresh)
         try:
-            with CompilerWatch(self.workers, self._lose):
-                answers = await self._exchange(commands, Configured)
-        except CompilerHangError as error:
+            answers = await self._exchange(commands, Configured)
+        except _CompilerHangError as error:
             logger.warning("%s The workers start again and do not compile, which would be faster.", error.message)
             self._options = replace(self._options, compile=False)
             return await self._start_again()
+        finally:
+            start_up.end()
         self._micro_batch = answers[0].micro_batch
         if self._options.micro_batch is None and self._options.trains:
-            tell_micro_batch(self._config.training, len(self.workers), self._micro_batch)
+            _tell_micro_batch(self._config.training, len(self.workers), self._micro_batch)
         HEALTH.well("workers")
         return answers[0]
 
     async def _start_again(self) -> Configured:
         """Start workers in the place of others, which have put the initial theta where it belongs."""
-        await self._end_workers()
+        await self.pool.close()
         self._lost = None
         return await self.start(fresh=False)
 
-    async def _restart(self) -> None:
-        await self._start_again()
-        if self.kept_moments is not None:
-            await self.moments.recall_if_possible(*self.kept_moments)
-
-    async def _watch(self, workers: Sequence[WorkerProcess]) -> None:
-        deaths = [asyncio.create_task(worker.wait_for_death()) for worker in workers]
-        try:
-            done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
-            self._lose(next(iter(done)).result())
-        finally:
-            for death in deaths:
-                death.cancel()
-            await asyncio.gather(*deaths, return_exceptions=True)
-
     def _lose(self, error: DilocoPeerError) -> None:
-        """The workers are of no use any more. Whoever needs them next starts others, if that was not too often yet."""
-        self._lost = self._lost or error
+        """Give up the present workers. The next request starts others, unless that was too often already."""
+        if self._lost is not None:
+            return
+        self._lost = error
         HEALTH.failing("workers", error.message)
-        self._kill()
-        can_be_got_round = isinstance(self._lost, CompilerHangError)  # by not compiling
+        self.pool.kill()
+        can_be_got_round = isinstance(self._lost, _CompilerHangError)  # by not compiling
         if not self._restarts.left and not can_be_got_round:
             self._die(error)
 
     def _die(self, error: DilocoPeerError) -> None:
-        self._kill()
-        if not self._death.done():
-            self._death.set_result(error)
-
-    def _kill(self) -> None:
-        for worker in self.workers:
-            worker.kill()
-
-    async def _end_workers(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
-        await asyncio.gather(*(worker.close() for worker in self.workers))
+        self.pool.kill()
+        if not self.death.done():
+            self.death.set_result(error)
 
     # Commands --------------------------------------------------------------------------------------------------------
-    async def insist(self, command: ControlMessage, answer: type[Answer], workers: int | None = None) -> Answer:
-        """Ask again, for as long as new workers take the place of lost ones. Raises: as `ask`."""
-        while True:
-            with suppress(WorkersRestartedError):
-                return await self.ask(command, answer, workers)
-
     async def ask(
         self,
         command: ControlMessage,
         answer: type[Answer],
         workers: int | None = None,
-        on_report: Callable[[Report], None] | None = None,
+        on_report: Callable[[Report], None] = lambda report: None,
     ) -> Answer:
         """Give all workers, or only the first, a command, and return the first one's answer.
 
         This is the one place that decides what becomes of workers that fail. Lost ones are replaced, also those that
-        died while nobody needed them; the count of restarts begins anew with each training that ends well, and, where
+        died between two requests; the count of restarts begins anew with each training that ends well, and, where
         nothing is trained, with each answer.
 
         Raises: WorkersRestartedError when they were lost, or short of memory, in this request, and others have been
@@ -245,7 +220,8 @@ class Supervisor:
                 if micro_batch is not None:
                     self._options = replace(self._options, micro_batch=micro_batch)
                 try:
-                    return await self._restart()
+                    await self._start_again()
+                    return await self._recall_kept_moments()
                 except (DeviceMemoryError, *LOST) as again:
                     error, is_starting = again, True
         except DilocoPeerError as final:
@@ -256,37 +232,122 @@ class Supervisor:
         self,
         commands: Sequence[ControlMessage],
         answer: type[Answer],
-        on_report: Callable[[Report], None] | None = None,
+        on_report: Callable[[Report], None] = lambda report: None,
     ) -> list[Answer]:
-        """Give each of the first workers its command; return their answers. Raises: why they are lost, or one fails."""
+        """Give each of the first workers its command; return their answers.
+
+        Raises: why the workers are lost, or what most probably was the cause when one fails.
+        """
+        pairs = zip(self.workers, commands, strict=False)
+        tasks = [self.requests.keep(worker.exchange(command, answer, on_report)) for worker, command in pairs]
+        _, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
+        errors = [error for task in tasks if task.done() and (error := task.exception())]
+        if errors:
+            # An unexpected error is such as a collective raises when another worker is gone.
+            raise self._lost or min(errors, key=lambda error: isinstance(error, UnexpectedWorkerError)) from None
+        return [task.result() for task in tasks]
+
+    # The inner optimizer's state -------------------------------------------------------------------------------------
+    async def keep_moments(self, path: Path, run: str, index: int) -> None:
+        """Have workers write their moments into a file (see training/moments_file.py), after `index` outer steps of a
+        run. What is there if that fails is of no use.
+
+        Raises: SnapshotError when there are none, or the file cannot be written; WorkerError when a worker dies.
+        """
+        await self._move(partial(self._tell_moments, KeepMoments(path=str(path.absolute()), run=run, index=index)))
+
+    async def recall_moments(self, path: Path, run: str) -> None:
+        """Have the inner optimizer go on with those in a file; new workers in the place of lost ones do so, too.
+
+        Raises: as `keep_moments`.
+        """
+        await self._move(partial(self._read_moments, path, run))
+        self.kept_moments = path, run
+
+    async def _recall_kept_moments(self) -> None:
+        """Do the same for new workers, in the middle of a request; where it fails, the inner optimizer begins anew."""
+        if self.kept_moments is None:
+            return
+        path, run = self.kept_moments
         try:
-            return await self.pool.exchange(commands, answer, self.requests.hold, on_report)
-        except Exception as error:
-            raise (self._lost or error) from None
+            async with self._moving:
+                await self._read_moments(path, run)
+        except SnapshotError as error:
+            logger.warning("the inner optimizer begins anew: %s: %s", path, error)
+        else:
+            logger.info("the inner optimizer goes on with what %s has", path)
+
+    async def _move(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Move moments, one request after another, each to its end even if the caller is cancelled.
+
+        Training of a single worker need not end for it; that of several must, since they are not at the same step at
+        the same time.
+        """
+
+        async def in_turn() -> None:
+            async with self._moving:
+                await work()
+
+        alone = len(self.workers) == 1
+        await asyncio.shield(self.requests.keep(in_turn()) if alone else self.requests.add(in_turn))
+
+    async def _read_moments(self, path: Path, run: str) -> None:
+        """Have all workers read moments.
+
+        When some have read them and others could not, all begin anew. Otherwise they would go on with moments of
+        different times, and with different learning rates.
+        """
+        command, have_read = RecallMoments(path=str(path.absolute()), run=run), list[WorkerProcess]()
+
+        async def read(worker: WorkerProcess) -> None:
+            await worker.move_moments(command)
+            have_read.append(worker)
+
+        try:
+            await self._all_moved(map(read, self.workers))
+        except SnapshotError:
+            if have_read:
+                await self._tell_moments(ForgetMoments())
+            raise
+
+    async def _tell_moments(self, command: MoveMoments) -> None:
+        await self._all_moved(worker.move_moments(command) for worker in self.workers)
+
+    async def _all_moved(self, moves: Iterable[Awaitable[object]]) -> None:
+        """Return once all of them have ended. Raises: what one of them does."""
+        moved = await asyncio.gather(*moves, return_exceptions=True)
+        problems = [said for said in moved if isinstance(said, BaseException)]
+        if problems and isinstance(problems[0], WorkerDeathError) and not self.death.done():
+            raise SnapshotError("the worker is gone")  # another takes its place
+        if problems:
+            raise problems[0]
 
 
-class WorkerPool:
-    """The present workers of a volunteer, ordered by rank: started, and told what each of them is. Made empty."""
+class _WorkerPool:
+    """The workers of a volunteer at one time, ordered by rank: started, and told what each of them is. Made empty."""
 
-    def __init__(self, memory: Inherited, is_wanted: Callable[[], bool]) -> None:
+    def __init__(self, memory_descriptor: int) -> None:
         self.workers: list[WorkerProcess] = []
-        self._memory = memory
-        self._is_wanted = is_wanted
+        self._memory = memory_descriptor
+        self._listener = self._port = 0  # where they meet: the first one's descriptor, and the port
         self._devices: list[str] = []
         self._threads = 1
-        self._port = 0
+        self.is_over = False
+        """Whether the end of its workers is no loss."""
 
-    async def start(self, options: WorkerOptions) -> None:
+    async def start(self, options: WorkerOptions, start_up: _StartUp) -> None:
         """Start as many workers as this machine has devices; the first, which is there in any case, counts its GPUs.
 
-        Raises: MachineError when there are too few; WorkerError when one dies, or none are wanted any more.
+        Raises: MachineError when there are too few; WorkerError when one dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
-            self._port = listener.getsockname()[1]
+            self._listener, self._port = listener.fileno(), listener.getsockname()[1]
             threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # at most
-            first = await WorkerProcess.start(self._memory._replace(listener=listener.fileno()), threads)
+            first = await WorkerProcess.start((self._memory, self._listener), threads, start_up.heard_of_first)
         self.workers.append(first)
-        if not self._is_wanted():
+        if self.is_over:
             raise WorkerError("no workers are wanted any more.")
         gpus = 0
         if needs_gpu_count(options):
@@ -294,14 +355,8 @@ class WorkerPool:
         self._devices = choose_devices(options, gpus)
         self._threads = choose_threads(options, self._devices, usable_cores())
         for _ in self._devices[1:]:
-            self.workers.append(await WorkerProcess.start(self._memory, self._threads))
-        start_up = StartUp()
-
-        def heard(stage: str, share: float | None) -> None:
-            start_up.heard(stage, share)
-            at_stage(stage, share)  # for whoever watches this process
-
-        first.on_stage = heard  # the others do the same
+            other = await WorkerProcess.start((self._memory,), self._threads, start_up.heard_of_other)
+            self.workers.append(other)
         if len(self.workers) > 1:
             for rank, worker in enumerate(self.workers):
                 worker.name = f"worker {rank} of {len(self.workers)}"
@@ -323,131 +378,70 @@ class WorkerPool:
                 device=device,
                 rank=rank,
                 workers=len(self.workers),
+                memory=self._memory,
+                listener=None if rank else self._listener,
                 port=self._port,
                 fresh=fresh,
             )
             for rank, device in enumerate(self._devices)
         ]
 
-    async def exchange(
-        self,
-        commands: Sequence[ControlMessage],
-        answer: type[Answer],
-        hold: Callable[[asyncio.Task[Answer]], asyncio.Task[Answer]],
-        on_report: Callable[[Report], None] | None = None,
-    ) -> list[Answer]:
-        """Give each of the first workers its command, in tasks that are kept by `hold`; return their answers.
+    def kill(self) -> None:
+        """End the workers at once, without waiting for their end."""
+        for worker in self.workers:
+            worker.kill()
 
-        Raises: what most probably was the cause, when one fails.
-        """
-        report = on_report or (lambda report: None)
-        pairs = zip(self.workers, commands, strict=False)
-        tasks = [hold(asyncio.create_task(worker.exchange(command, answer, report))) for worker, command in pairs]
-        _, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if unfinished:
-            await asyncio.wait(unfinished, timeout=EXPLANATION_SECONDS)
-        errors = [error for task in tasks if task.done() and (error := task.exception())]
-        if errors:
-            raise min(errors, key=_is_unexpected)
-        return [task.result() for task in tasks]
+    async def close(self) -> None:
+        """End the workers. Leaves no process behind."""
+        self.is_over = True
+        await asyncio.gather(*(worker.close() for worker in self.workers))
 
 
-def _is_unexpected(error: BaseException) -> bool:
-    """Return whether this is such as what a collective raises when another worker is gone."""
-    return isinstance(error, UnexpectedWorkerError)
+class _StartUp:
+    """The start of workers as they tell of it: logged, and given up when a compiler does not come to an end."""
+
+    def __init__(self, on_hang: Callable[[_CompilerHangError], None]) -> None:
+        self._on_hang = on_hang
+        self._log = StageLog()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+
+    def heard_of_first(self, stage: str, share: float | None) -> None:
+        """Take in that the first worker is at this stage; the others do the same. It tells of later stages, too."""
+        self._log(stage, share)
+        at_stage(stage, share)
+        self.heard_of_other(stage, share)
+
+    def heard_of_other(self, stage: str, share: float | None) -> None:
+        """Take in that another worker is at this stage."""
+        if stage in WITH_A_COMPILER and self._timer is None and not self._is_over:
+            self._timer = asyncio.get_running_loop().call_later(COMPILING_SECONDS, self._give_up)
+
+    def end(self) -> None:
+        """Wait for no compiler any more."""
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _give_up(self) -> None:
+        error = _CompilerHangError(
+            f"a worker's compiler has not come to an end in {COMPILING_SECONDS / 60:.0f} minutes.", "Use --no-compile."
+        )
+        self._on_hang(error)
 
 
-class WorkersMoments:
-    """Moves the inner optimizer's state out of the present `workers` and into them: through a file, one request after
-    another.
-
-    Training of a single worker need not end for it; that of several must, since they are not at the same step at the
-    same time. `is_over` says whether nobody will take the place of a worker that is gone.
-    """
-
-    def __init__(
-        self,
-        requests: RequestQueue,
-        workers: Callable[[], Sequence[WorkerProcess]],
-        is_over: Callable[[], bool],
-    ) -> None:
-        self._requests = requests
-        self._workers = workers
-        self._is_over = is_over
-        self._turn = asyncio.Lock()
-
-    async def keep(self, path: Path, run: str, index: int) -> None:
-        """Have workers write them into a file (see inner/moments_file.py), after `index` outer steps of a run. What is
-        there if that fails is of no use.
-
-        Raises: SnapshotError when there are none, or the file cannot be written; WorkerError when a worker dies.
-        """
-        await self._finish(lambda: self._tell_all(KeepMoments(path=str(path.absolute()), run=run, index=index)))
-
-    async def recall(self, path: Path, run: str) -> None:
-        """Have the inner optimizer go on with those in a file. Raises: as `keep`."""
-        await self._finish(lambda: self._read(RecallMoments(path=str(path.absolute()), run=run)))
-
-    async def recall_at_once(self, path: Path, run: str) -> None:
-        """Do the same for workers that are new, in the middle of a request. Raises: as `keep`."""
-        async with self._turn:
-            await self._read(RecallMoments(path=str(path.absolute()), run=run))
-
-    async def recall_if_possible(self, path: Path, run: str) -> None:
-        """Do the same where these moments can be used; otherwise the inner optimizer begins anew."""
-        try:
-            await self.recall_at_once(path, run)
-        except SnapshotError as error:
-            logger.warning("the inner optimizer begins anew: %s: %s", path, error)
-        else:
-            logger.info("the inner optimizer goes on with what %s has", path)
-
-    async def _finish(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """It goes on to its end even if we are cancelled."""
-
-        async def in_turn() -> None:
-            async with self._turn:
-                await work()
-
-        if len(self._workers()) == 1:
-            task = self._requests.hold(asyncio.create_task(in_turn()))
-        else:
-            task = self._requests.add(in_turn)
-        await asyncio.shield(task)
-
-    async def _read(self, command: RecallMoments) -> None:
-        """Have all workers read moments.
-
-        When some have read them and others could not, all begin anew. Otherwise they would go on with moments of
-        different times, and with different learning rates.
-        """
-        have_read = list[WorkerProcess]()
-
-        async def read(worker: WorkerProcess) -> None:
-            await worker.move_moments(command)
-            have_read.append(worker)
-
-        try:
-            await self._gather(map(read, self._workers()))
-        except SnapshotError:
-            if have_read:
-                await self._tell_all(ForgetMoments())
-            raise
-
-    async def _tell_all(self, command: MoveMoments) -> None:
-        await self._gather(worker.move_moments(command) for worker in self._workers())
-
-    async def _gather(self, moves: Iterable[Awaitable[object]]) -> None:
-        """Return once all of them have ended. Raises: what one of them does."""
-        moved = await asyncio.gather(*moves, return_exceptions=True)
-        problems = [said for said in moved if isinstance(said, BaseException)]
-        if problems and isinstance(problems[0], WorkerDeathError) and not self._is_over():
-            raise SnapshotError("the worker is gone")  # another takes its place
-        if problems:
-            raise problems[0]
+def _tell_micro_batch(training: TrainingSection, workers: int, micro_batch: int) -> None:
+    """Log how many windows go through the model at once, where that is not each worker's whole piece of a batch."""
+    piece = -(-training.batch_size // workers)
+    if micro_batch < piece:
+        wish = "as the run recommends at most" if micro_batch == training.micro_batch else "for want of memory"
+        logger.info(
+            "each worker puts %d of its %d windows through the model at once, %s; --micro-batch says otherwise",
+            *(micro_batch, piece, wish),
+        )
 
 
-class Restarts:
+class _Restarts:
     """Up to `allowed` restarts in a row; and once, after a device ran out of memory, half the micro-batch instead."""
 
     def __init__(self, allowed: int) -> None:
@@ -482,63 +476,31 @@ class Restarts:
         return None
 
 
-class CompilerWatch:
-    """While the context is open, calls `on_hang` once if workers do not come to an end after one began to compile."""
-
-    def __init__(self, workers: Sequence[WorkerProcess], on_hang: Callable[[CompilerHangError], None]) -> None:
-        self._told = [(worker, worker.on_stage) for worker in workers]
-        self._on_hang = on_hang
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> Self:
-        for worker, tell in self._told:
-            worker.on_stage = partial(self._heard, tell)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for worker, tell in self._told:
-            worker.on_stage = tell
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _heard(self, tell: Callable[[str, float | None], None], stage: str, share: float | None) -> None:
-        tell(stage, share)
-        if stage in WITH_A_COMPILER and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(COMPILING_SECONDS, self._give_up)
-
-    def _give_up(self) -> None:
-        error = CompilerHangError(
-            f"a worker's compiler has not come to an end in {COMPILING_SECONDS / 60:.0f} minutes.", "Use --no-compile."
-        )
-        self._on_hang(error)
-
-
-class RequestQueue:
-    """They queue up behind one another, and each goes on to its end even when nobody waits for it any more."""
+class _RequestQueue:
+    """Requests that queue up behind one another. Each goes on to its end even when nobody waits for it any more."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks only weakly
 
     def add(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> asyncio.Task[Result]:
-        """Its turn comes when all that were added before are done. Wait for it with `asyncio.shield`."""
+        """Begin when all that were added before are done. Wait for it with `asyncio.shield`."""
 
         async def in_turn() -> Result:
             async with self._turn:
                 return await work()
 
-        return self.hold(asyncio.create_task(in_turn()))
+        return self.keep(in_turn())
 
-    def hold(self, task: asyncio.Task[Result]) -> asyncio.Task[Result]:
-        """Keep a task until it ends; should it fail while nobody waits for it, asyncio prints nothing."""
+    def keep(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Begin now; should it fail while nobody waits for it, asyncio prints nothing."""
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
     async def idle(self) -> None:
-        """Returns once all of them have ended."""
+        """Return once all of them have ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 

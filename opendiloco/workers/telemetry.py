@@ -1,4 +1,4 @@
-"""What a machine's training comes to: one log line for each outer step, gauges for Prometheus, and values for trackers.
+"""Results of a machine's training: one log line for each outer step, gauges for Prometheus, and values for trackers.
 
 `peers.metrics` has what any peer counts; here is what only training knows.
 """
@@ -72,7 +72,7 @@ for _gauge in (*GAUGES.values(), *OUTER_GAUGES.values(), BITS_PER_BYTE):
     _gauge.set(math.nan)  # until something has been trained
 
 
-def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict[str, float]:
+def _values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict[str, float]:
     """One training's `VALUES`; NaN where one is not known."""
     seconds = max(done.seconds, 1e-9)
     speed = done.tokens / seconds
@@ -95,7 +95,7 @@ def values_of(done: InnerLoopDone, peak_tokens_per_second: float | None) -> dict
 
 
 class Telemetry:
-    """The one place that says how training goes. `inner_steps` of each outer step count in the trackers' steps.
+    """The log, gauges and trackers of a machine's training. Trackers count `inner_steps` for each outer step.
 
     `bytes_per_token` is the held-out text's, None where it is not known: with it losses are told in bits per byte, too.
     """
@@ -139,12 +139,12 @@ class Telemetry:
 
     def trained(self, index: int, done: InnerLoopDone) -> None:
         """This machine's training for outer step `index` is done."""
-        values = self.latest = values_of(done, self._peak_tokens_per_second)
+        values = self.latest = _values_of(done, self._peak_tokens_per_second)
         if done.skipped:
             logger.warning(
                 "outer step %d: %d inner steps were skipped; their loss or gradient was not finite", index, done.skipped
             )
-        logger.info("trained after outer step %d: %s", index, line_of(values))
+        logger.info("trained after outer step %d: %s", index, _line_of(values))
         for name, value in values.items():
             GAUGES[name].set(value)
         self._track(
@@ -153,7 +153,7 @@ class Telemetry:
 
     def outer_step(self, index: int, values: Mapping[str, float]) -> None:
         """Outer step `index` has been taken: `OUTER_VALUES` of it."""
-        logger.info("outer step %d: %s", index, outer_line_of(values))
+        logger.info("outer step %d: %s", index, _outer_line_of(values))
         for name, value in values.items():
             OUTER_GAUGES[name].set(value)
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})
@@ -203,7 +203,7 @@ def _labels(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield re.sub(r"\W", "_", path, flags=re.ASCII), said[:LABEL_LENGTH]
 
 
-def line_of(values: Mapping[str, float]) -> str:
+def _line_of(values: Mapping[str, float]) -> str:
     """`VALUES` for people."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     norm = f"gradient norm {known['gradient_norm']:.3g}, " if "gradient_norm" in known else ""
@@ -220,7 +220,7 @@ def line_of(values: Mapping[str, float]) -> str:
     )
 
 
-def outer_line_of(values: Mapping[str, float]) -> str:
+def _outer_line_of(values: Mapping[str, float]) -> str:
     """Return `OUTER_VALUES` for people, as far as they are known."""
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     said = [f"learning rate {values['learning_rate']:.3g}, momentum {values['momentum']:.3g}"]

@@ -1,4 +1,4 @@
-"""Where a volunteer wants curves of its training drawn: TensorBoard or Weights & Biases.
+"""Curves of a volunteer's training in TensorBoard or Weights & Biases.
 
 Both are optional, and imported only when asked for. This runs in the peer process, so none of it may need torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -50,15 +51,26 @@ class TensorBoard:
 
     def __init__(self, folder: str, run_id: str, peer_id: str) -> None:
         """Raises: ImportError, OSError."""
-        from tensorboard.summary import Writer
+        from tensorboard.summary import DirectoryOutput, Writer
 
-        from opendiloco.workers.tensorboard_output import EventFolder
-
-        self._output = EventFolder(str(Path(folder).expanduser()))
+        self._output: Any = DirectoryOutput(str(Path(folder).expanduser()))
         self._writer: Any = Writer(self._output)
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
-        self._output.emit_text("configuration", f"```json\n{json.dumps(configuration, indent=2)}\n```")
+        """Write a text that belongs to the whole folder. TensorBoard shows it as Markdown."""
+        import numpy as np
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        metadata = create_summary_metadata(display_name="configuration", description="")
+        metadata.data_class = DATA_CLASS_TENSOR
+        markdown = f"```json\n{json.dumps(configuration, indent=2)}\n```"
+        text = make_tensor_proto(np.array(markdown.encode(), dtype=object))
+        event = Event(wall_time=time.time(), step=0)
+        event.summary.value.add(tag="configuration", tensor=text, metadata=metadata)
+        self._output._ev_writer.add_event(event)
 
     def record(self, inner_step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -99,7 +111,7 @@ REMEDIES = {
 }
 
 
-def open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
+def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
     """Raises: MachineError when the package for it is missing, or it cannot be used."""
     try:
         return TRACKERS[choice.kind](choice.target, run_id, peer_id)
@@ -119,7 +131,7 @@ def tracking(choices: Sequence[Choice], run_id: str, peer_id: str) -> Iterator[l
     with ExitStack() as stack:
         trackers = []
         for choice in choices:
-            trackers.append(open_tracker(choice, run_id, peer_id))
+            trackers.append(_open_tracker(choice, run_id, peer_id))
             stack.callback(_close, trackers[-1])
         yield trackers
 

@@ -7,28 +7,30 @@ blocked.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import gc
 import os
 import queue
 import socket
+import sys
+import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import WorkerError
-from opendiloco.shared_memory import MemoryCap, SharedVectors, cap_memory
+from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
+from opendiloco.shared_memory import MemoryCap, SharedVectors, Vector, cap_memory
 from opendiloco.stages import at_stage, watched_by
+from opendiloco.training.streaming import Cycles
 from opendiloco.workers.control import (
     AtStage,
     Command,
     Configure,
     Configured,
-    ControlChannel,
     ControlMessage,
     CountDevices,
     DevicesCounted,
@@ -37,43 +39,174 @@ from opendiloco.workers.control import (
     Evaluated,
     Export,
     Exported,
+    Failed,
     ForgetMoments,
+    FragmentStored,
     Generate,
     Generated,
     Hold,
+    InnerLoopDone,
+    InnerStepDone,
     KeepMoments,
     MomentsMoved,
     MoveMoments,
     RecallMoments,
     RunInnerLoop,
     TakeAverage,
-    describe_failure,
+    parse_command,
 )
 from opendiloco.workers.options import WorkerOptions
+from peers.errors import DilocoPeerError
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
-    from opendiloco.training.inner import ModelReplica
+    from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica, StepTaken
+    from opendiloco.training.team import Team
+
+LOOK_SECONDS = 0.1
+"""Between two looks of a worker, in a pause, at what the peer process wants."""
 
 
-class Descriptors(NamedTuple):
-    """The memory file of `SharedVectors`, which the peer process sees, too; and the socket at which workers meet, if
-    this is the first."""
+def _serve(channel: ControlChannel) -> None:
+    """Carry out commands for as long as the process lives."""
+    worker: Worker | None = None
+    while True:
+        began = time.monotonic()
+        command = channel.commands.get()
+        if worker is not None:
+            worker.inner_loops.idled += time.monotonic() - began
+        try:
+            if isinstance(command, Configure):
+                worker = Worker(command, channel)
+                reply: ControlMessage = worker.description
+            elif isinstance(command, CountDevices):
+                import torch
 
-    vectors: int
-    listener: int | None
+                reply = DevicesCounted(gpus=torch.cuda.device_count())
+            elif worker is None:
+                raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
+            else:
+                reply = worker.carry_out(command)
+        except Exception as error:
+            reply = _describe_failure(error)
+        channel.send(reply)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether a device has no memory left.
+
+    Torch has a class for its own allocator alone; what CUDA's libraries and NCCL could not get, they say in words.
+    """
+    said = str(error).lower()
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and ("out of memory" in said or "cublas_status_alloc_failed" in said)
+    )
+
+
+def _is_short_of_shared_memory(error: Exception) -> bool:
+    """Return whether NCCL found too little in /dev/shm, of which a container has 64 MB unless told otherwise."""
+    said = str(error)
+    return isinstance(error, RuntimeError) and "/dev/shm" in said and ("segment" in said or "No space left" in said)
+
+
+def _describe_failure(error: Exception) -> Failed:
+    """Return what the peer process needs to raise the same error on its side."""
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, ImportError):
+        error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
+    if _is_short_of_shared_memory(error):
+        remedy = "In a container, give it more: docker run --shm-size 1g, or --ipc host. Else train on one GPU."
+        error = MachineError("/dev/shm has too little room for what this machine's GPUs tell each other.", remedy)
+    if _is_out_of_memory(error):
+        remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
+        error = DeviceMemoryError("the device ran out of memory.", remedy)
+    message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
+    return Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
+
+
+# The control channel -------------------------------------------------------------------------------------------------
+class _Average(NamedTuple):
+    """The newest word of a fragment: its training, whether there are new values, and when it was heard, by the
+    monotonic clock."""
+
+    number: int
+    is_changed: bool
+    heard_at: float
+
+
+class ControlChannel:
+    """The worker's end of the control channel, read by a thread of its own so that its closing is noticed at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self.stopped_number = 0
+        self._may_step = threading.Event()  # set unless the owner wants a pause
+        self._may_step.set()
+        self._averages: dict[int, _Average] = {}
+        self._news = threading.Event()
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def is_held(self, number: int) -> bool:
+        """Wait for a moment for a pause to end; return whether the next step of training `number` still has to wait."""
+        return number > self.stopped_number and not self._may_step.wait(LOOK_SECONDS)
+
+    def send(self, message: ControlMessage) -> None:
+        with self._sending:  # batches are read by a thread of their own, which may have to tokenize
+            self._connection.sendall(message.line())
+
+    def average_of(self, fragment: int) -> _Average | None:
+        """Return the newest word of a fragment."""
+        return self._averages.get(fragment)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return once this holds; it is asked anew whenever something was heard."""
+        while True:
+            self._news.clear()
+            if is_so():
+                return
+            self._news.wait()
+
+    def take(self, command: Command) -> None:
+        """Hear a command; those that are not heard while training wait in `commands`."""
+        match command:
+            case EndInnerLoop():
+                self.stopped_number = command.number
+            case Hold():
+                (self._may_step.clear if command.held else self._may_step.set)()
+            case TakeAverage():
+                self._averages[command.fragment] = _Average(command.number, command.is_changed, time.monotonic())
+            case _:
+                self.commands.put(command)
+        self._news.set()
+
+    def _read(self) -> None:
+        """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
+        try:
+            for line in self._connection.makefile("rb"):
+                self.take(parse_command(line))
+        except ConnectionError:
+            pass
+        except Exception:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+
+
+# Commands ------------------------------------------------------------------------------------------------------------
 class Worker:
     """A configured worker: model, data and shared vectors."""
 
-    def __init__(self, command: Configure, descriptors: Descriptors, channel: ControlChannel) -> None:
+    def __init__(self, command: Configure, channel: ControlChannel) -> None:
         _keep_to(command.options)
         # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
         # it comes when it is known that there is a device to train on, and data.
         at_stage("importing torch")
-        with nothing_collected():
+        with _nothing_collected():
             import torch
 
             from opendiloco.data.ahead import Ahead
@@ -95,18 +228,17 @@ class Worker:
         self._data: TrainingData = load_data(self._config, self._tokenizer, cache, ahead)
 
         at_stage("importing transformers")
-        with nothing_collected():
+        with _nothing_collected():
             from opendiloco.model.utilisation import flops_per_token
             from opendiloco.training.inner import ModelReplica
             from opendiloco.training.team import Team
             from opendiloco.workers.assembly import assemble_model, in_fitting_precision
-            from opendiloco.workers.inner_loops import InnerLoops
 
         self._team = Team.meet(
-            device, command.rank, command.workers, command.port, descriptors.listener, command.options.replicas
+            device, command.rank, command.workers, command.port, command.listener, command.options.replicas
         )
         self._config = in_fitting_precision(self._config, self._team)
-        memory = descriptors.vectors if command.fresh else None
+        memory = command.memory if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
         reduces_once = command.options.reduces_once
         self._replica: ModelReplica = ModelReplica(
@@ -114,17 +246,16 @@ class Worker:
         )
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
-        self._vectors = SharedVectors(descriptors.vectors, self._replica.layout.size)
+        self._vectors = SharedVectors(command.memory, self._replica.layout.size)
         if command.options.trains:
             self._try_what_is_compiled()
-        self._inner_loops = InnerLoops(
+        self.inner_loops = InnerLoops(
             self._config, self._replica, self._team, self._vectors, channel, self._carry_out_asides
         )
         layout, length = self._replica.layout, self._config.training.sequence_length
         held_out, windows = self._data.held_out, self._config.evaluation.windows
         self.description = Configured(
             parameters=layout.size,
-            tokens_per_sample=length,
             device=str(device),
             device_name=device_name(device),
             flops_per_token=flops_per_token(model.config, layout.parameter_count, length),
@@ -155,15 +286,11 @@ class Worker:
         most = min(self._config.training.micro_batch or piece, piece)
         return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
-    def idled(self, seconds: float) -> None:
-        """Hear for how long there was nothing to do before the next command came."""
-        self._inner_loops.idled(seconds)
-
     def carry_out(self, command: Command) -> ControlMessage:
-        """The reply to one command."""
+        """Carry out one command; return the reply."""
         match command:
             case RunInnerLoop():
-                return self._inner_loops.run(command)
+                return self.inner_loops.run(command)
             case Evaluate():
                 return self._evaluate(command)
             case Generate():
@@ -176,7 +303,9 @@ class Worker:
                 return self._move_moments(command)
 
     def _carry_out_asides(self) -> None:
-        """While we train, the peer process asks for nothing that does not fit between two inner steps."""
+        """Move moments, the one thing that the peer process asks of a single worker between two inner steps."""
+        if self._team.size > 1:
+            return
         with suppress(queue.Empty):
             while True:
                 self._channel.send(self.carry_out(self._channel.commands.get_nowait()))
@@ -190,7 +319,7 @@ class Worker:
                     self._replica.recall_moments(Path(command.path), command.run)
                 case ForgetMoments():
                     self._replica.forget_moments()
-        except Exception as error:  # whatever it is, training need not end of it
+        except Exception as error:  # a failure to move moments must not stop training
             return MomentsMoved(problem=str(error))
         return MomentsMoved()
 
@@ -244,7 +373,7 @@ def _keep_to(options: WorkerOptions) -> None:
 
 
 @contextmanager
-def nothing_collected() -> Iterator[None]:
+def _nothing_collected() -> Iterator[None]:
     """While it imports, Python would look for garbage again and again among half a million objects, of which most stay:
     a tenth of the time. It looks once instead, at the end, and never again at what it finds in use."""
     gc.disable()
@@ -256,46 +385,151 @@ def nothing_collected() -> Iterator[None]:
         gc.enable()
 
 
-def serve(channel: ControlChannel, descriptors: Descriptors) -> None:
-    """Carry out commands for as long as the process lives."""
-    worker: Worker | None = None
-    while True:
+# Training ------------------------------------------------------------------------------------------------------------
+class InnerLoops:
+    """Trainings, one after the other. `carry_out_asides` is called between inner steps, and while this worker waits."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        replica: ModelReplica,
+        team: Team,
+        vectors: SharedVectors,
+        channel: ControlChannel,
+        carry_out_asides: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._replica, self._team, self._vectors, self._channel = replica, team, vectors, channel
+        self._carry_out_asides = carry_out_asides
+        self._cycles = Cycles(self.store, self.merge, len(replica.layout.fragments), config.streaming)
+        self._stored: dict[int, tuple[int, float]] = {}  # in which training each fragment was stored last, and when
+        self._number = 0
+        self.idled = 0.0
+        """Seconds for which the worker had nothing to do since its last training."""
+
+    def run(self, command: RunInnerLoop) -> InnerLoopDone:
+        """Train. A worker that goes on has waited until now for the last average of the cycle before."""
+        from opendiloco.training.team import forget_peak_memory, peak_memory
+
+        self._waited = self.idled if command.goes_on else 0.0  # seconds, as are those that follow
+        self._held = self.idled = self._longest_average = 0.0
+        self._number, self._began, self._late = command.number, time.monotonic() - self._waited, 0
+        forget_peak_memory(self._team.device)
+        begin_with = self._vectors.local if command.from_local else self._vectors.theta
+        inner_steps = self._replica.inner_steps(
+            None if command.goes_on else begin_with,
+            *(command.index, command.samples, command.steps, command.tokens),
+            self._is_stopped,
+        )
+        is_last = command.index + 1 == self._config.total_outer_steps
+        self._cycles.begin(inner_steps.planned, self._told(inner_steps), command.overlap, command.goes_on, is_last)
+        self._wait_while_held()
+        self._pass_through(inner_steps)
+        trained = inner_steps.trained
+        return InnerLoopDone(
+            tokens=trained.tokens,
+            inner_steps=trained.inner_steps,
+            loss=trained.loss,
+            gradient_norm=trained.gradient_norm,
+            learning_rate=self._replica.learning_rate,
+            skipped=trained.skipped,
+            seconds=time.monotonic() - self._began - self._held,
+            waited_seconds=trained.waited_seconds,
+            peak_memory_bytes=peak_memory(self._team.device),
+            late_averages=self._late,
+            average_wait_seconds=self._waited,
+            longest_average_seconds=self._longest_average,
+            overlap=command.overlap,
+        )
+
+    def _pass_through(self, inner_steps: InnerSteps) -> None:
+        """Take all inner steps, and store each fragment on the way; the last one also if we were told to stop."""
+        last = len(self._replica.layout.fragments) - 1
+        local = self._vectors.local
+        is_whole = True
+        for fragment in range(last + 1):
+            is_whole = is_whole and self._cycles.train_up_to(fragment, local)
+            if is_whole or fragment == last:
+                self._cycles.store(local, fragment)
+                self._channel.send(_fragment_stored(fragment, inner_steps, is_whole))
+        if is_whole:
+            self._cycles.train_to_the_end(local)
+
+    def store(self, flat: Vector, fragment: int) -> None:
+        self._replica.store(flat, fragment)
+        self._stored[fragment] = self._number, time.monotonic()
+
+    def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
+        """Merge what was averaged, once it is there; and nothing, if there is nothing new or all are to stop."""
+        (number, stored_at), began = self._stored[fragment], time.monotonic()
+
+        def is_decided() -> bool:
+            self._carry_out_asides()
+            return self._has_average(fragment, number) or self._is_stopped()
+
+        if not self._has_average(fragment, number):
+            self._late += 1
+            self._channel.wait_until(is_decided)
+            self._waited += time.monotonic() - began
+        average = self._channel.average_of(fragment)
+        if average is not None and average.number == number:
+            self._longest_average = max(self._longest_average, average.heard_at - stored_at)
+            if average.is_changed:
+                self._replica.merge(theta, fragment, alpha)
+
+    def _has_average(self, fragment: int, number: int) -> bool:
+        average = self._channel.average_of(fragment)
+        return average is not None and average.number == number
+
+    def _is_stopped(self) -> bool:
+        return self._number <= self._channel.stopped_number
+
+    def _tell(self, step: InnerStep) -> None:
+        """Report an inner step that changed the weights, and do what fits between two of them."""
+        if self._team.rank == 0:
+            trained = step.samples * self._config.training.sequence_length
+            seconds = time.monotonic() - self._began - self._held - self._waited
+            progress = InnerStepDone(
+                inner_step=step.number,
+                loss=step.loss,
+                gradient_norm=step.gradient_norm,
+                learning_rate=self._replica.learning_rate,
+                tokens_per_second=trained / seconds,
+            )
+            self._channel.send(progress)
+        self._carry_out_asides()
+        self._wait_while_held()
+
+    def _wait_while_held(self) -> None:
+        """Wait while the owner wants a pause, and this training is not to end."""
         began = time.monotonic()
-        command = channel.commands.get()
-        if worker is not None:
-            worker.idled(time.monotonic() - began)
-        try:
-            if isinstance(command, Configure):
-                worker = Worker(command, descriptors, channel)
-                reply: ControlMessage = worker.description
-            elif isinstance(command, CountDevices):
-                reply = count_devices()
-            elif worker is None:
-                raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
-            else:
-                reply = worker.carry_out(command)
-        except Exception as error:
-            reply = describe_failure(error)
-        channel.send(reply)
+        while self._channel.is_held(self._number):
+            self._carry_out_asides()
+        self._held += time.monotonic() - began
+
+    def _told(self, inner_steps: InnerSteps) -> Iterator[StepTaken]:
+        """Take inner steps, and tell of each that changed the weights."""
+        for taken in inner_steps.every():
+            if taken.is_finite:
+                self._tell(inner_steps.latest)
+            yield taken
 
 
-def count_devices() -> DevicesCounted:
-    import torch
-
-    return DevicesCounted(gpus=torch.cuda.device_count())
+def _fragment_stored(fragment: int, inner_steps: InnerSteps, is_whole: bool) -> FragmentStored:
+    done = inner_steps.trained
+    samples, tokens = done.samples, done.tokens
+    if is_whole:
+        samples, tokens = inner_steps.planned_samples, inner_steps.planned_tokens
+    return FragmentStored(fragment=fragment, samples=samples, tokens=tokens, loss=done.loss)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Started by diloco-peer; not for use by hand.")
-    parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
-    parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory file")
-    parser.add_argument("--listener", type=int, help="descriptor of the socket where the workers meet; the first's")
-    arguments = parser.parse_args()
+    """Serve on the control channel, whose descriptor is the one argument, until the process ends."""
     faulthandler.enable()  # a crash in a library says where it was
-    channel = ControlChannel(socket.socket(fileno=arguments.control))
+    channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     channel.start()
     with watched_by(lambda stage, share: channel.send(AtStage(stage=stage, share=share))):
-        serve(channel, Descriptors(arguments.memory, arguments.listener))
+        _serve(channel)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,24 @@ from opendiloco.errors import DataError
 from opendiloco.model.export import Dtype, RunFacts
 from opendiloco.run import Run, find_run
 from opendiloco.storage.loading import Checkpoint
-from opendiloco.volunteer.kept_states import Origin
-from opendiloco.volunteer.origins import Past
+from opendiloco.volunteer.states import Origin, Past
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.manifest import Invite, SignedManifest
+
+FACTS = RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
+
+
+async def export_state(*arguments: object) -> RunFacts:
+    """Write nothing."""
+    return FACTS
+
+
+def after_outer_steps(number: int) -> Header:
+    """Return the last of so many entries, of which nothing but their number is asked."""
+    return cast(Header, SimpleNamespace(index=number - 1))
 
 
 class Network:
@@ -139,9 +150,9 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, str]]:
         seen.append((run, command))
         return RunFacts(run_id="a", manifest_digest="00", outer_steps=3, tokens=1, peers=1, held_out_loss=1.0)
 
-    monkeypatch.setattr("opendiloco.volunteer.kept_states.state_of", state_of)
-    monkeypatch.setattr("opendiloco.volunteer.follower.newest_state", newest_state)
-    monkeypatch.setattr("opendiloco.volunteer.follower.export_state", export_state)
+    monkeypatch.setattr("opendiloco.volunteer.states.state_of", state_of)
+    monkeypatch.setattr("opendiloco.volunteer.states.newest_state", newest_state)
+    monkeypatch.setattr("opendiloco.volunteer.states.export_state", export_state)
     return seen
 
 
@@ -149,7 +160,7 @@ def test_export_evaluates_on_the_folder_that_it_is_given(
     small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exported: list[tuple[Run, str]]
 ) -> None:
     origin = Origin(Run.sign(small_config, Identity.generate()), cast(Checkpoint, None), 3, tmp_path, tmp_path)
-    monkeypatch.setattr("opendiloco.volunteer.kept_states.find_origin", lambda *_: origin)
+    monkeypatch.setattr("opendiloco.volunteer.states.find_origin", lambda *_: origin)
     (tmp_path / "texts").mkdir()
     arguments = ["export", "--from", str(tmp_path), "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(main, arguments).exit_code == 7  # it opens no folder that only the manifest names

@@ -9,13 +9,14 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import warnings
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from opendiloco.child_processes import child_environment, last_line, module_command
 
 PROBE_SECONDS = 60.0
 """Importing torch takes 2 on an idle machine, and a GPU's first use a few more."""
@@ -66,9 +67,9 @@ def probed_torch(torch: Torch | None) -> Torch | None:
     """Return the same with what torch says when it is asked."""
     if torch is None:
         return None
-    command = [sys.executable, "-m", "opendiloco.tools.doctor.torch_probe"]
+    command = module_command("opendiloco.tools.doctor.torch_probe")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return replace(torch, error=f"it did not answer within {PROBE_SECONDS:.0f} s")
     return _answered(torch, done.returncode, done.stdout, done.stderr)
@@ -77,12 +78,11 @@ def probed_torch(torch: Torch | None) -> Torch | None:
 def _answered(torch: Torch, code: int, out: str, err: str) -> Torch:
     """Return what the probe's output says."""
     try:
-        told: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        told: dict[str, Any] = json.loads(last_line(out))
         gpus = tuple(Gpu(**(gpu | {"capability": tuple(gpu["capability"])})) for gpu in told["gpus"])
         return replace(torch, gpus=gpus, error=told["error"])
     except (ValueError, LookupError, TypeError):
-        lines = err.strip().splitlines()
-        why = lines[-1].strip() if lines else f"it ended with status {code}"
+        why = last_line(err) or f"it ended with status {code}"
         return replace(torch, error=f"{signal.Signals(-code).name} ended it" if code < 0 else why)
 
 

@@ -24,7 +24,7 @@ from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.outer import LocalState
-from opendiloco.volunteer import volunteer
+from opendiloco.volunteer import local_workload, volunteer
 from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
 from peers.network.channel import PeerUnreachableError
@@ -156,7 +156,7 @@ def network(recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> Network:
         yield network
 
     monkeypatch.setattr(volunteer, "connected", connected)
-    monkeypatch.setattr(volunteer, "working", None)
+    monkeypatch.setattr(local_workload, "working", None)
     return network
 
 
@@ -166,7 +166,7 @@ def model(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     async def working(run: Run) -> AsyncIterator[Model]:
         yield Model(np.zeros(VALUES, np.float32), run.config)
 
-    monkeypatch.setattr(volunteer, "working", working)
+    monkeypatch.setattr(local_workload, "working", working)
 
 
 def follow(recorded: RecordedRun, *arguments: object) -> Result:

@@ -97,7 +97,7 @@ def test_programs_hear_that_nothing_could_be_compared(
 
     monkeypatch.setattr("opendiloco.volunteer.volunteer.connected", connected)
     monkeypatch.setattr("opendiloco.run.find_run", found)
-    monkeypatch.setattr("opendiloco.volunteer.signed_heads.ask_for_signed_heads", found)
+    monkeypatch.setattr("opendiloco.volunteer.admission.ask_for_signed_heads", found)
     monkeypatch.setattr(module, "_volunteers_here", lambda run_id: {})
     simulate(module._show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True))
     shown = json.loads(capsys.readouterr().out)

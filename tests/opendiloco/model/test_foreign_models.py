@@ -27,7 +27,7 @@ from opendiloco.model import rehearsal
 from opendiloco.model.build import build_model, build_skeleton, sized_skeleton
 from opendiloco.run import Run
 from opendiloco.shared_memory import MemoryCap, cap_memory
-from opendiloco.volunteer.kept_states import find_origin
+from opendiloco.volunteer.states import find_origin
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 

@@ -14,9 +14,11 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.errors import MachineError
 from opendiloco.model.build import build_model, initial_theta
 from opendiloco.model.initial_weights import check_initial_weights, digest_of_weights
-from opendiloco.volunteer.local_workload import start_workload
+from opendiloco.run import Run
+from opendiloco.volunteer.local_workload import working
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import ManifestError
+from peers.values.identity import Identity
 
 OTHER = "ab" * 32
 CPU = WorkerOptions(device="cpu")
@@ -68,8 +70,14 @@ def test_weights_from_elsewhere_need_a_digest() -> None:
 def test_a_volunteer_whose_weights_differ_does_not_train(small_content: dict[str, Any], tmp_path: Path) -> None:
     content = pretrained(small_content, tmp_path)
     content["model"]["digest"] = OTHER
+    run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
+
+    async def story() -> None:
+        async with working(run, CPU):
+            pass
+
     with pytest.raises(MachineError, match=f"weights of digest {OTHER}; those of .* have [0-9a-f]{{64}} here"):
-        asyncio.run(asyncio.wait_for(start_workload(RunConfig.from_manifest_content(content), CPU), 300))
+        asyncio.run(asyncio.wait_for(story(), 300))
 
 
 @pytest.mark.parametrize("digest", ["ab", "AB" * 32, "xy" * 32])

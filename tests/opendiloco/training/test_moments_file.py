@@ -34,9 +34,10 @@ from opendiloco.storage.writer import _finish
 from opendiloco.training.inner import LONG_AGO, ModelReplica
 from opendiloco.training.moments_file import digest_place
 from opendiloco.training.team import Team, shard_model
-from opendiloco.volunteer.volunteer import recall_moments
+from opendiloco.volunteer.volunteer import _recall_moments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.supervisor import Supervisor
 from peers.values.leases import SampleRange
 from peers.values.system import PARTIAL
 from peers.values.workload import InnerLoop, SnapshotError
@@ -262,7 +263,7 @@ def checkpoint(plan: KeepingPlan, workers: Workers, *indices: int) -> list[str]:
 
     async def main() -> None:
         async with Checkpointer(plan) as checkpointer:
-            checkpointer.workers = cast(WorkerGroup, workers)
+            checkpointer.workers = cast(Supervisor, workers)
             for index in indices:
                 checkpointer.take(frozen(index))
                 await checkpointer.idle()
@@ -319,7 +320,7 @@ def test_a_machine_that_comes_back_goes_on_with_them_and_says_so(
     def come_back() -> str:
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            asyncio.run(recall_moments(folder, cast(WorkerGroup, workers)))
+            asyncio.run(_recall_moments(folder, cast(Supervisor, workers)))
         return caplog.text
 
     assert "there are no moments beside the checkpoints: the inner optimizer begins anew" in come_back()
@@ -345,12 +346,12 @@ def test_workers_in_the_place_of_lost_ones_go_on_with_what_was_kept(
         group = await WorkerGroup.start(small_config, options)
         try:
             await group.run_inner_loop(InnerLoop(0, LEASE, 12, 0), lambda progress: None)
-            await group.keep_moments(path.with_name(path.name + PARTIAL), RUN, 6)
+            await group.supervisor.keep_moments(path.with_name(path.name + PARTIAL), RUN, 6)
             await asyncio.to_thread(_finish, path, None)
-            group.kept_moments = path, RUN
-            group._supervisor.workers[-1].kill()
+            group.supervisor.kept_moments = path, RUN
+            group.supervisor.workers[-1].kill()
             await group.evaluate(2)
-            await group.keep_moments(tmp_path / "again", RUN, 6)
+            await group.supervisor.keep_moments(tmp_path / "again", RUN, 6)
         finally:
             await group.close()
 

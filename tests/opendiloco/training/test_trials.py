@@ -21,9 +21,9 @@ from opendiloco.training import trials
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.workers.assembly import assemble_model
-from opendiloco.workers.control import Configure, ControlChannel
+from opendiloco.workers.control import Configure
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.worker import Descriptors, Worker
+from opendiloco.workers.worker import ControlChannel, Worker
 from peers.values.leases import SampleRange
 
 
@@ -48,10 +48,11 @@ def test_a_worker_tries_with_the_weights_that_it_trains(
         device="cpu",
         rank=0,
         workers=1,
+        memory=memory,
         port=0,
         fresh=False,
     )
-    Worker(configure, Descriptors(memory, None), ControlChannel(socket.socketpair()[0]))
+    Worker(configure, ControlChannel(socket.socketpair()[0]))
     assert np.array_equal(tried, [theta])
 
 
@@ -67,11 +68,12 @@ def test_a_worker_multiplies_as_precisely_as_its_owner_says(
         device="cpu",
         rank=0,
         workers=1,
+        memory=memory,
         port=0,
         fresh=False,
     )
     try:
-        Worker(configure, Descriptors(memory, None), ControlChannel(socket.socketpair()[0]))
+        Worker(configure, ControlChannel(socket.socketpair()[0]))
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendiloco.volunteer import admission as module
-from opendiloco.volunteer.admission import TICKET_FILE, GivenTickets, read_ticket, show_ticket, shown_out
+from opendiloco.volunteer.admission import TICKET_FILE, GivenTickets, _show_ticket, read_ticket, shown_out
 from peers.errors import AdmissionError
 from peers.presence.admission import RunAdmission
 from peers.values.identity import Identity
@@ -30,7 +30,7 @@ def run_admission(revoked: tuple[bytes, ...] = ()) -> RunAdmission:
 
 def enter(ticket: Ticket | None, kept: Path | None = None, key: Identity = ME) -> RunAdmission:
     admission = run_admission()
-    show_ticket(admission, key.peer_id, kept, ticket)
+    _show_ticket(admission, key.peer_id, kept, ticket)
     return admission
 
 
@@ -67,7 +67,7 @@ def test_without_a_good_one(ticket: Ticket | None, reason: str) -> None:
 def test_a_revoked_one() -> None:
     ticket = Ticket.give(RUN, ORGANISER, LATER)
     with pytest.raises(AdmissionError, match="its ticket was revoked"):
-        show_ticket(run_admission((ticket.id,)), ME.peer_id, None, ticket)
+        _show_ticket(run_admission((ticket.id,)), ME.peer_id, None, ticket)
 
 
 def test_the_ticket_is_needed_once(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_the_ticket_is_needed_once(tmp_path: Path) -> None:
     before = enter(ticket, kept).ticket
     assert enter(None, kept).ticket == before
     with pytest.raises(AdmissionError, match="its ticket was revoked"):
-        show_ticket(run_admission((ticket.id,)), ME.peer_id, kept, None)
+        _show_ticket(run_admission((ticket.id,)), ME.peer_id, kept, None)
     another = Ticket.give(RUN, ORGANISER, LATER, ME.peer_id)
     enter(another, kept)
     assert enter(None, kept).ticket == another.shown_by(ME.peer_id), "a newer one takes its place"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opendiloco.errors import MachineError
-from opendiloco.volunteer.follower import fetch_state, new_folder
+from opendiloco.volunteer.states import fetch_state, new_folder
 from peers.errors import SwarmUnreachableError
 from tests.peers.builders import beat
 from tests.peers.transfer.test_following import UNSIGNED, Donor, Run, Swarm

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.volunteer.identity_file import default_identity_path, hold_identity, load_identity
+from opendiloco.volunteer.identity import _default_path, hold_identity, load_identity
 from peers.errors import LocalNetworkError
 
 
@@ -33,7 +33,7 @@ def test_only_one_at_a_time(tmp_path: Path) -> None:
 def test_the_default_is_in_the_users_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     path = tmp_path / "config" / "diloco-peer" / "identity.pem"
-    assert default_identity_path() == path
+    assert _default_path() == path
     with hold_identity(None):
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.parent.stat().st_mode & 0o777 == 0o700

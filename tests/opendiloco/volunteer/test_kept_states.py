@@ -22,8 +22,8 @@ from opendiloco.run import Run
 from opendiloco.storage.files import file_header, file_name
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
-from opendiloco.volunteer.kept_states import find_origin
 from opendiloco.volunteer.local_workload import LocalWorkload
+from opendiloco.volunteer.states import find_origin
 from peers.log.folder import LogFolder
 from peers.values.identity import Identity
 from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, record
@@ -101,7 +101,7 @@ def test_text_that_the_manifest_names_is_not_opened(
     command: list[str], kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("opendiloco.volunteer.kept_states.working", None)  # no worker is started
+    monkeypatch.setattr("opendiloco.volunteer.states.working", None)  # no worker is started
     done = CliRunner().invoke(main, [*command, "--from", str(kept.folder.path)])
     assert done.exit_code == 7
     assert f"data.source = {kept.text!r}" in done.output
@@ -190,7 +190,7 @@ def test_what_is_found_out_late_leaves_nothing(
     async def working(run: Run) -> AsyncIterator[LocalWorkload]:
         yield LocalWorkload(StateOnly(values or len(kept.recorded.states[0].state) // 8), run.config)
 
-    monkeypatch.setattr("opendiloco.volunteer.kept_states.working", working)
+    monkeypatch.setattr("opendiloco.volunteer.states.working", working)
     done = export("--from", kept.folder.path, "--at", 9, "--data", kept.text, "--out", tmp_path / "model")
     assert (done.exit_code, said in done.output) == (9, True), done.output
     assert not (tmp_path / "model").exists()

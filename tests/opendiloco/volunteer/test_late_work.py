@@ -11,7 +11,8 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.training.reference import Reference, Work
-from opendiloco.volunteer.local_workload import LocalWorkload, start_workload
+from opendiloco.volunteer.local_workload import LocalWorkload, Workload
+from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from peers.protocol.weights import aged
 from peers.values.leases import SampleRange
@@ -82,14 +83,14 @@ def test_late_work_counts_from_where_it_began_and_less_the_older_it_is(
     expected = list(Reference(config).run(OUTER_STEPS))
 
     async def story() -> None:
-        peers = await asyncio.gather(*(start_workload(config, WorkerOptions(device="cpu")) for _ in "ab"))
-        pair = PairOfPeers(peers, is_done_before)
+        groups = await asyncio.gather(*(WorkerGroup.start(config, WorkerOptions(device="cpu")) for _ in "ab"))
+        pair = PairOfPeers([Workload(group, config) for group in groups], is_done_before)
         try:
             later = [None, LATE, None, None]
             digests = [await pair.outer_step(index, roster, later[index]) for index, roster in enumerate(OUTER_STEPS)]
             assert digests == expected
         finally:
-            await asyncio.gather(*(peer.trainer.close() for peer in peers))
+            await asyncio.gather(*(group.close() for group in groups))
 
     asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
     early = [*OUTER_STEPS[:2], [OUTER_STEPS[2][0], replace(LATE, age=0)], OUTER_STEPS[3]]

@@ -17,7 +17,8 @@ from opendiloco.model.export import RunFacts
 from opendiloco.shared_memory import Vector
 from opendiloco.training.outer import OuterState
 from opendiloco.training.reference import Reference, Work
-from opendiloco.volunteer.local_workload import LocalWorkload, start_workload
+from opendiloco.volunteer.local_workload import LocalWorkload
+from opendiloco.volunteer.local_workload import Workload as TrainedWorkload
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import WorkersRestartedError
@@ -70,8 +71,8 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
 
     async def story() -> None:
         names = ("a", "b")
-        started = await asyncio.gather(*(start_workload(config, WorkerOptions(device="cpu")) for _ in names))
-        swarm = dict(zip(names, started, strict=True))
+        started = await asyncio.gather(*(WorkerGroup.start(config, WorkerOptions(device="cpu")) for _ in names))
+        swarm = {name: TrainedWorkload(workers, config) for name, workers in zip(names, started, strict=True)}
         try:
             digests = [
                 await swarm_step(swarm, index, tokens, roster)
@@ -83,7 +84,7 @@ def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: di
             await a_snapshot_moves_the_state(swarm["a"], swarm["b"])
             await the_model_can_be_used(swarm["b"], tmp_path / "model")
         finally:
-            await asyncio.gather(*(workload.trainer.close() for workload in started))
+            await asyncio.gather(*(workers.close() for workers in started))
 
     asyncio.run(asyncio.wait_for(story(), 100))  # two workers start: twice torch and transformers
 

@@ -13,8 +13,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.view.run_view import plain_signed, signed_lines
-from opendiloco.volunteer import signed_heads as module
-from opendiloco.volunteer.signed_heads import ask_for_signed_heads
+from opendiloco.volunteer import admission as module
+from opendiloco.volunteer.admission import ask_for_signed_heads
 from peers.network.channel import PeerUnreachableError
 from peers.network.known_runs import HeadStore, KnownRuns
 from peers.network.transport import HivemindTransport

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from opendiloco.volunteer import sole as module
-from opendiloco.volunteer.sole import doubled, listen, listening
+from opendiloco.volunteer import identity as module
+from opendiloco.volunteer.identity import doubled, listen, listening
 from peers.errors import CopiedKeyError
-from peers.log.state import LogState
+from peers.network.transport import HivemindTransport
 from peers.presence.copies import Copies
 from peers.presence.heartbeat import Heartbeat
+from peers.protocol.peer import Peer
 from tests.peers.presence.test_copies import said
 from tests.peers.presence.test_heartbeat import IDENTITY
 
@@ -44,6 +47,11 @@ class Network:
         return []
 
 
+def as_transport(network: Network) -> HivemindTransport:
+    """Return what stands in for a transport, as the one that it stands in for."""
+    return cast(HivemindTransport, network)
+
+
 class Log:
     def __init__(self, *roster: int) -> None:
         self._roster = roster
@@ -54,13 +62,13 @@ class Log:
 
 def test_nobody_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network(monkeypatch, lambda second: None)
-    asyncio.run(listen(network, RUN))
+    asyncio.run(listen(as_transport(network), RUN))
     assert network.seconds == 2.0
 
 
 def test_a_former_life_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network(monkeypatch, lambda second: said(0.0, THEIRS))
-    asyncio.run(listen(network, RUN))
+    asyncio.run(listen(as_transport(network), RUN))
     assert 10.0 < network.seconds < 15.0
 
 
@@ -68,7 +76,7 @@ def test_a_copy_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Network(monkeypatch, lambda second: said(second, THEIRS))
 
     async def scenario() -> None:
-        async with listening(network, RUN) as sole:
+        async with listening(as_transport(network), RUN) as sole:
             await sole
 
     with pytest.raises(CopiedKeyError, match=r"another machine, reached at /ip4/\S+ takes part in") as caught:
@@ -94,8 +102,8 @@ def test_of_two_that_began_at_once_one_goes(
     network = Network(monkeypatch, lambda second: said(second, THEIRS))
 
     async def scenario() -> bool:
-        log: LogState = Log(*roster)  # type: ignore[assignment]
-        waiting = asyncio.create_task(doubled(network, RUN, lambda: ours, lambda: log))
+        peer = cast(Peer, SimpleNamespace(me=IDENTITY.peer_id, incarnation=ours, log=Log(*roster)))
+        waiting = asyncio.create_task(doubled(as_transport(network), RUN, peer))
         for _ in range(30):
             await network.heartbeats(RUN)
             await asyncio.sleep(0)

@@ -18,9 +18,9 @@ from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.workers.control import Evaluated, InnerLoopDone, RunInnerLoop
-from opendiloco.workers.inner_loops import InnerLoops
 from opendiloco.workers.supervisor import WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
+from opendiloco.workers.worker import InnerLoops
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from opendiloco.workers.control import (
     Failed,
     FragmentStored,
     RunInnerLoop,
-    describe_failure,
     parse_command,
     parse_reply,
 )
+from opendiloco.workers.worker import _describe_failure
 from peers.values.leases import SampleRange
 from tests.opendiloco.workers.trainings import training_done
 
@@ -63,7 +63,7 @@ def test_what_is_no_number_gets_through(loss: float) -> None:
 )
 def test_want_of_memory_is_known_by_whatever_says_so(error: Exception, name: str) -> None:
     """Regression: workers that could have gone on with half as many windows were started again and again."""
-    assert describe_failure(error).error == name
+    assert _describe_failure(error).error == name
 
 
 def test_a_container_with_little_shared_memory_is_told_what_to_do() -> None:
@@ -71,7 +71,7 @@ def test_a_container_with_little_shared_memory_is_told_what_to_do() -> None:
         "NCCL error in: ProcessGroupNCCL.cpp, ncclSystemError: System call failed.\nLast error:\n"
         "Error while creating shared memory segment /dev/shm/nccl-4hgr2K (size 9637888), error: No space left on device"
     )
-    failure = describe_failure(RuntimeError(said))
+    failure = _describe_failure(RuntimeError(said))
     assert failure.error == "MachineError"
     assert "--shm-size 1g" in failure.remedy
-    assert describe_failure(RuntimeError("/dev/shm is a nice folder")).error == "RuntimeError"
+    assert _describe_failure(RuntimeError("/dev/shm is a nice folder")).error == "RuntimeError"

@@ -11,9 +11,16 @@ from typing import Any
 
 import pytest
 
-from opendiloco.workers import process
-from opendiloco.workers.control import CountDevices, DevicesCounted
-from opendiloco.workers.process import LINE_LENGTH, LINES_KEPT, Inherited, LastWords, WorkerDeathError, WorkerProcess
+from opendiloco.workers import control
+from opendiloco.workers.control import (
+    LINE_LENGTH,
+    LINES_KEPT,
+    CountDevices,
+    DevicesCounted,
+    WorkerDeathError,
+    WorkerProcess,
+    _LastWords,
+)
 
 SECONDS = 120.0
 RAISES = """
@@ -45,15 +52,15 @@ async def dead(
     """What is raised for a worker whose program is this script, which inherits these descriptors."""
     started = list[asyncio.subprocess.Process]()
 
-    async def spawn(control: int, descriptors: Inherited, threads: int) -> asyncio.subprocess.Process:
+    async def spawn(channel: int, inherited: Sequence[int], threads: int) -> asyncio.subprocess.Process:
         pipe: dict[str, Any] = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
         command = [sys.executable, "-c", script]
-        started.append(await asyncio.create_subprocess_exec(*command, pass_fds=[control, *inherits], **pipe))
+        started.append(await asyncio.create_subprocess_exec(*command, pass_fds=[channel, *inherits], **pipe))
         return started[0]
 
-    monkeypatch.setattr(process, "_spawn", spawn)
+    monkeypatch.setattr(control, "_spawn", spawn)
     async with asyncio.timeout(SECONDS):
-        worker = await WorkerProcess.start(Inherited(0), 1)
+        worker = await WorkerProcess.start((), 1)
         try:
             with pytest.raises(WorkerDeathError) as caught:
                 await worker.exchange(CountDevices(), DevicesCounted, lambda progress: None)
@@ -100,22 +107,22 @@ def test_the_death_of_a_worker_is_noticed_though_another_process_has_its_output(
 
 
 def test_a_worker_that_we_end_is_no_news(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    async def spawn(control: int, descriptors: Inherited, threads: int) -> asyncio.subprocess.Process:
-        script = f"import os; print('ready', flush=True); os.read({control}, 1)"
+    async def spawn(channel: int, inherited: Sequence[int], threads: int) -> asyncio.subprocess.Process:
+        script = f"import os; print('ready', flush=True); os.read({channel}, 1)"
         pipe = asyncio.subprocess.PIPE
-        return await asyncio.create_subprocess_exec(sys.executable, "-c", script, pass_fds=[control], stdout=pipe)
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", script, pass_fds=[channel], stdout=pipe)
 
     async def story() -> None:
-        worker = await WorkerProcess.start(Inherited(0), 1)
+        worker = await WorkerProcess.start((), 1)
         await worker.close()
 
-    monkeypatch.setattr(process, "_spawn", spawn)
+    monkeypatch.setattr(control, "_spawn", spawn)
     asyncio.run(asyncio.wait_for(story(), SECONDS))
     assert not caplog.records
 
 
 def test_however_much_it_prints_little_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    words = LastWords()
+    words = _LastWords()
     assert words.sentence() == ""
     words.log("the worker")
     assert not caplog.records

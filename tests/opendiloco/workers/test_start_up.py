@@ -19,23 +19,21 @@ from opendiloco.data.token_files import TokenCache
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import TokenizedSource
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.stages import at_stage, passing, watched_by
+from opendiloco.stages import StageLog, at_stage, passing, watched_by
 from opendiloco.training.team import Team
-from opendiloco.workers.control import AtStage, Configure, Configured, DevicesCounted
+from opendiloco.workers.control import AtStage, Configure, Configured, DevicesCounted, WorkerProcess
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.process import WorkerProcess
-from opendiloco.workers.start_up import StartUp
 
 
 def test_stages_are_logged_with_what_is_left_and_not_too_often(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    start_up = StartUp(lambda: now[0])
+    log = StageLog(lambda: now[0])
     heard = [(0.0, "importing torch", None), (5.0, "tokenizing stdlib", 0.0), (6.0, "tokenizing stdlib", 0.01)]
     heard += [(15.0, "tokenizing stdlib", 0.2), (16.0, "tokenizing stdlib", 0.9), (20.0, "downloading c4", None)]
     heard += [(31.0, "downloading c4", None)]
     with caplog.at_level(logging.INFO):
         for now[0], stage, share in heard:
-            start_up.heard(stage, share)
+            log(stage, share)
     assert caplog.messages == [
         "importing torch",
         "tokenizing stdlib",
@@ -106,17 +104,23 @@ def test_a_shard_of_a_stream_tells_how_many_of_its_tokens_are_there(
 
 def test_a_real_worker_tells_of_its_start(small_config: RunConfig) -> None:
     """Beside its replies, whichever of them is waited for."""
-    from opendiloco.workers.process import Inherited
 
     async def story() -> list[str]:
         heard = list[str]()
-        worker = await WorkerProcess.start(Inherited(create_memory_file()), 1)
-        worker.on_stage = lambda stage, share: heard.append(stage)
+        memory = create_memory_file()
+        worker = await WorkerProcess.start((memory,), 1, lambda stage, share: heard.append(stage))
         try:
             content: Any = small_config.to_manifest_content()
             options = WorkerOptions(device="cpu", threads=1)
             configure = Configure(
-                manifest_content=content, options=options, device="cpu", rank=0, workers=1, port=0, fresh=True
+                manifest_content=content,
+                options=options,
+                device="cpu",
+                rank=0,
+                workers=1,
+                memory=memory,
+                port=0,
+                fresh=True,
             )
             await worker.exchange(configure, Configured, lambda progress: None)
         finally:

@@ -15,7 +15,7 @@ from opendiloco.run import Run
 from opendiloco.view.curves import configuration_of
 from opendiloco.workers.control import InnerStepDone
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.telemetry import OUTER_VALUES, VALUES, Telemetry, values_of
+from opendiloco.workers.telemetry import OUTER_VALUES, VALUES, Telemetry, _values_of
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.identity import Identity
 from tests.opendiloco.workers.trainings import NotingTracker, training_done
@@ -145,7 +145,7 @@ def test_a_utilisation_that_is_not_known_is_said_to_be_unknown(caplog: pytest.Lo
 
 
 def test_a_training_of_no_time_has_values() -> None:
-    values = values_of(training_done(tokens=0, seconds=0.0, waited_seconds=0.0), 80.0)
+    values = _values_of(training_done(tokens=0, seconds=0.0, waited_seconds=0.0), 80.0)
     assert (values["tokens_per_second"], values["data_wait_share"]) == (0, 0)
 
 

@@ -19,7 +19,7 @@ from opendiloco.cli.options import join_settings
 from opendiloco.errors import MachineError
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.workers import trackers
-from opendiloco.workers.trackers import Choice, open_tracker, tracking
+from opendiloco.workers.trackers import Choice, _open_tracker, tracking
 from tests.opendiloco.workers.trainings import NotingTracker
 
 
@@ -85,7 +85,7 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, package.partition(".")[0], None)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MachineError, match=f"--track {kind}: the package for it") as caught:
-        open_tracker(Choice(kind, "somewhere"), "run-1", "peer-1")
+        _open_tracker(Choice(kind, "somewhere"), "run-1", "peer-1")
     assert f'pip install "diloco-peer[{kind}]"' in caught.value.remedy
 
 
@@ -110,7 +110,7 @@ def test_weights_and_biases_gets_the_runs_inner_steps_as_its_axis(monkeypatch: p
 def test_without_a_login_the_remedy_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb("no API key"))
     with pytest.raises(MachineError, match=r"--track wandb:mine cannot be used: no API key\.") as caught:
-        open_tracker(Choice("wandb", "mine"), "run-1", "peer-1")
+        _open_tracker(Choice("wandb", "mine"), "run-1", "peer-1")
     assert "wandb login" in caught.value.remedy
 
 
@@ -205,15 +205,15 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="a development extra that is not installed")
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match="cannot be used") as caught:
-        open_tracker(Choice("tensorboard", str(tmp_path / "file" / "curves")), "run-1", "peer-1")
+        _open_tracker(Choice("tensorboard", str(tmp_path / "file" / "curves")), "run-1", "peer-1")
     assert "folder" in caught.value.remedy
 
 
 def test_the_peer_process_tracks_without_torch(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="a development extra that is not installed")
     code = (
-        "import sys, opendiloco.workers.telemetry; from opendiloco.workers.trackers import Choice, open_tracker; "
-        f"open_tracker(Choice('tensorboard', {str(tmp_path)!r}), 'run-1', 'peer-1').close(); print(*sys.modules)"
+        "import sys, opendiloco.workers.telemetry; from opendiloco.workers.trackers import Choice, _open_tracker; "
+        f"_open_tracker(Choice('tensorboard', {str(tmp_path)!r}), 'run-1', 'peer-1').close(); print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from opendiloco.workers.control import ControlChannel, ControlMessage, CountDevices, EndInnerLoop, Hold
+from opendiloco.workers.control import ControlMessage, CountDevices, EndInnerLoop, Hold
+from opendiloco.workers.worker import ControlChannel
 
 
 class Pair:
@@ -33,7 +34,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     ends = queue.SimpleQueue[int]()
-    monkeypatch.setattr("opendiloco.workers.control.os._exit", ends.put)
+    monkeypatch.setattr("opendiloco.workers.worker.os._exit", ends.put)
     pair = Pair()
     yield pair
     pair.close()

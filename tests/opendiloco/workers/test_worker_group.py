@@ -175,12 +175,12 @@ def test_moments_are_the_same_however_the_model_is_shared(groups: Groups, tmp_pa
         sharded, hybrid = groups.members[3], groups.members[4]
         for group, name in ((sharded, "sharded"), (hybrid, "hybrid")):
             await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
-            await group.keep_moments(tmp_path / name, "run", 1)
-        await sharded.recall_moments(tmp_path / "hybrid", "run")
-        await sharded.keep_moments(tmp_path / "again", "run", 1)
+            await group.supervisor.keep_moments(tmp_path / name, "run", 1)
+        await sharded.supervisor.recall_moments(tmp_path / "hybrid", "run")
+        await sharded.supervisor.keep_moments(tmp_path / "again", "run", 1)
         await hybrid.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
-        await hybrid.recall_moments(tmp_path / "again", "run")
-        await hybrid.keep_moments(tmp_path / "at last", "run", 1)
+        await hybrid.supervisor.recall_moments(tmp_path / "again", "run")
+        await hybrid.supervisor.keep_moments(tmp_path / "at last", "run", 1)
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
     kept = {path.name: load_file(path) for path in tmp_path.iterdir()}
@@ -199,8 +199,8 @@ def test_when_one_worker_cannot_read_its_moments_all_begin_anew(
     async def story() -> None:
         group = groups.members[3]
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), lambda progress: None)
-        await group.keep_moments(tmp_path / "kept", "run", 1)
-        last = group._supervisor.workers[-1]
+        await group.supervisor.keep_moments(tmp_path / "kept", "run", 1)
+        last = group.supervisor.workers[-1]
         move = last.move_moments
 
         async def move_or_refuse(command: MoveMoments) -> None:
@@ -210,9 +210,9 @@ def test_when_one_worker_cannot_read_its_moments_all_begin_anew(
 
         monkeypatch.setattr(last, "move_moments", move_or_refuse)
         with pytest.raises(SnapshotError, match="ran out of memory"):
-            await group.recall_moments(tmp_path / "kept", "run")
+            await group.supervisor.recall_moments(tmp_path / "kept", "run")
         with pytest.raises(SnapshotError, match="has not made a step"):
-            await group.keep_moments(tmp_path / "kept again", "run", 2)
+            await group.supervisor.keep_moments(tmp_path / "kept again", "run", 2)
 
     groups.runner.run(asyncio.wait_for(story(), PROMPT_SECONDS))
 
@@ -224,7 +224,7 @@ def test_when_one_worker_is_told_to_stop_all_stop_after_the_same_inner_step(grou
         def tell_the_last(progress: Progress) -> None:
             seen.append(progress)
             if progress.inner_step == 3:
-                group._supervisor.workers[-1].write(EndInnerLoop(number=group._trainings))
+                group.supervisor.workers[-1].write(EndInnerLoop(number=group._trainings))
 
         trained = await group.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), tell_the_last)
         assert trained.samples == (SampleRange(0, 5 * len(seen)),)

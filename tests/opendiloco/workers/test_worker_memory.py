@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError, DeviceMemoryError, WorkerError
 from opendiloco.model.export import RunFacts
 from opendiloco.shared_memory import reserve
-from opendiloco.stages import COMPILING
+from opendiloco.stages import COMPILING, Watch
 from opendiloco.workers import supervisor
 from opendiloco.workers.control import (
     Configure,
@@ -28,10 +28,11 @@ from opendiloco.workers.control import (
     InnerStepDone,
     Report,
     RunInnerLoop,
+    WorkerDeathError,
+    WorkerProcess,
 )
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.process import Inherited, WorkerDeathError, WorkerProcess
 from opendiloco.workers.supervisor import WorkersRestartedError
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress
@@ -66,15 +67,16 @@ class Played(WorkerProcess):
     told: ClassVar[list[ControlMessage]] = []
     """What all were told besides."""
 
-    def __init__(self, memory: int) -> None:
+    def __init__(self, memory: int, on_stage: Watch) -> None:
         self.memory = memory
-        self.on_stage = quiet
+        self.on_stage = on_stage
         self.configured: Configure
         self.ended = asyncio.Event()
+        self.death = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def start(cls, descriptors: Inherited, threads: int) -> Played:
-        cls.all.append(cls(descriptors.memory))
+    async def start(cls, inherited: Sequence[int], threads: int, on_stage: Watch = quiet) -> Played:
+        cls.all.append(cls(inherited[0], on_stage))
         return cls.all[-1]
 
     async def exchange(self, command: ControlMessage, answer: type[Any], on_report: Callable[[Report], None]) -> Any:
@@ -83,7 +85,6 @@ class Played(WorkerProcess):
             reserve(self.memory, 4)
             return Configured(
                 parameters=4,
-                tokens_per_sample=16,
                 device="cpu",
                 device_name="cpu",
                 flops_per_token=100.0,
@@ -97,7 +98,7 @@ class Played(WorkerProcess):
         await asyncio.sleep(0)  # until all have been given it
         if self.request in self.deaths:
             if self.deaths[self.request] == self.configured.rank:
-                self.ended.set()
+                self.kill()
             await self.ended.wait()
             raise WorkerDeathError("killed by SIGKILL.")
         if (self.configured.options.micro_batch or 0) <= self.windows:
@@ -115,12 +116,10 @@ class Played(WorkerProcess):
     async def rest(command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
         """Take the inner steps that are left when all fragments are stored: none."""
 
-    async def wait_for_death(self) -> WorkerError:
-        await self.ended.wait()
-        return WorkerDeathError("killed by SIGKILL.")
-
     def kill(self) -> None:
         self.ended.set()
+        if not self.death.done():
+            self.death.set_result(WorkerDeathError("killed by SIGKILL."))
 
     async def close(self) -> None:
         self.kill()
@@ -167,7 +166,7 @@ def test_the_first_time_all_start_again_with_half_the_micro_batch(
         ]
         assert [one.ended.is_set() for one in Played.all] == [True, True, False, False]
         assert group.vectors.theta.tolist() == [7] * 4
-        assert not group._supervisor._death.done()
+        assert not group.supervisor.death.done()
         await group.close()
 
     with caplog.at_level(logging.WARNING):
@@ -205,7 +204,7 @@ def test_lost_workers_are_started_again_and_train_from_where_they_began(
             assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 8
         assert [one.ended.is_set() for one in Played.all] == [True] * 8 + [False] * 2
-        assert not group._supervisor._death.done()
+        assert not group.supervisor.death.done()
         await group.close()
 
     with caplog.at_level(logging.WARNING):
@@ -230,9 +229,9 @@ def test_workers_that_are_lost_too_often_are_given_up(small_config: RunConfig) -
 def test_workers_that_die_while_nobody_needs_them_are_replaced_when_somebody_does(small_config: RunConfig) -> None:
     async def story() -> None:
         group = await started(small_config, windows=100, restarts=1)
-        Played.all[1].ended.set()
+        Played.all[1].kill()
         await Played.all[0].ended.wait()  # the group kills the other
-        assert not group._supervisor._death.done()
+        assert not group.supervisor.death.done()
         assert (await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)).samples == LEASE
         assert len(Played.all) == 4
         await group.close()
@@ -284,7 +283,7 @@ def test_evaluation_that_runs_out_of_memory_is_done_again_with_half_as_many_wind
         group = await started(small_config, windows=4)
         assert (await group.evaluate(16)).loss == 2.0
         assert [one.configured.options.micro_batch for one in Played.all] == [100, 100, 4, 4]
-        assert not group._supervisor._death.done()
+        assert not group.supervisor.death.done()
         await group.close()
 
     asyncio.run(asyncio.wait_for(story(), 30))
@@ -298,10 +297,10 @@ def test_workers_that_die_while_they_start_are_started_again(
         Played.deaths.update({1: 1})
         start, failures = Played.start, iter((True, True, False, False))
 
-        async def fail(descriptors: Inherited, threads: int) -> Played:
+        async def fail(*arguments: Any) -> Played:
             if next(failures):
                 raise WorkerDeathError("killed by SIGKILL while it started.")
-            return await start(descriptors, threads)
+            return await start(*arguments)
 
         monkeypatch.setattr(Played, "start", fail)
         with pytest.raises(WorkersRestartedError):
@@ -334,7 +333,7 @@ def test_memory_that_runs_out_while_workers_start_again_is_not_the_end(
         left[0] = failures
         with pytest.raises(WorkersRestartedError if survives else DeviceMemoryError):
             await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
-        assert group._supervisor._death.done() != survives
+        assert group.supervisor.death.done() != survives
         assert Played.all[-1].configured.options.micro_batch == 4
         await group.close()
 
@@ -367,7 +366,7 @@ def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_whil
             with pytest.raises(WorkersRestartedError):
                 await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
             assert len(Played.all) == 6
-        assert not group._supervisor._death.done()
+        assert not group.supervisor.death.done()
         assert [one.configured.options.compile for one in Played.all[-2:]] == [False, False]
         assert [one.configured.fresh for one in Played.all[-2:]] == [False, False], "theta is there"
         await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
@@ -380,28 +379,26 @@ def test_a_compiler_that_hangs_on_one_worker_keeps_the_others_waiting_for_a_whil
     assert caplog.text.count(said) == 1
 
 
-def test_a_compiler_that_comes_to_an_end_is_not_timed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, seen, hung, rung = Played(-1), list[str](), list[Exception](), asyncio.Event()
+def test_a_compiler_that_comes_to_an_end_is_not_timed_any_more(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange = Played.exchange
 
-    def on_hang(error: Exception) -> None:
-        hung.append(error)
-        rung.set()
-
-    worker.on_stage = lambda stage, share: seen.append(stage)
-    monkeypatch.setattr(supervisor, "COMPILING_SECONDS", 0.0)
+    async def compile_first(self: Played, command: ControlMessage, answer: type[Any], on_progress: Any) -> Any:
+        if isinstance(command, Configure):
+            self.on_stage(COMPILING, None)
+        return await exchange(self, command, answer, on_progress)
 
     async def story() -> None:
-        for waits in (False, True):
-            with supervisor.CompilerWatch([worker], on_hang):
-                worker.on_stage(COMPILING, None)
-                if waits:
-                    await asyncio.wait_for(rung.wait(), 30)
-            for _ in range(3):
-                await asyncio.sleep(0)  # what is due is done
-            assert bool(hung) == waits
+        group = await started(small_config, windows=100)
+        await asyncio.sleep(0.02)
+        await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert len(Played.all) == 2, "nobody was started again"
+        await group.close()
 
-    asyncio.run(story())
-    assert seen == [COMPILING] * 2, "whoever listened before is told as well"
+    monkeypatch.setattr(Played, "exchange", compile_first)
+    monkeypatch.setattr(supervisor, "COMPILING_SECONDS", 0.01)
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 # What is left to be trained when all fragments are stored --------------------------------------------------------
@@ -488,7 +485,7 @@ def test_what_goes_wrong_with_the_last_inner_steps_is_raised_by_the_next_trainin
     async def story(goes_on: bool) -> None:
         group = await started_with_overlap(small_config)
         rest = Rest(monkeypatch, DataError("a document cannot be read.", ""))
-        monkeypatch.setattr(group._supervisor, "_die", lambda error: None)
+        monkeypatch.setattr(group.supervisor, "_die", lambda error: None)
         await group.run_inner_loop(FIRST, ignore)
         rest.may_end.set()
         if goes_on:

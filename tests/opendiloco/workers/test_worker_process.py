@@ -21,7 +21,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DataError, MachineError, WorkerError
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
-from opendiloco.workers.worker import nothing_collected
+from opendiloco.workers.worker import _nothing_collected
 from peers.network.signals import LEAVE_SIGNALS
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress, SnapshotError
@@ -122,14 +122,14 @@ async def moves_moments_between_two_inner_steps(worker: WorkerGroup, folder: Pat
     """Training goes on."""
     training = asyncio.create_task(worker.run_inner_loop(InnerLoop(0, ENDLESS, 10**6, 0), lambda progress: None))
     async with asyncio.timeout(PROMPT_SECONDS):
-        given_up = asyncio.create_task(worker.keep_moments(folder / "given up", "run", 1))
+        given_up = asyncio.create_task(worker.supervisor.keep_moments(folder / "given up", "run", 1))
         asyncio.get_running_loop().call_soon(given_up.cancel)
-        await worker.keep_moments(folder / "kept", "run", 1)
+        await worker.supervisor.keep_moments(folder / "kept", "run", 1)
         assert given_up.cancelled()
         with pytest.raises(SnapshotError, match="its run is"):
-            await worker.recall_moments(folder / "kept", "another")
-        await worker.recall_moments(folder / "kept", "run")
-        await worker.keep_moments(folder / "kept later", "run", 1)
+            await worker.supervisor.recall_moments(folder / "kept", "another")
+        await worker.supervisor.recall_moments(folder / "kept", "run")
+        await worker.supervisor.keep_moments(folder / "kept later", "run", 1)
         first, later = (load_file(folder / name) for name in ("kept", "kept later"))
         step = next(name for name in first if name.endswith("/step"))
         assert later[step] >= first[step] >= 1
@@ -137,7 +137,7 @@ async def moves_moments_between_two_inner_steps(worker: WorkerGroup, folder: Pat
         training.cancel()
         with pytest.raises(asyncio.CancelledError):
             await training
-        await worker.keep_moments(folder / "at last", "run", 1)  # nor need it train
+        await worker.supervisor.keep_moments(folder / "at last", "run", 1)  # nor need it train
 
 
 async def is_not_asked_to_end(worker: WorkerGroup, process: int) -> None:
@@ -176,7 +176,7 @@ async def says_how_it_died_to_those_who_wait(worker: WorkerGroup, process: int, 
     with pytest.raises(WorkerError, match="SIGKILL"):
         await asyncio.wait_for(worker.evaluate(1), PROMPT_SECONDS)
     with pytest.raises(WorkerError, match="SIGKILL"):
-        await asyncio.wait_for(worker.keep_moments(folder / "too late", "run", 1), PROMPT_SECONDS)
+        await asyncio.wait_for(worker.supervisor.keep_moments(folder / "too late", "run", 1), PROMPT_SECONDS)
     assert "SIGKILL" in str(await asyncio.wait_for(worker.wait_for_death(), PROMPT_SECONDS))
     assert given_up.cancelled()
     gc.collect()
@@ -240,7 +240,7 @@ def test_workers_that_cannot_be_configured_leave_no_process(
 def test_garbage_is_looked_for_again_after_imports_and_not_among_them() -> None:
     gc.collect()
     before = gc.get_freeze_count()
-    with suppress(ImportError), nothing_collected():
+    with suppress(ImportError), _nothing_collected():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from opendiloco.workers.control import ForgetMoments, MoveMoments, RecallMoments
-from opendiloco.workers.process import WorkerProcess
-from opendiloco.workers.supervisor import RequestQueue, WorkersMoments
+from opendiloco.config.run_config import RunConfig
+from opendiloco.workers.control import ForgetMoments, MoveMoments, RecallMoments, WorkerProcess
+from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers.supervisor import Supervisor
 from peers.values.workload import SnapshotError
 
 FILE = Path("moments.safetensors")
@@ -29,22 +30,24 @@ class Telling(WorkerProcess):
             raise SnapshotError("the device ran out of memory")
 
 
-def run(workers: Sequence[Telling], ask: Callable[[WorkersMoments], Awaitable[None]]) -> None:
+def recall(config: RunConfig, workers: Sequence[Telling]) -> None:
     async def story() -> None:
-        await ask(WorkersMoments(RequestQueue(), lambda: workers, lambda: False))
+        supervisor = Supervisor(config, WorkerOptions())
+        supervisor.workers.extend(workers)
+        await supervisor.recall_moments(FILE, "run-1")
 
     asyncio.run(story())
 
 
-def test_when_some_have_read_moments_and_others_could_not_all_begin_anew() -> None:
+def test_when_some_have_read_moments_and_others_could_not_all_begin_anew(small_config: RunConfig) -> None:
     workers = [Telling(), Telling(refuses=True), Telling()]
     with pytest.raises(SnapshotError, match="ran out of memory"):
-        run(workers, lambda moments: moments.recall(FILE, "run-1"))
+        recall(small_config, workers)
     assert [worker.told for worker in workers] == [[RecallMoments, ForgetMoments]] * 3
 
 
-def test_what_nobody_has_read_changes_nothing() -> None:
+def test_what_nobody_has_read_changes_nothing(small_config: RunConfig) -> None:
     workers = [Telling(refuses=True), Telling(refuses=True)]
     with pytest.raises(SnapshotError, match="ran out of memory"):
-        run(workers, lambda moments: moments.recall(FILE, "run-1"))
+        recall(small_config, workers)
     assert [worker.told for worker in workers] == [[RecallMoments]] * 2

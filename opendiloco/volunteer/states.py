@@ -1,0 +1,284 @@
+"""A state of a run without training in it: from its peers or from this machine's disk, to look at and to export."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.errors import CheckpointError, MachineError
+from opendiloco.evaluation_turns import HeldOut, bits_per_byte
+from opendiloco.kernels import FORMATS
+from opendiloco.model.export import CurvePoint, Dtype, RunFacts
+from opendiloco.run import Run, find_run
+from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
+from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_curve, read_manifest
+from opendiloco.view.curves import versions
+from opendiloco.view.run_view import RunView
+from opendiloco.volunteer.admission import ask_for_signed_heads
+from opendiloco.volunteer.local_workload import LocalWorkload, working
+from opendiloco.volunteer.volunteer import connected
+from peers.errors import ManifestError
+from peers.log.chain import Chain
+from peers.log.folder import ENTRIES, LogFolder, RunLog, read_chain
+from peers.log.header import Header
+from peers.network.transport import HivemindTransport
+from peers.transfer.following import CannotFollowError, Following, nobody_trains
+from peers.transfer.storage import Storage
+from peers.values.identity import Identity
+from peers.values.manifest import Invite
+from peers.values.system import make_private_folder
+from peers.values.workload import SnapshotError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What came before a state: `last` is the entry that led to it, None before the first.
+
+    `contributors` is the number of peers that have trained in the entries that are known; `is_whole`: those are all.
+    `tokens` are those of the lineage by outer step, and `losses` what peers have found on held-out text.
+    """
+
+    last: Header | None
+    contributors: int = 0
+    is_whole: bool = False
+    tokens: Mapping[int, int] = field(default_factory=dict)
+    losses: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, log: RunLog, last: Header | None, losses: Mapping[int, float]) -> Past:
+        """Return what a log tells of the state after the entry `last`."""
+        if last is None:
+            return cls(None, 0, True)
+        contributors, tokens = set[str](), dict[int, int]()
+        for header in log.headers(0, last.index + 1):
+            contributors.update(member.peer for member in header.roster if member.tokens)
+            tokens[header.index + 1] = header.lineage_tokens
+        return cls(last, len(contributors), len(tokens) == last.index + 1, tokens, losses)
+
+    @property
+    def outer_steps(self) -> int:
+        return self.last.index + 1 if self.last else 0
+
+    def curve(self, loss: float) -> tuple[CurvePoint, ...]:
+        """Return the losses in order up to this state, whose own loss is given."""
+        losses = {step: found for step, found in self.losses.items() if step < self.outer_steps} | {
+            self.outer_steps: loss
+        }
+        return tuple(
+            CurvePoint(outer_step=step, loss=losses[step], tokens=self.tokens.get(step)) for step in sorted(losses)
+        )
+
+
+def command_line(*words: str | Sequence[str]) -> str:
+    """Return the words of a `diloco-peer` command as one types them."""
+    flat = [word for part in words for word in ([part] if isinstance(part, str) else part)]
+    return shlex.join(["diloco-peer", *flat])
+
+
+@asynccontextmanager
+async def newest_state(
+    invite: Invite, key: Identity, data: Sequence[Path] = (), own: OwnFiles = NONE
+) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    """The newest state of a run's peers, in a workload that can evaluate, generate and export.
+
+    The local text of the run is in the folders `data`, its local model and tokenizer in `own`: nothing else of this
+    machine is read.
+
+    Raises: DataError when these do not name all that is local; SwarmUnreachableError when no peer gives a state; what
+    starting a worker raises.
+    """
+    async with connected(key, invite.addresses) as transport:
+        run = await find_run(transport, invite.run_id)
+        run = run.with_data(data).with_own(own)
+        await ask_for_signed_heads(transport, run, invite.addresses)
+        if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
+            raise nobody_trains(run.run_id)
+        async with working(run) as workload:
+            yield run, past_of(run, await fetch_state(run, transport, workload)), workload
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, and check that it can be used, before minutes of work; drop it if those fail and leave it empty.
+
+    Raises: see `make_folder`.
+    """
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    make_folder(folder)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for one in missing:  # from the innermost
+                one.rmdir()
+        raise
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder. Raises: MachineError when it cannot be made or written to, or has something in it."""
+    remedy = "Give a new folder with --out."
+    try:
+        make_private_folder(folder)
+        if any(folder.iterdir()):
+            raise MachineError(f"{folder} is not empty.", remedy)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise MachineError(f"{folder} cannot be used: {error.strerror}.", remedy) from error
+
+
+async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWorkload) -> Following:
+    """Take over the newest state. Return what has followed the run to there.
+
+    Raises: SwarmUnreachableError when no peer gives a state that holds up.
+    """
+    following = Following(transport, workload, run.settings, Storage())
+    await following.begin()
+    while True:
+        try:
+            if await following.advance() is None:
+                return following
+        except CannotFollowError as error:  # perhaps nobody keeps the payload any more
+            await following.begin(error.least)
+
+
+def past_of(run: Run, following: Following) -> Past:
+    """Return how the state came to be that was followed to."""
+    found = RunView.of(run, following.donors.heartbeats).held_out
+    return Past.of(following.past, following.log.last, {one.index: one.loss for one in found})
+
+
+def warn_of_other_text(found: HeldOut) -> None:
+    """Log a warning where a loss is of other text than the run's."""
+    if not found.is_runs_text:
+        logger.warning("the held-out text here is not the run's: its loss is not to be compared with the run's curve")
+
+
+async def export_state(
+    run: Run, past: Past, workload: LocalWorkload, folder: Path, command: str = "", dtype: Dtype = "float32"
+) -> RunFacts:
+    """Evaluate and write the state that `workload` has. The card says that `command` makes it."""
+    workers, last = workload.trainer, past.last
+    found = await workers.held_out(run.config.evaluation)
+    warn_of_other_text(found)
+    facts = RunFacts(
+        run_id=run.run_id,
+        manifest_digest=run.manifest.digest.hex(),
+        outer_steps=past.outer_steps,
+        tokens=last.lineage_tokens if last else 0,
+        peers=len(last.roster) if last else 0,
+        held_out_loss=found.loss,
+        bits_per_byte=bits_per_byte(found.loss, workers.bytes_per_token),
+        contributors=past.contributors,
+        knows_all=past.is_whole,
+        curve=past.curve(found.loss),
+        command=command,
+        versions=versions(),
+    )
+    await workers.export(folder, facts, dtype)
+    return facts
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model comes from: the state after `index` outer steps, by a checkpoint and the log from there on."""
+
+    run: Run
+    checkpoint: Checkpoint
+    index: int
+    log: Path
+    held_out: Path
+
+    async def bring(self, workload: LocalWorkload) -> Past:
+        """Give the workload that state. Return how it came to be. Nothing on the disk is changed.
+
+        Raises: CheckpointError when the checkpoint is of another model, or the log does not lead that far.
+        """
+        log = self._read_log(workload)
+        try:
+            reached = await resume(workload, log, self.checkpoint, self.index)
+        except SnapshotError as error:
+            message = f"{self.checkpoint.path} is not of this run: {error}."
+            raise CheckpointError(message, "Use another checkpoint.") from error
+        if reached.position.index != self.index:
+            raise CheckpointError(
+                f"from {self.checkpoint.path} on, the log in {self.log} leads to outer step {reached.position.index} "
+                f"and not to {self.index}.",
+                "Choose one from there to there, or one of which there is a checkpoint.",
+            )
+        return Past.of(log, reached.last, read_curve(self.held_out))
+
+    def _read_log(self, workload: LocalWorkload) -> LogFolder:
+        """Its peer may be writing to it: what is wrong at its end is passed over."""
+        empty_log, file = self.run.settings.empty_log, self.log / ENTRIES
+        chain = read_chain(file, empty_log)[0] if file.exists() else Chain(empty_log)
+        return LogFolder(self.log, chain, FORMATS[self.run.config.codec.kind].block_bytes)
+
+
+@asynccontextmanager
+async def state_of(origin: Origin) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    """The state there, in a workload that can evaluate, generate and export.
+
+    Raises: CheckpointError (see `Origin.bring`), and what starting a worker raises.
+    """
+    async with working(origin.run) as workload:
+        yield origin.run, await origin.bring(workload), workload
+
+
+def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:
+    """Return where to export from: a checkpoint's file, a peer's folder of a run, or the folder of its checkpoints.
+
+    Without an index it is the checkpoint in the file, or the newest good one. The run's manifest lies beside the
+    checkpoints or one folder above, if it is not given.
+
+    Raises: CheckpointError, ManifestError; DataError, see `Run.with_own`.
+    """
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist.", "Give a checkpoint, or a folder of them or of a run.")
+    folder = source if source.is_dir() else source.absolute().parent
+    if (inner := RunFolder(folder).checkpoints).is_dir():
+        folder = inner
+    run = _find_run(folder, manifest).with_own(own)
+    if source.is_dir():
+        checkpoint = _newest(Checkpoints(folder, run.run_id), index)
+    else:
+        checkpoint = load_checkpoint(source, run.run_id)
+    beside = RunFolder(folder.absolute().parent)
+    log = beside.log
+    index = checkpoint.index if index is None else index
+    if index < checkpoint.index or (index > checkpoint.index and not (log / ENTRIES).exists()):
+        raise CheckpointError(
+            f"{checkpoint.path} is the state after {checkpoint.index} outer steps, not after {index}, and there is no "
+            f"log in {log} that leads from there.",
+            "Choose another --at or --from.",
+        )
+    return Origin(run, checkpoint, index, log, beside.held_out)
+
+
+def _newest(checkpoints: Checkpoints, index: int | None) -> Checkpoint:
+    newest = checkpoints.load_newest(index)
+    if newest is None:
+        limit = "" if index is None else f" after {index} outer steps or fewer"
+        there = ", ".join(map(str, checkpoints.indices())) or "none"
+        raise CheckpointError(f"{checkpoints.folder} has no good checkpoint{limit}.", f"Those that are there: {there}.")
+    return newest
+
+
+def _find_run(folder: Path, manifest: Path | None) -> Run:
+    if manifest is not None:
+        return read_manifest(manifest)
+    found = next(filter(Path.exists, (folder / MANIFEST, folder.absolute().parent / MANIFEST)), None)
+    if found is None:
+        raise ManifestError(
+            f"there is no {MANIFEST} in {folder} or the folder above.",
+            "Give the run's signed manifest with --manifest; `diloco-peer run create` has written one.",
+        )
+    return read_manifest(found)
