@@ -32,7 +32,7 @@ RUN rm -rf torch/test pandas/tests pyarrow/tests sympy/*/tests networkx/*/tests 
         rm -rf torch/include pyarrow/include && strip --strip-unneeded torch/lib/libtorch_*.so; \
     fi \
     && /opt/diloco-peer/bin/python -c "import torch._dynamo, datasets, transformers.models.llama.modeling_llama, peers.network.daemon; \
-        import opendiloco.cli.join, opendiloco.volunteer, opendiloco.training.replica, opendiloco.workers.assembly"
+        import opendiloco.cli.join, opendiloco.volunteer, opendiloco.training.inner, opendiloco.workers.assembly"
 
 FROM python:3.11-slim
 ARG CUDA=no

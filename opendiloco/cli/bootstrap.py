@@ -17,7 +17,6 @@ from opendiloco.cli.options import (
     spelled_out,
     typed_option,
 )
-from peers.network.own_network import everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,7 +34,7 @@ RELAY_MEGABITS = 100.0
 @click.option("--identity", required=True, type=FILE, help="Key file; made if it does not exist. It fixes the address.")
 @typed_option(
     "listen",
-    default=lambda: everywhere(LIBP2P_PORT),
+    default=(),
     shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}",
 )
 @typed_option("announce")
@@ -99,6 +98,7 @@ def bootstrap(
     from peers.metrics import serve_metrics
     from peers.network.bootstrap import run_bootstrap
     from peers.network.links import LinkSettings
+    from peers.network.own_network import everywhere
 
     log.start("info")
     links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)
@@ -125,7 +125,7 @@ def bootstrap(
             from opendiloco.dashboard.server import NodeDashboard
 
             beside.append(NodeDashboard(listening, kept))
-        place = (listen, announce, others, runs)
+        place = (listen or everywhere(LIBP2P_PORT), announce, others, runs)
         await run_bootstrap(key, *place, _show_addresses, stop, Run.from_manifest, beside, links, shown)
 
     with hold_identity(identity) as key:

@@ -25,7 +25,6 @@ from opendiloco.cli.options import (
     reader,
     refuse_torchrun,
 )
-from peers.network.own_network import everywhere
 
 if TYPE_CHECKING:
     from opendiloco.settings.join_settings import JoinSettings
@@ -106,6 +105,7 @@ def doctor(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool) 
     """
     from opendiloco.tools.doctor.examination import Wishes
     from opendiloco.volunteer.admission import read_ticket
+    from peers.network.own_network import everywhere
 
     refuse_torchrun(os.environ)
     log.start("error")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import MachineError, SettingsError
 from opendiloco.settings.join_settings import JoinSettings, LogSettings, split_address
 from opendiloco.settings.setting import Setting, model_of, settings_of
@@ -24,6 +23,7 @@ from opendiloco.settings.setting import Setting, model_of, settings_of
 if TYPE_CHECKING:
     import socket
 
+    from opendiloco.data.own_files import OwnFiles
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
 

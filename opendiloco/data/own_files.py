@@ -7,9 +7,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from opendiloco.config.data import STANDARD_LIBRARY, DataSection, SourceSection
 from opendiloco.errors import DataError
+
+if TYPE_CHECKING:
+    from opendiloco.config.data import DataSection, SourceSection
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ FORMAT = re.compile(
 
 
 def is_local(source: str) -> bool:
-    """Whether a source is, or could be, a file or folder of this machine's instead of a data set on the hub."""
+    """Return whether a source is, or could be, a file or folder of this machine's instead of a data set on the hub."""
+    from opendiloco.config.data import STANDARD_LIBRARY  # imports pydantic, which `--help` has no time for
+
     is_on_the_hub = HUB_NAME.fullmatch(source) and not FORMAT.fullmatch(source) and not os.path.lexists(source)
     return source != STANDARD_LIBRARY and not is_on_the_hub
 

@@ -121,13 +121,13 @@ def test_what_sharing_workers_take_is_what_the_formula_says(
 
 BY_PIECES = """
 from opendiloco.model import loss as losses
-losses = []
+found = []
 for logits in (1 << 24, 7 * config.model.config["vocab_size"]):
     losses.LOGITS_AT_ONCE["cpu"] = logits
     model = assemble_model(config, ByteTokenizer(), team, WorkerOptions(), None)
     made = ModelReplica(config, model, samples, team, micro_batch=1)
-    losses.append([made.train(theta, index, (SampleRange(0, 8),), 2).loss for index in range(2)])
-end(losses)
+    found.append([made.train(theta, index, (SampleRange(0, 8),), 2).loss for index in range(2)])
+end(found)
 """
 
 
