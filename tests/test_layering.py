@@ -122,6 +122,39 @@ def test_the_protocol_has_no_input_or_output(name: str) -> None:
     }
 
 
+def imported_of_rooms() -> dict[str, dict[str, set[str]]]:
+    """Return what other rooms import of each: the names of each of its modules."""
+    modules = {module_name(path) for path in SOURCES}
+    rooms = {
+        room: dict[str, set[str]]()
+        for room in sorted({module.rpartition(".")[0] for module in modules if module.count(".") == 2})
+    }
+    for path in SOURCES:
+        for name in imports(path):
+            room = ".".join(name.split(".")[:2])
+            if room in rooms and name != room and not is_in(module_name(path), room):
+                assert name not in modules, f"{module_name(path)} imports {name}: import names from it"
+                module, _, imported = name.removeprefix(f"{room}.").rpartition(".")
+                rooms[room].setdefault(module, set()).add(imported)
+    return rooms
+
+
+def named_public(room: str) -> dict[str, set[str]]:
+    """Return the constant PUBLIC of a room's `__init__`."""
+    tree = ast.parse((ROOT / room.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith("PUBLIC"):
+            assert node.value is not None
+            return {module: set(names) for module, names in ast.literal_eval(node.value).items()}
+    return {}
+
+
+@pytest.mark.parametrize("room", imported_of_rooms())
+def test_a_room_names_what_others_import_of_it(room: str) -> None:
+    """No more, so that what is not named may change with its room; as a constant, since to import it all takes seconds."""
+    assert named_public(room) == imported_of_rooms()[room]
+
+
 def test_remote_storage_is_behind_one_module() -> None:
     assert importers("fsspec") == {"opendiloco.storage.remote"}
 

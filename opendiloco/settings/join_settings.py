@@ -12,7 +12,6 @@ from opendiloco.owner.conditions import Condition, parse_conditions, parse_hours
 from opendiloco.settings.setting import Settings, setting
 from opendiloco.workers.options import WorkerOptions, parse_overlap
 from opendiloco.workers.trackers import Choice
-from peers.values.wire import check_team
 
 MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
 MOST_GIGABYTES = 1e9
@@ -26,6 +25,12 @@ def _is_there(folder: Path) -> None:
 def _exists(path: Path) -> None:
     if not path.exists():
         raise ValueError("there is no such file or folder")
+
+
+def _check_team(name: str) -> None:
+    from peers.values.wire import check_team  # imports pydantic, which `--help` has no time for
+
+    check_team(name)
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -71,7 +76,7 @@ class _RunSettings(Settings):
         "Say that this machine's work is a team's; dashboards add up what its peers have contributed.",
         None,
         metavar="NAME",
-        check=check_team,
+        check=_check_team,
     )
     data: tuple[Path, ...] = setting(
         "Train on the text in this folder. Given for each of the run's sources that is a local folder, in their order.",
