@@ -123,35 +123,30 @@ def test_the_protocol_has_no_input_or_output(name: str) -> None:
 
 
 def imported_of_rooms() -> dict[str, dict[str, set[str]]]:
-    """Return what other rooms import of each: the names of each of its modules."""
-    modules = {module_name(path) for path in SOURCES}
-    rooms = {
-        room: dict[str, set[str]]()
-        for room in sorted({module.rpartition(".")[0] for module in modules if module.count(".") == 2})
-    }
+    """Return what other rooms import of each: names by its modules, "" for the room itself."""
+    names = {".".join(module_name(path).split(".")[:2]) for path in SOURCES if len(path.relative_to(ROOT).parts) > 2}
+    rooms = {room: dict[str, set[str]]() for room in sorted(names)}
     for path in SOURCES:
         for name in imports(path):
             room = ".".join(name.split(".")[:2])
             if room in rooms and name != room and not is_in(module_name(path), room):
-                assert name not in modules, f"{module_name(path)} imports {name}: import names from it"
                 module, _, imported = name.removeprefix(f"{room}.").rpartition(".")
                 rooms[room].setdefault(module, set()).add(imported)
     return rooms
 
 
 def named_public(room: str) -> dict[str, set[str]]:
-    """Return the constant PUBLIC of a room's `__init__`."""
-    tree = ast.parse((ROOT / room.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith("PUBLIC"):
-            assert node.value is not None
-            return {module: set(names) for module, names in ast.literal_eval(node.value).items()}
-    return {}
+    """Return the names that a room's docstring has for others; see `imported_of_rooms`."""
+    docstring = ast.get_docstring(ast.parse((ROOT / room.replace(".", "/") / "__init__.py").read_text("utf-8"))) or ""
+    lines = docstring.partition("Other rooms import:\n")[2].replace("\n    ", " ").splitlines()
+    return {
+        module.replace("the room", ""): set(names.split(", ")) for module, names in (line.split(": ") for line in lines)
+    }
 
 
 @pytest.mark.parametrize("room", imported_of_rooms())
 def test_a_room_names_what_others_import_of_it(room: str) -> None:
-    """No more, so that what is not named may change with its room; as a constant, since to import it all takes seconds."""
+    """In its docstring: to import it all takes seconds. What it does not name may change with the room alone."""
     assert named_public(room) == imported_of_rooms()[room]
 
 

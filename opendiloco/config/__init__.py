@@ -1,1 +1,11 @@
-"""`run.toml`: its tables, each value checked, and what a person is told about a mistake. Needs no torch."""
+"""`run.toml`: its tables, each value checked, and what a person is told about a mistake. Needs no torch.
+
+Other rooms import:
+data: BYTE_TOKENIZER_SIZE, DataSection, STANDARD_LIBRARY, SourceSection, TokenizerSection
+model: ModelSection, read_model_values
+optimizers: AdafactorSection, AdamWSection, AdamWSettings, InnerOptimizerSection, MuonSection, OuterOptimizerSection,
+    OuterScheduleSection, TorchSection
+run_config: CodecSection, EvaluationSection, RunConfig, StreamingSection, TrainingSection, misfit
+section: Digest, Name, NotNegativeFloat, Positive, Section, describe_validation_error, explain_validation_error,
+    read_toml
+"""

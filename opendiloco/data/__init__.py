@@ -1,1 +1,11 @@
-"""What is read: documents, their tokens, and the order of the samples cut from them. Needs no torch."""
+"""What is read: documents, their tokens, and the order of the samples cut from them. Needs no torch.
+
+Other rooms import:
+ahead: Ahead
+hub: CONFIG, MODEL_FILES, check_weights, is_local_path, model_values, pretrained_folder
+own_files: NONE, OwnFiles, is_local, local_sources, volunteered
+sample_order: Batches, HeldOutWindows, SampleOrder, numbers_of
+token_files: Piece, TokenCache, few_tokens, is_token_folder, read_about, write_token_folder
+tokenizer: ByteTokenizer, Tokenizer, build_tokenizer, digest_of_tokenizer
+training_data: TokenizeAhead, TokenizedSource, TrainingData, load_data
+"""

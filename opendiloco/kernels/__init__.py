@@ -6,6 +6,11 @@ The one door to the C library in native/, whose formats.h describes every format
 - operations on numpy arrays and payloads: `quantize`, `accumulate`, `outer_step`, …; they release the interpreter's
   lock, and take a number of threads;
 - `choose_kernels` and `DILOCO_KERNELS`, which force an instruction set. All give the same bits.
+
+Other rooms import:
+the room: FORMATS, Format, NEAREST, NonFiniteError, Payload, Rounding, SPARSE, dequantize, quantize_difference,
+    stochastic
+self_test: differing_sets, measure_speeds
 """
 
 from __future__ import annotations

@@ -1,1 +1,8 @@
-"""The owner's say over a volunteer: when it pauses, when it leaves, and how much of the machine it may take."""
+"""The owner's say over a volunteer: when it pauses, when it leaves, and how much of the machine it may take.
+
+Other rooms import:
+conditions: Condition, parse_conditions, parse_hours, parse_until
+controls: Answer, Request, ask, serve_controls, sockets
+facts: GpuState, Observer, is_on_battery, machine_line, read_gpus, read_sensors
+watch: OwnersWatch, watching
+"""

@@ -1,4 +1,15 @@
 """DiLoCo: the inner loop of a worker, the outer step of a peer, and both in one process (`reference`).
 
 The inner loop imports torch; learning_rate, moments_file and the outer step, which the peer process uses, do not.
+
+Other rooms import:
+codec: BlockCodec, RunRounding
+inner: InnerStep, InnerSteps, ModelReplica, StepTaken
+moments_file: VALUE_BYTES, digest_place, header_of, read_header
+optimizers: FUSED_ON, check_inner_optimizer
+outer: LocalState, Measuring, OuterState, OuterStepTaken
+streaming: Cycles, FragmentWork
+team: Team, choose_device, compiling_lacks, device_name, fill_untrained, forget_peak_memory, has_bf16,
+    has_other_tensors, peak_memory, shard_model
+trials: compile_blocks, document_attention, fitting_micro_batch, keep_compiled_if_it_works
 """

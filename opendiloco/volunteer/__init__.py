@@ -1,1 +1,12 @@
-"""One machine as a volunteer: its session in a run, its admission, and the state that it follows or keeps."""
+"""One machine as a volunteer: its session in a run, its admission, and the state that it follows or keeps.
+
+Other rooms import:
+admission: GivenTickets, ask_for_signed_heads, enter, read_ticket
+identity: hold_identity, listen, load_identity, usable_path
+interrupts: Interrupts, RememberedInterrupt, run_interruptible
+local_workload: LocalWorkload, Workload, working
+states: Past, command_line, export_state, fetch_state, find_origin, make_folder, new_folder, newest_state, past_of,
+    state_of, warn_of_other_text
+tracking: Audit, Disagreement, Reached, Retrying, StateTracker, state_for, unless_failed
+volunteer: Session, Volunteer, connected
+"""

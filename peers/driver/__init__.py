@@ -1,1 +1,7 @@
-"""Runs one peer's protocol on a real network: carries out its effects, and tells it what happened."""
+"""Runs one peer's protocol on a real network: carries out its effects, and tells it what happened.
+
+Other rooms import:
+driver: CALL, CALL_TIMEOUT, Driver
+replication: Keeping
+rounds: RoundCosts
+"""

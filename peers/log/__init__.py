@@ -1,1 +1,15 @@
-"""The run's log: headers, what follows from them, and how a peer keeps them on disk."""
+"""The run's log: headers, what follows from them, and how a peer keeps them on disk.
+
+Other rooms import:
+certificate: AttemptName, Ballot, Certificate, CertificateError, Departure, Proof, ballot, certify, electorate, prove,
+    shortened, weigh
+chain: Chain, Entry, Outcome, Places, STRETCH_LIMIT, Stretch, Turnout, follow, header_of, outcome_of, places_of,
+    turnout_of, voters_at
+folder: ENTRIES, LogFolder, LogFolderError, PAYLOADS, RunLog, payload_path, proof_path, read_chain, read_payload
+head_signer: CannotSignError, HeadSigner, SignedFileError
+header: FAULT_LIMIT, Fault, Faults, Header, Kind, MEMBER_LIMIT, Member, NO_PAYLOAD, Position, UNKNOWN_STATE,
+    cycle_head, may_be_named
+lineage: Branch, Lineage, RECENT_ENTRIES, UNPROVEN, Walk
+settings: RunSettings, Timing
+state: LogError, LogState, take_order
+"""

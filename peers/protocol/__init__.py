@@ -1,1 +1,25 @@
-"""One peer's protocol, without input or output: events in, effects out. `peer.py` is where to begin reading."""
+"""One peer's protocol, without input or output: events in, effects out. `peer.py` is where to begin reading.
+
+Other rooms import:
+the room: effects
+commitment: ChunkProof, EVIDENCE_LIMIT, Evidence, fault_in
+effect_table: EffectTable, row
+effects: Apply, AssemblePayload, Dropped, FetchLineage, FetchPayload, FetchSnapshot, Note, OpenRound, ReduceChunk,
+    Send, SendChunk, StopTraining, TokensLost, Train, Trouble
+events: AmendmentSeen, Applied, AverageRefuted, AverageTooEarly, BadBlocks, Captured, ChunkSent, ChunksUnsent,
+    ContributionArrived, Digested, Event, HeadsSeen, HeartbeatsSeen, LeaveRequested, LineageNotSeen, LineageSeen,
+    PayloadAssembled, PayloadFetched, PayloadNotFetched, RateMeasured, ReachSeen, Received, ReducedArrived,
+    SignedHeadsSeen, SnapshotFailed, SnapshotRestored, Tick, TrainingDone, TrainingProgress, Undelivered
+exchange: Exchange
+faults: BadContribution, Court, PROOF_LIMIT, read_proof
+messages: Commit, Elsewhere, Inquire, Message
+pace: Pace
+packing: Packer, pack_message, unpack_message
+peer: Peer
+planning: deal
+rounds: Attempt, Round
+signed_averages: Origin
+slot: SlotState
+states: SHOWN_AS, State
+weights: aged
+"""
