@@ -63,7 +63,7 @@ class _Later(ModuleType):
 
 def _load_transformers() -> Any:
     """Import transformers and what is common to its models. Returns the package, the same as `import` does."""
-    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # some architectures would fetch theirs from the hub by themselves
+    os.environ["USE_HUB_KERNELS"] = "NO"  # some architectures would fetch theirs from the hub by themselves
     package = importlib.import_module("transformers")
     with _scanned_once(package):
         importlib.import_module("transformers.models")

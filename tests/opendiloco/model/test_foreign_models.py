@@ -6,6 +6,9 @@ import ast
 import copy
 import importlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,6 +263,14 @@ def test_an_architecture_fetches_no_kernels_from_the_hub(monkeypatch: pytest.Mon
     monkeypatch.setattr(hub, "get_kernel", lambda name, **options: asked.append(name))
     assert hub.lazy_load_kernel("mamba-ssm", {}) is None
     assert not asked
+
+
+def test_no_environment_variable_allows_them() -> None:
+    """Regression: an owner who had USE_HUB_KERNELS set for other programs let strangers' models fetch them."""
+    code = "import opendiloco.model.build, transformers.integrations.hub_kernels as hub; print(hub._kernels_enabled)"
+    environment = os.environ | {"USE_HUB_KERNELS": "YES"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == "False\n", done.stderr
 
 
 # Whose files are opened ---------------------------------------------------------------------------------------------
