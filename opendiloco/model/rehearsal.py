@@ -6,6 +6,7 @@ What a config costs follows from nothing but building it: each architecture make
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -102,6 +103,7 @@ def _processor_time(process: int) -> float:
 def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing: int) -> NoReturn:
     """Never return: what is open here is the parent's."""
     try:
+        gc.freeze()  # to look through what is the parent's would copy its memory
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         most = _bytes_of("VmSize") + limit
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
