@@ -25,7 +25,7 @@ from tests.swarm.test_driver import LOCAL, SETTINGS, Swarm, Volunteer, digests_b
 from tests.swarm.vector_workload import VectorWorkload
 
 pytestmark = pytest.mark.swarm
-DEADLINE = 40.0
+DEADLINE = 240.0
 FRAGMENTS = 3
 TRAINING_SECONDS = 0.1
 NAMES = ("first", "second")
