@@ -20,7 +20,7 @@ from peers.network.daemon import HIVEMIND, NETWORK_ERRORS, Daemon, peer_id_of, t
 from peers.network.dht_storage import RecordValidator, bounded, heartbeats_key, manifest_key
 from peers.network.first_contact import endpoint, which_answer
 from peers.network.known_runs import Admissions
-from peers.network.own_network import NetworkChange, watch_network
+from peers.network.own_network import watch_network
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
 
@@ -197,9 +197,9 @@ class DhtMembership:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def network_changed(self, change: NetworkChange) -> None:
+    def network_changed(self) -> None:
         """Begin anew: what was connected is not any more, and what is being waited for does not come."""
-        if change.breaks_connections and self._keeping is not None:
+        if self._keeping is not None:
             self._on_move()
             self._keeping.cancel()
             self._keeping = asyncio.create_task(self._keep_anew(self._keeping))
