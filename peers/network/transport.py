@@ -16,12 +16,11 @@ from typing import Any, Self, TypeAlias
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError, Serve, pull, serve_pull
-from peers.network.contacts import contacts_of, host_of, open_volunteers
+from peers.network.contacts import contacts_of, host_of, is_loopback, open_volunteers
 from peers.network.daemon import (
     NETWORK_ERRORS,
     Daemon,
     Exposure,
-    is_loopback,
     parse_addresses,
     peer_errors,
     start_daemon,
@@ -117,7 +116,7 @@ class HivemindTransport:
         Raises: ManifestError, LocalNetworkError, SwarmUnreachableError (see start_daemon).
         """
         if local is None:
-            local = all(map(is_loopback, initial_peers or listen))
+            local = all(is_loopback(host_of(address)) for address in initial_peers or listen)
         parse_addresses(initial_peers, needs_peer_id=True)
         contacts = await first_contacts(initial_peers, remembered())
         exposure = _exposure(local, public)
