@@ -12,6 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.daemon import NETWORK_ERRORS, peer_id_of
 from peers.network.first_contact import RememberedPeers
 from peers.network.links import LinkSettings
-from peers.network.manifest_store import ManifestStore
+from peers.network.manifest_store import REVOKED_SUFFIX, SIGNED_SUFFIX, ManifestStore
 from peers.network.rating import RATING, Rater
 from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
@@ -109,8 +110,8 @@ class _BootstrapNode:
 
     async def begin(self) -> None:
         """Learn all runs in the store, answer peers, and put the manifests into the DHT."""
-        self.transport.runs.admissions.on_revoked = self.store.keep_revocations
-        self.transport.runs.heads.on_news = self.store.keep_signed_heads
+        self.transport.runs.admissions.on_revoked = partial(self.store.keep, REVOKED_SUFFIX)
+        self.transport.runs.heads.on_news = partial(self.store.keep, SIGNED_SUFFIX)
         for manifest in self.store:
             with self._failures.caught(manifest.run_id):
                 self._learn(manifest)
@@ -124,7 +125,7 @@ class _BootstrapNode:
         run, runs = manifest.run_id, self.transport.runs
         self.transport.learn(manifest)
         try:
-            if packed := self.store.signed_heads(run):
+            if packed := self.store.kept(SIGNED_SUFFIX, run):
                 runs.heads.take(run, unpack_heads(packed))
         except SignedHeadsError as error:
             logger.warning("what the archives of %s have signed: %s", run, error)
@@ -132,7 +133,7 @@ class _BootstrapNode:
         if admission is None:
             return
         admission.ticket = self._shown.get(run, b"")
-        if revoked := self.store.revocations(run):
+        if revoked := self.store.kept(REVOKED_SUFFIX, run):
             try:
                 admission.revoke(revoked)
             except TicketError as error:
