@@ -52,7 +52,7 @@ class PortMapper:
             while True:
                 self._again.clear()
                 mapping = await self._map()
-                self.endpoint = mapping and mapping.endpoint
+                self.endpoint = None if mapping is None else mapping.endpoint
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_renewal_after(mapping)):
                         await self._again.wait()
