@@ -11,10 +11,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from peers import metrics
 from peers.errors import LocalNetworkError, ManifestError, SwarmUnreachableError
@@ -53,13 +53,8 @@ MANY = 10**6  # peers are not limited together: keys cost nothing
 LIFE_SIGN_INTERVAL = 5.0  # seconds
 LIFE_SIGN_LIMIT = 30.0  # seconds without one, after which the node hangs
 LOOK_INTERVAL = 10.0  # seconds
-
-
-class NodeTask(Protocol):
-    """Work that a bootstrap node does with the runs that it remembers."""
-
-    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Do it until cancelled. `manifests` may be gone through again and again."""
+NodeTask: TypeAlias = Callable[[HivemindTransport, Iterable[SignedManifest]], Coroutine[None, None, None]]
+"""Work with the runs that a node remembers, until cancelled. They may be gone through again and again."""
 
 
 async def run_bootstrap(
@@ -170,7 +165,6 @@ class _BootstrapNode:
         return "\n".join(run_ids[first : first + PAGE]).encode()
 
     async def keep_publishing(self) -> None:
-        """Publish all manifests again and again, until cancelled."""
         while True:
             await asyncio.sleep(REPUBLISH_INTERVAL)
             await self.publish()
@@ -211,7 +205,7 @@ async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], 
     """Publish the runs and do the work beside that, until `stop` is set. Raises: LocalNetworkError."""
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(node.transport.failure())
     publishing, living = asyncio.create_task(node.keep_publishing()), asyncio.create_task(_give_life_signs())
-    others = [asyncio.create_task(one.keep(node.transport, node.store)) for one in beside]
+    others = [asyncio.create_task(work(node.transport, node.store)) for work in beside]
     for task in others:
         task.add_done_callback(_report_failure)
     try:
