@@ -164,7 +164,11 @@ class PeerDiscovery:
         self.meeting_place.searched(now())
         self.gossip.heard.forget(time.time())
         for signed in await self._dht.find_heartbeats(self._run):
-            self.gossip.found(signed, now(), time.time())
+            try:
+                self.gossip.found(signed, now(), time.time())
+            except RemoteProtocolError as error:
+                metrics.DROPPED.labels("heartbeat").inc()
+                logger.warning("dropped a heartbeat: %s", error)
 
     async def _meet(self) -> None:
         """Wait for what the first partners know: whom the DHT has are few, and the first look decides who gives us the
