@@ -91,7 +91,6 @@ class Connection:
 
     @property
     def host(self) -> str:
-        """The address of the other end."""
         return parse_endpoint(endpoint_of_peer(self.writer.get_extra_info("socket")))[0]
 
     @property

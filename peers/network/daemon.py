@@ -242,7 +242,9 @@ async def start_daemon(
     with ExitStack() as opened:
         try:
             folder = opened.enter_context(temporary_folder(TEMPORARY, SOCKETS))
-            key_file = _write_key(folder, identity)
+            key_file = folder / "key"  # for as long as the daemon needs to read it
+            with open(key_file, "wb", opener=open_private) as file:
+                file.write(identity.libp2p_private_key())
         except OSError as error:
             raise LocalNetworkError(
                 f"cannot make a folder for sockets in {TEMPORARY}: {error.strerror}.", "Name another one with TMPDIR."
@@ -366,14 +368,6 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
 def sweep_sockets() -> None:
     """Remove what killed processes of ours left behind."""
     sweep_folders(TEMPORARY, SOCKETS)
-
-
-def _write_key(folder: Path, identity: Identity) -> Path:
-    """Write the identity's key to a private file, for as long as the daemon needs to read it. Raises: OSError."""
-    path = folder / "key"
-    with open(path, "wb", opener=open_private) as file:
-        file.write(identity.libp2p_private_key())
-    return path
 
 
 def require_free_port(address: str) -> None:

@@ -272,7 +272,6 @@ class DirectReads(asyncio.BufferedProtocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing will come any more."""
         return self._has_ended
 
     @property
@@ -281,7 +280,6 @@ class DirectReads(asyncio.BufferedProtocol):
         return self._ahead_count > 0
 
     async def read(self, count: int, patience: float | None) -> bytes:
-        """So many bytes."""
         if count > len(self._ahead):
             data = bytearray(count)
             await self.fill(memoryview(data), patience)

@@ -61,7 +61,6 @@ class KnownRuns:
         self.amendments.learn(manifest)
 
     def forget(self, run: str) -> None:
-        """Forget a run that was learned."""
         self.admissions.forget(run)
         self.heads.forget(run)
         self.amendments.forget(run)
@@ -114,7 +113,6 @@ class Admissions:
             _remember(self._others, run, admission)
 
     def forget(self, run: str) -> None:
-        """Forget who may join a run."""
         self._ours.pop(run, None)
         self._others.pop(run, None)
 
@@ -255,12 +253,10 @@ class Amendments:
         self._organisers[manifest.run_id] = manifest.organiser
 
     def forget(self, run: str) -> None:
-        """Forget a run and its amendment."""
         self._organisers.pop(run, None)
         self._given.pop(run, None)
 
     def of(self, run: str) -> Amendment | None:
-        """Return the newest amendment of a run that was given to this node."""
         return self._given.get(run)
 
     async def answer(self, sender: str, payload: bytes) -> bytes:
@@ -321,11 +317,9 @@ class HeadStore:
         self._known.setdefault(manifest.run_id, SignedHeads(manifest.run_id, manifest.archives))
 
     def forget(self, run: str) -> None:
-        """Forget a run and what its archives have signed."""
         self._known.pop(run, None)
 
     def of(self, run: str) -> SignedHeads:
-        """Return what is known of a run's signed heads."""
         return self._known.get(run, SignedHeads(run))
 
     def take(self, run: str, heads: Iterable[SignedHead]) -> None:

@@ -46,5 +46,4 @@ class RunFailures:
             self.forget(run)
 
     def forget(self, run: str) -> None:
-        """Forget the failures of a run."""
         self._failed.pop(run, None)

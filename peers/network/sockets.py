@@ -34,7 +34,6 @@ def endpoint_of(host: str, port: int) -> str:
 
 
 def endpoint_of_peer(sock: socket.socket) -> str:
-    """Return where the other end of a connection is."""
     host, port, *_ = sock.getpeername()
     return endpoint_of(host.partition("%")[0], port)
 

@@ -135,7 +135,8 @@ class HivemindTransport:
             if not client_mode:
                 hosts = [host for address in listen if (host := host_of(address))]
                 transport._links.listen(hosts, links or LinkSettings())
-            await transport._answer_others()
+            for name, answer in (transport._links.handlers | runs.answers | {GOSSIP: transport._hear}).items():
+                await transport.on_call(name, answer)
         except BaseException:
             await transport.close()
             raise
@@ -151,11 +152,6 @@ class HivemindTransport:
         )
         transport._membership.start(watches=exposure is not Exposure.LOCAL)
         return transport
-
-    async def _answer_others(self) -> None:
-        """Answer the calls of the transport's own."""
-        for name, answer in (self._links.handlers | self.runs.answers | {GOSSIP: self._hear}).items():
-            await self.on_call(name, answer)
 
     def cap(self, caps: Caps) -> None:
         """Let all streams together use no more than this of the link."""
@@ -179,7 +175,6 @@ class HivemindTransport:
             await stop_daemon(self._daemon)
 
     async def failure(self) -> LocalNetworkError:
-        """Wait for as long as libp2p's daemon lives; return the error to end with once it has died."""
         return await self._daemon.failure()
 
     # Addresses and links --------------------------------------------------------------------------------------
@@ -200,11 +195,9 @@ class HivemindTransport:
         return self.addresses
 
     async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
-        """Connect to a peer at one of its addresses. Best effort: False when it is malformed or does not answer."""
         return await self._daemon.connect(peer_id, addresses, timeout)
 
     async def network_of(self, peer_id: str) -> str:
-        """Return the network from which a peer has connected with us."""
         return await self._daemon.network_of(peer_id)
 
     @property
@@ -231,7 +224,6 @@ class HivemindTransport:
         return self._links.sought()
 
     def reach_of(self, peer_id: str) -> Reach | None:
-        """Return how a peer is reached; None: nothing is known yet."""
         return self._links.reach_of(peer_id)
 
     def hard_to_reach(self) -> set[str]:
@@ -260,12 +252,10 @@ class HivemindTransport:
             task.add_done_callback(self._serving.discard)
 
     async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
-        """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
         self.learn(manifest)
         await self.dht.store_manifest(manifest, ttl)
 
     async def find_manifest(self, run_id: str) -> SignedManifest | None:
-        """Return the run's manifest, all checks done; None when it is not found."""
         manifest = await self.dht.search_manifest(run_id)
         if manifest is not None:
             self.learn(manifest)
@@ -282,15 +272,12 @@ class HivemindTransport:
         return (admission.ticket, admission.number) if admission else (b"", 0)
 
     def signed_heads_of(self, run_id: str) -> SignedHeads:
-        """Return what is known of what a run's archives have signed."""
         return self.runs.heads.of(run_id)
 
     def amendment_of(self, run_id: str) -> Amendment | None:
-        """Return the newest amendment that a run's organiser has given us."""
         return self.runs.amendments.of(run_id)
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Do without a DHT node, for a while, that takes longer to answer. Never waits longer than by default."""
         self.dht.expect_answers_within(seconds)
 
     # Who is there ---------------------------------------------------------------------------------------------
@@ -302,7 +289,6 @@ class HivemindTransport:
         return self._discoveries[run_id]
 
     def pace(self, run_id: str) -> Pace:
-        """Return what the next thing that we say of ourselves in a run depends on."""
         return self.discovery_of(run_id).pace()
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
@@ -320,7 +306,6 @@ class HivemindTransport:
         return found
 
     def silences(self, run_id: str) -> dict[str, float]:
-        """Return for how many seconds nothing new was heard of each peer of a run."""
         return self.discovery_of(run_id).silences()
 
     async def _hear(self, sender: str, payload: bytes) -> bytes:
