@@ -241,14 +241,14 @@ async def _give_life_signs() -> None:
 
 # What others ask of such nodes --------------------------------------------------------------------------------
 async def announce_manifest(
-    transport: HivemindTransport, manifest: SignedManifest, bootstrap_addresses: Sequence[str], timeout: float = 20.0
+    transport: HivemindTransport, manifest: SignedManifest, bootstrap_addresses: Sequence[str]
 ) -> tuple[str, ...]:
     """Put a manifest into the DHT and have bootstrap nodes remember it. Returns the addresses of those that do."""
     await transport.store_manifest(manifest, MANIFEST_LIFETIME)
     kept = []
     for address in bootstrap_addresses:
         try:
-            answer = await transport.call(peer_id_of(address), ANNOUNCE_MANIFEST, manifest.pack(), timeout)
+            answer = await transport.call(peer_id_of(address), ANNOUNCE_MANIFEST, manifest.pack(), ASK_TIMEOUT)
             if answer == manifest.run_id.encode():
                 kept.append(address)
         except PeerUnreachableError as error:
