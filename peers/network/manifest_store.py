@@ -77,11 +77,10 @@ class ManifestStore:
                 manifest = SignedManifest.unpack(path.read_bytes(), run_id)
                 self._check(manifest)
                 self._read[run_id] = manifest
-            except OSError as error:  # which may be over at the next look
-                logger.warning("skipped %s: %s", path, printable(str(error)))
             except Exception as error:  # whatever is wrong with one file, the others are kept
-                self._read[run_id] = None
                 logger.warning("skipped %s: %s", path, printable(str(error)))
+                if not isinstance(error, OSError):  # which may be over at the next look
+                    self._read[run_id] = None
         return self._read.get(run_id)
 
     def run_ids(self) -> list[str]:
