@@ -19,7 +19,6 @@ from peers.network.daemon import HIVEMIND, NETWORK_ERRORS, Daemon, peer_id_of, t
 from peers.network.dht_storage import RecordValidator, bounded, heartbeats_key, manifest_key
 from peers.network.first_contact import endpoint, which_answer
 from peers.network.known_runs import Admissions
-from peers.network.own_network import watch_network
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
 
@@ -175,26 +174,17 @@ class DhtMembership:
         self._can_be_dialled = can_be_dialled
         self._on_move = on_move
         self._is_settled = not may_serve
-        self._watching: asyncio.Task[None] | None = None
-        self._keeping: asyncio.Task[None] | None = None
-
-    def start(self, watches: bool) -> None:
-        """Keep the place from now on, and with `watches` see when this machine changes its network."""
         self._keeping = asyncio.create_task(self._keep())
-        if watches:
-            self._watching = asyncio.create_task(watch_network(self.network_changed))
 
     async def close(self) -> None:
-        for task in filter(None, (self._watching, self._keeping)):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
 
     def network_changed(self) -> None:
         """Begin anew: what was connected is not any more, and what is being waited for does not come."""
-        if self._keeping is not None:
-            self._on_move()
-            self._keeping.cancel()
-            self._keeping = asyncio.create_task(self._keep_anew(self._keeping))
+        self._on_move()
+        self._keeping.cancel()
+        self._keeping = asyncio.create_task(self._keep_anew(self._keeping))
 
     async def _keep_anew(self, before: asyncio.Task[None]) -> None:
         await asyncio.gather(before, return_exceptions=True)

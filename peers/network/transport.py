@@ -33,7 +33,7 @@ from peers.network.discovery import GOSSIP, PeerDiscovery
 from peers.network.first_contact import endpoint, first_contacts, reach
 from peers.network.known_runs import KnownRuns
 from peers.network.links import EAGER, Links, LinkSettings
-from peers.network.own_network import is_behind_nat
+from peers.network.own_network import is_behind_nat, watch_network
 from peers.network.relays import LINK_INFO, LinkInfo
 from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.presence.heartbeat import Heartbeat
@@ -150,7 +150,8 @@ class HivemindTransport:
             transport.can_be_dialled,
             transport._links.drop_all,
         )
-        transport._membership.start(watches=exposure is not Exposure.LOCAL)
+        if exposure is not Exposure.LOCAL:
+            transport._links.start(watch_network(transport._membership.network_changed))
         return transport
 
     def cap(self, caps: Caps) -> None:

@@ -116,7 +116,6 @@ async def presence(
     monkeypatch.setattr(dht_node, "which_answer", which_answer)
     node: Any = world
     made = DhtMembership(node, node, ADDRESSES, lambda: remembered, may_serve, world.can_be_dialled, world.on_move)
-    made.start(watches=False)
     try:
         yield made
     finally:
