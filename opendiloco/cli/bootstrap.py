@@ -118,13 +118,13 @@ def bootstrap(
             from opendiloco.storage.archive import Archive
 
             kept = Archive(key, archive, None if max_disk is None else int(max_disk * 1e9))
-            beside.append(kept)
+            beside.append(kept.keep)
         if local_network:
-            beside.append(_Nearby())
+            beside.append(_tell_local_network)
         if listening is not None:
             from opendiloco.dashboard.server import NodeDashboard
 
-            beside.append(NodeDashboard(listening, kept))
+            beside.append(NodeDashboard(listening, kept).keep)
         place = (listen or everywhere(LIBP2P_PORT), announce, others, runs)
         await run_bootstrap(key, *place, _show_addresses, stop, Run.from_manifest, beside, links, shown)
 
@@ -132,17 +132,14 @@ def bootstrap(
         run_interruptible(main)
 
 
-class _Nearby:
-    """Tells the local network that a bootstrap node is there, which helps the peers of any run."""
+async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
+    """Tell the local network until cancelled that a bootstrap node is there, which helps the peers of any run."""
+    import asyncio
 
-    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Tell it until cancelled."""
-        import asyncio
+    from peers.network.neighbours import announced
 
-        from peers.network.neighbours import announced
-
-        async with announced(transport.peer_id, "", transport.addresses):
-            await asyncio.Event().wait()
+    async with announced(transport.peer_id, "", transport.addresses):
+        await asyncio.Event().wait()
 
 
 def _show_addresses(addresses: tuple[str, ...]) -> None:

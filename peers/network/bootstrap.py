@@ -11,9 +11,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from peers import metrics
 from peers.errors import LocalNetworkError, ManifestError, SwarmUnreachableError
@@ -22,7 +23,7 @@ from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.daemon import NETWORK_ERRORS, peer_id_of
 from peers.network.first_contact import RememberedPeers
 from peers.network.links import LinkSettings
-from peers.network.manifest_store import ManifestStore
+from peers.network.manifest_store import REVOKED_SUFFIX, SIGNED_SUFFIX, ManifestStore
 from peers.network.rating import RATING, Rater
 from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
@@ -52,13 +53,8 @@ MANY = 10**6  # peers are not limited together: keys cost nothing
 LIFE_SIGN_INTERVAL = 5.0  # seconds
 LIFE_SIGN_LIMIT = 30.0  # seconds without one, after which the node hangs
 LOOK_INTERVAL = 10.0  # seconds
-
-
-class NodeTask(Protocol):
-    """Work that a bootstrap node does with the runs that it remembers."""
-
-    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Do it until cancelled. `manifests` may be gone through again and again."""
+NodeTask: TypeAlias = Callable[[HivemindTransport, Iterable[SignedManifest]], Coroutine[None, None, None]]
+"""Work with the runs that a node remembers, until cancelled. They may be gone through again and again."""
 
 
 async def run_bootstrap(
@@ -109,8 +105,8 @@ class _BootstrapNode:
 
     async def begin(self) -> None:
         """Learn all runs in the store, answer peers, and put the manifests into the DHT."""
-        self.transport.runs.admissions.on_revoked = self.store.keep_revocations
-        self.transport.runs.heads.on_news = self.store.keep_signed_heads
+        self.transport.runs.admissions.on_revoked = partial(self.store.keep, REVOKED_SUFFIX)
+        self.transport.runs.heads.on_news = partial(self.store.keep, SIGNED_SUFFIX)
         for manifest in self.store:
             with self._failures.caught(manifest.run_id):
                 self._learn(manifest)
@@ -124,7 +120,7 @@ class _BootstrapNode:
         run, runs = manifest.run_id, self.transport.runs
         self.transport.learn(manifest)
         try:
-            if packed := self.store.signed_heads(run):
+            if packed := self.store.kept(SIGNED_SUFFIX, run):
                 runs.heads.take(run, unpack_heads(packed))
         except SignedHeadsError as error:
             logger.warning("what the archives of %s have signed: %s", run, error)
@@ -132,7 +128,7 @@ class _BootstrapNode:
         if admission is None:
             return
         admission.ticket = self._shown.get(run, b"")
-        if revoked := self.store.revocations(run):
+        if revoked := self.store.kept(REVOKED_SUFFIX, run):
             try:
                 admission.revoke(revoked)
             except TicketError as error:
@@ -169,7 +165,6 @@ class _BootstrapNode:
         return "\n".join(run_ids[first : first + PAGE]).encode()
 
     async def keep_publishing(self) -> None:
-        """Publish all manifests again and again, until cancelled."""
         while True:
             await asyncio.sleep(REPUBLISH_INTERVAL)
             await self.publish()
@@ -210,7 +205,7 @@ async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], 
     """Publish the runs and do the work beside that, until `stop` is set. Raises: LocalNetworkError."""
     stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(node.transport.failure())
     publishing, living = asyncio.create_task(node.keep_publishing()), asyncio.create_task(_give_life_signs())
-    others = [asyncio.create_task(one.keep(node.transport, node.store)) for one in beside]
+    others = [asyncio.create_task(work(node.transport, node.store)) for work in beside]
     for task in others:
         task.add_done_callback(_report_failure)
     try:
@@ -246,14 +241,14 @@ async def _give_life_signs() -> None:
 
 # What others ask of such nodes --------------------------------------------------------------------------------
 async def announce_manifest(
-    transport: HivemindTransport, manifest: SignedManifest, bootstrap_addresses: Sequence[str], timeout: float = 20.0
+    transport: HivemindTransport, manifest: SignedManifest, bootstrap_addresses: Sequence[str]
 ) -> tuple[str, ...]:
     """Put a manifest into the DHT and have bootstrap nodes remember it. Returns the addresses of those that do."""
     await transport.store_manifest(manifest, MANIFEST_LIFETIME)
     kept = []
     for address in bootstrap_addresses:
         try:
-            answer = await transport.call(peer_id_of(address), ANNOUNCE_MANIFEST, manifest.pack(), timeout)
+            answer = await transport.call(peer_id_of(address), ANNOUNCE_MANIFEST, manifest.pack(), ASK_TIMEOUT)
             if answer == manifest.run_id.encode():
                 kept.append(address)
         except PeerUnreachableError as error:

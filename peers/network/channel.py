@@ -189,11 +189,9 @@ class Channel:
         return await self._read(header_length), length
 
     async def send_last_frame(self) -> None:
-        """Say that no frame follows."""
         await self._send(FRAME.pack(LAST_FRAME, 0))
 
     async def read_frame_data(self, data: bytearray) -> None:
-        """Fill `data`, which has the frame's length."""
         await self._fill(data)
 
     async def answer_frame(self, is_taken: bool) -> None:
@@ -246,7 +244,6 @@ class Channel:
             self._writer.close()
 
     async def _write(self, data: Buffer, hasher: blake3 | None = None) -> None:
-        """Write all of it, piece by piece."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._upload.piece):
             piece = view[start : start + self._upload.piece]
@@ -258,7 +255,6 @@ class Channel:
                 hasher.update(piece)
 
     async def _fill(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
-        """Fill the buffer, piece by piece."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), self._download.reading_piece):
             piece = view[start : start + self._download.reading_piece]

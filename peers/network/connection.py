@@ -31,7 +31,6 @@ NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "diloco-peer")])
 EVER = (datetime(2000, 1, 1), datetime(9999, 1, 1))  # clocks of peers are never compared
 
 HANDSHAKE_TIMEOUT = 10.0  # seconds
-WRITE_BUFFER = 1 << 19  # bytes that wait for the kernel at most
 
 
 class Credentials:
@@ -86,14 +85,12 @@ class Connection:
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         transport.set_protocol(protocol)
-        transport.set_write_buffer_limits(high=WRITE_BUFFER)
         protocol.connection_made(transport)
         self.writer = asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())
         self.reads = DirectReads(reader, self.writer)
 
     @property
     def host(self) -> str:
-        """The address of the other end."""
         return parse_endpoint(endpoint_of_peer(self.writer.get_extra_info("socket")))[0]
 
     @property

@@ -31,6 +31,7 @@ from peers.errors import (
     quoted,
 )
 from peers.network.channel import PeerUnreachableError
+from peers.network.contacts import host_of, is_loopback
 from peers.network.hivemind_lite import load_hivemind
 from peers.network.own_network import network_at
 from peers.network.signals import signals_held_back
@@ -54,7 +55,6 @@ REQUEST_TIMEOUT = 5.0  # seconds for one request to the daemon
 ADDRESS_LIMIT = 8
 UNKNOWN_NETWORK = "unknown"
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
-LOOPBACK = re.compile(r"/(ip4/127\.|ip6/::1/|dns[46]?/localhost/)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
 NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format error")
 GO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -122,7 +122,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
                 "libp2p's daemon listens nowhere.", "Check the listening addresses and the firewall."
             ) from error
         speakable = [address for address in visible if len(address) <= ADDRESS_LENGTH]  # a relay's may be too long
-        self.addresses = tuple(sorted(speakable, key=is_loopback)[:ADDRESS_LIMIT])
+        self.addresses = tuple(sorted(speakable, key=lambda address: is_loopback(host_of(address)))[:ADDRESS_LIMIT])
 
     async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
         """Connect to a peer at one of its addresses. Best effort: False when it is malformed or does not answer."""
@@ -172,10 +172,6 @@ class _EncodedAddress(bytes):
 
     def to_bytes(self) -> bytes:  # which hivemind calls
         return self
-
-
-def is_loopback(address: str) -> bool:
-    return LOOPBACK.match(address) is not None
 
 
 def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
@@ -246,7 +242,9 @@ async def start_daemon(
     with ExitStack() as opened:
         try:
             folder = opened.enter_context(temporary_folder(TEMPORARY, SOCKETS))
-            key_file = _write_key(folder, identity)
+            key_file = folder / "key"  # for as long as the daemon needs to read it
+            with open(key_file, "wb", opener=open_private) as file:
+                file.write(identity.libp2p_private_key())
         except OSError as error:
             raise LocalNetworkError(
                 f"cannot make a folder for sockets in {TEMPORARY}: {error.strerror}.", "Name another one with TMPDIR."
@@ -370,14 +368,6 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
 def sweep_sockets() -> None:
     """Remove what killed processes of ours left behind."""
     sweep_folders(TEMPORARY, SOCKETS)
-
-
-def _write_key(folder: Path, identity: Identity) -> Path:
-    """Write the identity's key to a private file, for as long as the daemon needs to read it. Raises: OSError."""
-    path = folder / "key"
-    with open(path, "wb", opener=open_private) as file:
-        file.write(identity.libp2p_private_key())
-    return path
 
 
 def require_free_port(address: str) -> None:

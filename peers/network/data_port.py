@@ -32,6 +32,7 @@ from peers.network.sockets import (
     parse_endpoint,
     tune,
 )
+from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import Endpoint
 from peers.values.wire import PeerId, Value, WireError, pack, unpack
 
@@ -57,6 +58,7 @@ STRANGERS_OF_ONE_NETWORK = 80  # a peer may widen its link to 64, and many may l
 PAUSE = 1.0  # seconds, when there are too many open files
 UNKNOWN_OF_ONE_NETWORK = 160  # peers without a heartbeat: a swarm of 128 on one machine, or a lab behind one NAT
 NEWCOMERS_PER_SECOND = 2.0  # of one network, once so many have come
+ALL_NETWORKS = 10**6  # times that: there is no limit on all of them together
 
 
 class Hello(Value):
@@ -233,12 +235,13 @@ class Strangers:
         self._most = most
         self._end = end
         self._networks: dict[str, str] = {}  # by peer, the longest silent first
-        self._credits: dict[str, tuple[float, float]] = {}  # by network: peers that may come at once, and since when
+        self._newcomers = Allowances(UNKNOWN_OF_ONE_NETWORK, NEWCOMERS_PER_SECOND, together=ALL_NETWORKS)
 
     def come(self, peer: str, network: str, now: float) -> bool:
         """Count one more. Return whether it may stay."""
-        if not self._may_come(network, now):
+        if not self._newcomers.has_some(network, now):
             return False
+        self._newcomers.spend(network, 1.0)
         counts = Counter(self._networks.values())
         if counts[network] >= UNKNOWN_OF_ONE_NETWORK:
             self._make_room(network)
@@ -254,16 +257,6 @@ class Strangers:
     def went(self, peer: str) -> None:
         """Count a peer no more: its link is down, or a heartbeat is known."""
         self._networks.pop(peer, None)
-
-    def _may_come(self, network: str, now: float) -> bool:
-        credit, since = self._credits.get(network, (float(UNKNOWN_OF_ONE_NETWORK), now))
-        credit = min(float(UNKNOWN_OF_ONE_NETWORK), credit + NEWCOMERS_PER_SECOND * (now - since))
-        may_come = credit >= 1
-        self._credits[network] = credit - may_come, now
-        if len(self._credits) > self._most:  # after so many seconds a network begins anew
-            full = now - UNKNOWN_OF_ONE_NETWORK / NEWCOMERS_PER_SECOND
-            self._credits = {one: (left, at) for one, (left, at) in self._credits.items() if at > full}
-        return may_come
 
     def _make_room(self, network: str) -> None:
         peer = next(peer for peer, one in self._networks.items() if one == network)

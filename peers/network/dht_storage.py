@@ -174,7 +174,6 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
         return is_stored
 
     def _under(self, key: Any) -> Any:
-        """Return what lies under a key, by subkey."""
         held = self.get(key)
         is_dictionary = held is not None and isinstance(held.value, HIVEMIND.protocol.DictionaryDHTValue)
         return held.value if is_dictionary else {}

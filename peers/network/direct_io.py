@@ -18,7 +18,7 @@ from typing import cast
 CIPHERTEXT = 1 << 18  # bytes that are taken from the kernel at once
 HANDSHAKE_BYTES = 1 << 14  # that are taken at once, before it is known who is there
 TO_SEND = 1 << 16  # bytes that are encrypted at once: they are sent while they are in the processor's cache
-HIGH_WATER = 1 << 16  # bytes that wait for the kernel, unless somebody sets another limit
+HIGH_WATER = 1 << 19  # bytes that wait for the kernel at most
 _ciphertext = memoryview(bytearray(CIPHERTEXT))
 """What the kernel gave last. All connections of a process take turns."""
 
@@ -67,7 +67,6 @@ class TlsTransport(asyncio.Transport):
         self._incoming, self._outgoing = incoming, outgoing
         self._protocol = asyncio.BufferedProtocol()
         self._unsent = memoryview(b"")  # taken from `outgoing`
-        self._high = HIGH_WATER
         self._is_reading = self._is_watched = False
         self._is_to_send = self._is_waiting_to_send = self._has_paused_writer = False
         self._is_closing = self._is_closed = False
@@ -168,7 +167,7 @@ class TlsTransport(asyncio.Transport):
         if self._outgoing.pending and not (self._is_to_send or self._is_waiting_to_send):
             self._is_to_send = True  # with what else is written before anything else happens
             self._loop.call_soon(self._send_now)
-        if not self._has_paused_writer and self.get_write_buffer_size() > self._high:
+        if not self._has_paused_writer and self.get_write_buffer_size() > HIGH_WATER:
             self._has_paused_writer = True
             self._protocol.pause_writing()
 
@@ -196,7 +195,7 @@ class TlsTransport(asyncio.Transport):
             self._stop_waiting_to_send()
             if self._is_closing:
                 self._end(None)
-        if self._has_paused_writer and self.get_write_buffer_size() <= self._high // 4:
+        if self._has_paused_writer and self.get_write_buffer_size() <= HIGH_WATER // 4:
             self._has_paused_writer = False
             self._protocol.resume_writing()
 
@@ -207,10 +206,6 @@ class TlsTransport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return len(self._unsent) + self._outgoing.pending
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """The lower limit is always a quarter of the higher one."""
-        self._high = HIGH_WATER if high is None else high
 
     # The end --------------------------------------------------------------------------------------------------
     def is_closing(self) -> bool:
@@ -277,7 +272,6 @@ class DirectReads(asyncio.BufferedProtocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing will come any more."""
         return self._has_ended
 
     @property
@@ -286,7 +280,6 @@ class DirectReads(asyncio.BufferedProtocol):
         return self._ahead_count > 0
 
     async def read(self, count: int, patience: float | None) -> bytes:
-        """So many bytes."""
         if count > len(self._ahead):
             data = bytearray(count)
             await self.fill(memoryview(data), patience)

@@ -6,16 +6,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from peers import metrics
 from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
 from peers.health import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.dht_node import DhtNode
-from peers.presence.copies import Copies
 from peers.presence.gossip import Gossip
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.life_signs import LifeSign
@@ -23,6 +21,9 @@ from peers.presence.meeting_place import MeetingPlace
 from peers.presence.news import Request
 from peers.presence.voice import Pace
 from peers.values.system import now
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +36,13 @@ LIFETIME = 20.0  # seconds; of heartbeats, while none is known
 NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not find it"
 
 
-class _Network(Protocol):
-    peer_id: str
-
-    async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes: ...
-    async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool: ...
-    def hard_to_reach(self) -> Collection[str]: ...
-    def prepare(self, peer_id: str) -> None: ...
-
-
 class PeerDiscovery:
     """The peers of one run, as far as they are known, and the exchanges that make them known."""
 
-    def __init__(self, run: str, network: _Network, dht: DhtNode) -> None:
+    def __init__(self, run: str, network: HivemindTransport, dht: DhtNode) -> None:
         self._network = network
         self.gossip = Gossip(network.peer_id, run, os.urandom(16), time.time())
+        self.copies = self.gossip.copies
         self._dht = dht
         self.meeting_place = MeetingPlace(self.gossip, LIFETIME)
         self._run = run
@@ -63,11 +56,6 @@ class PeerDiscovery:
     def is_member(self) -> bool:
         """Whether we are a peer of the run, and not only looking."""
         return self.gossip.own is not None
-
-    @property
-    def copies(self) -> Copies:
-        """Return what was heard of our own key, from elsewhere."""
-        return self.gossip.copies
 
     # What we say ----------------------------------------------------------------------------------------------
     def pace(self) -> Pace:
@@ -176,7 +164,11 @@ class PeerDiscovery:
         self.meeting_place.searched(now())
         self.gossip.heard.forget(time.time())
         for signed in await self._dht.find_heartbeats(self._run):
-            self.gossip.found(signed, now(), time.time())
+            try:
+                self.gossip.found(signed, now(), time.time())
+            except RemoteProtocolError as error:
+                metrics.DROPPED.labels("heartbeat").inc()
+                logger.warning("dropped a heartbeat: %s", error)
 
     async def _meet(self) -> None:
         """Wait for what the first partners know: whom the DHT has are few, and the first look decides who gives us the

@@ -222,7 +222,6 @@ def _read_pcp_map(data: bytes, nonce: bytes, port: int) -> Mapping | int | None:
 
 
 def _read_nat_pmp_address(data: bytes) -> IPv4Address | int | None:
-    """Return the router's external address."""
     code = _nat_pmp_code(data, EXTERNAL_ADDRESS)
     if code != SUCCESS or len(data) != NAT_PMP_ADDRESS_ANSWER.size:
         return code or None

@@ -16,6 +16,7 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -121,7 +122,8 @@ class _Search:
         self._is_ended = False
 
     async def run(self, traverse: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, **options: Any) -> Any:
-        callbacks = {"get_neighbors": self._ask, "found_callback": self._found and self._tell}
+        tell = self._found and partial(self._unless_ended, self._found)
+        callbacks = {"get_neighbors": self._ask, "found_callback": tell}
         searching = asyncio.create_task(traverse(*arguments, **callbacks, **options))
         try:
             return await asyncio.shield(searching)
@@ -135,20 +137,15 @@ class _Search:
             raise
 
     async def _ask(self, node: Any, queries: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
-        """The neighbors that a node knows for each query, and whether the search for that is over."""
-        answer: dict[Any, tuple[tuple[Any, ...], bool]] | None = None
-        if not self._is_ended:
-            answer = await self._unless_ended(self._get_neighbors(node, queries))
+        """Return the neighbors that a node knows for each query, and whether the search for that is over."""
+        answer = await self._unless_ended(self._get_neighbors, node, queries)
         return dict.fromkeys(queries, ((), True)) if answer is None else answer
 
-    async def _tell(self, *found: Any) -> None:
-        assert self._found is not None
-        if not self._is_ended:
-            await self._unless_ended(self._found(*found))
-
-    async def _unless_ended(self, work: Awaitable[Any]) -> Any:
-        """Return the result of a request; None when the search has been ended meanwhile."""
-        request = asyncio.ensure_future(work)
+    async def _unless_ended(self, work: Callable[..., Awaitable[Any]], *details: Any) -> Any:
+        """Return the result of a request; None when the search was ended before, or is meanwhile."""
+        if self._is_ended:
+            return None
+        request = asyncio.ensure_future(work(*details))
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
         try:

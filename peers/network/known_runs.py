@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import Field
@@ -61,7 +61,6 @@ class KnownRuns:
         self.amendments.learn(manifest)
 
     def forget(self, run: str) -> None:
-        """Forget a run that was learned."""
         self.admissions.forget(run)
         self.heads.forget(run)
         self.amendments.forget(run)
@@ -89,13 +88,12 @@ class Admissions:
 
     def __init__(self) -> None:
         self._ours: dict[str, RunAdmission] = {}
-        self._others: OrderedDict[str, RunAdmission] = OrderedDict()
+        self._others: OrderedDict[str, RunAdmission | None] = OrderedDict()  # None: an open run
         self._asked: dict[str, float] = {}
         self._asking: asyncio.Task[None] | None = None
-        self._open: OrderedDict[str, None] = OrderedDict()
         self._sought: OrderedDict[str, float] = OrderedDict()
         self._seeking: asyncio.Task[None] | None = None
-        self.find: Callable[[str], Coroutine[None, None, SignedManifest | None]] | None = None
+        self.find: Callable[[str], Awaitable[SignedManifest | None]] | None = None
         """Looks for the manifest of a run in the DHT."""
         self.on_revoked: Callable[[str, bytes], None] = lambda run, packed: None
         """Told of each newer list of revoked tickets, so that it is kept."""
@@ -104,7 +102,7 @@ class Admissions:
         """Take in who may join a run. Of runs that are not `is_ours`, only the newest are remembered."""
         run = manifest.run_id
         if not manifest.is_by_invitation:
-            _remember(self._open, run, None)
+            _remember(self._others, run, None)
             return
         if run in self._ours:
             return
@@ -115,9 +113,8 @@ class Admissions:
             _remember(self._others, run, admission)
 
     def forget(self, run: str) -> None:
-        """Forget who may join a run."""
-        for known in (self._ours, self._others, self._open):
-            known.pop(run, None)
+        self._ours.pop(run, None)
+        self._others.pop(run, None)
 
     def of(self, run: str) -> RunAdmission | None:
         """Return the admission to a run; None: it is open, as far as is known here."""
@@ -143,14 +140,14 @@ class Admissions:
         """Begin to look for the manifest of a run that is not known here, unless another one is looked for."""
         now = time.monotonic()
         was_sought = now - self._sought.get(run, -SEEK_AGAIN) < SEEK_AGAIN
-        if self.find is None or _is_busy(self._seeking) or run in self._open or was_sought:
+        if self.find is None or _is_busy(self._seeking) or run in self._others or was_sought:
             return
         _remember(self._sought, run, now)
-        self._seeking = asyncio.create_task(self._seek(run, self.find))
+        self._seeking = asyncio.create_task(self._seek(run, self.find(run)))
 
-    async def _seek(self, run: str, find: Callable[[str], Coroutine[None, None, SignedManifest | None]]) -> None:
+    async def _seek(self, run: str, finding: Awaitable[SignedManifest | None]) -> None:
         try:
-            manifest = await find(run)
+            manifest = await finding
         except NETWORK_ERRORS as error:
             logger.debug("the manifest of %s was not found: %r", run, error)
             return
@@ -256,12 +253,10 @@ class Amendments:
         self._organisers[manifest.run_id] = manifest.organiser
 
     def forget(self, run: str) -> None:
-        """Forget a run and its amendment."""
         self._organisers.pop(run, None)
         self._given.pop(run, None)
 
     def of(self, run: str) -> Amendment | None:
-        """Return the newest amendment of a run that was given to this node."""
         return self._given.get(run)
 
     async def answer(self, sender: str, payload: bytes) -> bytes:
@@ -283,17 +278,21 @@ class Amendments:
 
 async def give(call: Call, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
     """Give an amendment to these peers. Returns how many took it."""
-    request = pack(_AmendmentRequest(run=run, amendment=amendment))
+    return len(await _ask_all(call, AMENDMENTS, pack(_AmendmentRequest(run=run, amendment=amendment)), peers))
 
-    async def tell(peer: str) -> bool:
+
+async def _ask_all(call: Call, name: str, request: bytes, peers: Iterable[str]) -> dict[str, bytes]:
+    """Return what peers answer to a request, without those that do not."""
+
+    async def ask(peer: str) -> tuple[str, bytes | None]:
         try:
-            await call(peer, AMENDMENTS, request, ASK_TIMEOUT)
+            return peer, await call(peer, name, request, ASK_TIMEOUT)
         except (PeerUnreachableError, RemoteProtocolError) as error:
             logger.debug("%s", error)
-            return False
-        return True
+            return peer, None
 
-    return sum(await asyncio.gather(*map(tell, peers)))
+    answers = await asyncio.gather(*map(ask, peers))
+    return {peer: answer for peer, answer in answers if answer is not None}
 
 
 class _HeadsRequest(Value):
@@ -318,11 +317,9 @@ class HeadStore:
         self._known.setdefault(manifest.run_id, SignedHeads(manifest.run_id, manifest.archives))
 
     def forget(self, run: str) -> None:
-        """Forget a run and what its archives have signed."""
         self._known.pop(run, None)
 
     def of(self, run: str) -> SignedHeads:
-        """Return what is known of a run's signed heads."""
         return self._known.get(run, SignedHeads(run))
 
     def take(self, run: str, heads: Iterable[SignedHead]) -> None:
@@ -356,17 +353,11 @@ class HeadStore:
 
     async def ask(self, call: Call, run: str, peers: Iterable[str]) -> int:
         """Ask these peers what a run's archives have signed. Return how many answered."""
-        request = pack(_HeadsRequest(run=run))
-
-        async def ask(peer: str) -> bool:
+        taken = 0
+        for peer, answer in (await _ask_all(call, SIGNED_HEADS, pack(_HeadsRequest(run=run)), peers)).items():
             try:
-                self.take(run, unpack_heads(await call(peer, SIGNED_HEADS, request, ASK_TIMEOUT)))
-            except (PeerUnreachableError, RemoteProtocolError) as error:
-                logger.debug("%s", error)
+                self.take(run, unpack_heads(answer))
+                taken += 1
             except SignedHeadsError as error:
                 logger.warning("dropped the signed heads that %s tells: %s", peer, error)
-            else:
-                return True
-            return False
-
-        return sum(await asyncio.gather(*map(ask, peers)))
+        return taken

@@ -331,7 +331,6 @@ class _Way:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the link is being made."""
         return self._making is not None and not self._making.done()
 
     @property

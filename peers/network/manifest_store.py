@@ -50,12 +50,12 @@ class ManifestStore:
         self._directory = directory
         self._check = check
         self._read = dict[str, SignedManifest | None]()  # None: it is skipped
-        self._origins = dict[str, _Origin]()  # of runs that came here before this was noted: none
+        self._origins = dict[str, _Origin]()  # of those that were announced: an operator may have put others here
         try:
             make_private_folder(directory)
             for path in directory.glob(f"*{ORIGIN_SUFFIX}"):
                 run_id = path.name.removesuffix(ORIGIN_SUFFIX)
-                network, _, used = self._kept(run_id, ORIGIN_SUFFIX).decode(errors="replace").partition(" ")
+                network, _, used = self.kept(ORIGIN_SUFFIX, run_id).decode(errors="replace").partition(" ")
                 self._origins[run_id] = _Origin(network, used == IS_USED)
         except OSError as error:
             raise self._unusable(error) from error
@@ -65,12 +65,9 @@ class ManifestStore:
 
         Each file is read once, since a run's id says what its manifest is: to check a thousand signatures takes long.
         """
-        paths = {path.name.removesuffix(SUFFIX): path for path in sorted(self._paths())}
-        self._read = {run_id: manifest for run_id, manifest in self._read.items() if run_id in paths}
-        for run_id in paths:
-            manifest = self._manifest(run_id)
-            if manifest is not None:
-                yield manifest
+        there = self._all()
+        self._read = {run_id: manifest for run_id, manifest in self._read.items() if run_id in there}
+        yield from filter(None, map(self._manifest, sorted(there)))
 
     def _manifest(self, run_id: str) -> SignedManifest | None:
         """Return the manifest in a run's file; None where it is skipped."""
@@ -80,20 +77,20 @@ class ManifestStore:
                 manifest = SignedManifest.unpack(path.read_bytes(), run_id)
                 self._check(manifest)
                 self._read[run_id] = manifest
-            except OSError as error:  # which may be over at the next look
-                logger.warning("skipped %s: %s", path, printable(str(error)))
             except Exception as error:  # whatever is wrong with one file, the others are kept
-                self._read[run_id] = None
                 logger.warning("skipped %s: %s", path, printable(str(error)))
+                if not isinstance(error, OSError):  # which may be over at the next look
+                    self._read[run_id] = None
         return self._read.get(run_id)
 
     def run_ids(self) -> list[str]:
         """Return the ids of all runs, the last that was announced or in use first."""
-        by_age = sorted(((path.stat().st_mtime, path.name) for path in self._paths()), reverse=True)
-        return [name.removesuffix(SUFFIX) for _, name in by_age]
+        used_at = self._all()
+        return sorted(used_at, key=lambda run_id: (used_at[run_id], run_id), reverse=True)
 
-    def _paths(self) -> Iterator[Path]:
-        return self._directory.glob(f"*{SUFFIX}")
+    def _all(self) -> dict[str, float]:
+        """Return when each run that has a file was announced or in use last, in seconds since the epoch."""
+        return {path.name.removesuffix(SUFFIX): path.stat().st_mtime for path in self._directory.glob(f"*{SUFFIX}")}
 
     def knows(self, run_id: str) -> bool:
         """Return whether a run's manifest is kept here."""
@@ -125,29 +122,18 @@ class ManifestStore:
         text = f"{origin.network} {IS_USED if origin.is_used else ''}"
         write_whole(self._directory / f"{run_id}{ORIGIN_SUFFIX}", [text.encode()])
 
-    def keep_revocations(self, run_id: str, packed: bytes) -> None:
-        """Remember the tickets of a run that its organiser has revoked."""
-        self._keep(run_id, REVOKED_SUFFIX, packed)
+    def keep(self, suffix: str, run_id: str, packed: bytes) -> None:
+        """Keep what goes with a run: its revoked tickets (REVOKED_SUFFIX), or what its archives signed (SIGNED_SUFFIX).
 
-    def revocations(self, run_id: str) -> bytes:
-        """Return the list of a run's revoked tickets; empty: there is none."""
-        return self._kept(run_id, REVOKED_SUFFIX)
-
-    def keep_signed_heads(self, run_id: str, packed: bytes) -> None:
-        """Remember what a run's archives have signed."""
-        self._keep(run_id, SIGNED_SUFFIX, packed)
-
-    def signed_heads(self, run_id: str) -> bytes:
-        """Return what a run's archives have signed; empty: nothing is known."""
-        return self._kept(run_id, SIGNED_SUFFIX)
-
-    def _keep(self, run_id: str, suffix: str, packed: bytes) -> None:
+        A disk that takes nothing is logged.
+        """
         try:
             write_whole(self._directory / f"{run_id}{suffix}", [packed], is_durable=True)
         except OSError as error:
             logger.error("%s", self._unusable(error))
 
-    def _kept(self, run_id: str, suffix: str) -> bytes:
+    def kept(self, suffix: str, run_id: str) -> bytes:
+        """Return what was kept last; empty: nothing."""
         try:
             return (self._directory / f"{run_id}{suffix}").read_bytes()
         except OSError:
@@ -166,7 +152,7 @@ class ManifestStore:
 
         Raises: RefusalError when there are none, and then all are kept; OSError.
         """
-        used_at = {path.name.removesuffix(SUFFIX): path.stat().st_mtime for path in self._paths()}
+        used_at = self._all()
         forgotten = list[str]()
         for limit, which, runs in (
             (SHARE_LIMIT, " of this organiser", self._runs_of(organiser, used_at)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -18,6 +17,7 @@ import psutil
 from zeroconf import Error, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+from peers.network.first_contact import endpoint
 from peers.network.own_network import SOMEWHERE, address_towards
 from peers.values.identity import is_peer_id
 
@@ -29,7 +29,6 @@ LOOK_SECONDS = 3.0
 MORE_SECONDS = 0.5
 """For how long, once one of the run is found."""
 MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0
-_ADDRESS = re.compile(r"^/ip[46]/(?P<ip>[0-9a-f.:]+)/tcp/(?P<port>[0-9]{1,5})/p2p/(?P<peer>[A-Za-z0-9]{40,64})$")
 TEXT_BYTES = 200  # a TXT record's string has up to 255, the key included
 
 
@@ -45,12 +44,10 @@ def _local_interfaces() -> list[str]:
 
 def _can_be_dialled(address: str) -> bool:
     """Return whether this is a whole address in a local network: a stranger could have newcomers dial others."""
-    match = _ADDRESS.match(address)
-    try:
-        is_near = match is not None and ip_address(match["ip"]).is_private
-    except ValueError:
-        return False
-    return match is not None and is_near and 0 < int(match["port"]) < 1 << 16 and is_peer_id(match["peer"])
+    host, port = endpoint(address) or ("", 0)
+    with suppress(ValueError):
+        return ip_address(host).is_private and port > 0 and is_peer_id(address.rpartition("/")[2])
+    return False
 
 
 @asynccontextmanager

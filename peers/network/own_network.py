@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from ipaddress import IPv6Address, IPv6Interface, ip_address, ip_network
 
 from peers.network.gateway import default_gateway
@@ -69,31 +68,11 @@ def address_towards(target: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class NetworkChange:
-    """What has happened. It is over when it is told: the machine is awake, and has a network.
-
-    `slept` and `offline` are in seconds, 0 if it was not long. `has_moved`: an address that connections used is gone.
-    """
-
-    slept: float = 0.0
-    offline: float = 0.0
-    has_moved: bool = False
-
-    @property
-    def breaks_connections(self) -> bool:
-        """Whether what was connected is to be connected anew. If not, there is only one more network than before."""
-        return self.has_moved or self.slept > 0 or self.offline > 0
-
-    def __str__(self) -> str:
-        parts = [f"it slept for {self.slept:.0f} s"] if self.slept else []
-        parts += [f"it had no network for {self.offline:.0f} s"] if self.offline else []
-        parts += ["it is in another network"] if self.has_moved else []
-        return ", ".join(parts) or "it has one more network"
-
-
 class _NetworkDetector:
-    """Changes, as they follow from looks. None is told while there is no network: nothing could be done about it."""
+    """The changes that break connections, as they follow from looks at this machine.
+
+    None is told while there is no network: nothing could be done about it.
+    """
 
     def __init__(self) -> None:
         self._last_clock: float | None = None
@@ -101,24 +80,28 @@ class _NetworkDetector:
         self._offline_since: float | None = None
         self._slept = 0.0
 
-    def see(self, clock: float, networks: frozenset[str]) -> NetworkChange | None:
-        """Take in one look. `clock` counts seconds, also those that the machine slept."""
+    def see(self, clock: float, networks: frozenset[str]) -> str:
+        """Return what has happened by this look, in words; empty: nothing that breaks connections.
+
+        `clock` counts seconds, also those that the machine slept.
+        """
         last, self._last_clock = self._last_clock, clock
         if last is None:
             self._networks = networks
-            return None
+            return ""
         gap = clock - last - INTERVAL
         if gap >= LONG_SLEEP:
             self._slept += gap
         if not networks:
             if self._offline_since is None:
                 self._offline_since = clock
-            return None
+            return ""
         offline = 0.0 if self._offline_since is None else clock - self._offline_since
-        before, self._networks = self._networks, networks
-        change = NetworkChange(self._slept, offline if offline >= LONG_OFFLINE else 0.0, bool(before - networks))
-        self._slept, self._offline_since = 0.0, None
-        return change if change.breaks_connections or networks > before else None
+        changes = [f"it slept for {self._slept:.0f} s"] if self._slept else []
+        changes += [f"it had no network for {offline:.0f} s"] if offline >= LONG_OFFLINE else []
+        changes += ["it is in another network"] if self._networks - networks else []
+        self._networks, self._slept, self._offline_since = networks, 0.0, None
+        return ", ".join(changes)
 
 
 def _observe() -> tuple[float, frozenset[str]]:
@@ -128,15 +111,14 @@ def _observe() -> tuple[float, frozenset[str]]:
 
 
 async def watch_network(
-    on_change: Callable[[NetworkChange], None], look: Callable[[], tuple[float, frozenset[str]]] = _observe
+    on_change: Callable[[], None], look: Callable[[], tuple[float, frozenset[str]]] = _observe
 ) -> None:
-    """Look at this machine again and again until cancelled, and tell what has changed."""
+    """Look at this machine again and again until cancelled; call `on_change` when its connections are broken."""
     detector = _NetworkDetector()
     while True:
-        change = detector.see(*look())
-        if change is not None:
+        if change := detector.see(*look()):
             logger.info("the network of this machine has changed: %s", change)
-            on_change(change)
+            on_change()
         await asyncio.sleep(INTERVAL)
 
 

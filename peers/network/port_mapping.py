@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -33,17 +33,10 @@ class _Router(Protocol):
 
 
 class PortMapper:
-    """A TCP port of ours, mapped while `run` goes on. Its owner is told when the external endpoint changes."""
+    """A TCP port of ours, mapped while `run` goes on. `endpoint` is the external one; None: there is none now."""
 
-    def __init__(
-        self,
-        port: int,
-        on_change: Callable[[str | None], None] = lambda endpoint: None,
-        routers: Sequence[_Router] = (),
-    ) -> None:
-        """`on_change` gets the external endpoint, "ip:port", or None when there is none any more."""
+    def __init__(self, port: int, routers: Sequence[_Router] = ()) -> None:
         self._port = port
-        self._on_change = on_change
         self._routers: Sequence[_Router] = routers or (Gateway(), Upnp())
         self._router: _Router | None = None
         self._again = asyncio.Event()
@@ -59,7 +52,7 @@ class PortMapper:
             while True:
                 self._again.clear()
                 mapping = await self._map()
-                self._tell(mapping)
+                self.endpoint = None if mapping is None else mapping.endpoint
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_renewal_after(mapping)):
                         await self._again.wait()
@@ -82,6 +75,7 @@ class PortMapper:
                 await self._unmap()
                 self._router = router
             if mapping.address.is_global:
+                logger.debug("%s maps %s to port %d", router.name, mapping.endpoint, self._port)
                 return mapping
             logger.debug("%s maps a port of %s, which is behind another NAT", router.name, mapping.address)
             await self._unmap()
@@ -94,14 +88,6 @@ class PortMapper:
                 await router.close(self._port)
             except OSError as error:
                 logger.debug("the mapping by %s is not ended: %r", router.name, error)
-
-    def _tell(self, mapping: Mapping | None) -> None:
-        endpoint = None if mapping is None else mapping.endpoint
-        if endpoint != self.endpoint:
-            self.endpoint = endpoint
-            if self._router is not None:
-                logger.debug("%s maps %s to port %d", self._router.name, endpoint, self._port)
-            self._on_change(endpoint)
 
 
 def _renewal_after(mapping: Mapping | None) -> float:

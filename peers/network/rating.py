@@ -112,8 +112,6 @@ async def _receive(channel: Channel) -> float:
 
 
 class _Passed:
-    """What has passed, and when."""
-
     def __init__(self) -> None:
         self.bytes = 0
         self._until = list[tuple[float, int]]()

@@ -171,17 +171,14 @@ class Splicer:
         await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _join(self, one: socket.socket, other: socket.socket) -> None:
-        metrics.RELAYED_CONNECTIONS.inc()
-        pumps = [asyncio.create_task(self._pump(one, other)), asyncio.create_task(self._pump(other, one))]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-            one.close()
-            other.close()
-            metrics.RELAYED_CONNECTIONS.dec()
+        with metrics.RELAYED_CONNECTIONS.track_inprogress(), one, other:
+            pumps = [asyncio.create_task(self._pump(one, other)), asyncio.create_task(self._pump(other, one))]
+            try:
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         loop, piece = asyncio.get_running_loop(), memoryview(bytearray(min(SPLICED_PIECE, self._throttle.piece)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from peers.errors import DilocoPeerError
 from peers.values.system import now
@@ -15,23 +15,18 @@ logger = logging.getLogger(__name__)
 RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds
 
 
-@dataclass
-class _Failure:
-    count: int
-    retry_at: float
-
-
 class RunFailures:
     """The runs for which a piece of work has failed. Each failure is logged once, until the work succeeds again."""
 
     def __init__(self, work: str, clock: Callable[[], float] = now) -> None:
         self._work = work
         self._clock = clock
-        self._failed: dict[str, _Failure] = {}
+        self._failed: dict[str, tuple[int, float]] = {}  # how often in a row, and when it may be tried again
 
     def is_due(self, run: str) -> bool:
         """Return whether the work may be tried: after each failure later than after the one before."""
-        return run not in self._failed or self._clock() >= self._failed[run].retry_at
+        _, retry_at = self._failed.get(run, (0, -math.inf))
+        return self._clock() >= retry_at
 
     @contextmanager
     def caught(self, run: str) -> Iterator[None]:
@@ -39,8 +34,8 @@ class RunFailures:
         try:
             yield
         except Exception as error:  # of any kind: a stranger may have made the run
-            count = self._failed[run].count if run in self._failed else 0
-            self._failed[run] = _Failure(count + 1, self._clock() + min(RETRY_LAST, RETRY_FIRST * 2**count))
+            count, _ = self._failed.get(run, (0, 0.0))
+            self._failed[run] = count + 1, self._clock() + min(RETRY_LAST, RETRY_FIRST * 2**count)
             if count:
                 logger.debug("run %s: %s: %r", run, self._work, error)
             else:
@@ -51,5 +46,4 @@ class RunFailures:
             self.forget(run)
 
     def forget(self, run: str) -> None:
-        """Forget the failures of a run."""
         self._failed.pop(run, None)

@@ -34,7 +34,6 @@ def endpoint_of(host: str, port: int) -> str:
 
 
 def endpoint_of_peer(sock: socket.socket) -> str:
-    """Return where the other end of a connection is."""
     host, port, *_ = sock.getpeername()
     return endpoint_of(host.partition("%")[0], port)
 
@@ -106,10 +105,10 @@ async def dial(endpoint: str, timeout: float, local_port: int = 0) -> socket.soc
     raise failure
 
 
-async def can_dial(endpoint: str, timeout: float = CAN_DIAL_TIMEOUT) -> bool:
+async def can_dial(endpoint: str) -> bool:
     """Return whether a connection to an endpoint can be made now."""
     with suppress(OSError):
-        (await dial(endpoint, timeout)).close()
+        (await dial(endpoint, CAN_DIAL_TIMEOUT)).close()
         return True
     return False
 

@@ -16,12 +16,11 @@ from typing import Any, Self, TypeAlias
 from peers import metrics
 from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError, Serve, pull, serve_pull
-from peers.network.contacts import contacts_of, host_of, open_volunteers
+from peers.network.contacts import contacts_of, host_of, is_loopback, open_volunteers
 from peers.network.daemon import (
     NETWORK_ERRORS,
     Daemon,
     Exposure,
-    is_loopback,
     parse_addresses,
     peer_errors,
     start_daemon,
@@ -34,7 +33,7 @@ from peers.network.discovery import GOSSIP, PeerDiscovery
 from peers.network.first_contact import endpoint, first_contacts, reach
 from peers.network.known_runs import KnownRuns
 from peers.network.links import EAGER, Links, LinkSettings
-from peers.network.own_network import is_behind_nat
+from peers.network.own_network import is_behind_nat, watch_network
 from peers.network.relays import LINK_INFO, LinkInfo
 from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.presence.heartbeat import Heartbeat
@@ -117,7 +116,7 @@ class HivemindTransport:
         Raises: ManifestError, LocalNetworkError, SwarmUnreachableError (see start_daemon).
         """
         if local is None:
-            local = all(map(is_loopback, initial_peers or listen))
+            local = all(is_loopback(host_of(address)) for address in initial_peers or listen)
         parse_addresses(initial_peers, needs_peer_id=True)
         contacts = await first_contacts(initial_peers, remembered())
         exposure = _exposure(local, public)
@@ -136,7 +135,8 @@ class HivemindTransport:
             if not client_mode:
                 hosts = [host for address in listen if (host := host_of(address))]
                 transport._links.listen(hosts, links or LinkSettings())
-            await transport._answer_others()
+            for name, answer in (transport._links.handlers | runs.answers | {GOSSIP: transport._hear}).items():
+                await transport.on_call(name, answer)
         except BaseException:
             await transport.close()
             raise
@@ -150,13 +150,9 @@ class HivemindTransport:
             transport.can_be_dialled,
             transport._links.drop_all,
         )
-        transport._membership.start(watches=exposure is not Exposure.LOCAL)
+        if exposure is not Exposure.LOCAL:
+            transport._links.start(watch_network(transport._membership.network_changed))
         return transport
-
-    async def _answer_others(self) -> None:
-        """Answer the calls of the transport's own."""
-        for name, answer in (self._links.handlers | self.runs.answers | {GOSSIP: self._hear}).items():
-            await self.on_call(name, answer)
 
     def cap(self, caps: Caps) -> None:
         """Let all streams together use no more than this of the link."""
@@ -180,7 +176,6 @@ class HivemindTransport:
             await stop_daemon(self._daemon)
 
     async def failure(self) -> LocalNetworkError:
-        """Wait for as long as libp2p's daemon lives; return the error to end with once it has died."""
         return await self._daemon.failure()
 
     # Addresses and links --------------------------------------------------------------------------------------
@@ -201,11 +196,9 @@ class HivemindTransport:
         return self.addresses
 
     async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
-        """Connect to a peer at one of its addresses. Best effort: False when it is malformed or does not answer."""
         return await self._daemon.connect(peer_id, addresses, timeout)
 
     async def network_of(self, peer_id: str) -> str:
-        """Return the network from which a peer has connected with us."""
         return await self._daemon.network_of(peer_id)
 
     @property
@@ -232,7 +225,6 @@ class HivemindTransport:
         return self._links.sought()
 
     def reach_of(self, peer_id: str) -> Reach | None:
-        """Return how a peer is reached; None: nothing is known yet."""
         return self._links.reach_of(peer_id)
 
     def hard_to_reach(self) -> set[str]:
@@ -261,12 +253,10 @@ class HivemindTransport:
             task.add_done_callback(self._serving.discard)
 
     async def store_manifest(self, manifest: SignedManifest, ttl: float) -> None:
-        """Keep a manifest in the DHT, and on this node, for `ttl` seconds."""
         self.learn(manifest)
         await self.dht.store_manifest(manifest, ttl)
 
     async def find_manifest(self, run_id: str) -> SignedManifest | None:
-        """Return the run's manifest, all checks done; None when it is not found."""
         manifest = await self.dht.search_manifest(run_id)
         if manifest is not None:
             self.learn(manifest)
@@ -283,15 +273,12 @@ class HivemindTransport:
         return (admission.ticket, admission.number) if admission else (b"", 0)
 
     def signed_heads_of(self, run_id: str) -> SignedHeads:
-        """Return what is known of what a run's archives have signed."""
         return self.runs.heads.of(run_id)
 
     def amendment_of(self, run_id: str) -> Amendment | None:
-        """Return the newest amendment that a run's organiser has given us."""
         return self.runs.amendments.of(run_id)
 
     def expect_answers_within(self, seconds: float) -> None:
-        """Do without a DHT node, for a while, that takes longer to answer. Never waits longer than by default."""
         self.dht.expect_answers_within(seconds)
 
     # Who is there ---------------------------------------------------------------------------------------------
@@ -303,7 +290,6 @@ class HivemindTransport:
         return self._discoveries[run_id]
 
     def pace(self, run_id: str) -> Pace:
-        """Return what the next thing that we say of ourselves in a run depends on."""
         return self.discovery_of(run_id).pace()
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
@@ -321,7 +307,6 @@ class HivemindTransport:
         return found
 
     def silences(self, run_id: str) -> dict[str, float]:
-        """Return for how many seconds nothing new was heard of each peer of a run."""
         return self.discovery_of(run_id).silences()
 
     async def _hear(self, sender: str, payload: bytes) -> bytes:

@@ -80,15 +80,16 @@ class Upnp:
             with suppress(*UNANSWERED):
                 return await self._map(self._service, port, lifetime)
         self._service, self._external_port = None, 0
-        async with aclosing(self._services()) as services:
-            async for service in services:
-                try:
-                    mapping = await self._map(service, port, lifetime)
-                except UNANSWERED as error:
-                    logger.debug("UPnP at %s: %r", service.url.netloc, error)
-                    continue
-                self._service = service
-                return mapping
+        async with aclosing(_search(self._search_address, self._seconds)) as locations:
+            async for location in locations:
+                for service in await _services_at(location):
+                    try:
+                        mapping = await self._map(service, port, lifetime)
+                    except UNANSWERED as error:
+                        logger.debug("UPnP at %s: %r", service.url.netloc, error)
+                        continue
+                    self._service = service
+                    return mapping
         return None
 
     async def close(self, port: int) -> None:
@@ -99,21 +100,6 @@ class Upnp:
             arguments = {"NewRemoteHost": "", "NewExternalPort": str(external_port), "NewProtocol": "TCP"}
             with suppress(_UpnpError):
                 await _command(service, "DeletePortMapping", arguments)
-
-    async def _services(self) -> AsyncGenerator[_Service, None]:
-        """Yield the services that map ports, as routers answer."""
-        async with aclosing(_search(self._search_address, self._seconds)) as locations:
-            async for location in locations:
-                try:
-                    status, description, _ = await _request(location, "GET")
-                    if status != 200:
-                        raise _UpnpError(f"status {status}")
-                    services = _read_description(description, location)
-                except (OSError, _UpnpError) as error:
-                    logger.debug("UPnP at %s: %r", location.netloc, error)
-                    continue
-                for service in services[:DEVICE_LIMIT]:
-                    yield service
 
     async def _map(self, service: _Service, port: int, lifetime: float) -> Mapping:
         """Map a port by this service. Raises: _UpnpError, OSError."""
@@ -143,6 +129,18 @@ class Upnp:
             self._external_port = external_port
             return Mapping(external, external_port, lifetime)
         raise _UpnpError("all ports that were tried are taken", CONFLICT)
+
+
+async def _services_at(location: SplitResult) -> list[_Service]:
+    """Return the services of a device that map ports; none where it does not say."""
+    try:
+        status, description, _ = await _request(location, "GET")
+        if status != 200:
+            raise _UpnpError(f"status {status}")
+        return _read_description(description, location)[:DEVICE_LIMIT]
+    except UNANSWERED as error:
+        logger.debug("UPnP at %s: %r", location.netloc, error)
+        return []
 
 
 async def _add_mapping(service: _Service, arguments: dict[str, str]) -> None:

@@ -3,7 +3,6 @@
 Other rooms import:
 admission: RunAdmission, refused
 allowances: Allowance, Allowances
-copies: Copies
 election: LATENESS, culprits, highest_attempt, quorum
 gossip: Gossip
 heartbeat: ADDRESS_LENGTH, Endpoint, Heartbeat, HeldOutLoss, NAMED_PEERS, PeerState, SIZE_LIMIT, TAIL, name_peers

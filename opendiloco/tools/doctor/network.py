@@ -18,8 +18,8 @@ from opendiloco.tools.doctor.findings import Finding, Value, failed, failed_with
 from opendiloco.volunteer.volunteer import connected
 from peers.errors import DilocoPeerError, LocalNetworkError, RemoteProtocolError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
-from peers.network.contacts import host_of, is_public
-from peers.network.daemon import is_loopback, peer_id_of, require_free_port
+from peers.network.contacts import host_of, is_loopback, is_public
+from peers.network.daemon import peer_id_of, require_free_port
 from peers.network.data_port import PROBED_PORTS, Seen, probe
 from peers.network.first_contact import endpoint, which_answer
 from peers.network.own_network import SOMEWHERE, address_towards, is_behind_nat
@@ -240,7 +240,9 @@ async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) 
     """Ask bootstrap nodes to dial our data ports. Waits a while for the router to open one, if it may."""
     ports = [parse_endpoint(own)[1] for own in transport.endpoints]
     places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
-    end = time.monotonic() + (0.0 if all(map(is_loopback, addresses)) or not is_behind_nat() else MAPPING_SECONDS)
+    end = time.monotonic() + (
+        0.0 if all(map(is_loopback, map(host_of, addresses))) or not is_behind_nat() else MAPPING_SECONDS
+    )
     while True:
         seen = [found for place in places if (found := await _ask(place, ports))]
         if time.monotonic() >= end or not seen or any(one.open_port for one in seen):

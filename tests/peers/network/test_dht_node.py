@@ -13,13 +13,11 @@ import pytest
 from peers.network import dht_node
 from peers.network.daemon import to_peer_id
 from peers.network.dht_node import DhtMembership
-from peers.network.own_network import NetworkChange
 from peers.values.identity import Identity
 
 DEADLINE = 120.0  # seconds
 PEERS = [Identity.generate().peer_id for _ in range(2)]
 ADDRESSES = [f"/ip4/11.0.0.{number}/tcp/1/p2p/{peer}" for number, peer in enumerate(PEERS, 1)]
-MOVED = NetworkChange(has_moved=True)
 
 
 @dataclass
@@ -118,7 +116,6 @@ async def presence(
     monkeypatch.setattr(dht_node, "which_answer", which_answer)
     node: Any = world
     made = DhtMembership(node, node, ADDRESSES, lambda: remembered, may_serve, world.can_be_dialled, world.on_move)
-    made.start(watches=False)
     try:
         yield made
     finally:
@@ -202,9 +199,8 @@ def test_who_moves_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(open=True)
         async with presence(world, monkeypatch) as made:
             await world.until(lambda: count(world, "serve") == 1)
-            made.network_changed(NetworkChange())
             world.open, world.connected = None, set(PEERS)
-            made.network_changed(MOVED)
+            made.network_changed()
             assert count(world, "moved") == 1, "at once, whatever is being waited for"
             await world.until(lambda: count(world, "serve no more") == 1)
             await world.until(lambda: all(count(world, "connect", peer) for peer in PEERS))
@@ -221,7 +217,7 @@ def test_who_only_asks_never_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(open=True)
         async with presence(world, monkeypatch, may_serve=False) as made:
             await world.until(lambda: len(world.table) == 2)
-            made.network_changed(MOVED)
+            made.network_changed()
             await world.until(lambda: count(world, "drop", PEERS[0]) > 0)
         assert count(world, "can be dialled?") == count(world, "serve") == 0
 

@@ -14,6 +14,7 @@ from peers.network import discovery as module
 from peers.network.channel import PeerUnreachableError
 from peers.network.dht_node import DhtNode
 from peers.network.discovery import GOSSIP, PeerDiscovery
+from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import SAMPLE, SEARCH_LAST
 from peers.presence.news import Request
@@ -52,7 +53,7 @@ class Node:
         self.stored = self.searched = 0
         self.takes = True
         self.connected: list[str] = []
-        self.discovery = PeerDiscovery(RUN, self, cast(DhtNode, self))
+        self.discovery = PeerDiscovery(RUN, cast(HivemindTransport, self), cast(DhtNode, self))
         self.voice = Voice(self.identity)
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:

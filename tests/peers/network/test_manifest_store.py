@@ -12,7 +12,7 @@ import pytest
 from peers.errors import LocalNetworkError, ManifestError
 from peers.network import manifest_store
 from peers.network.channel import RefusalError
-from peers.network.manifest_store import MANIFEST_LIMIT, QUIET_LIMIT, ManifestStore
+from peers.network.manifest_store import MANIFEST_LIMIT, QUIET_LIMIT, REVOKED_SUFFIX, SIGNED_SUFFIX, ManifestStore
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -202,11 +202,11 @@ def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
 def test_what_archives_have_signed_is_kept_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_store, "MANIFEST_LIMIT", 1)
     store = ManifestStore(tmp_path)
-    assert store.signed_heads(FIRST.run_id) == b""
+    assert store.kept(SIGNED_SUFFIX, FIRST.run_id) == b""
     store.add(FIRST, HERE)
-    store.keep_signed_heads(FIRST.run_id, b"signed")
-    store.keep_revocations(FIRST.run_id, b"revoked")
-    assert (ManifestStore(tmp_path).signed_heads(FIRST.run_id), store.revocations(FIRST.run_id)) == (
+    store.keep(SIGNED_SUFFIX, FIRST.run_id, b"signed")
+    store.keep(REVOKED_SUFFIX, FIRST.run_id, b"revoked")
+    assert (ManifestStore(tmp_path).kept(SIGNED_SUFFIX, FIRST.run_id), store.kept(REVOKED_SUFFIX, FIRST.run_id)) == (
         b"signed",
         b"revoked",
     )

@@ -41,15 +41,11 @@ class FakeRouter:
         self.has_mapping = False
 
 
-class Heard:
-    """The endpoints that a mapper told of."""
-
-    def __init__(self) -> None:
-        self.news: asyncio.Queue[str | None] = asyncio.Queue()
-
-    async def next(self) -> str | None:
-        async with asyncio.timeout(60):
-            return await self.news.get()
+async def until(mapper: PortMapper, endpoint: str | None) -> None:
+    """Wait until the mapper has this endpoint."""
+    async with asyncio.timeout(60):
+        while mapper.endpoint != endpoint:
+            await asyncio.sleep(0)
 
 
 async def running(mapper: PortMapper, scenario: Coroutine[None, None, None]) -> None:
@@ -67,11 +63,10 @@ def test_the_first_router_that_maps_is_used_and_the_mapping_ended() -> None:
     routers.append(FakeRouter("spare", MOVED))
 
     async def scenario() -> None:
-        heard = Heard()
-        mapper = PortMapper(PORT, heard.news.put_nowait, routers)
+        mapper = PortMapper(PORT, routers)
 
         async def story() -> None:
-            assert await heard.next() == mapper.endpoint == "11.77.0.9:40000"
+            await until(mapper, "11.77.0.9:40000")
             assert routers[2].has_mapping
 
         await running(mapper, story())
@@ -86,18 +81,17 @@ def test_on_another_network_the_router_is_asked_anew() -> None:
     first, second = FakeRouter("first", None, MOVED), FakeRouter("second", PUBLIC, PUBLIC, OSError("gone"))
 
     async def scenario() -> None:
-        heard = Heard()
-        mapper = PortMapper(PORT, heard.news.put_nowait, [first, second])
+        mapper = PortMapper(PORT, [first, second])
 
         async def story() -> None:
-            assert await heard.next() == "11.77.0.9:40000"
+            await until(mapper, "11.77.0.9:40000")
             asked = second.asked
             while second.asked == asked:  # the answer is the same: nothing is told
                 mapper.look_again()
                 await asyncio.sleep(0)
             assert first.asked == 1
             mapper.look_again()
-            assert await heard.next() == "11.77.0.10:40000"
+            await until(mapper, "11.77.0.10:40000")
             assert not second.has_mapping
 
         await running(mapper, story())
@@ -109,13 +103,12 @@ def test_an_endpoint_that_is_lost_is_taken_back() -> None:
     router = FakeRouter("only", PUBLIC, None)
 
     async def scenario() -> None:
-        heard = Heard()
-        mapper = PortMapper(PORT, heard.news.put_nowait, [router])
+        mapper = PortMapper(PORT, [router])
 
         async def story() -> None:
-            assert await heard.next() == "11.77.0.9:40000"
+            await until(mapper, "11.77.0.9:40000")
             mapper.look_again()
-            assert await heard.next() is None
+            await until(mapper, None)
 
         await running(mapper, story())
 
@@ -127,13 +120,13 @@ def test_a_port_of_the_carriers_network_is_given_back() -> None:
     behind, good = FakeRouter("behind", CARRIERS), FakeRouter("good", PUBLIC)
 
     async def scenario() -> None:
-        heard = Heard()
+        mapper = PortMapper(PORT, [behind, good])
 
         async def story() -> None:
-            assert await heard.next() == "11.77.0.9:40000"
+            await until(mapper, "11.77.0.9:40000")
             assert not behind.has_mapping
 
-        await running(PortMapper(PORT, heard.news.put_nowait, [behind, good]), story())
+        await running(mapper, story())
 
     asyncio.run(scenario())
 
@@ -143,13 +136,13 @@ def test_mappings_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     brief, moved = Mapping(PUBLIC.address, 40000, 0.01), Mapping(PUBLIC.address, 40001, 0.01)
 
     async def scenario() -> None:
-        heard = Heard()
+        mapper = PortMapper(PORT, [FakeRouter("brief", brief, brief, moved)])
 
         async def story() -> None:
-            assert await heard.next() == "11.77.0.9:40000"
-            assert await heard.next() == "11.77.0.9:40001"
+            await until(mapper, "11.77.0.9:40000")
+            await until(mapper, "11.77.0.9:40001")
 
-        await running(PortMapper(PORT, heard.news.put_nowait, [FakeRouter("brief", brief, brief, moved)]), story())
+        await running(mapper, story())
 
     asyncio.run(scenario())
 
@@ -171,7 +164,7 @@ def test_nothing_above_debug_is_logged(caplog: pytest.LogCaptureFixture) -> None
     routers = [FakeRouter("dead", OSError("unreachable")), FakeRouter("carrier", CARRIERS), FakeRouter("mute", None)]
 
     async def scenario() -> None:
-        mapper = PortMapper(PORT, routers=routers)
+        mapper = PortMapper(PORT, routers)
 
         async def story() -> None:
             while not routers[-1].asked:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from peers.network.direct_io import CIPHERTEXT, TlsTransport, start_tls
+from peers.network.direct_io import CIPHERTEXT, HIGH_WATER, TlsTransport, start_tls
 from tests.peers.network.pairs import credentials_of, open_files, socket_pair
 from tests.peers.network.test_throttle import simulate
 
@@ -118,10 +118,9 @@ def test_a_writer_pauses_while_too_much_waits_for_the_kernel() -> None:
     async def scenario() -> None:
         near, far = await both_ends(*socket_pair())
         writer, reader = Reader(near), Reader(far, wanted=len(SOME))
-        near.set_write_buffer_limits(high=1 << 17)
         near.write(SOME)
         assert writer.is_paused
-        assert near.get_write_buffer_size() > 1 << 17
+        assert near.get_write_buffer_size() > HIGH_WATER
         far.resume_reading()
         await reader.has_enough.wait()
         assert not writer.is_paused
