@@ -21,10 +21,10 @@ from opendiloco.errors import MachineError
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory, check_available
-from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
-from opendiloco.storage.writer import folder_bytes
+from opendiloco.storage.writer import KeepingPlan, folder_bytes
 from opendiloco.training.codec import BlockCodec
 from peers import metrics
 from peers.driver.driver import CALL, CALL_TIMEOUT
@@ -85,7 +85,7 @@ class ArchivedRun:
         self.log = LogFolder.open(self.folder.log, run.settings.empty_log, self._format.block_bytes)
         self._proofs = MissingProofs(transport, self.log)
         self._checkpoints = Checkpoints(self.folder.checkpoints, run.run_id)
-        self.checkpointer = Checkpointer(KeepingPlan(self.folder))
+        self.checkpointer = Checkpointer(KeepingPlan(self.folder.path))
         self._state_bytes = 0  # until the model's size is known
         self.buffers: tuple[PayloadBuffers, ...] = ()  # of each fragment, from then on
         self._snapshot: Snapshot | None = None

@@ -164,18 +164,11 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
 
 
 # Moments --------------------------------------------------------------------------------------------------------------
-# The inner optimizer's state is the machine's own, unlike a checkpoint, which is the same on every peer: so the file's
-# name has its peer's id.
 
 
 MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
 CHECKED_AT_ONCE = 1 << 22
 """Values."""
-
-
-def moments_name(index: int, peer_id: str) -> str:
-    """Return the name of a peer's file after `index` outer steps."""
-    return f"outer-step-{index:06}.{peer_id}.moments.safetensors"
 
 
 def newest_moments(folder: Path, peer_id: str) -> Path | None:
