@@ -68,8 +68,8 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
 
 async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float, float, float]:
     """Seconds that the trainer loses, until the copy is done, and until the checkpoint is safe on the disk."""
-    plan.folder.path.mkdir(parents=True, exist_ok=True)
-    storage = FolderStorage(plan.folder.path, available_memory)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    storage = FolderStorage(plan.folder, available_memory)
     memory = storage.snapshot(state.theta.nbytes + state.momentum.nbytes)
     digest, codec = state.digest(), BlockCodec(INT8, state.theta.size)
     payload = codec.empty_payload()

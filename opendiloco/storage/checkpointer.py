@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from types import TracebackType
 from typing import Self
 
 from prometheus_client import Counter
@@ -79,9 +78,7 @@ class Checkpointer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def _write_waiting(self) -> None:

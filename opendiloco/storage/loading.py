@@ -29,9 +29,7 @@ from peers.values.workload import BadBlocksError, SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
 
-FIELDS = {"format", "run", "last", "head", "state_digest"}
-ENDS = "ends"
-"""A further field where a cycle has several entries: their digests."""
+FIELDS = {"format", "run", "last", "head", "ends", "state_digest"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +60,15 @@ def index_after(last: Header | None) -> int:
 
 
 def metadata_of(run: str, last: Header | None, state_digest: bytes, ends: Sequence[bytes] = ()) -> dict[str, str]:
-    """What a checkpoint says of itself."""
+    """Return what a checkpoint says of itself; `ends` are the digests of the last cycle's entries."""
     head = b"" if last is None else cycle_head(ends or (last.digest,))
-    more = {ENDS: b"".join(ends).hex()} if len(ends) > 1 else {}
     return {
         "format": FORMAT,
         "run": run,
         "last": "" if last is None else pack(last).hex(),
         "head": head.hex(),
+        "ends": b"".join(ends).hex(),
         "state_digest": state_digest.hex(),
-        **more,
     }
 
 
@@ -146,14 +143,14 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
     """The log's last header, the state digest, and the digests of all entries of the last cycle.
 
     Raises: DamagedFileError."""
-    if metadata.get("format") != FORMAT or metadata.keys() - {ENDS} != FIELDS:
+    if metadata.get("format") != FORMAT or metadata.keys() != FIELDS:
         raise DamagedFileError(f"is not of the format {FORMAT!r}")
     if metadata["run"] != run:
         raise DamagedFileError(f"belongs to the run {quoted(metadata['run'], 120)}, not to {run}")
     try:
         state_digest, packed = bytes.fromhex(metadata["state_digest"]), bytes.fromhex(metadata["last"])
         last = unpack(Header, packed, MESSAGE_LIMIT) if packed else None
-        told = bytes.fromhex(metadata.get(ENDS, ""))
+        told = bytes.fromhex(metadata["ends"])
     except (WireError, ValueError) as error:
         raise DamagedFileError(f"has metadata that cannot be read ({error})") from error
     ends = tuple(told[at : at + DIGEST_BYTES] for at in range(0, len(told), DIGEST_BYTES))

@@ -196,12 +196,9 @@ class Journal:
 
     path: Path
 
-    @classmethod
-    def open(cls, path: Path) -> Journal:
-        """To append to. The file is made now, so that a wrong name is not found out later. Raises: MachineError."""
-        journal = cls(path)
-        journal._write("")
-        return journal
+    def __post_init__(self) -> None:
+        """Make the file now, so that a wrong name is not found out later. Raises: MachineError."""
+        self._write("")
 
     def append(self, header: Header, state_digest: bytes) -> None:
         """Raises: MachineError when the disk does not take it."""

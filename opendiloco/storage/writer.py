@@ -96,7 +96,7 @@ def main() -> int:
     if job.remote is None:
         return _end(SAVED, saved)
     try:
-        job.send(Remote(job.remote).folder(job.plan.run))
+        job.send(Remote(f"{job.remote.rstrip('/')}/{job.plan.run}"))
     except RemoteError as error:
         return _end(NOT_SENT, f"{saved} is not at the remote: {error}")
     return _end(SAVED, f"{saved}, also at the remote after {time.monotonic() - began:.1f} s")
@@ -269,19 +269,18 @@ def _finish(path: Path, rate: float | None) -> int:
     """
     from blake3 import blake3
 
-    partial, digest, limit = path.with_name(path.name + PARTIAL), blake3(), RateLimit(rate)
+    partial, digest = path.with_name(path.name + PARTIAL), blake3()
     with partial.open("r+b") as file:
         _, _, start = read_header(file)
         file.seek(0)
         place = digest_place(file.read(start))
         done = flushed = 0
-        while data := file.read(limit.piece(PIECE)):
+        for data in RateLimit(rate).read(file, PIECE):
             digest.update(data)
             done += len(data)
             if done - flushed >= FLUSH:
                 os.fdatasync(file.fileno())
                 flushed = done
-            limit.passed(done)
         os.pwrite(file.fileno(), digest.hexdigest().encode(), place)
         os.fsync(file.fileno())
     partial.replace(path)
