@@ -164,7 +164,7 @@ def build_model(
     many values, whoever watches is told how many have been drawn.
 
     Unless it `draws`, zeros stand where values would be drawn: for who loads theta into it, all of whose parameters are
-    trained. To draw 10 billion takes two minutes of CPU time, shared out among `threads` (None: see `draw`).
+    trained. To draw 10 billion takes two minutes of CPU time, shared out among `threads` (None: see `_draw`).
 
     Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
     cannot keep documents apart where it should.
@@ -263,7 +263,7 @@ class _PortableNormal(TorchDispatchMode):
     it gives zeros."""
 
     def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
-        """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `draw`."""
+        """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `_draw`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._total = total
@@ -285,7 +285,7 @@ class _PortableNormal(TorchDispatchMode):
         return result
 
 
-def draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
+def _draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
     """Fill a vector with the values of one call, of mean 0 and standard deviation 1. They do not depend on `threads`
     (None: one for each core that we may use, up to a number)."""
     blocks = range(-(-out.size // BLOCK))
@@ -323,5 +323,5 @@ def _fill(
     if tensor.is_meta:
         return tensor
     values = torch.empty(tensor.numel(), dtype=torch.float32)
-    draw(seed, call, values.numpy(), threads)
+    _draw(seed, call, values.numpy(), threads)
     return tensor.copy_(values.mul_(std).add_(mean).view(tensor.shape))
