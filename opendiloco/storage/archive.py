@@ -113,10 +113,8 @@ class ArchivedRun:
         checkpoint = checkpoints.load_newest()
         if checkpoint is None:
             return
-        self._snapshot = Snapshot(
-            checkpoint.last, checkpoint.state_digest, checkpoint.chunk_digests, checkpoint.state, checkpoint.ends
-        )
-        self._size_is(len(checkpoint.state))
+        self._snapshot = checkpoint
+        self._size_is(len(checkpoint.data))
         self.log.prune(min(checkpoints.indices()))
 
     def _size_is(self, state_bytes: int) -> None:

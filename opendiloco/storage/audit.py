@@ -326,7 +326,7 @@ def _states_from(checkpoint: Checkpoint, run: Run, chain: Chain, findings: Findi
             findings.is_verified(f"states, as {origin} has them", before.index)
         else:
             findings.wrong.append((before.index, f"the recorded state is not that of {origin}"))
-    momentum, theta = np.frombuffer(checkpoint.state, np.float32).reshape(2, -1).copy()
+    momentum, theta = np.frombuffer(checkpoint.data, np.float32).reshape(2, -1).copy()
     state = OuterState(theta, run.config.outer_optimizer, run.config.streaming.fragments)
     state.replace(theta, momentum)
     return _States(run.config, state, place.index, origin, checkpoint.last.amendment if checkpoint.last else None)

@@ -18,7 +18,7 @@ from typing import Self
 from prometheus_client import Counter
 
 from opendiloco.child_processes import child_environment, last_line, module_command
-from opendiloco.storage.loading import index_after, metadata_of
+from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob, KeepingPlan, MomentsJob
 from opendiloco.workers.supervisor import Supervisor
 from peers.errors import DilocoPeerError
@@ -50,11 +50,11 @@ class Checkpointer:
 
         Called on the event loop; returns at once. The state's memory is held until it is written.
         """
-        if not self._plan.keeps(index_after(state.last)):
+        if not self._plan.keeps(state.index):
             return
         if self._waiting is not None:
             CHECKPOINTS.labels("skipped").inc()
-            logger.info("no checkpoint of outer step %d: those before take too long", index_after(self._waiting.last))
+            logger.info("no checkpoint of outer step %d: those before take too long", self._waiting.index)
         self._waiting = state
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_waiting())
@@ -91,14 +91,14 @@ class Checkpointer:
                 status, said = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")
             CHECKPOINTS.labels(outcome).inc()
-            what = f"the checkpoint of outer step {index_after(state.last)}"
+            what = f"the checkpoint of outer step {state.index}"
             if outcome == "saved":
                 logger.info("%s is saved: %s", what, said)
                 self.on_saved()
             else:
                 logger.warning("%s failed: %s", what, said or f"its process ended with {status}")
             if self.workers is not None and self._plan.moments != "none" and status in (SAVED, NOT_SENT):
-                await self._keep_moments(self.workers, index_after(state.last))
+                await self._keep_moments(self.workers, state.index)
 
     async def _keep_moments(self, workers: Supervisor, index: int) -> None:
         """Have the workers write them beside the checkpoint, and a process finish the file. There is one at a time."""
@@ -123,7 +123,7 @@ class Checkpointer:
 def checkpoint_job(plan: KeepingPlan, state: FrozenSnapshot) -> CheckpointJob:
     """Return what is to be done with a frozen state."""
     metadata = metadata_of(plan.run, state.last, state.state_digest, state.ends)
-    return CheckpointJob(plan, index_after(state.last), metadata, state.memory.descriptor, state.memory.data.nbytes)
+    return CheckpointJob(plan, state.index, metadata, state.memory.descriptor, state.memory.data.nbytes)
 
 
 async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tuple[int, str]:

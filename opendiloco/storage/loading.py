@@ -8,7 +8,7 @@ import logging
 import mmap
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from peers.log.folder import RunLog
 from peers.log.header import NO_PAYLOAD, Header, cycle_head
 from peers.log.state import LogError, LogState
 from peers.transfer.following import step
+from peers.transfer.snapshots import Snapshot
 from peers.transfer.storage import empty
 from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, WireError, pack, unpack
@@ -32,31 +33,14 @@ logger = logging.getLogger(__name__)
 FIELDS = {"format", "run", "last", "head", "ends", "state_digest"}
 
 
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A state whose bytes are those that its digest was taken of, and the entry that closes the last cycle that led to
-    it, whose entries have the digests `ends`.
+@dataclass(eq=False)
+class Checkpoint(Snapshot):
+    """A snapshot in the file at `path`, from which its bytes are mapped: momentum's, then theta's.
 
-    `state` is momentum's bytes, then theta's, mapped from the file at `path`, if it is of one. Whether the values are
-    finite has not been checked.
+    They are those that its digest was taken of. Whether the values are finite has not been checked.
     """
 
-    last: Header | None
-    state: memoryview
-    state_digest: bytes
-    ends: tuple[bytes, ...] = ()
-    chunk_digests: tuple[bytes, ...] = ()
-    path: Path | None = None
-
-    @property
-    def index(self) -> int:
-        """Outer steps taken."""
-        return index_after(self.last)
-
-
-def index_after(last: Header | None) -> int:
-    """Outer steps taken once this entry of the log, its last, is applied."""
-    return 0 if last is None else last.index + 1
+    path: Path = field(kw_only=True)
 
 
 def metadata_of(run: str, last: Header | None, state_digest: bytes, ends: Sequence[bytes] = ()) -> dict[str, str]:
@@ -125,10 +109,10 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
             metadata, offset = read_file_header(file)
             last, state_digest, ends = _read_metadata(metadata, run)
             state = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[offset:]
-        if index_of(path.name) not in (None, index_after(last)):
-            raise DamagedFileError(f"holds the state after {index_after(last)} outer steps, not what its name says")
-        digests = chunk_digests([state])
-        if digest_of_chunks(digests) != state_digest:
+        found = Checkpoint(last, state_digest, chunk_digests([state]), state, ends, path=path)
+        if index_of(path.name) not in (None, found.index):
+            raise DamagedFileError(f"holds the state after {found.index} outer steps, not what its name says")
+        if digest_of_chunks(found.chunk_digests) != state_digest:
             raise DamagedFileError("holds values that are not those it was written with")
     except OSError as error:
         raise CheckpointError(
@@ -136,7 +120,7 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
         ) from error
     except DamagedFileError as error:
         raise CheckpointError(f"{path} {error}.", "Use another checkpoint.") from error
-    return Checkpoint(last, state, state_digest, ends, digests, path)
+    return found
 
 
 def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes, tuple[bytes, ...]]:
@@ -199,7 +183,7 @@ def check_moments_file(path: Path) -> None:
 
 
 async def resume(
-    workload: Workload, log: RunLog, checkpoint: Checkpoint | None = None, until: int | None = None
+    workload: Workload, log: RunLog, checkpoint: Snapshot | None = None, until: int | None = None
 ) -> LogState:
     """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead; at most
     to the state after `until` outer steps, if the checkpoint's is not later.
@@ -217,15 +201,15 @@ async def resume(
             return log.empty_log
         state = empty(workload.state_size)
         await workload.copy_state(state)
-        checkpoint = Checkpoint(None, state, await workload.state_digest())
+        checkpoint = Snapshot(None, await workload.state_digest(), (), state)
     else:
-        await workload.restore(checkpoint.state, checkpoint.state_digest)
+        await workload.restore(checkpoint.data, checkpoint.state_digest)
     while True:
         reached, wrong = await _replay(workload, log, log.empty_log.at(checkpoint.last, checkpoint.ends), stop)
         if wrong is None:
             return reached
         stop = wrong
-        await workload.restore(checkpoint.state, checkpoint.state_digest)  # there is no way back from a wrong state
+        await workload.restore(checkpoint.data, checkpoint.state_digest)  # there is no way back from a wrong state
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:

@@ -75,10 +75,6 @@ class KeepingPlan:
         return index in kept([index], self.keep_newest, self.keep_every)
 
 
-class _DiskLimitError(Exception):
-    """The owner gives no more room; its words say how to get some."""
-
-
 def main() -> int:
     """Do the job that is on the standard input. Returns the exit status."""
     kind, values = json.load(sys.stdin)
@@ -88,8 +84,6 @@ def main() -> int:
     began = time.monotonic()
     try:
         size = job.write()
-    except _DiskLimitError as error:
-        return _end(NOT_SAVED, str(error))
     except (OSError, ValueError) as error:
         return _end(NOT_SAVED, f"{job.path} cannot be written: {job.cause(error)}")
     saved = f"{job.path} ({size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s)"
@@ -132,13 +126,13 @@ class CheckpointJob:
     def write(self) -> int:
         """Write it, and remove the checkpoints that are not to be kept. Returns its bytes.
 
-        Raises: OSError; _DiskLimitError when it takes more room than its owner gives.
+        Raises: OSError; ValueError when it takes more room than its owner gives.
         """
         plan, limit = self.plan, self.plan.disk_limit
         if limit is not None and folder_bytes(plan.folder) + self.state_bytes > limit:
-            raise _DiskLimitError(
+            raise ValueError(
                 f"{self.state_bytes / 1e6:.0f} MB more are more than the {limit / 1e9:g} GB of --max-disk. "
-                "Keep fewer with --keep, or raise --max-disk."
+                "Keep fewer with --keep, or raise --max-disk"
             )
         _write_checkpoint(self.path, self.descriptor, self.state_bytes, self.metadata, plan.rate)
         prune(plan.checkpoints, plan.keep_newest, plan.keep_every, self.index)

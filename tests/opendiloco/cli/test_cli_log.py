@@ -86,7 +86,7 @@ def checkpoint(folder: RunFolder, recorded: RecordedRun, index: int) -> Path:
     saved = recorded.states[index]
     path = folder.checkpoints / f"outer-step-{index:06}.safetensors"
     metadata = metadata_of(recorded.run.run_id, saved.last, saved.state_digest)
-    path.write_bytes(file_header(len(saved.state), metadata) + saved.state)
+    path.write_bytes(file_header(len(saved.data), metadata) + saved.data)
     return path
 
 

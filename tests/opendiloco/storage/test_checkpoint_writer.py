@@ -88,7 +88,7 @@ def test_it_says_in_one_line_what_it_wrote(tmp_path: Path) -> None:
     code, said = run(PLAIN, folder, 5)
     assert (code, said.count("\n")) == (SAVED, 1)
     assert said.startswith(f"{folder / file_name(5)} (2.4 MB in ")
-    assert Checkpoints(folder, RUN).load(5).state == frozen(5).memory.data
+    assert Checkpoints(folder, RUN).load(5).data == frozen(5).memory.data
 
 
 def test_it_starts_without_what_is_slow_to_import() -> None:
