@@ -31,9 +31,9 @@ from benchmarks.reporting import Bar, report, speed_ratio
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.kernels import INT8, quantize_difference
 from opendiloco.shared_memory import available_memory
-from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints
-from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.writer import KeepingPlan
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
 from peers.transfer.snapshots import FrozenSnapshot
@@ -68,8 +68,8 @@ def save_at_once(save: Callable[[Path], object], path: Path) -> float:
 
 async def save_in_a_process(state: OuterState, plan: KeepingPlan) -> tuple[float, float, float]:
     """Seconds that the trainer loses, until the copy is done, and until the checkpoint is safe on the disk."""
-    plan.folder.path.mkdir(parents=True, exist_ok=True)
-    storage = FolderStorage(plan.folder.path, available_memory)
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    storage = FolderStorage(plan.folder, available_memory)
     memory = storage.snapshot(state.theta.nbytes + state.momentum.nbytes)
     digest, codec = state.digest(), BlockCodec(INT8, state.theta.size)
     payload = codec.empty_payload()
@@ -102,7 +102,7 @@ def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[
     state.momentum[:] = draw.standard_normal(values, np.float32)
     tensors = {"momentum": state.momentum, "theta": state.theta}
     as_torch = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
-    plan = KeepingPlan(RunFolder(folder / RUN / "peer"), keep_newest=1, rate=rate)
+    plan = KeepingPlan(folder / RUN / "peer", keep_newest=1, rate=rate)
     at_once: dict[str, Callable[[Path], object]] = {
         SAFETENSORS: lambda path: save_file(tensors, path),
         TORCH: lambda path: torch.save(as_torch, path),
@@ -116,9 +116,9 @@ def measure(values: int, rounds: int, folder: Path, rate: float | None) -> dict[
             times[name].blocked.append(blocked)
             times[name].copied.append(copied)
             times[name].total.append(total)
-    found = Checkpoints(plan.folder.checkpoints, RUN).load_newest()
+    found = Checkpoints(plan.checkpoints, RUN).load_newest()
     if found is None or found.state_digest != state.digest():
-        raise click.ClickException(f"no good checkpoint was written to {plan.folder.checkpoints}")
+        raise click.ClickException(f"no good checkpoint was written to {plan.checkpoints}")
     return times
 
 

@@ -23,8 +23,9 @@ import click
 from benchmarks.processes import memory_of, read_lines, say
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.writer import KeepingPlan
 from opendiloco.volunteer.local_workload import working
 from opendiloco.volunteer.volunteer import volunteer_with
 from opendiloco.workers.group import WorkerGroup
@@ -94,7 +95,7 @@ async def take_part(run: Run, options: WorkerOptions, folder: Path) -> None:
         kept = RunFolder.open(run, identity.peer_id, folder)
         async with (
             working(run, options) as workload,
-            Checkpointer(KeepingPlan(kept, rate=CHECKPOINT_RATE)) as checkpointer,
+            Checkpointer(KeepingPlan(kept.path, rate=CHECKPOINT_RATE)) as checkpointer,
         ):
             gate(workload.trainer, lines)
             volunteer = await volunteer_with(workload, run, identity, transport, kept, checkpointer)

@@ -154,7 +154,7 @@ class _Joining:
 
         settings = self.settings
         ticket = None if settings.ticket is None else read_ticket(settings.ticket)
-        journal = None if settings.journal is None else Journal.open(settings.journal)
+        journal = None if settings.journal is None else Journal(settings.journal)
         if settings.remote is not None:
             check_url(settings.remote)
         return Session(settings, self.invite, self.key, self.watch, ticket, journal)

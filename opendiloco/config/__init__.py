@@ -6,6 +6,5 @@ model: ModelSection, read_model_values
 optimizers: AdafactorSection, AdamWSection, AdamWSettings, InnerOptimizerSection, MuonSection, OuterOptimizerSection,
     OuterScheduleSection, TorchSection
 run_config: CodecSection, EvaluationSection, RunConfig, StreamingSection, TrainingSection, misfit
-section: Digest, Name, NotNegativeFloat, Positive, Section, describe_validation_error, explain_validation_error,
-    read_toml
+section: Digest, Name, NotNegativeFloat, Positive, Section, describe_validation_error, read_toml
 """

@@ -30,7 +30,7 @@ class AdamWSettings(Section):
     decays: Literal["matrices", "all"] = "matrices"
 
 
-class InnerOptimizer(Section):
+class _InnerOptimizer(Section):
     """What every inner optimizer has.
 
     Who joins in the middle has a fresh state: its learning rate rises over `rewarmup_steps` inner steps.
@@ -40,13 +40,13 @@ class InnerOptimizer(Section):
     rewarmup_steps: StepCount = 10
 
 
-class AdamWSection(AdamWSettings, InnerOptimizer):
+class AdamWSection(AdamWSettings, _InnerOptimizer):
     """AdamW for all parameters."""
 
     kind: Literal["adamw"] = "adamw"
 
 
-class MuonSection(InnerOptimizer):
+class MuonSection(_InnerOptimizer):
     """torch.optim.Muon for the matrices of the hidden layers; AdamW, at its own learning rate, for everything else:
     embeddings, head and vectors. As inner optimizer of DiLoCo: arXiv 2505.23725.
 
@@ -63,7 +63,7 @@ class MuonSection(InnerOptimizer):
     adamw: AdamWSettings
 
 
-class AdafactorSection(InnerOptimizer):
+class AdafactorSection(_InnerOptimizer):
     """torch.optim.Adafactor (arXiv 1804.04235), which keeps two vectors for a matrix instead of AdamW's two matrices.
 
     `learning_rate` is the most that a step may be, relative to the root mean square of what it changes. `epsilon`:
@@ -77,7 +77,7 @@ class AdafactorSection(InnerOptimizer):
     weight_decay: NotNegativeFloat = 0.0
 
 
-class TorchSection(InnerOptimizer):
+class TorchSection(_InnerOptimizer):
     """Any optimizer of torch.optim that steps from gradients alone, by its name there; never an import path.
 
     `options` are its keyword arguments, but for those that say how to compute instead of what.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,13 +41,15 @@ def _table(title: str, path: str, model: type[BaseModel], needs_kind: bool = Fal
     """
     yield f"## {title}\n"
     yield from (f"{text}\n" for text in _docstrings(model))
-    schema, meanings = model.model_json_schema(), _meanings(model)
+    schema = model.model_json_schema()
+    meanings = {name: " ".join(about.get("description", "").split()) for name, about in schema["properties"].items()}
+    has_meanings = any(meanings.values())
     required = {*schema.get("required", ()), *(["kind"] if needs_kind else [])}
-    yield f"| key | type | default |{' meaning |' if meanings else ''}"
-    yield f"| --- | --- | --- |{' --- |' if meanings else ''}"
+    yield f"| key | type | default |{' meaning |' if has_meanings else ''}"
+    yield f"| --- | --- | --- |{' --- |' if has_meanings else ''}"
     for name, about in schema["properties"].items():
         cells = [f"`{name}`", _type(about), _default(about, is_required=name in required)]
-        yield f"| {' | '.join([*cells, meanings.get(name, '')] if meanings else cells)} |"
+        yield f"| {' | '.join([*cells, meanings[name]] if has_meanings else cells)} |"
     yield ""
     for name, field in model.model_fields.items():
         tables = list(models_in(field.annotation))
@@ -66,17 +66,6 @@ def _docstrings(model: type[BaseModel]) -> Iterator[str]:
     for each in model.__mro__:
         if issubclass(each, Section) and each is not Section and each.__doc__:
             yield inspect.cleandoc(each.__doc__)
-
-
-def _meanings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the texts below single keys in the source."""
-    [definition] = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    assert isinstance(definition, ast.ClassDef)
-    found: dict[str, str] = {}
-    for key, text in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            found[ast.unparse(key.target)] = " ".join(str(text.value.value).split())
-    return found
 
 
 def _type(about: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from opendiloco.alignment import next_fragment
 from opendiloco.config.data import BYTE_TOKENIZER_SIZE, DataSection, TokenizerSection
@@ -29,7 +29,7 @@ from opendiloco.config.section import (
     Section,
     StepCount,
     ValueCount,
-    explain_validation_error,
+    describe_validation_error,
     read_toml,
 )
 from peers.errors import ManifestError
@@ -42,6 +42,8 @@ SPARSE_ERROR_FEEDBACK = 0.95
 
 class CodecSection(Section):
     """How payloads are encoded on the wire: a name of `opendiloco.kernels.FORMATS`; docs/codecs.md helps to choose."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     kind: Literal["int8", "uint4", "e2m1-block32", "e2m1", "e3m0", "fp16", "sparse"] = "int8"
     rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -187,6 +189,8 @@ HALF = 0.5
 class RoundsSection(Section):
     """Timing of membership and rounds, in seconds."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     heartbeat_seconds: Seconds = Timing.heartbeat
     """How often a peer says that it is there."""
     heartbeat_expiry_seconds: Annotated[float, Field(ge=0.1, le=300)] = Timing.heartbeat_expiry
@@ -247,13 +251,13 @@ class RoundsSection(Section):
         return self
 
 
-class SnapshotsSection(Section):
+class _SnapshotsSection(Section):
     """How often the state is frozen for who joins, in outer steps. What came since is replayed."""
 
     every: Annotated[int, Field(ge=1, le=1000)] = RunSettings.snapshot_every
 
 
-class AdmissionSection(Section):
+class _AdmissionSection(Section):
     """Who may join: everybody, or with `mode = "invite"` whoever has a ticket (`diloco-peer invite create`).
 
     A new peer neither counts nor votes in its first `probation` outer steps. The default is none: where identities cost
@@ -297,9 +301,9 @@ class RunConfig(Section):
     codec: CodecSection = CodecSection()
     streaming: StreamingSection = StreamingSection()
     rounds: RoundsSection = RoundsSection()
-    snapshots: SnapshotsSection = SnapshotsSection()
+    snapshots: _SnapshotsSection = _SnapshotsSection()
     evaluation: EvaluationSection = EvaluationSection()
-    admission: AdmissionSection = AdmissionSection()
+    admission: _AdmissionSection = _AdmissionSection()
 
     @model_validator(mode="after")
     def check_across_sections(self) -> Self:
@@ -337,27 +341,24 @@ class RunConfig(Section):
     @classmethod
     def from_toml(cls, path: Path) -> Self:
         """Read and check a file. Raises: ManifestError, with one line for each problem."""
-        return cls._checked(read_toml(path, "Give a run.toml that exists."), str(path))
+        return cls.from_manifest_content(read_toml(path, "Give a run.toml that exists."), str(path))
 
     @classmethod
     def from_manifest_content(cls, content: dict[str, Any], origin: str = "manifest") -> Self:
-        """The configuration in a manifest. `origin` is what errors are about. Raises: ManifestError."""
-        return cls._checked(content, origin)
-
-    def to_manifest_content(self) -> dict[str, Any]:
-        """All values, defaults included, as plain JSON types; `from_manifest_content` gives an equal configuration."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def _checked(cls, content: dict[str, Any], origin: str) -> Self:
+        """Return the configuration in a manifest. `origin` is what errors are about. Raises: ManifestError."""
         try:
             config = cls.model_validate(content)
             json.dumps(config.to_manifest_content(), allow_nan=False)
         except ValidationError as error:
-            raise explain_validation_error(origin, error, cls) from None
+            raise ManifestError(describe_validation_error(origin, error, cls)) from None
         except ValueError as error:
             raise ManifestError(f"{origin}: model.config: {error}.", "Use finite numbers only.") from None
         return config
+
+    def to_manifest_content(self) -> dict[str, Any]:
+        """Return all values, defaults included, as plain JSON types, of which `from_manifest_content` makes an equal
+        configuration."""
+        return self.model_dump(mode="json")
 
 
 def misfit(positions: JsonValue, vocabulary: JsonValue, config: RunConfig, tokens: int) -> str | None:

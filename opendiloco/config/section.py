@@ -72,11 +72,6 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
         raise ManifestError(f"{path}: not valid TOML: {error}.", "Correct the syntax there.") from None
 
 
-def explain_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> ManifestError:
-    """Return one error with one line for each problem, each with its own remedy."""
-    return ManifestError(describe_validation_error(origin, error, model))
-
-
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return one line for each problem, each with its own remedy."""
     problems = error.errors()

@@ -50,11 +50,6 @@ class Ahead:
         except OSError:  # not even a process can be had, or it ended at once
             self.close()
 
-    def wait(self) -> None:
-        """Wait until the present shard is done."""
-        if self._process is not None:
-            self._process.wait()
-
     def close(self) -> None:
         """End the process. Leaves none behind."""
         if self._process is not None:

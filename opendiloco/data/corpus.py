@@ -18,13 +18,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
-from opendiloco.data.hub import downloading_rows
+from opendiloco.data.hub import downloading
 from opendiloco.data.own_files import check_files, is_local
 from opendiloco.errors import DataError, first_line
 from opendiloco.stages import at_stage, passing
@@ -53,22 +53,11 @@ class Document:
         return draw < fraction * 2**64
 
 
-class Corpus(Protocol):
-    """A source's documents, in an order that is the same on every machine that has the same files."""
+def open_corpus(section: SourceSection) -> _TextFiles | _Rows:
+    """Return a source's documents, in an order that is the same on every machine that has the same files.
 
-    is_stream: bool
-    """Whether nobody knows how many there are."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Another one when the documents could be others."""
-
-    def documents(self, shard: int | None = None) -> Iterator[Document]:
-        """All documents, or those of one of the source's shards. Raises: DataError."""
-
-
-def open_corpus(section: SourceSection) -> Corpus:
-    """The documents of a source. Raises: DataError when it cannot be read."""
+    Their `fingerprint` is another one when they could be others. Raises: DataError when it cannot be read.
+    """
     if section.source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         files = [path for path in root.rglob("*.py") if not EXCLUDED_FOLDERS & set(path.relative_to(root).parts[:-1])]
@@ -93,6 +82,7 @@ class _TextFiles:
         self.fingerprint = _facts(str(path) for _, path in self._files)
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
+        """Yield all documents, or those of one of the source's shards. Raises: DataError."""
         _check_shards(self._section, len(self._files))
         files = self._files if shard is None else self._files[shard :: self._section.shards]
         for name, path in passing(files, tokenizing(self._section, shard), len(files)):
@@ -112,10 +102,11 @@ class _Rows:
         with _explained(section):
             self._builder = _open_builder(section)
             parts = sorted((str(split), part) for split, part in self._builder.config.data_files.items())
-        local = _facts(data_files(self._builder)) if is_local(section.source) else ""
+        local = _facts(_data_files(self._builder)) if is_local(section.source) else ""
         self.fingerprint = repr([(split, list(part), part.origin_metadata) for split, part in parts]) + local
 
     def documents(self, shard: int | None = None) -> Iterator[Document]:
+        """Yield all documents, or those of one of the source's shards. Raises: DataError."""
         section = self._section
         with _explained(section):
             rows = self._load()
@@ -176,8 +167,9 @@ class _Rows:
             rows = self._builder.as_streaming_dataset(split=section.split)
             _check_shards(section, rows.num_shards)
             return rows
+        names = [f"*{file.rpartition('@')[2].partition('/')[2]}" for file in _data_files(self._builder)]
         here = is_local(section.source)
-        with nullcontext() if here else downloading_rows(section.source, data_files(self._builder)):
+        with nullcontext() if here else downloading(section.source, "dataset", names):
             self._builder.download_and_prepare()
         return self._builder.as_dataset(split=section.split)
 
@@ -288,7 +280,7 @@ def _open_builder(section: SourceSection) -> Any:
         if card.is_file():
             _check_card(source, card)
     builder: Any = datasets.load_dataset_builder(path, section.subset, revision=revision, token=False)
-    files = data_files(builder)
+    files = _data_files(builder)
     check_files(source, files)
     if not files:
         raise FileNotFoundError("it has no data files.")
@@ -387,7 +379,7 @@ def _read_some(read: Callable[[int], Any], most: int, size: int = -1) -> Any:
     return some
 
 
-def data_files(builder: Any) -> list[str]:
+def _data_files(builder: Any) -> list[str]:
     """Return the paths or URLs of a builder's files, of all splits."""
     return [str(file) for part in (builder.config.data_files or {}).values() for file in part]
 

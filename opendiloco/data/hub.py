@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from opendiloco.config.model import read_model_values
 from opendiloco.data.own_files import HUB_NAME
@@ -46,7 +46,7 @@ def pretrained_folder(path: str, *wanted: str) -> Path:
         from huggingface_hub import snapshot_download
 
         weights = [pattern for pattern in wanted if pattern.endswith(".safetensors")]
-        with _downloading_model(path, *weights):
+        with downloading(path, "model", weights):
             folder = Path(snapshot_download(path, allow_patterns=list(wanted), ignore_patterns=["*/*"], token=False))
     return folder
 
@@ -112,32 +112,21 @@ LOOK_SECONDS = 1.0
 
 
 @contextmanager
-def _downloading_model(name: str, *wanted: str) -> Iterator[None]:
-    """Say meanwhile how far the files of a model on the hub are here whose names match `wanted`."""
+def downloading(name: str, kind: Literal["model", "dataset"], wanted: Sequence[str]) -> Iterator[None]:
+    """Say meanwhile how far the files of a model or data set on the hub are here whose names match `wanted`.
+
+    A data set's files lie among all others'. What is here of these already is taken for not needed.
+    """
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
-    total = _bytes_of(lambda hub: hub.model_info(name, files_metadata=True, token=False), wanted) if wanted else None
-    with _downloading(name, folder, total):
-        yield
+    folder, before = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs", 0
+    if kind == "dataset":
+        from datasets import config
 
-
-@contextmanager
-def downloading_rows(name: str, files: list[str]) -> Iterator[None]:
-    """The same of a data set's files. What is here already is taken for not needed."""
-    from datasets import config
-
-    folder = Path(config.DOWNLOADED_DATASETS_PATH)
-    names = tuple(f"*{file.rpartition('@')[2].partition('/')[2]}" for file in files)
-    total = _bytes_of(lambda hub: hub.dataset_info(name, files_metadata=True, token=False), names)
-    with _downloading(name, folder, total, _size(folder)):
-        yield
-
-
-@contextmanager
-def _downloading(name: str, folder: Path, total: int | None, before: int = 0) -> Iterator[None]:
-    """Have a thread say how many of `total` bytes are in a folder that had so many `before`."""
+        folder = Path(config.DOWNLOADED_DATASETS_PATH)
+        before = folder_bytes(folder)
+    total = _bytes_of(name, kind, wanted) if wanted else None
     stage = f"downloading {name}, as far as it is not here" + (f" ({in_words(total)})" if total else "")
     at_stage(stage)
     if not total:
@@ -147,7 +136,7 @@ def _downloading(name: str, folder: Path, total: int | None, before: int = 0) ->
 
     def watch() -> None:
         while not ended.wait(LOOK_SECONDS):
-            at_stage(stage, min(max(0, _size(folder) - before) / total, 1.0))
+            at_stage(stage, min(max(0, folder_bytes(folder) - before) / total, 1.0))
 
     watching = threading.Thread(target=watch, name="download-watch", daemon=True)
     watching.start()
@@ -158,19 +147,20 @@ def _downloading(name: str, folder: Path, total: int | None, before: int = 0) ->
         watching.join()
 
 
-def _bytes_of(ask: Callable[[Any], Any], wanted: tuple[str, ...]) -> int | None:
+def _bytes_of(name: str, kind: str, wanted: Sequence[str]) -> int | None:
     """Return how many bytes the hub says the files have; None if it does not say, or cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
-        files = ask(HfApi()).siblings or []
-    except Exception:  # no network, or no such thing: whoever downloads says so better
+        about: Any = HfApi().repo_info(name, repo_type=kind, files_metadata=True, token=False)
+    except Exception:  # no network, or no such thing: the download itself says so better
         return None
-    matching = [file for file in files if any(fnmatch(file.rfilename, pattern) for pattern in wanted)]
+    matching = [file for file in about.siblings or [] if any(fnmatch(file.rfilename, pattern) for pattern in wanted)]
     return sum(file.size or 0 for file in matching) or None
 
 
-def _size(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of the files in a folder, as far as they are still there."""
     size = 0
     for path in folder.glob("*"):
         with suppress(OSError):

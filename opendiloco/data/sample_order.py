@@ -262,17 +262,16 @@ AHEAD = 2
 class Batches:
     """The samples with these numbers, `batch_size` windows at a time; the last batch may be smaller.
 
-    A thread reads up to `ahead` batches while the one before them is trained. `waited` is how many seconds training
+    A thread reads up to `AHEAD` batches while the one before them is trained. `waited` is how many seconds training
     has waited for a batch, the first one included: as a share of the time that training took, its `data_wait`.
 
     Iterating raises what reading raises, and leaves no thread behind, also when it ends early.
     """
 
-    def __init__(self, samples: SampleOrder, numbers: NDArray[np.int64], batch_size: int, ahead: int = AHEAD) -> None:
+    def __init__(self, samples: SampleOrder, numbers: NDArray[np.int64], batch_size: int) -> None:
         self.waited = 0.0
         self._samples = samples
         self._parts = deque(numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size))
-        self._ahead = ahead
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         """Token ids, shape (windows in the batch, sequence_length + 1). Only once."""
@@ -280,7 +279,7 @@ class Batches:
         reading: deque[Future[NDArray[np.int64]]] = deque()
         try:
             while self._parts or reading:
-                while self._parts and len(reading) <= self._ahead:
+                while self._parts and len(reading) <= AHEAD:
                     reading.append(reader.submit(self._samples.read, self._parts.popleft()))
                 asked = time.monotonic()
                 batch = reading.popleft().result()

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.section import Digest
+from opendiloco.data.hub import folder_bytes
 from opendiloco.data.tokenizer import TokenArray, Tokenizer, digest_of_tokenizer
 from opendiloco.errors import DataError, MachineError, first_line
 from opendiloco.stages import at_stage, passing
@@ -47,6 +48,7 @@ class Tokens:
     known_digest: str | None = field(default=None, kw_only=True)
 
 
+Dtype = Literal["<u2", "<u4"]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -59,10 +61,27 @@ class _AboutPart(BaseModel):
     digest: Digest
 
 
-def _write_parts(
-    folder: Path, dtype: np.dtype[np.unsignedinteger], pieces: Iterable[Piece]
-) -> Mapping[str, _AboutPart]:
-    """Write two files of little-endian tokens into a folder that is there. Returns what each holds. Raises: OSError."""
+class _Files(BaseModel):
+    """What `about.json` says of both files."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    dtype: Dtype
+    training: _AboutPart
+    held_out: _AboutPart
+
+    @property
+    def parts(self) -> dict[str, _AboutPart]:
+        return {"training": self.training, "held_out": self.held_out}
+
+    @property
+    def digest(self) -> str:
+        """Return what `digest_of_tokens` does of the tokens."""
+        return _digest_of_parts((self.dtype, part.tokens, part.digest) for part in self.parts.values())
+
+
+def _write_parts(folder: Path, dtype: Dtype, pieces: Iterable[Piece]) -> _Files:
+    """Write two files of little-endian tokens into a folder that is there. Raises: OSError."""
     digests, counts = [blake3(), blake3()], [0, 0]
     with (folder / PARTS[0]).open("wb") as training, (folder / PARTS[1]).open("wb") as held_out:
         files = (training, held_out)
@@ -71,18 +90,17 @@ def _write_parts(
             files[part].write(data)
             digests[part].update(data)
             counts[part] += len(tokens)
-    return {
-        name: _AboutPart(tokens=counts[place], digest=digests[place].hexdigest()) for place, name in enumerate(PARTS)
-    }
+    parts = (_AboutPart(tokens=count, digest=digest.hexdigest()) for count, digest in zip(counts, digests, strict=True))
+    return _Files(dtype=dtype, **dict(zip(PARTS, parts, strict=True)))
 
 
-def _map_part(path: Path, dtype: np.dtype[np.unsignedinteger], digest: str | None = None) -> TokenArray:
+def _map_part(path: Path, dtype: Dtype, digest: str | None = None) -> TokenArray:
     """Return a file's tokens, mapped into memory. Raises: OSError; ValueError when it has another digest."""
     if digest is not None and blake3().update_mmap(path).hexdigest() != digest:
         raise ValueError(f"{path.name} has another digest")
     if path.stat().st_size == 0:  # nothing to map
-        return np.empty(0, dtype)
-    tokens: TokenArray = np.memmap(path, dtype, mode="r")
+        return np.empty(0, np.dtype(dtype))
+    tokens: TokenArray = np.memmap(path, np.dtype(dtype), mode="r")
     return tokens
 
 
@@ -157,7 +175,7 @@ class TokenCache:
     def tokens(
         self,
         key: str,
-        kind: type[np.unsignedinteger],
+        dtype: Dtype,
         read: Callable[[], Iterator[Piece]],
         is_costly: bool = False,
     ) -> Tokens:
@@ -169,11 +187,10 @@ class TokenCache:
         if kept is not None:
             return kept
         pieces, few = read(), (bytearray(), bytearray())
-        dtype = np.dtype(kind).newbyteorder("<")
         if self._few and not (is_costly and self._is_shared):
             for held_out, tokens in pieces:
                 few[held_out].extend(tokens.astype(dtype).tobytes())
-                if len(few[0]) + len(few[1]) > self._few * dtype.itemsize:
+                if len(few[0]) + len(few[1]) > self._few * np.dtype(dtype).itemsize:
                     break
             else:
                 return Tokens(*(np.frombuffer(part, dtype) for part in few))
@@ -217,46 +234,42 @@ class TokenCache:
             with suppress(BlockingIOError, MachineError), self._locked(partial.stem, waits=False):
                 shutil.rmtree(partial, ignore_errors=True)
         entries = sorted((path for path in self._entries() if path.name != key), key=_age)
-        room = self._kept_bytes - _size(self._folder / key)
+        room = self._kept_bytes - folder_bytes(self._folder / key)
         for path in entries:
-            room -= _size(path)
+            room -= folder_bytes(path)
             if room < 0:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _open(self, key: str) -> Tokens | None:
         folder = self._folder / key
         try:
-            about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-            dtype = np.dtype(about["dtype"])
-            if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
-                raise ValueError(f"tokens of type {dtype}")
-            parts = [_map_part(folder / part, dtype, about["digests"][part]) for part in PARTS]
-            facts = [(dtype.str, part.size, about["digests"][name]) for part, name in zip(parts, PARTS, strict=True)]
-            tokens = Tokens(*parts, known_digest=_digest_of_parts(facts))
+            about = _Files.model_validate_json((folder / ABOUT).read_bytes())
+            parts = [_map_part(folder / name, about.dtype, part.digest) for name, part in about.parts.items()]
+            tokens = Tokens(*parts, known_digest=about.digest)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("the tokens in %s are damaged (%s); the text is tokenized again", folder, error)
+        except (OSError, ValueError) as error:
+            logger.warning("the tokens in %s are damaged (%s); the text is tokenized again", folder, first_line(error))
             return None
         with suppress(OSError):
             os.utime(folder)  # it was opened last now
         return tokens
 
-    def _write(self, key: str, dtype: np.dtype[np.unsignedinteger], pieces: Iterator[Piece]) -> Tokens:
+    def _write(self, key: str, dtype: Dtype, pieces: Iterator[Piece]) -> Tokens:
         folder, partial = self._folder / key, self._folder / f"{key}{PARTIAL}"
         logger.info("tokens are written to %s", folder)
         try:
             shutil.rmtree(partial, ignore_errors=True)  # of somebody who was killed
             make_private_folder(partial)
-            digests = {name: part.digest for name, part in _write_parts(partial, dtype, pieces).items()}
-            (partial / ABOUT).write_text(json.dumps({"dtype": dtype.str, "digests": digests}), encoding="utf-8")
+            about = _write_parts(partial, dtype, pieces)
+            (partial / ABOUT).write_text(about.model_dump_json(), encoding="utf-8")
             shutil.rmtree(folder, ignore_errors=True)  # it was damaged
             partial.rename(folder)
         except OSError as error:
             raise self._unusable(error) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        return Tokens(*(_map_part(folder / part, dtype) for part in PARTS))
+        return Tokens(*(_map_part(folder / part, about.dtype) for part in PARTS), known_digest=about.digest)
 
     @contextmanager
     def _locked(self, key: str, waits: bool = True) -> Iterator[None]:
@@ -297,15 +310,6 @@ class TokenCache:
         )
 
 
-def _size(folder: Path) -> int:
-    """Bytes of a folder's files, as far as they are still there."""
-    size = 0
-    for path in folder.glob("*"):
-        with suppress(OSError):
-            size += path.stat().st_size
-    return size
-
-
 def _age(path: Path) -> float:
     """Seconds since it was made or last opened; what is already gone is oldest."""
     try:
@@ -325,25 +329,15 @@ CHECKED_AT_ONCE = 1 << 24
 ANEW = "Make the folder anew with `diloco-peer tokenize`, or copy it again."
 
 
-class _About(BaseModel):
+class _About(_Files):
     """`about.json`. `vocabulary` is the number of token ids, `end` the one that closes each document, `tokenizer` the
     digest of the tokenizer. `split` is the fraction of documents that is held out, where it is known."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
     format: Literal["diloco-peer tokens, version 1"]
-    dtype: Literal["<u2", "<u4"]
     vocabulary: Annotated[int, Field(ge=1, le=2**32)]
     end: Count
     tokenizer: Digest
     split: float | None
-    training: _AboutPart
-    held_out: _AboutPart
-
-    @property
-    def digest(self) -> str:
-        """Return what `digest_of_tokens` does of the tokens."""
-        return _digest_of_parts((self.dtype, part.tokens, part.digest) for part in (self.training, self.held_out))
 
 
 def is_token_folder(source: str) -> bool:
@@ -351,10 +345,9 @@ def is_token_folder(source: str) -> bool:
     return all((Path(source) / name).is_file() for name in (ABOUT, PARTS[0]))
 
 
-def kind_of_tokens(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
-    """Return the type of a tokenizer's ids."""
-    kind: type[np.unsignedinteger] = tokenizer.encode_document(b"").dtype.type
-    return kind
+def dtype_of_tokens(tokenizer: Tokenizer) -> Dtype:
+    """Return the type of a tokenizer's ids in files."""
+    return "<u2" if tokenizer.size <= 2**16 else "<u4"
 
 
 def write_token_folder(
@@ -364,20 +357,16 @@ def write_token_folder(
 
     Raises: MachineError when the folder cannot be written; DataError when an id is not in the tokenizer's vocabulary.
     """
-    dtype = np.dtype(kind_of_tokens(tokenizer)).newbyteorder("<")
     checked = ((part, _in_vocabulary(tokens, tokenizer.size, str(folder))) for part, tokens in pieces)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        training, held_out = _write_parts(folder, dtype, checked).values()
         about = _About(
+            **dict(_write_parts(folder, dtype_of_tokens(tokenizer), checked)),
             format=FORMAT,
-            dtype="<u2" if dtype.itemsize == 2 else "<u4",
             vocabulary=tokenizer.size,
             end=tokenizer.end,
             tokenizer=digest_of_tokenizer(tokenizer),
             split=split,
-            training=training,
-            held_out=held_out,
         )
         (folder / ABOUT).write_text(about.model_dump_json(indent=2) + "\n", encoding="utf-8")
     except BaseException as error:
@@ -400,11 +389,11 @@ def open_token_folder(source: str, tokenizer: Tokenizer, split: float, cache: To
     about = read_about(folder)
     _check_fits(folder, about, tokenizer, split)
     paths = [folder / part for part in PARTS]
-    for path, part in zip(paths, (about.training, about.held_out), strict=True):
-        _check_size(path, part.tokens * np.dtype(about.dtype).itemsize)
+    for name, part in about.parts.items():
+        _check_size(folder / name, part.tokens * np.dtype(about.dtype).itemsize)
     key = blake3(json.dumps([about.model_dump_json(), *map(_state_of, paths)]).encode()).hexdigest(16)
     cache.once(str(key), lambda: _check_values(folder, about))
-    return Tokens(*(_map_part(path, np.dtype(about.dtype)) for path in paths), known_digest=about.digest)
+    return Tokens(*(_map_part(path, about.dtype) for path in paths), known_digest=about.digest)
 
 
 def read_about(folder: Path) -> _About:
@@ -422,7 +411,7 @@ def read_about(folder: Path) -> _About:
 
 def _check_fits(folder: Path, about: _About, tokenizer: Tokenizer, split: float) -> None:
     expected = {
-        "dtype": np.dtype(kind_of_tokens(tokenizer)).newbyteorder("<").str,
+        "dtype": dtype_of_tokens(tokenizer),
         "vocabulary": tokenizer.size,
         "end": tokenizer.end,
         "tokenizer": digest_of_tokenizer(tokenizer),
@@ -448,9 +437,9 @@ def _check_size(path: Path, wanted: int) -> None:
 
 def _check_values(folder: Path, about: _About) -> None:
     """Read all of it once: ids and digests. Raises: DataError."""
-    for name, part in zip(PARTS, (about.training, about.held_out), strict=True):
+    for name, part in about.parts.items():
         path, digest = folder / name, blake3(max_threads=blake3.AUTO)
-        tokens = _map_part(path, np.dtype(about.dtype))
+        tokens = _map_part(path, about.dtype)
         starts = range(0, len(tokens), CHECKED_AT_ONCE)
         for start in passing(starts, f"checking {path}", len(starts)):
             piece = tokens[start : start + CHECKED_AT_ONCE]

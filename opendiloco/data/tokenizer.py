@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from blake3 import blake3
@@ -37,61 +37,38 @@ PROBES = (
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
 
-class Tokenizer(Protocol):
-    """What training needs from a tokenizer."""
-
-    @property
-    def size(self) -> int:
-        """Number of token ids."""
-
-    @property
-    def end(self) -> int:
-        """The id that closes each document."""
-
-    @property
-    def special(self) -> dict[str, int]:
-        """Special ids under the names that a model's config has for them."""
-
-    @property
-    def identity(self) -> str:
-        """The same for two tokenizers only if they encode every text alike."""
-
-    def encode_document(self, text: bytes) -> TokenArray:
-        """Token ids of one document, without special tokens."""
-
-    def byte_count(self, ids: NDArray[np.int64]) -> int:
-        """Return the bytes, as UTF-8, of the text that these consecutive tokens are. Special tokens have none."""
-
-    def encode_documents(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Return what `encode_document` does for each text, from all cores of the machine at once where that helps."""
-
-    def pretrained(self) -> Any:
-        """The same tokenizer as transformers knows it, for export and generation."""
-
-
 class ByteTokenizer:
     """Every byte is a token, so every text has one encoding and nothing is out of vocabulary."""
 
     size = BYTE_TOKENIZER_SIZE
     end = END
+    """The id that closes each document."""
     identity = "bytes"
+    """The same for two tokenizers only if they encode every text alike."""
     special: ClassVar[dict[str, int]] = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PADDING}
+    """Special ids under the names that a model's config has for them."""
 
     def encode_document(self, text: bytes) -> TokenArray:
+        """Return the token ids of one document, without special tokens."""
         return np.frombuffer(text, np.uint8).astype(np.uint16)
 
     def byte_count(self, ids: NDArray[np.int64]) -> int:
+        """Return the bytes, as UTF-8, of the text that these consecutive tokens are. Special tokens have none."""
         return int((ids < BEGIN).sum())
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        """Return what `encode_document` does for each text, from all cores of the machine where that helps."""
         return [self.encode_document(text) for text in texts]
 
     def pretrained(self) -> Any:
-        """A `PreTrainedTokenizerFast`: byte-level BPE without merges. Round-trips any valid UTF-8."""
+        """Return the same tokenizer as transformers knows it: byte-level BPE without merges."""
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-        vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+        # Printable Latin-1 characters stand for their bytes, the library's other symbols for the other bytes, in order.
+        symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+        others = (symbol for symbol in symbols if ord(symbol) > 255)
+        vocabulary = {chr(byte) if chr(byte) in symbols else next(others): byte for byte in range(256)}
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary | SPECIAL_TOKENS, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -104,16 +81,6 @@ class ByteTokenizer:
             pad_token=padding,
             clean_up_tokenization_spaces=False,
         )
-
-
-def _byte_symbols() -> list[str]:
-    """The printable character that byte-level tokenizers write for each of the 256 bytes, in byte order.
-
-    Printable Latin-1 characters stand for themselves; the other bytes take the code points from 256 on, in order.
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    replacements = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]
 
 
 class _PretrainedTokenizer:
@@ -174,6 +141,9 @@ class _PretrainedTokenizer:
 
     def pretrained(self) -> Any:
         return self._tokenizer
+
+
+Tokenizer: TypeAlias = ByteTokenizer | _PretrainedTokenizer
 
 
 def _text(document: bytes) -> str:

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.corpus import Corpus, Document, open_corpus, tokenizing
+from opendiloco.data.corpus import Document, open_corpus, tokenizing
 from opendiloco.data.sample_order import HeldOutWindows, Mixture, SampleOrder, Shuffled, Windows
 from opendiloco.data.token_files import (
     Piece,
     TokenCache,
     Tokens,
     digest_of_tokens,
+    dtype_of_tokens,
     is_token_folder,
-    kind_of_tokens,
     open_token_folder,
 )
 from opendiloco.data.tokenizer import TokenArray, Tokenizer
@@ -42,22 +42,22 @@ class TokenizedSource:
 
     def __init__(self, section: SourceSection, held_out: float, tokenizer: Tokenizer, cache: TokenCache) -> None:
         self.section = section
-        self._corpus: Corpus = open_corpus(section)
+        self._corpus = open_corpus(section)
         self._held_out = held_out
         self._tokenizer = tokenizer
         self._cache = cache
-        self._kind = kind_of_tokens(tokenizer)
+        self._dtype = dtype_of_tokens(tokenizer)
 
     def tokens(self) -> Tokens:
         """Return all of it. Raises: DataError, MachineError."""
-        return self._cache.tokens(self._key(), self._kind, self.pieces)
+        return self._cache.tokens(self._key(), self._dtype, self.pieces)
 
     def shard(self, number: int, enough: int) -> Tokens:
         """Return a shard's first documents, up to so many tokens for training. Raises: DataError, MachineError."""
         prefix = f"{self._key(enough)}-"
         coming = Coming(tokenizing(self.section, number)) if self._corpus.is_stream else None
         tokens = self._cache.tokens(
-            f"{prefix}{number}", self._kind, lambda: _until(self.pieces(number), enough, held_out=False, coming=coming)
+            f"{prefix}{number}", self._dtype, lambda: _until(self.pieces(number), enough, held_out=False, coming=coming)
         )
         self._cache.drop_all_but(prefix, SHARDS_OPEN)
         return tokens
@@ -70,7 +70,7 @@ class TokenizedSource:
         """
         return self._cache.tokens(
             self._key(-enough),
-            self._kind,
+            self._dtype,
             lambda: _until(self.pieces(0, only_held_out=True), enough, held_out=True),
             is_costly=True,
         )
@@ -93,7 +93,7 @@ class TokenizedSource:
 
     def _encode(self, documents: Sequence[Document]) -> Iterator[TokenArray]:
         """Yield each document's tokens, closed by the end token."""
-        end = np.array([self._tokenizer.end], self._kind)
+        end = np.array([self._tokenizer.end], self._dtype)
         texts = [document.text for document in documents if document.tokens is None]
         encoded = iter(self._tokenizer.encode_documents(texts) if texts else [])
         for document in documents:
@@ -113,7 +113,7 @@ class TokenizedSource:
                 f"tokenizer has ids below {self._tokenizer.size}.",
                 "Use the tokenizer that made these ids, or a column of text.",
             )
-        checked: TokenArray = tokens.astype(self._kind)
+        checked: TokenArray = tokens.astype(self._dtype)
         return checked
 
 
@@ -163,7 +163,12 @@ class _ShardedWindows:
 
     def shard(self, number: int) -> Windows:
         """Raises: DataError when it has not one window; see `TokenizedSource.shard`."""
-        windows = Windows(self._tokens(number).training, self._length)
+        if number not in self._open:
+            if len(self._open) == SHARDS_OPEN:
+                self._open.popitem(last=False)
+            self._open[number] = self._source.shard(number, self.windows_per_shard * self._length + 1)
+        self._open.move_to_end(number)
+        windows = Windows(self._open[number].training, self._length)
         if windows.count == 0:
             raise DataError(
                 f"shard {number} of data.source = {self._source.section.source!r} has not one window of "
@@ -180,19 +185,6 @@ class _ShardedWindows:
     def held_out(self, windows: int) -> Windows:
         """Return the first held-out windows of the first shard. Its documents are held out wherever they are."""
         return Windows(self._source.held_out(windows * self._length + 1).held_out, self._length)
-
-    def _tokens(self, number: int) -> Tokens:
-        if number not in self._open:
-            if len(self._open) == SHARDS_OPEN:
-                self._open.popitem(last=False)
-            self._open[number] = self._source.shard(number, self._enough)
-        self._open.move_to_end(number)
-        return self._open[number]
-
-    @property
-    def _enough(self) -> int:
-        """Tokens of a shard that are used."""
-        return self.windows_per_shard * self._length + 1
 
 
 @dataclass(frozen=True)

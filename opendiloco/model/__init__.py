@@ -13,3 +13,7 @@ parameters: Shards, is_all_trained, layout_of, local_part, shard_rows, staging_f
     transformer_blocks
 utilisation: Precision, flops_per_token, peak_tokens_per_second
 """
+
+import os
+
+os.environ["USE_HUB_KERNELS"] = "NO"  # some architectures would fetch theirs from the hub by themselves

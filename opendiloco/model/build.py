@@ -6,21 +6,18 @@ Every peer builds the initial weights itself, so these must be the same bits on 
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig, misfit
 from opendiloco.cores import usable_cores
@@ -34,82 +31,6 @@ from opendiloco.shared_memory import VALUE_BYTES, Vector, check_available
 from opendiloco.stages import at_stage
 from peers.errors import DilocoPeerError, ManifestError
 from peers.values.wire import printable
-
-# transformers, without what only other models need -----------------------------------------------------------
-# With any model it imports the losses of its object detectors, and with them scipy's optimizers: a tenth of the time
-# and of the memory that a worker takes to start. And it looks through the sources of all its models twice, which
-# takes as long again. Here scipy comes when such a loss is computed, and what the first look has found serves the
-# second.
-
-
-SCIPY = "scipy.optimize"
-
-Structure = dict[frozenset[str], dict[str, set[str]]]
-"""The objects of each module, by what must be installed for them."""
-
-
-class _Later(ModuleType):
-    """Stands for a module of functions, each of which imports it when it is called."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__"):  # the import system asks for `__path__`
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-
-        def call(*arguments: Any, **named: Any) -> Any:
-            return getattr(importlib.import_module(self.__name__), name)(*arguments, **named)
-
-        return call
-
-
-def _load_transformers() -> Any:
-    """Import transformers and what is common to its models. Returns the package, the same as `import` does."""
-    os.environ["USE_HUB_KERNELS"] = "NO"  # some architectures would fetch theirs from the hub by themselves
-    package = importlib.import_module("transformers")
-    with _scanned_once(package):
-        importlib.import_module("transformers.models")
-    with _scipy_comes_later():
-        importlib.import_module("transformers.loss.loss_utils")
-    return package
-
-
-@contextmanager
-def _scanned_once(package: Any) -> Iterator[None]:
-    """Meanwhile, `transformers.models` is told of its contents what `transformers` has found out about them."""
-    utilities: Any = importlib.import_module("transformers.utils.import_utils")
-    scan, folder = utilities.define_import_structure, Path(package.__file__).parent / "models"
-
-    def known(path: str, prefix: str | None = None) -> Structure:
-        if prefix is not None or Path(path) != folder / "__init__.py":
-            return scan(path, prefix)  # type: ignore[no-any-return]
-        found: Structure = scan(folder, prefix="models")  # the same call as that of `transformers`, which is kept
-        below = "models."
-        return {
-            needs: {name.removeprefix(below): names for name, names in modules.items() if name.startswith(below)}
-            for needs, modules in found.items()
-        }
-
-    utilities.define_import_structure = known
-    try:
-        yield
-    finally:
-        utilities.define_import_structure = scan
-
-
-@contextmanager
-def _scipy_comes_later() -> Iterator[None]:
-    """Meanwhile, who imports a function of scipy's optimizers gets one that will import it; unless it is there."""
-    if SCIPY in sys.modules:
-        yield
-        return
-    sys.modules[SCIPY] = _Later(SCIPY)
-    try:
-        yield
-    finally:
-        del sys.modules[SCIPY]
-
-
-transformers = _load_transformers()
-AutoConfig, AutoModelForCausalLM = transformers.AutoConfig, transformers.AutoModelForCausalLM
 
 FOLDERS = (
     "Give a hub name, or a folder as ./folder or /folder, with weights as safetensors; on a machine without internet, "
@@ -240,7 +161,7 @@ def build_model(
     many values, whoever watches is told how many have been drawn.
 
     Unless it `draws`, zeros stand where values would be drawn: for who loads theta into it, all of whose parameters are
-    trained. To draw 10 billion takes two minutes of CPU time, shared out among `threads` (None: see `draw`).
+    trained. To draw 10 billion takes two minutes of CPU time, shared out among `threads` (None: see `_draw`).
 
     Raises: ManifestError when transformers does not know such a model, or it does not fit the windows and tokens, or
     cannot keep documents apart where it should.
@@ -339,7 +260,7 @@ class _PortableNormal(TorchDispatchMode):
     it gives zeros."""
 
     def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
-        """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `draw`."""
+        """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `_draw`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._total = total
@@ -361,7 +282,7 @@ class _PortableNormal(TorchDispatchMode):
         return result
 
 
-def draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
+def _draw(seed: int, call: int, out: Vector, threads: int | None = None) -> None:
     """Fill a vector with the values of one call, of mean 0 and standard deviation 1. They do not depend on `threads`
     (None: one for each core that we may use, up to a number)."""
     blocks = range(-(-out.size // BLOCK))
@@ -399,5 +320,5 @@ def _fill(
     if tensor.is_meta:
         return tensor
     values = torch.empty(tensor.numel(), dtype=torch.float32)
-    draw(seed, call, values.numpy(), threads)
+    _draw(seed, call, values.numpy(), threads)
     return tensor.copy_(values.mul_(std).add_(mean).view(tensor.shape))

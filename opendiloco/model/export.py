@@ -40,8 +40,6 @@ def export_model(
         _open_to_readers(folder)
         tokenizer.pretrained().save_pretrained(folder)
         (folder / CARD).write_text(_model_card(config, facts, dtype), encoding="utf-8")
-        if len(facts.curve) > 1:
-            (folder / CURVE).write_text(_curve_picture(facts.curve), encoding="utf-8")
     except OSError as error:
         raise MachineError(f"{folder} cannot be written ({error.strerror or error}).", remedy) from error
 
@@ -75,7 +73,7 @@ def _rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
 # The model card -------------------------------------------------------------------------------------------------------
 
 
-CURVE, CARD = "held_out_loss.svg", "README.md"
+CARD = "README.md"
 ROWS = 20
 """Of the curve, that the card shows as a table at most."""
 STANDS_FOR = {
@@ -85,7 +83,6 @@ STANDS_FOR = {
 """Words in the card's commands, which name no place of anybody's."""
 MARKS = "`|<>"
 """With which words between backticks, in a table, would end these or their cell, or begin a tag."""
-WIDTH, HEIGHT, MARGIN = 640, 280, 48
 
 
 class CurvePoint(BaseModel):
@@ -159,12 +156,13 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 
 
 def _curve(points: Sequence[CurvePoint]) -> str:
-    """The curve as a picture and a table, as far as there is one."""
+    """Return the curve as a table, if there is one."""
     if len(points) < 2:
         return ""
+    shown = min(len(points), ROWS)  # the first and the last among them
     rows = [
         f"| {point.outer_step} | {'' if point.tokens is None else f'{point.tokens:,}'} | {point.loss:.4f} |"
-        for point in _spread(points)
+        for point in (points[place * (len(points) - 1) // (shown - 1)] for place in range(shown))
     ]
     table = "\n".join(["| outer step | tokens | held-out loss |", "| --- | --- | --- |", *rows])
     return f"""\
@@ -173,18 +171,9 @@ def _curve(points: Sequence[CurvePoint]) -> str:
 Loss on the run's held-out text, in nats per token, as its peers found it; the last point was found when this model was
 exported.
 
-![held-out loss by outer step]({CURVE})
-
 {table}
 
 """
-
-
-def _spread(points: Sequence[CurvePoint]) -> Sequence[CurvePoint]:
-    """Return at most `ROWS` of the points, the first and the last among them."""
-    if len(points) <= ROWS:
-        return points
-    return [points[place * (len(points) - 1) // (ROWS - 1)] for place in range(ROWS)]
 
 
 def _data(config: RunConfig) -> str:
@@ -236,31 +225,3 @@ def _origin(facts: RunFacts) -> str:
 
 with {versions}. Here {meanings}. The run's log leads to the same weights, bit for bit, wherever it is followed.
 """
-
-
-def _curve_picture(points: Sequence[CurvePoint]) -> str:
-    """Return the curve as an SVG: loss over outer steps."""
-    steps, losses = [point.outer_step for point in points], [point.loss for point in points]
-    least, most = min(losses), max(losses)
-    across, up = max(steps[-1] - steps[0], 1), (most - least) or 1.0
-
-    def place(step: float, loss: float) -> tuple[float, float]:
-        x = MARGIN + (step - steps[0]) / across * (WIDTH - 2 * MARGIN)
-        return x, HEIGHT - MARGIN - (loss - least) / up * (HEIGHT - 2 * MARGIN)
-
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, steps, losses))
-    axis, bottom = f"M{MARGIN},{MARGIN / 2:.0f} V{HEIGHT - MARGIN} H{WIDTH - MARGIN / 2:.0f}", HEIGHT - MARGIN + 18
-    labels: list[tuple[float, float, str, str]] = [
-        (MARGIN - 6, place(0, loss)[1] + 4, "end", f"{loss:.3f}") for loss in (least, most)
-    ]
-    labels += [(place(step, least)[0], bottom, "middle", str(step)) for step in (steps[0], steps[-1])]
-    labels.append((WIDTH / 2, bottom + 18, "middle", "outer step"))
-    texts = "".join(
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{said}</text>' for x, y, anchor, said in labels
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        f'font-size="12" fill="#444"><rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>'
-        f'<path d="{axis}" fill="none" stroke="#888"/>'
-        f'<polyline points="{line}" fill="none" stroke="#2563eb" stroke-width="2"/>{texts}</svg>\n'
-    )

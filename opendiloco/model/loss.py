@@ -189,11 +189,10 @@ def _model_and_loss(
     """
     flat, head = targets.flatten(), _linear_head(model)
     if head is not None and flat.numel() > positions_at_once(head.out_features, flat.device):
-        left_out = _HeadLeftOut(head)
-        with left_out:
+        with _head_left_out(head) as calls:
             output = model(**inputs)
-        if left_out.stands_for(output.logits):
-            hidden, changed, learns = output.logits.flatten(0, 1), left_out.changed(loss), torch.is_grad_enabled()
+        if len(calls) == 1 and calls[0].stand_for(output.logits):
+            hidden, changed, learns = output.logits.flatten(0, 1), calls[0].changed(loss), torch.is_grad_enabled()
             return output, _LossByPieces.apply(hidden, head.weight, head.bias, flat, changed, learns)  # type: ignore[no-untyped-call]
         _give_up_pieces(model)  # and what it has computed is of no use
     output = model(**inputs)
@@ -233,46 +232,24 @@ def _linear_head(model: Any) -> torch.nn.Linear | None:
     return None
 
 
-class _HeadLeftOut:
-    """A context in which a head returns the hidden states that it is given, as if they were logits.
+@contextmanager
+def _head_left_out(head: torch.nn.Linear) -> Iterator[list[_Notes]]:
+    """Meanwhile a head returns the hidden states that it is given, as if they were logits.
 
-    What the model then does with each of them alone is done with logits later.
+    What the model then does with each of them alone is noted, for each time that it calls its head, to be done with
+    logits later.
     """
+    calls: list[_Notes] = []
 
-    def __init__(self, head: torch.nn.Linear) -> None:
-        self._head = head
-        self._notes: list[_Notes] = []
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack.enter_context(with_forward(self._head, self._forward))
-
-    def __exit__(self, *raised: object) -> None:
-        self._stack.close()
-
-    def stands_for(self, logits: torch.Tensor) -> bool:
-        """Whether the model returned these hidden states in the place of its logits, and did nothing else with them."""
-        if len(self._notes) != 1:
-            return False
-        notes = self._notes[0]
-        return logits is notes.hidden and logits._version == notes.version
-
-    def changed(self, loss: Loss) -> Loss:
-        """Return the loss of what the head returns, where `loss` is that of what the model makes of it."""
-        changes = self._notes[0].changes
-
-        def computed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            for change in changes:
-                logits = change(logits)
-            return loss(logits, targets)
-
-        return computed
-
-    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
         notes = _Notes(_without_view(hidden))
-        self._notes.append(notes)
-        self._stack.enter_context(notes)
+        calls.append(notes)
+        stack.enter_context(notes)
         return notes.hidden
+
+    with ExitStack() as stack:
+        stack.enter_context(with_forward(head, forward))
+        yield calls
 
 
 class _Notes(TorchFunctionMode):
@@ -282,6 +259,20 @@ class _Notes(TorchFunctionMode):
         super().__init__()
         self.hidden, self.version = hidden, hidden._version
         self.changes: list[Change] = []
+
+    def stand_for(self, logits: torch.Tensor) -> bool:
+        """Return whether the model returned these hidden states as its logits, and did nothing else with them."""
+        return logits is self.hidden and logits._version == self.version
+
+    def changed(self, loss: Loss) -> Loss:
+        """Return the loss of what the head returns, where `loss` is that of what the model makes of it."""
+
+        def computed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            for change in self.changes:
+                logits = change(logits)
+            return loss(logits, targets)
+
+        return computed
 
     def __torch_function__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -89,15 +89,10 @@ def _answer_of(child: int, reading: int) -> bytes | None:
                 return answer
             answer += part
             continue
-        before, used = used, _processor_time(child)
+        times = psutil.Process(child).cpu_times()
+        before, used = used, times.user + times.system
         if used == before:
             return None
-
-
-def _processor_time(process: int) -> float:
-    """Return the seconds of the processor's time that a process has used."""
-    times = psutil.Process(process).cpu_times()
-    return float(times.user + times.system)
 
 
 def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing: int) -> NoReturn:

@@ -5,9 +5,10 @@ Needs no torch, except to audit a log from its first entry on.
 Other rooms import:
 archive: Archive, ArchivedRun
 audit: audit
-checkpointer: Checkpointer, KeepingPlan
+checkpointer: Checkpointer
+files: MANIFEST
 loading: Checkpoint, Checkpoints, check_moments_file, load_checkpoint, newest_moments, resume
 remote: Remote, check_url, push_folder, without_secrets
-run_folder: HeldOutCurve, Journal, MANIFEST, RunFolder, default_state_folder, read_curve, read_manifest,
-    remembered_addresses
+run_folder: HeldOutCurve, Journal, RunFolder, default_state_folder, read_curve, read_manifest, remembered_addresses
+writer: KeepingPlan
 """

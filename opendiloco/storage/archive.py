@@ -21,10 +21,10 @@ from opendiloco.errors import MachineError
 from opendiloco.quantities import in_words
 from opendiloco.run import Run
 from opendiloco.shared_memory import VALUE_BYTES, available_memory, check_available
-from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
-from opendiloco.storage.writer import folder_bytes
+from opendiloco.storage.writer import KeepingPlan, folder_bytes
 from opendiloco.training.codec import BlockCodec
 from peers import metrics
 from peers.driver.driver import CALL, CALL_TIMEOUT
@@ -72,7 +72,7 @@ FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, S
 class ArchivedRun:
     """What is kept of one run. Implements `SnapshotSource`."""
 
-    def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path, room: DiskRoom) -> None:
+    def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path, room: _DiskRoom) -> None:
         """May take long, since all that is here is digested. Raises: DilocoPeerError when the folder cannot be used."""
         self.run = run
         self._identity = identity
@@ -81,11 +81,10 @@ class ArchivedRun:
         self.lacks_room = False
         """Whether the disk has had none for what was to be fetched last."""
         self.folder = RunFolder.open(run, identity.peer_id, base)
-        self._format = kernels.FORMATS[run.config.codec.kind]
-        self.log = LogFolder.open(self.folder.log, run.settings.empty_log, self._format.block_bytes)
+        block_bytes = kernels.FORMATS[run.config.codec.kind].block_bytes
+        self.log = LogFolder.open(self.folder.log, run.settings.empty_log, block_bytes)
         self._proofs = MissingProofs(transport, self.log)
-        self._checkpoints = Checkpoints(self.folder.checkpoints, run.run_id)
-        self.checkpointer = Checkpointer(KeepingPlan(self.folder))
+        self.checkpointer = Checkpointer(KeepingPlan(self.folder.path))
         self._state_bytes = 0  # until the model's size is known
         self.buffers: tuple[PayloadBuffers, ...] = ()  # of each fragment, from then on
         self._snapshot: Snapshot | None = None
@@ -110,21 +109,21 @@ class ArchivedRun:
     # What is here ---------------------------------------------------------------------------------------------
     def _load(self) -> None:
         """Give the newest checkpoint from now on, and drop the payloads before the oldest."""
-        checkpoint = self._checkpoints.load_newest()
+        checkpoints = Checkpoints(self.folder.checkpoints, self.run.run_id)
+        checkpoint = checkpoints.load_newest()
         if checkpoint is None:
             return
-        self._snapshot = Snapshot(
-            checkpoint.last, checkpoint.state_digest, checkpoint.chunk_digests, checkpoint.state, checkpoint.ends
-        )
-        self._size_is(len(checkpoint.state))
-        self.log.prune(min(self._checkpoints.indices()))
+        self._snapshot = checkpoint
+        self._size_is(len(checkpoint.data))
+        self.log.prune(min(checkpoints.indices()))
 
     def _size_is(self, state_bytes: int) -> None:
         if not self.buffers:
             whole = slice(0, state_bytes // (2 * VALUE_BYTES))
             fragments = self.run.config.streaming.fragments or (whole,)
             self._state_bytes = 2 * VALUE_BYTES * fragments[-1].stop
-            codecs = [BlockCodec(self._format, part.stop - part.start) for part in fragments]
+            format = kernels.FORMATS[self.run.config.codec.kind]
+            codecs = [BlockCodec(format, part.stop - part.start) for part in fragments]
             self.buffers = PayloadBuffers.of_each(codecs, 0, self.log.payload)
 
     # Giving ---------------------------------------------------------------------------------------------------
@@ -306,7 +305,7 @@ class ArchivedRun:
 
         There has to be room for a snapshot, too: with the next one, the payloads before the last go.
 
-        Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError, NoRoomError."""
+        Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError, _NoRoomError."""
         found = await next_in_log(self._transport, donors[0], self.end, self._signed, self._heads)
         if not self._doubts.may_follow(self.end, found.proof, beats):
             return False
@@ -327,7 +326,7 @@ class ArchivedRun:
     async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
         """Keep a state that our log vouches for, or a better one.
 
-        Raises: LogError, SnapshotError, OSError, NoRoomError."""
+        Raises: LogError, SnapshotError, OSError, _NoRoomError."""
         fetch = LineageFetch(self._transport, self.log)
         index = next(beat.index for beat in beats if beat.peer == donors[0])
 
@@ -362,7 +361,7 @@ class ArchivedRun:
             self.end = self.log.empty_log.at(snapshot.last, snapshot.ends)
 
     async def _complete_log(self, donors: Sequence[str]) -> None:
-        """The headers before those that are here, back to the manifest. Raises: NoRoomError."""
+        """The headers before those that are here, back to the manifest. Raises: _NoRoomError."""
         is_more = True
         while self.log.first and is_more:
             async with self._room.held(self.run.run_id, 0):
@@ -381,7 +380,7 @@ class Archive:
         """`limit` is what the folder may take, in bytes; None: most of the disk. One run may take a quarter."""
         self._identity = identity
         self._folder = folder
-        self._room = DiskRoom(folder, limit)
+        self._room = _DiskRoom(folder, limit)
         self._runs: dict[str, ArchivedRun] = {}
 
     def kept(self, run: str) -> ArchivedRun | None:
@@ -443,7 +442,7 @@ class Archive:
         for work in (archived.follow, archived.sign):  # what a peer does not give keeps no archive from signing
             try:
                 await work()
-            except NoRoomError as error:
+            except _NoRoomError as error:
                 if not archived.lacks_room:
                     logger.error("run %s: %s", archived.run.run_id, error)
                 archived.lacks_room = True
@@ -484,11 +483,11 @@ RUN_SHARE = 4
 """One run may take one such part of all."""
 
 
-class NoRoomError(MachineError):
+class _NoRoomError(MachineError):
     """The disk's owner gives no room for what is to be fetched of a run."""
 
 
-class DiskRoom:
+class _DiskRoom:
     """What the runs in a folder may take, each in a folder of its own that has its id as a name, and what they take."""
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
@@ -505,14 +504,14 @@ class DiskRoom:
 
     @asynccontextmanager
     async def held(self, run: str, needed: int) -> AsyncIterator[None]:
-        """Hold so many bytes for a run while they are fetched. Raises: NoRoomError; nothing is held then."""
+        """Hold so many bytes for a run while they are fetched. Raises: _NoRoomError; nothing is held then."""
         here = await asyncio.to_thread(folder_bytes, self._folder / run)
         self._taken[run] = here
         taken, held, limit = sum(self._taken.values()), sum(self._held.values()), self._limit
         if limit is None:
             limit = int(DISK_SHARE * (taken + shutil.disk_usage(self._folder).free))
         if here + needed > limit // RUN_SHARE or taken + held + needed > limit:
-            raise NoRoomError(
+            raise _NoRoomError(
                 f"to keep more of it takes {in_words(needed)} of disk. It has {in_words(here)}, and may have "
                 f"{in_words(limit // RUN_SHARE)}; all runs have {in_words(taken + held)} of {in_words(limit)}.",
                 "Nothing more of it is fetched until there is room; --max-disk gives more.",

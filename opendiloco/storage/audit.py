@@ -56,7 +56,7 @@ class Findings:
     def lines(self) -> Iterable[str]:
         """For people."""
         for heading, found in (("verified", self.verified), ("not verified", self.unverified)):
-            yield from (f"{heading}: {what}: {entries(indices)}" for what, indices in found.items())
+            yield from (f"{heading}: {what}: {_entries(indices)}" for what, indices in found.items())
         yield from (f"wrong: entry {index}: {what}" for index, what in sorted(self.wrong))
 
 
@@ -67,7 +67,7 @@ def _note(found: dict[str, list[int]], what: str, index: int) -> None:
         indices.append(index)
 
 
-def entries(indices: Iterable[int]) -> str:
+def _entries(indices: Iterable[int]) -> str:
     """Ascending indices in words: "entries 0 to 3, 7"."""
     runs = [list(run) for _, run in groupby(enumerate(indices), lambda placed: placed[1] - placed[0])]
     ends = [(run[0][1], run[-1][1]) for run in runs]
@@ -326,7 +326,7 @@ def _states_from(checkpoint: Checkpoint, run: Run, chain: Chain, findings: Findi
             findings.is_verified(f"states, as {origin} has them", before.index)
         else:
             findings.wrong.append((before.index, f"the recorded state is not that of {origin}"))
-    momentum, theta = np.frombuffer(checkpoint.state, np.float32).reshape(2, -1).copy()
+    momentum, theta = np.frombuffer(checkpoint.data, np.float32).reshape(2, -1).copy()
     state = OuterState(theta, run.config.outer_optimizer, run.config.streaming.fragments)
     state.replace(theta, momentum)
     return _States(run.config, state, place.index, origin, checkpoint.last.amendment if checkpoint.last else None)

@@ -12,17 +12,14 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Literal, Self
+from dataclasses import asdict
+from typing import Self
 
 from prometheus_client import Counter
 
 from opendiloco.child_processes import child_environment, last_line, module_command
-from opendiloco.storage.files import kept
-from opendiloco.storage.loading import index_after, metadata_of, moments_name
-from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob, MomentsJob
+from opendiloco.storage.loading import metadata_of
+from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob, KeepingPlan, MomentsJob
 from opendiloco.workers.supervisor import Supervisor
 from peers.errors import DilocoPeerError
 from peers.network.signals import signals_held_back
@@ -35,56 +32,6 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0  # for what is being written when the volunteer leaves
 OUTCOMES = {SAVED: "saved", NOT_SENT: "not_sent", NOT_SAVED: "not_saved"}
 CHECKPOINTS = Counter("diloco_peer_checkpoints", "Checkpoints by what came of them", ["outcome"])
-
-
-@dataclass(frozen=True)
-class KeepingPlan:
-    """What is kept of a run and where. Rates are in bytes a second; None: as fast as it goes."""
-
-    folder: RunFolder
-    keep_newest: int = 2
-    keep_every: int = 0
-    rate: float | None = None
-    remote: str | None = None
-    remote_rate: float | None = None
-    moments: Literal["none", "local", "remote"] = "local"
-    """Where the inner optimizer's state is kept, too."""
-    disk_limit: int | None = None
-    """Bytes that the folder may take; None: as many as there are."""
-
-    def keeps(self, index: int) -> bool:
-        """Whether a checkpoint after `index` outer steps is worth writing."""
-        return index in kept([index], self.keep_newest, self.keep_every)
-
-    def job(self, state: FrozenSnapshot) -> CheckpointJob:
-        return CheckpointJob(
-            descriptor=state.memory.descriptor,
-            state_bytes=state.memory.data.nbytes,
-            index=index_after(state.last),
-            metadata=metadata_of(self.folder.run_id, state.last, state.state_digest, state.ends),
-            folder=str(self.folder.checkpoints),
-            keep_newest=self.keep_newest,
-            keep_every=self.keep_every,
-            rate=self.rate,
-            remote=self.remote,
-            remote_rate=self.remote_rate,
-            owner=self.folder.peer_id,
-            manifest=str(self.folder.manifest),
-            disk_limit=self.disk_limit,
-        )
-
-    def moments_job(self, index: int) -> MomentsJob:
-        """Return what is to be done with the moments of a checkpoint, once workers have written them."""
-        owner = self.folder.peer_id
-        return MomentsJob(
-            file=str(self.folder.checkpoints / moments_name(index, owner)),
-            ending=moments_name(0, owner).removeprefix("outer-step-000000"),
-            run=self.folder.run_id,
-            owner=owner,
-            rate=self.rate,
-            remote=self.remote if self.moments == "remote" else None,
-            remote_rate=self.remote_rate,
-        )
 
 
 class Checkpointer:
@@ -103,11 +50,11 @@ class Checkpointer:
 
         Called on the event loop; returns at once. The state's memory is held until it is written.
         """
-        if not self._plan.keeps(index_after(state.last)):
+        if not self._plan.keeps(state.index):
             return
         if self._waiting is not None:
             CHECKPOINTS.labels("skipped").inc()
-            logger.info("no checkpoint of outer step %d: those before take too long", index_after(self._waiting.last))
+            logger.info("no checkpoint of outer step %d: those before take too long", self._waiting.index)
         self._waiting = state
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_waiting())
@@ -125,43 +72,40 @@ class Checkpointer:
             await asyncio.wait([self._writing], timeout=CLOSE_SECONDS)
         finally:
             if self._writing.cancel():
-                logger.warning("the last checkpoint was not finished; the one before is in %s", self._plan.folder.path)
+                logger.warning("the last checkpoint was not finished; the one before is in %s", self._plan.folder)
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def _write_waiting(self) -> None:
         while self._waiting is not None:
             state, self._waiting = self._waiting, None
             try:
-                job = self._plan.job(state)
+                job = checkpoint_job(self._plan, state)
                 status, said = await _run_writer(job, job.descriptor)
             except OSError as error:  # not even a process can be had
                 status, said = NOT_SAVED, f"the process that writes checkpoints cannot be started: {error.strerror}"
             outcome = OUTCOMES.get(status, "not_saved")
             CHECKPOINTS.labels(outcome).inc()
-            what = f"the checkpoint of outer step {index_after(state.last)}"
+            what = f"the checkpoint of outer step {state.index}"
             if outcome == "saved":
                 logger.info("%s is saved: %s", what, said)
                 self.on_saved()
             else:
                 logger.warning("%s failed: %s", what, said or f"its process ended with {status}")
             if self.workers is not None and self._plan.moments != "none" and status in (SAVED, NOT_SENT):
-                await self._keep_moments(self.workers, index_after(state.last))
+                await self._keep_moments(self.workers, state.index)
 
     async def _keep_moments(self, workers: Supervisor, index: int) -> None:
         """Have the workers write them beside the checkpoint, and a process finish the file. There is one at a time."""
-        job = self._plan.moments_job(index)
-        path = job.path
-        partial = path.with_name(path.name + PARTIAL)
+        job = MomentsJob(self._plan, index)
+        partial = job.path.with_name(job.path.name + PARTIAL)
         try:
-            await workers.keep_moments(partial, job.run, index)
+            await workers.keep_moments(partial, self._plan.run, index)
             status, said = await _run_writer(job)
         except (SnapshotError, DilocoPeerError, OSError) as error:  # whoever trains with workers hears of their death
             status, said = NOT_SAVED, str(error)
@@ -169,11 +113,17 @@ class Checkpointer:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
         if status in (SAVED, NOT_SENT):
-            workers.kept_moments = path, job.run
+            workers.kept_moments = job.path, self._plan.run
         if status == SAVED:
             logger.info("the moments of outer step %d are saved: %s", index, said)
         else:
             logger.warning("the moments of outer step %d: %s", index, said or f"their process ended with {status}")
+
+
+def checkpoint_job(plan: KeepingPlan, state: FrozenSnapshot) -> CheckpointJob:
+    """Return what is to be done with a frozen state."""
+    metadata = metadata_of(plan.run, state.last, state.state_digest, state.ends)
+    return CheckpointJob(plan, state.index, metadata, state.memory.descriptor, state.memory.data.nbytes)
 
 
 async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tuple[int, str]:
@@ -188,7 +138,7 @@ async def _run_writer(job: CheckpointJob | MomentsJob, *descriptors: int) -> tup
             env=child_environment(),
         )
     try:
-        _, said = await process.communicate(json.dumps([type(job).__name__, asdict(job)]).encode())
+        _, said = await process.communicate(json.dumps([type(job).__name__, asdict(job)], default=str).encode())
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):

@@ -18,6 +18,8 @@ from opendiloco.model.layout import Parameter
 from opendiloco.training.moments_file import header_of, read_header
 from peers.values.system import PARTIAL
 
+MANIFEST, CHECKPOINTS_FOLDER = "run.manifest", "checkpoints"
+"""In the folder of a run and peer: the run's signed manifest, and the folder of its checkpoints."""
 FORMAT = "diloco-peer checkpoint, version 1"
 NAME = re.compile(r"outer-step-(\d{6,18})\.safetensors")
 
@@ -29,6 +31,11 @@ class DamagedFileError(ValueError):
 def file_name(index: int) -> str:
     """Of the checkpoint after `index` outer steps."""
     return f"outer-step-{index:06}.safetensors"
+
+
+def moments_name(index: int, peer_id: str) -> str:
+    """Return the name of a peer's moments after `index` outer steps: unlike checkpoints, they are its own."""
+    return f"outer-step-{index:06}.{peer_id}.moments.safetensors"
 
 
 def index_of(name: str) -> int | None:

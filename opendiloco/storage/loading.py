@@ -8,7 +8,7 @@ import logging
 import mmap
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from peers.log.folder import RunLog
 from peers.log.header import NO_PAYLOAD, Header, cycle_head
 from peers.log.state import LogError, LogState
 from peers.transfer.following import step
+from peers.transfer.snapshots import Snapshot
 from peers.transfer.storage import empty
 from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, WireError, pack, unpack
@@ -29,49 +30,29 @@ from peers.values.workload import BadBlocksError, SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
 
-FIELDS = {"format", "run", "last", "head", "state_digest"}
-ENDS = "ends"
-"""A further field where a cycle has several entries: their digests."""
+FIELDS = {"format", "run", "last", "head", "ends", "state_digest"}
 
 
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A state whose bytes are those that its digest was taken of, and the entry that closes the last cycle that led to
-    it, whose entries have the digests `ends`.
+@dataclass(eq=False)
+class Checkpoint(Snapshot):
+    """A snapshot in the file at `path`, from which its bytes are mapped: momentum's, then theta's.
 
-    `state` is momentum's bytes, then theta's, mapped from the file at `path`, if it is of one. Whether the values are
-    finite has not been checked.
+    They are those that its digest was taken of. Whether the values are finite has not been checked.
     """
 
-    last: Header | None
-    state: memoryview
-    state_digest: bytes
-    ends: tuple[bytes, ...] = ()
-    chunk_digests: tuple[bytes, ...] = ()
-    path: Path | None = None
-
-    @property
-    def index(self) -> int:
-        """Outer steps taken."""
-        return index_after(self.last)
-
-
-def index_after(last: Header | None) -> int:
-    """Outer steps taken once this entry of the log, its last, is applied."""
-    return 0 if last is None else last.index + 1
+    path: Path = field(kw_only=True)
 
 
 def metadata_of(run: str, last: Header | None, state_digest: bytes, ends: Sequence[bytes] = ()) -> dict[str, str]:
-    """What a checkpoint says of itself."""
+    """Return what a checkpoint says of itself; `ends` are the digests of the last cycle's entries."""
     head = b"" if last is None else cycle_head(ends or (last.digest,))
-    more = {ENDS: b"".join(ends).hex()} if len(ends) > 1 else {}
     return {
         "format": FORMAT,
         "run": run,
         "last": "" if last is None else pack(last).hex(),
         "head": head.hex(),
+        "ends": b"".join(ends).hex(),
         "state_digest": state_digest.hex(),
-        **more,
     }
 
 
@@ -128,10 +109,10 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
             metadata, offset = read_file_header(file)
             last, state_digest, ends = _read_metadata(metadata, run)
             state = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[offset:]
-        if index_of(path.name) not in (None, index_after(last)):
-            raise DamagedFileError(f"holds the state after {index_after(last)} outer steps, not what its name says")
-        digests = chunk_digests([state])
-        if digest_of_chunks(digests) != state_digest:
+        found = Checkpoint(last, state_digest, chunk_digests([state]), state, ends, path=path)
+        if index_of(path.name) not in (None, found.index):
+            raise DamagedFileError(f"holds the state after {found.index} outer steps, not what its name says")
+        if digest_of_chunks(found.chunk_digests) != state_digest:
             raise DamagedFileError("holds values that are not those it was written with")
     except OSError as error:
         raise CheckpointError(
@@ -139,21 +120,21 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
         ) from error
     except DamagedFileError as error:
         raise CheckpointError(f"{path} {error}.", "Use another checkpoint.") from error
-    return Checkpoint(last, state, state_digest, ends, digests, path)
+    return found
 
 
 def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes, tuple[bytes, ...]]:
     """The log's last header, the state digest, and the digests of all entries of the last cycle.
 
     Raises: DamagedFileError."""
-    if metadata.get("format") != FORMAT or metadata.keys() - {ENDS} != FIELDS:
+    if metadata.get("format") != FORMAT or metadata.keys() != FIELDS:
         raise DamagedFileError(f"is not of the format {FORMAT!r}")
     if metadata["run"] != run:
         raise DamagedFileError(f"belongs to the run {quoted(metadata['run'], 120)}, not to {run}")
     try:
         state_digest, packed = bytes.fromhex(metadata["state_digest"]), bytes.fromhex(metadata["last"])
         last = unpack(Header, packed, MESSAGE_LIMIT) if packed else None
-        told = bytes.fromhex(metadata.get(ENDS, ""))
+        told = bytes.fromhex(metadata["ends"])
     except (WireError, ValueError) as error:
         raise DamagedFileError(f"has metadata that cannot be read ({error})") from error
     ends = tuple(told[at : at + DIGEST_BYTES] for at in range(0, len(told), DIGEST_BYTES))
@@ -164,18 +145,11 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
 
 
 # Moments --------------------------------------------------------------------------------------------------------------
-# The inner optimizer's state is the machine's own, unlike a checkpoint, which is the same on every peer: so the file's
-# name has its peer's id.
 
 
 MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
 CHECKED_AT_ONCE = 1 << 22
 """Values."""
-
-
-def moments_name(index: int, peer_id: str) -> str:
-    """Return the name of a peer's file after `index` outer steps."""
-    return f"outer-step-{index:06}.{peer_id}.moments.safetensors"
 
 
 def newest_moments(folder: Path, peer_id: str) -> Path | None:
@@ -209,7 +183,7 @@ def check_moments_file(path: Path) -> None:
 
 
 async def resume(
-    workload: Workload, log: RunLog, checkpoint: Checkpoint | None = None, until: int | None = None
+    workload: Workload, log: RunLog, checkpoint: Snapshot | None = None, until: int | None = None
 ) -> LogState:
     """Bring a workload that has the run's initial state as far as a checkpoint and the payloads after it lead; at most
     to the state after `until` outer steps, if the checkpoint's is not later.
@@ -227,15 +201,15 @@ async def resume(
             return log.empty_log
         state = empty(workload.state_size)
         await workload.copy_state(state)
-        checkpoint = Checkpoint(None, state, await workload.state_digest())
+        checkpoint = Snapshot(None, await workload.state_digest(), (), state)
     else:
-        await workload.restore(checkpoint.state, checkpoint.state_digest)
+        await workload.restore(checkpoint.data, checkpoint.state_digest)
     while True:
         reached, wrong = await _replay(workload, log, log.empty_log.at(checkpoint.last, checkpoint.ends), stop)
         if wrong is None:
             return reached
         stop = wrong
-        await workload.restore(checkpoint.state, checkpoint.state_digest)  # there is no way back from a wrong state
+        await workload.restore(checkpoint.data, checkpoint.state_digest)  # there is no way back from a wrong state
 
 
 async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> tuple[LogState, int | None]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from opendiloco.errors import RemoteError, first_line
 from opendiloco.storage.files import file_name, indices_in, kept
@@ -32,8 +33,17 @@ class RateLimit:
         return limit if self._rate is None else max(1, min(limit, int(self._rate / 10)))
 
     def passed(self, done: int) -> None:
+        """Wait until so many bytes may be done."""
         if self._rate is not None:
             self._wait(max(0.0, self._began + done / self._rate - time.monotonic()))
+
+    def read(self, file: BinaryIO, limit: int) -> Iterator[bytes]:
+        """Yield the rest of a file in pieces of `limit` bytes at most."""
+        done = 0
+        while piece := file.read(self.piece(limit)):
+            yield piece
+            done += len(piece)
+            self.passed(done)
 
 
 def check_url(url: str) -> None:
@@ -59,10 +69,6 @@ class Remote:
             self._files, root = fsspec.core.url_to_fs(url)
             self._root = root.rstrip("/")
             self._make_folder(self._root)
-
-    def folder(self, name: str) -> Remote:
-        """A folder in it. Raises: RemoteError."""
-        return Remote(f"{self._url.rstrip('/')}/{name}")
 
     def names(self) -> list[str]:
         """Of what is in it now. Raises: RemoteError."""
@@ -90,8 +96,8 @@ class Remote:
         partial = self._path(name + suffix)
         with self._errors():
             try:
-                with self._files.open(partial, "wb") as file:
-                    for piece in _pieces(path, RateLimit(rate)):
+                with path.open("rb") as source, self._files.open(partial, "wb") as file:
+                    for piece in RateLimit(rate).read(source, PIECE):
                         file.write(piece)
                 self._files.mv(partial, self._path(name))
             except BaseException:
@@ -135,15 +141,6 @@ def push_folder(folder: Path, url: str) -> None:
     remote = Remote(url)
     for path in sorted(paths, key=lambda path: (path.name == "README.md", path.stat().st_size)):
         remote.send(path, path.relative_to(folder).as_posix())
-
-
-def _pieces(path: Path, limit: RateLimit) -> Iterator[bytes]:
-    done = 0
-    with path.open("rb") as file:
-        while piece := file.read(limit.piece(PIECE)):
-            yield piece
-            done += len(piece)
-            limit.passed(done)
 
 
 def without_secrets(url: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from opendiloco.errors import MachineError
 from opendiloco.run import Run
+from opendiloco.storage.files import CHECKPOINTS_FOLDER, MANIFEST
 from peers.errors import ManifestError
 from peers.log.header import Header
 from peers.network.first_contact import CONTACT_LIMIT, FILE_NAME, RememberedPeers
@@ -23,7 +24,7 @@ from peers.values.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, SIGNED_HEADS, HELD_OUT = "run.manifest", "signed_heads", "held_out.jsonl"
+SIGNED_HEADS, HELD_OUT = "signed_heads", "held_out.jsonl"
 
 
 def default_state_folder() -> Path:
@@ -77,7 +78,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS_FOLDER
 
     @property
     def log(self) -> Path:
@@ -195,12 +196,9 @@ class Journal:
 
     path: Path
 
-    @classmethod
-    def open(cls, path: Path) -> Journal:
-        """To append to. The file is made now, so that a wrong name is not found out later. Raises: MachineError."""
-        journal = cls(path)
-        journal._write("")
-        return journal
+    def __post_init__(self) -> None:
+        """Make the file now, so that a wrong name is not found out later. Raises: MachineError."""
+        self._write("")
 
     def append(self, header: Header, state_digest: bytes) -> None:
         """Raises: MachineError when the disk does not take it."""

@@ -19,9 +19,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from opendiloco.errors import RemoteError
-from opendiloco.storage.files import file_header, file_name, prune, sweep
+from opendiloco.storage.files import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST,
+    file_header,
+    file_name,
+    kept,
+    moments_name,
+    prune,
+    sweep,
+)
 from opendiloco.storage.remote import RateLimit, Remote
 from opendiloco.training.moments_file import digest_place, read_header
 from peers.values.system import PARTIAL, make_private_folder, sync_folder
@@ -32,27 +42,55 @@ PIECE = 4 << 20  # bytes copied at once
 FLUSH = 64 << 20  # bytes; what is not on the disk yet, and the page cache, are kept below about so many
 
 
-class _DiskLimitError(Exception):
-    """The owner gives no more room; its words say how to get some."""
+@dataclass(frozen=True)
+class KeepingPlan:
+    """What is kept of a run and where. Rates are in bytes a second; None: as fast as it goes."""
+
+    folder: Path
+    """That of a `RunFolder`."""
+    keep_newest: int = 2
+    keep_every: int = 0
+    rate: float | None = None
+    remote: str | None = None
+    remote_rate: float | None = None
+    moments: Literal["none", "local", "remote"] = "local"
+    """Where the inner optimizer's state is kept, too."""
+    disk_limit: int | None = None
+    """Bytes that the folder may take; None: as many as there are."""
+
+    @property
+    def run(self) -> str:
+        return self.folder.parent.name
+
+    @property
+    def peer_id(self) -> str:
+        return self.folder.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / CHECKPOINTS_FOLDER
+
+    def keeps(self, index: int) -> bool:
+        """Return whether a checkpoint after `index` outer steps is worth writing."""
+        return index in kept([index], self.keep_newest, self.keep_every)
 
 
 def main() -> int:
     """Do the job that is on the standard input. Returns the exit status."""
     kind, values = json.load(sys.stdin)
-    job = JOBS[kind](**values)
+    plan = values.pop("plan")
+    job = JOBS[kind](KeepingPlan(**plan | {"folder": Path(plan["folder"])}), **values)
     os.nice(NICENESS)
     began = time.monotonic()
     try:
         size = job.write()
-    except _DiskLimitError as error:
-        return _end(NOT_SAVED, str(error))
     except (OSError, ValueError) as error:
         return _end(NOT_SAVED, f"{job.path} cannot be written: {job.cause(error)}")
     saved = f"{job.path} ({size / 1e6:.1f} MB in {time.monotonic() - began:.1f} s)"
     if job.remote is None:
         return _end(SAVED, saved)
     try:
-        job.send(Remote(job.remote).folder(job.run))
+        job.send(Remote(f"{job.remote.rstrip('/')}/{job.plan.run}"))
     except RemoteError as error:
         return _end(NOT_SENT, f"{saved} is not at the remote: {error}")
     return _end(SAVED, f"{saved}, also at the remote after {time.monotonic() - began:.1f} s")
@@ -65,55 +103,48 @@ def _end(status: int, line: str) -> int:
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class CheckpointJob:
-    """One checkpoint to write; rates are in bytes a second, None: as fast as it goes."""
+    """One checkpoint to write."""
 
-    descriptor: int
-    state_bytes: int
+    plan: KeepingPlan
     index: int
     metadata: dict[str, str]
-    folder: str
-    keep_newest: int
-    keep_every: int
-    rate: float | None = None
-    remote: str | None = None
-    remote_rate: float | None = None
-    owner: str = ""
-    manifest: str | None = None
-    """A file that is to be beside the remote checkpoints, if it is there."""
-    disk_limit: int | None = None
-    """Bytes that the folder above the checkpoints may take."""
+    descriptor: int
+    state_bytes: int
 
     @property
     def path(self) -> Path:
-        return Path(self.folder) / file_name(self.index)
+        return self.plan.checkpoints / file_name(self.index)
 
     @property
-    def run(self) -> str:
-        return self.metadata["run"]
+    def remote(self) -> str | None:
+        return self.plan.remote
 
     def write(self) -> int:
         """Write it, and remove the checkpoints that are not to be kept. Returns its bytes.
 
-        Raises: OSError; _DiskLimitError when it takes more room than its owner gives.
+        Raises: OSError; ValueError when it takes more room than its owner gives.
         """
-        folder = self.path.parent
-        if self.disk_limit is not None and folder_bytes(folder.parent) + self.state_bytes > self.disk_limit:
-            raise _DiskLimitError(
-                f"{self.state_bytes / 1e6:.0f} MB more are more than the {self.disk_limit / 1e9:g} GB of --max-disk. "
-                "Keep fewer with --keep, or raise --max-disk."
+        plan, limit = self.plan, self.plan.disk_limit
+        if limit is not None and folder_bytes(plan.folder) + self.state_bytes > limit:
+            raise ValueError(
+                f"{self.state_bytes / 1e6:.0f} MB more are more than the {limit / 1e9:g} GB of --max-disk. "
+                "Keep fewer with --keep, or raise --max-disk"
             )
-        _write_checkpoint(self.path, self.descriptor, self.state_bytes, self.metadata, self.rate)
-        prune(folder, self.keep_newest, self.keep_every, self.index)
+        _write_checkpoint(self.path, self.descriptor, self.state_bytes, self.metadata, plan.rate)
+        prune(plan.checkpoints, plan.keep_newest, plan.keep_every, self.index)
         return self.state_bytes
 
     def send(self, remote: Remote) -> None:
         """Send it to the run's remote folder, which is then pruned by the same rule. Raises: RemoteError."""
-        if self.manifest is not None and Path(self.manifest).exists():
-            remote.send(Path(self.manifest), Path(self.manifest).name)
-        remote.send_whole(self.path, self.path.name, self.owner, self.remote_rate)
-        remote.prune(self.keep_newest, self.keep_every, self.index)
+        plan, manifest = self.plan, self.plan.folder / MANIFEST
+        if manifest.exists():
+            remote.send(manifest, MANIFEST)
+        remote.send_whole(self.path, self.path.name, plan.peer_id, plan.remote_rate)
+        remote.prune(plan.keep_newest, plan.keep_every, self.index)
 
     def cause(self, error: Exception) -> str:
         """Return why it was not written, and what to do."""
@@ -181,38 +212,44 @@ def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
 
 
 # Moments --------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class MomentsJob:
-    """One file of moments to _finish, which workers have written with PARTIAL at its name's end: digest, disk, name.
+    """One file of moments to finish, which workers have written with PARTIAL at its name's end: digest, disk, name.
 
-    Others of the same `owner`, whose names end in `ending`, are removed.
+    The peer's older ones are removed.
     """
 
-    file: str
-    ending: str
-    run: str
-    owner: str
-    rate: float | None = None
-    remote: str | None = None
-    remote_rate: float | None = None
+    plan: KeepingPlan
+    index: int
 
     @property
     def path(self) -> Path:
-        return Path(self.file)
+        return self.plan.checkpoints / moments_name(self.index, self.plan.peer_id)
+
+    @property
+    def remote(self) -> str | None:
+        return self.plan.remote if self.plan.moments == "remote" else None
+
+    @property
+    def _ending(self) -> str:
+        """Return what the names of all of the peer's moments end in."""
+        return self.path.name.removeprefix(f"outer-step-{self.index:06}")
 
     def write(self) -> int:
         """Finish it, and remove the owner's others. Returns its bytes. Raises: OSError, ValueError."""
-        size = _finish(self.path, self.rate)
-        for old in self.path.parent.glob(f"*{self.ending}"):
+        size = _finish(self.path, self.plan.rate)
+        for old in self.plan.checkpoints.glob(f"*{self._ending}"):
             if old != self.path:
                 old.unlink(missing_ok=True)
         return size
 
     def send(self, remote: Remote) -> None:
         """Send it to the run's remote folder, where it takes the place of the owner's last one. Raises: RemoteError."""
-        remote.send_whole(self.path, self.path.name, self.owner, self.remote_rate)
+        remote.send_whole(self.path, self.path.name, self.plan.peer_id, self.plan.remote_rate)
         for name in remote.names():
-            if name.endswith(self.ending) and name != self.path.name:
+            if name.endswith(self._ending) and name != self.path.name:
                 remote.remove(name)
 
     def cause(self, error: Exception) -> str:
@@ -226,19 +263,18 @@ def _finish(path: Path, rate: float | None) -> int:
     """
     from blake3 import blake3
 
-    partial, digest, limit = path.with_name(path.name + PARTIAL), blake3(), RateLimit(rate)
+    partial, digest = path.with_name(path.name + PARTIAL), blake3()
     with partial.open("r+b") as file:
         _, _, start = read_header(file)
         file.seek(0)
         place = digest_place(file.read(start))
         done = flushed = 0
-        while data := file.read(limit.piece(PIECE)):
+        for data in RateLimit(rate).read(file, PIECE):
             digest.update(data)
             done += len(data)
             if done - flushed >= FLUSH:
                 os.fdatasync(file.fileno())
                 flushed = done
-            limit.passed(done)
         os.pwrite(file.fileno(), digest.hexdigest().encode(), place)
         os.fsync(file.fileno())
     partial.replace(path)

@@ -16,8 +16,9 @@ from opendiloco.evaluation_turns import HeldOut, bits_per_byte
 from opendiloco.kernels import FORMATS
 from opendiloco.model.export import CurvePoint, Dtype, RunFacts
 from opendiloco.run import Run, find_run
+from opendiloco.storage.files import MANIFEST
 from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
-from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_curve, read_manifest
+from opendiloco.storage.run_folder import RunFolder, read_curve, read_manifest
 from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import ask_for_signed_heads

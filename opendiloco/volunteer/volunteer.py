@@ -19,9 +19,10 @@ from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.shared_memory import MemoryCap, available_memory, cap_memory
 from opendiloco.stages import at_stage, watched_by
-from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
+from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints, check_moments_file, newest_moments, resume
 from opendiloco.storage.run_folder import HeldOutCurve, Journal, RunFolder
+from opendiloco.storage.writer import KeepingPlan
 from opendiloco.view.curves import Curves, configuration_of
 from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, OwnFacts, ProgressReader
 from opendiloco.view.run_view import RunView
@@ -138,7 +139,7 @@ class Session:
     def _keeping(self, folder: RunFolder, caps: Caps) -> KeepingPlan:
         settings, rate = self.settings, self.settings.checkpoint_rate
         return KeepingPlan(
-            folder=folder,
+            folder=folder.path,
             keep_newest=settings.keep,
             keep_every=settings.keep_every,
             rate=rate,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section, explain_validation_error, read_toml
+from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section, describe_validation_error, read_toml
 from opendiloco.kernels import FORMATS
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.tools.plan.forecast import QUANTIZED, QUANTIZED_SPARSE, Peer, Plan, Swarm
@@ -72,7 +72,7 @@ class Links(Section):
         try:
             return cls.model_validate(content)
         except ValidationError as error:
-            raise explain_validation_error(str(path), error, cls) from None
+            raise ManifestError(describe_validation_error(str(path), error, cls)) from None
 
 
 def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:

@@ -54,8 +54,8 @@ class Donor:
         self.recorded = recorded
         self.transport = FakeTransport()
         saved = recorded.states[FROZEN]
-        digests = chunk_digests([saved.state])
-        self.snapshot = Snapshot(saved.last, saved.state_digest, digests, saved.state)
+        digests = chunk_digests([saved.data])
+        self.snapshot = Snapshot(saved.last, saved.state_digest, digests, saved.data)
         self.buffers = PayloadBuffers(new_state(recorded.run).fragments[0], 1 << 30)
         for payload in recorded.payloads:
             self.buffers.kept.keep(payload)

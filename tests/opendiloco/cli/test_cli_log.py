@@ -14,7 +14,7 @@ from opendiloco.cli import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.model.build import initial_theta
 from opendiloco.run import Run
-from opendiloco.storage.audit import Findings, _Proofs, entries
+from opendiloco.storage.audit import Findings, _entries, _Proofs
 from opendiloco.storage.files import file_header
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import RunFolder
@@ -86,7 +86,7 @@ def checkpoint(folder: RunFolder, recorded: RecordedRun, index: int) -> Path:
     saved = recorded.states[index]
     path = folder.checkpoints / f"outer-step-{index:06}.safetensors"
     metadata = metadata_of(recorded.run.run_id, saved.last, saved.state_digest)
-    path.write_bytes(file_header(len(saved.state), metadata) + saved.state)
+    path.write_bytes(file_header(len(saved.data), metadata) + saved.data)
     return path
 
 
@@ -405,9 +405,9 @@ def test_the_first_of_several_wrong_entries_is_named(folder: RunFolder, recorded
 
 
 def test_indices_in_words() -> None:
-    assert entries([7]) == "entry 7"
-    assert entries([1, 2, 3]) == "entries 1 to 3"
-    assert entries([0, 2, 3, 9]) == "entries 0, 2 to 3, 9"
+    assert _entries([7]) == "entry 7"
+    assert _entries([1, 2, 3]) == "entries 1 to 3"
+    assert _entries([0, 2, 3, 9]) == "entries 0, 2 to 3, 9"
 
 
 # What excludes peers ----------------------------------------------------------------------------------------------

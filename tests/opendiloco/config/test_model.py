@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.model.build import BLOCK, _PortableNormal, build_model, build_skeleton, draw, initial_theta
+from opendiloco.model.build import BLOCK, _draw, _PortableNormal, build_model, build_skeleton, initial_theta
 from opendiloco.model.initial_weights import digest_of_weights
 from opendiloco.model.parameters import Shards, layout_of, trainable
 from peers.errors import ManifestError
@@ -70,14 +70,14 @@ def reference(seed: int, call: int, count: int) -> list[float]:
 @pytest.mark.parametrize("seed_and_call", GOLDEN)
 def test_the_portable_normal_is_as_it_is_defined(seed_and_call: tuple[int, int]) -> None:
     values = np.empty(1000, np.float32)
-    draw(*seed_and_call, values)
+    _draw(*seed_and_call, values)
     assert values.tolist() == reference(*seed_and_call, 1000)
     assert values[:2].tolist() == GOLDEN[seed_and_call]
 
 
 def test_the_portable_normal_is_the_same_in_every_block_on_every_machine() -> None:
     values = np.empty(BLOCK + 5, np.float32)
-    draw(7, 1, values)
+    _draw(7, 1, values)
     assert hashlib.sha256(values.astype("<f4").tobytes()).hexdigest() == GOLDEN_BLOCKS
 
 
@@ -89,12 +89,12 @@ def test_initial_weights_are_the_same_on_every_machine(small_config: RunConfig) 
 def test_the_portable_normal_does_not_depend_on_who_draws_it() -> None:
     """However many threads draw, in whatever order; and no two blocks, calls or seeds have the same values."""
     alone, together = np.empty((2, 3 * BLOCK + 5), np.float32)
-    draw(7, 0, alone, threads=1)
-    draw(7, 0, together, threads=5)
+    _draw(7, 0, alone, threads=1)
+    _draw(7, 0, together, threads=5)
     assert np.array_equal(alone.view(np.uint32), together.view(np.uint32))
     others = np.empty((2, BLOCK), np.float32)
-    draw(7, 1, others[0])
-    draw(8, 0, others[1])
+    _draw(7, 1, others[0])
+    _draw(8, 0, others[1])
     parts = [*alone[: 3 * BLOCK].reshape(3, BLOCK), *others]
     correlations = np.corrcoef(parts)
     assert np.abs(correlations - np.eye(len(parts))).max() < 0.01

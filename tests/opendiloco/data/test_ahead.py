@@ -42,7 +42,8 @@ def test_training_finds_what_was_tokenized_ahead(
     before, ahead = child_processes(), Ahead(config)
     data = load_data(config, ByteTokenizer(), TokenCache(), ahead.tokenize)
     first = data.samples.read(np.arange(3))
-    ahead.wait()
+    assert ahead._process is not None
+    ahead._process.wait()
     [number] = kept(tmp_path)
     made: list[int | None] = []
     pieces = TokenizedSource.pieces

@@ -41,7 +41,7 @@ def test_batches_are_the_samples_in_their_order() -> None:
 
 def test_they_are_read_ahead_by_another_thread_but_not_too_far() -> None:
     samples = Samples()
-    reading = iter(Batches(samples, NUMBERS, 1, ahead=2))
+    reading = iter(Batches(samples, NUMBERS, 1))
     next(reading)
     for _ in range(3):
         assert samples.was_read.acquire(timeout=30), "waiting for two more batches than the one in use"
@@ -52,7 +52,7 @@ def test_they_are_read_ahead_by_another_thread_but_not_too_far() -> None:
 
 def test_who_stops_early_leaves_no_thread() -> None:
     samples, before = Samples(), set(threading.enumerate())
-    for _ in Batches(samples, NUMBERS, 1, ahead=2):
+    for _ in Batches(samples, NUMBERS, 1):
         break
     assert set(threading.enumerate()) <= before
     assert len(samples.read_by) <= 4

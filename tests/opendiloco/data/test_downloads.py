@@ -12,7 +12,7 @@ import pytest
 
 from opendiloco.config.data import TokenizerSection
 from opendiloco.data import hub
-from opendiloco.data.hub import _downloading, _downloading_model, downloading_rows
+from opendiloco.data.hub import downloading
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.errors import DataError
 from opendiloco.stages import watched_by
@@ -29,10 +29,8 @@ FILES = [
 class Hub:
     """What the hub says of anything."""
 
-    def model_info(self, name: str, **options: Any) -> Any:
+    def repo_info(self, name: str, **options: Any) -> Any:
         return SimpleNamespace(siblings=FILES)
-
-    dataset_info = model_info
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +57,7 @@ def test_weights_say_how_far_they_have_come(tmp_path: Path) -> None:
     blobs = tmp_path / "models--people--llama" / "blobs"
     blobs.mkdir(parents=True)
     watched = watched_by(lambda stage, share: heard.put((stage, share)))
-    with watched, _downloading_model("people/llama", "*.safetensors"):
+    with watched, downloading("people/llama", "model", ["*.safetensors"]):
         stage, share = heard.get(timeout=PATIENCE)
         assert (stage, share) == ("downloading people/llama, as far as it is not here (2 kB)", None)
         (blobs / "1.incomplete").write_bytes(bytes(500))
@@ -72,8 +70,8 @@ def test_rows_count_from_what_was_there_before(tmp_path: Path) -> None:
     heard: Heard = queue.SimpleQueue()
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "old").write_bytes(bytes(7000))
-    watched, file = watched_by(lambda stage, share: heard.put((stage, share))), "people/text@abc/data/train.parquet"
-    with watched, downloading_rows("people/text", [f"hf://datasets/{file}"]):
+    watched = watched_by(lambda stage, share: heard.put((stage, share)))
+    with watched, downloading("people/text", "dataset", ["*data/train.parquet"]):
         (tmp_path / "rows" / "new.incomplete").write_bytes(bytes(1000))
         assert "(4 kB)" in heard_at(heard, 0.25)
 
@@ -82,10 +80,10 @@ def test_what_the_hub_does_not_say_has_a_stage_all_the_same(tmp_path: Path, monk
     def unreachable(*arguments: Any, **options: Any) -> Any:
         raise OSError("no network")
 
-    monkeypatch.setattr(Hub, "model_info", unreachable)
+    monkeypatch.setattr(Hub, "repo_info", unreachable)
     said = list[tuple[str, float | None]]()
     watched = watched_by(lambda *stage: said.append(stage))
-    with watched, _downloading_model("people/llama", "*.safetensors"), _downloading("text", tmp_path, None):
+    with watched, downloading("people/llama", "model", ["*.safetensors"]), downloading("text", "dataset", []):
         pass
     assert said == [(f"downloading {name}, as far as it is not here", None) for name in ("people/llama", "text")]
 

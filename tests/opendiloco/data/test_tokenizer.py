@@ -4,29 +4,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from opendiloco.cli.run import _with_tokenizer_named
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.tokenizer import ByteTokenizer, _byte_symbols, build_tokenizer, digest_of_tokenizer
+from opendiloco.data.tokenizer import SPECIAL_TOKENS, ByteTokenizer, build_tokenizer, digest_of_tokenizer
 from opendiloco.errors import DataError, MachineError
 from peers.errors import ManifestError
 
 PRETRAINED = ByteTokenizer().pretrained()
 
 
-def test_every_byte_has_a_printable_symbol_of_its_own() -> None:
-    symbols = _byte_symbols()
-    assert len(set(symbols)) == 256
-    assert all(symbol.isprintable() and not symbol.isspace() for symbol in symbols)
-    assert symbols[ord("A")] == "A"
-    assert symbols[ord(" ")] == "Ġ"
-
-
 @given(st.text())
 def test_the_exported_tokenizer_has_the_training_ids_and_loses_nothing(text: str) -> None:
+    assume(not any(token in text for token in SPECIAL_TOKENS))  # which the library takes for the tokens themselves
     ids = PRETRAINED(text, add_special_tokens=False)["input_ids"]
     assert ids == ByteTokenizer().encode_document(text.encode()).tolist()
     assert PRETRAINED.decode(ids) == text

@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import BEGIN, END, PADDING, ByteTokenizer
 from opendiloco.errors import MachineError
 from opendiloco.model.build import build_model
-from opendiloco.model.export import CURVE, ROWS, CurvePoint, RunFacts, _model_card, export_model
+from opendiloco.model.export import ROWS, CurvePoint, RunFacts, _model_card, export_model
 
 FACTS = RunFacts(
     run_id="small-abc", manifest_digest="cd" * 32, outer_steps=12, tokens=345678, peers=3, held_out_loss=2.15625
@@ -89,10 +88,6 @@ def test_the_card_has_curve_data_contributors_and_the_command(small_config: RunC
         assert said in card, said
     rows = card.partition("| held-out loss |\n")[2].partition("\n\n")[0].splitlines()
     assert len(rows) == 1 + ROWS
-    picture = ElementTree.fromstring((tmp_path / CURVE).read_text())
-    assert f"]({CURVE})" in card
-    [line] = picture.iter("{http://www.w3.org/2000/svg}polyline")
-    assert len(line.attrib["points"].split()) == 50
     whole = _model_card(small_config, facts.model_copy(update={"knows_all": True}))
     assert "| peers that contributed | 17 |" in whole
 
@@ -108,7 +103,6 @@ def test_without_a_curve_the_card_has_none(small_config: RunConfig, tmp_path: Pa
     one = FACTS.model_copy(update={"curve": (CurvePoint(outer_step=12, loss=2.0),)})
     export_model(build_model(small_config, ByteTokenizer()), ByteTokenizer(), tmp_path, small_config, one)
     assert "## Training curve" not in (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert not (tmp_path / CURVE).exists()
 
 
 @pytest.mark.parametrize("tied", [False, True])

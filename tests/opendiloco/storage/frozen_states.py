@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from opendiloco.storage.checkpointer import KeepingPlan
-from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import CheckpointJob
+from opendiloco.storage.checkpointer import checkpoint_job
+from opendiloco.storage.writer import CheckpointJob, KeepingPlan
 from peers.log.header import Header, Member
 from peers.log.state import LogState
 from peers.transfer.snapshots import FrozenSnapshot
@@ -42,9 +40,9 @@ def frozen(index: int, values: int = VALUES, run: str = RUN) -> FrozenSnapshot:
 
 
 def plan(base: Path, **more: Any) -> KeepingPlan:
-    return KeepingPlan(RunFolder(base / RUN / "PeerA"), **more)
+    return KeepingPlan(base / RUN / "PeerA", **more)
 
 
 def job(folder: Path, state: FrozenSnapshot, **more: Any) -> CheckpointJob:
-    """To write `state` into `folder`."""
-    return replace(plan(folder).job(state), folder=str(folder), **more)
+    """To write `state` into `folder`, which is one of checkpoints."""
+    return checkpoint_job(KeepingPlan(folder.parent, **more), state)

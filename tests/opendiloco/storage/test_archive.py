@@ -20,7 +20,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import quantize_difference
 from opendiloco.run import Run
 from opendiloco.storage import archive as archives
-from opendiloco.storage.archive import Archive, ArchivedRun, DiskRoom, NoRoomError
+from opendiloco.storage.archive import Archive, ArchivedRun, _DiskRoom, _NoRoomError
 from opendiloco.training.codec import BlockCodec
 from peers.errors import LocalProtocolError
 from peers.log.folder import LogFolder
@@ -93,7 +93,7 @@ def run(small_config: RunConfig) -> Run:
 
 
 def archive(run: Run, folder: Path, limit: int | None = None) -> ArchivedRun:
-    return ArchivedRun(run, NODE, cast(HivemindTransport, Network(run.manifest)), folder, DiskRoom(folder, limit))
+    return ArchivedRun(run, NODE, cast(HivemindTransport, Network(run.manifest)), folder, _DiskRoom(folder, limit))
 
 
 def payload(seed: int) -> Payload:
@@ -317,7 +317,7 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
     assert "--max-disk gives more" in said
     assert look(20_000_000) == [], "it was said before"
     assert not fetched
-    with pytest.raises(NoRoomError):
+    with pytest.raises(_NoRoomError):
         asyncio.run(kept._keep_snapshot([beat], ["a"], 0))
     assert look(8 * VALUES) == []
     assert (fetched, kept.end) == (["payload"], states[1])
@@ -330,21 +330,21 @@ def test_what_is_fetched_of_one_run_is_counted_for_all(tmp_path: Path) -> None:
     for name in ("old", "a", "b"):
         (tmp_path / name).mkdir()
     (tmp_path / "old" / "file").write_bytes(bytes(20_480))
-    room = DiskRoom(tmp_path, 40_960 + 8192)
+    room = _DiskRoom(tmp_path, 40_960 + 8192)
     room.measure()
 
     async def scenario() -> None:
-        with pytest.raises(NoRoomError, match=r"takes 12.3 kB of disk"):
+        with pytest.raises(_NoRoomError, match=r"takes 12.3 kB of disk"):
             async with room.held("a", 12_289):  # a quarter is 12,288
                 raise AssertionError
         async with room.held("a", 12_288), room.held("b", 12_288):
-            with pytest.raises(NoRoomError):
+            with pytest.raises(_NoRoomError):
                 async with room.held("c", 8192):
                     raise AssertionError
         async with room.held("c", 8192):
             pass
         (tmp_path / "a" / "file").write_bytes(bytes(4096))
-        with pytest.raises(NoRoomError, match=r"has 4.1 kB"):
+        with pytest.raises(_NoRoomError, match=r"has 4.1 kB"):
             async with room.held("a", 12_288):
                 raise AssertionError
         room.forget("old")
@@ -360,13 +360,13 @@ def test_most_of_the_disk_is_for_runs_unless_the_owner_says_how_much(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=40_000))
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "file").write_bytes(bytes(8192))
-    room = DiskRoom(tmp_path)
+    room = _DiskRoom(tmp_path)
     room.measure()
 
     async def scenario() -> None:
         async with room.held("a", 10_000):
             pass
-        with pytest.raises(NoRoomError, match=r"may have 10.8 kB; all runs have 8.19 kB of 43.4 kB"):
+        with pytest.raises(_NoRoomError, match=r"may have 10.8 kB; all runs have 8.19 kB of 43.4 kB"):
             async with room.held("a", 11_000):
                 raise AssertionError
 

@@ -21,7 +21,7 @@ import pytest
 
 from opendiloco.storage.files import file_name
 from opendiloco.storage.loading import Checkpoints
-from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, _write_checkpoint, folder_bytes, main
+from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob, _write_checkpoint, folder_bytes, main
 from peers.transfer.snapshots import FrozenSnapshot
 from tests.opendiloco.storage.frozen_states import RUN, frozen, job
 
@@ -52,12 +52,16 @@ def run(program: str, folder: Path, index: int, *arguments: str, **more: Any) ->
     state = frozen(index)
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        input=json.dumps(["CheckpointJob", asdict(job(folder, state, **more))]),
+        input=packed(job(folder, state, **more)),
         pass_fds=[state.memory.descriptor],
         capture_output=True,
         text=True,
     )
     return done.returncode, done.stderr
+
+
+def packed(job: CheckpointJob) -> str:
+    return json.dumps(["CheckpointJob", asdict(job)], default=str)
 
 
 def names(folder: Path) -> set[str]:
@@ -67,9 +71,10 @@ def names(folder: Path) -> set[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With a good checkpoint after 5 outer steps."""
-    code, said = run(PLAIN, tmp_path, 5)
+    path = tmp_path / RUN / "A" / "checkpoints"
+    code, said = run(PLAIN, path, 5)
     assert code == SAVED, said
-    return tmp_path
+    return path
 
 
 def newest(folder: Path) -> int:
@@ -79,10 +84,11 @@ def newest(folder: Path) -> int:
 
 
 def test_it_says_in_one_line_what_it_wrote(tmp_path: Path) -> None:
-    code, said = run(PLAIN, tmp_path, 5)
+    folder = tmp_path / RUN / "A" / "checkpoints"
+    code, said = run(PLAIN, folder, 5)
     assert (code, said.count("\n")) == (SAVED, 1)
-    assert said.startswith(f"{tmp_path / file_name(5)} (2.4 MB in ")
-    assert Checkpoints(tmp_path, RUN).load(5).state == frozen(5).memory.data
+    assert said.startswith(f"{folder / file_name(5)} (2.4 MB in ")
+    assert Checkpoints(folder, RUN).load(5).data == frozen(5).memory.data
 
 
 def test_it_starts_without_what_is_slow_to_import() -> None:
@@ -156,7 +162,7 @@ def test_a_full_disk_is_not_written_to_at_all(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free=1_000_000))
     monkeypatch.setattr(os, "nice", lambda increment: None)
     state = frozen(6)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(["CheckpointJob", asdict(job(folder, state))])))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(packed(job(folder, state))))
     assert main() == NOT_SAVED
     said = capsys.readouterr().err
     assert f"{folder} has no room: a checkpoint needs 2 MB, 1 MB are free." in said
@@ -171,8 +177,7 @@ def test_an_owner_gives_no_more_room_than_the_limit(
     monkeypatch.setattr(os, "nice", lambda increment: None)
     state, used = frozen(6), folder_bytes(folder.parent)
     for room, status, there in ((1_000_000, NOT_SAVED, {5}), (3_000_000, SAVED, {5, 6})):
-        written = asdict(job(folder, state, disk_limit=used + room))
-        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(["CheckpointJob", written])))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(packed(job(folder, state, disk_limit=used + room))))
         assert main() == status
         assert names(folder) == {file_name(index) for index in there}
     said = capsys.readouterr().err
@@ -203,11 +208,9 @@ def test_it_waits_as_its_rate_demands(folder: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_it_is_sent_on(scheme: str, folder: Path, tmp_path: Path) -> None:
     remote = tmp_path / "remote"
-    manifest = tmp_path / "run.manifest"
-    manifest.write_bytes(b"signed")
+    (folder.parent / "run.manifest").write_bytes(b"signed")
     for index in (6, 7, 8):
-        more = {"remote": f"{scheme}{remote}", "manifest": str(manifest), "owner": "A"}
-        code, said = run(PLAIN, folder, index, **more)
+        code, said = run(PLAIN, folder, index, remote=f"{scheme}{remote}")
         assert code == SAVED, said
     assert names(remote / RUN) == {file_name(7), file_name(8), "run.manifest"}
     assert (remote / RUN / file_name(8)).read_bytes() == (folder / file_name(8)).read_bytes()
@@ -225,12 +228,12 @@ def test_it_is_sent_on(scheme: str, folder: Path, tmp_path: Path) -> None:
 def test_killed_while_it_sends(holder: str, name: str, call: int, there: list[int], folder: Path) -> None:
     holder = holder.replace("remote.shutil", "fsspec.implementations.local.shutil")
     remote = folder / "remote"
-    code, _ = run(KILLED, folder, 6, holder, name, str(call), remote=str(remote), owner="A")
+    code, _ = run(KILLED, folder, 6, holder, name, str(call), remote=str(remote))
     assert code == -signal.SIGKILL
     assert newest(folder) == 6
     assert Checkpoints(remote / RUN, RUN).indices() == there
     (remote / RUN / (file_name(6) + ".B.partial")).touch()  # another peer is sending, too
-    assert run(PLAIN, folder, 7, remote=str(remote), owner="A")[0] == SAVED
+    assert run(PLAIN, folder, 7, remote=str(remote))[0] == SAVED
     left = {file_name(7), file_name(6) + ".B.partial"}
     assert names(remote / RUN) == left | {file_name(index) for index in there}
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.storage.checkpointer import CHECKPOINTS, Checkpointer, KeepingPlan
+from opendiloco.storage.checkpointer import CHECKPOINTS, Checkpointer
 from opendiloco.storage.loading import Checkpoints
+from opendiloco.storage.writer import KeepingPlan
 from tests.child_processes import child_processes
 from tests.opendiloco.storage.frozen_states import RUN, frozen, plan
 
@@ -31,7 +32,7 @@ def play(plan: KeepingPlan, story: Story) -> None:
 
 
 def written(plan: KeepingPlan) -> list[int]:
-    return Checkpoints(plan.folder.checkpoints, RUN).indices()
+    return Checkpoints(plan.checkpoints, RUN).indices()
 
 
 def count(outcome: str) -> float:

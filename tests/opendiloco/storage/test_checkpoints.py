@@ -30,7 +30,7 @@ def test_what_was_frozen_is_loaded(index: int, tmp_path: Path) -> None:
     found = Checkpoints(tmp_path / "new", RUN).load_newest()
     assert found is not None
     assert (found.index, found.last, found.state_digest) == (index, state.last, state.state_digest)
-    assert found.state == state.memory.data
+    assert found.data == state.memory.data
     assert found.chunk_digests == chunk_digests([state.memory.data])
     assert len(found.chunk_digests) == 3
     assert [path.name for path in (tmp_path / "new").iterdir()] == [file_name(index)]
@@ -40,7 +40,7 @@ def test_a_mapped_state_outlives_its_file(tmp_path: Path) -> None:
     state = write(tmp_path, 1)
     found = Checkpoints(tmp_path, RUN).load(1)
     (tmp_path / file_name(1)).unlink()
-    assert found.state == state.memory.data
+    assert found.data == state.memory.data
 
 
 def test_the_newest_comes_first(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_had_is_found_out_before_anything_is_appended(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="journal"):
-        Journal.open(tmp_path / "no such folder" / "journal.jsonl")
+        Journal(tmp_path / "no such folder" / "journal.jsonl")
     (tmp_path / "journal.jsonl").write_text("kept\n")
-    Journal.open(tmp_path / "journal.jsonl")
+    Journal(tmp_path / "journal.jsonl")
     assert (tmp_path / "journal.jsonl").read_text() == "kept\n"

@@ -67,7 +67,7 @@ def test_only_what_this_peer_left_is_swept(bucket: MemoryFileSystem, tmp_path: P
     (tmp_path / "file").write_bytes(b"new")
     for name in ("1.A.partial", "2.B.partial"):
         bucket.pipe(f"/bucket/run/{name}", b"")
-    remote = Remote("memory://bucket").folder("run")
+    remote = Remote("memory://bucket/run")
     remote.send_whole(tmp_path / "file", "file", "A")
     assert set(remote.names()) == {"2.B.partial", "file"}
 

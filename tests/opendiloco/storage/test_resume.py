@@ -11,9 +11,10 @@ import pytest
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.run import Run
-from opendiloco.storage.loading import Checkpoint, resume
+from opendiloco.storage.loading import resume
 from opendiloco.volunteer.local_workload import LocalWorkload
 from peers.log.folder import PAYLOADS, LogFolder, RunLog, payload_path
+from peers.transfer.snapshots import Snapshot
 from peers.values.chunks import Payload
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
@@ -166,8 +167,8 @@ def test_a_checkpoint_of_another_model_is_refused(recorded: RecordedRun, workloa
     async def story() -> None:
         before = await workload.state_digest()
         for saved in (
-            Checkpoint(None, recorded.states[0].state[4:], recorded.states[0].state_digest),
-            Checkpoint(recorded.headers[0], recorded.states[0].state, recorded.states[1].state_digest),
+            Snapshot(None, recorded.states[0].state_digest, (), recorded.states[0].data[4:]),
+            Snapshot(recorded.headers[0], recorded.states[1].state_digest, (), recorded.states[0].data),
         ):
             with pytest.raises(SnapshotError):
                 await resume(workload, RunLog(recorded.empty_log), saved)

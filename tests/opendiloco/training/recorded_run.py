@@ -13,13 +13,13 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.kernels import quantize_difference
 from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
-from opendiloco.storage.loading import Checkpoint
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
 from peers.log.certificate import Certificate, ballot, certify
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member
 from peers.log.state import LogState
+from peers.transfer.snapshots import Snapshot
 from peers.values.chunks import Payload
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
@@ -39,7 +39,7 @@ class RecordedRun:
     headers: list[Header] = field(default_factory=list)
     certificates: list[Certificate] = field(default_factory=list)
     payloads: list[Payload] = field(default_factory=list)
-    states: list[Checkpoint] = field(default_factory=list)
+    states: list[Snapshot] = field(default_factory=list)
 
     @property
     def empty_log(self) -> LogState:
@@ -92,5 +92,5 @@ def roster(config: RunConfig, log: LogState) -> list[Member]:
     return [Member(peer=peer, tokens=tokens, samples=leases[peer]) for peer in PEERS]
 
 
-def saved(state: OuterState, last: Header | None) -> Checkpoint:
-    return Checkpoint(last, memoryview(b"".join(state.vectors)), state.digest())
+def saved(state: OuterState, last: Header | None) -> Snapshot:
+    return Snapshot(last, state.digest(), (), memoryview(b"".join(state.vectors)))

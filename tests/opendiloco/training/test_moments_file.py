@@ -27,10 +27,11 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_skeleton
 from opendiloco.model.parameters import local_part, trainable
-from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
-from opendiloco.storage.loading import check_moments_file, moments_name, newest_moments
+from opendiloco.storage.checkpointer import Checkpointer
+from opendiloco.storage.files import moments_name
+from opendiloco.storage.loading import check_moments_file, newest_moments
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import _finish
+from opendiloco.storage.writer import KeepingPlan, _finish
 from opendiloco.training.inner import LONG_AGO, ModelReplica
 from opendiloco.training.moments_file import digest_place
 from opendiloco.training.team import Team, shard_model
@@ -269,11 +270,11 @@ def checkpoint(plan: KeepingPlan, workers: Workers, *indices: int) -> list[str]:
                 await checkpointer.idle()
 
     asyncio.run(main())
-    return sorted(path.name for path in plan.folder.checkpoints.iterdir())
+    return sorted(path.name for path in plan.checkpoints.iterdir())
 
 
 def plan(base: Path, **more: Any) -> KeepingPlan:
-    return KeepingPlan(RunFolder(base / RUN / PEER), **more)
+    return KeepingPlan(base / RUN / PEER, **more)
 
 
 def test_the_newest_lies_beside_the_checkpoints_and_at_the_remote_if_asked_for(
@@ -284,9 +285,9 @@ def test_the_newest_lies_beside_the_checkpoints_and_at_the_remote_if_asked_for(
     files = checkpoint(chosen, workers, 3, 4, 5)
     steps = ["outer-step-000004.safetensors", "outer-step-000005.safetensors"]
     assert files == sorted([*steps, moments_name(5, PEER)])
-    assert newest_moments(chosen.folder.checkpoints, PEER) == chosen.folder.checkpoints / moments_name(5, PEER)
-    assert newest_moments(chosen.folder.checkpoints, "PeerB") is None
-    assert workers.kept_moments == (chosen.folder.checkpoints / moments_name(5, PEER), RUN)
+    assert newest_moments(chosen.checkpoints, PEER) == chosen.checkpoints / moments_name(5, PEER)
+    assert newest_moments(chosen.checkpoints, "PeerB") is None
+    assert workers.kept_moments == (chosen.checkpoints / moments_name(5, PEER), RUN)
     assert sorted(path.name for path in (tmp_path / "remote" / RUN).iterdir()) == steps
     (tmp_path / "remote" / RUN / moments_name(9, "PeerB")).touch()
     checkpoint(replace(chosen, moments="remote"), workers, 6, 7)

@@ -61,7 +61,7 @@ def kept(small_config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> K
     for index in (1, 3, 5):
         state = kept.recorded.states[index]
         metadata = metadata_of(run.run_id, state.last, state.state_digest)
-        kept.checkpoint(index).write_bytes(file_header(len(state.state), metadata) + state.state)
+        kept.checkpoint(index).write_bytes(file_header(len(state.data), metadata) + state.data)
     curve = HeldOutCurve(kept.folder.held_out)
     for index, loss in ((2, 5.5), (5, 5.25)):
         curve.add(index, loss)
@@ -131,7 +131,7 @@ def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp
     assert "| 5 |" not in card
     assert str(kept.folder.path) not in card
     assert f"the model after 4 outer steps and {tokens} tokens is in {out} and {there}" in done.output
-    theta = torch.frombuffer(bytearray(kept.recorded.states[4].state), dtype=torch.float32).reshape(2, -1)[1]
+    theta = torch.frombuffer(bytearray(kept.recorded.states[4].data), dtype=torch.float32).reshape(2, -1)[1]
     for folder in (out, tmp_path / "there"):
         assert torch.equal(values_of(folder), theta)
         assert f"`{kept.recorded.run.run_id}`" in (folder / "README.md").read_text()
@@ -154,7 +154,7 @@ def test_a_checkpoint_alone_will_do(kept: Kept, tmp_path: Path) -> None:
     shutil.copy(kept.checkpoint(3), tmp_path / "renamed.safetensors")
     origin = find_origin(tmp_path / "renamed.safetensors", manifest=kept.folder.manifest)
     assert (origin.run, origin.index) == (kept.recorded.run, 3)
-    assert origin.checkpoint.state == kept.recorded.states[3].state
+    assert origin.checkpoint.data == kept.recorded.states[3].data
 
 
 def test_what_is_not_there(kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_what_is_found_out_late_leaves_nothing(
 ) -> None:
     @asynccontextmanager
     async def working(run: Run) -> AsyncIterator[LocalWorkload]:
-        yield LocalWorkload(StateOnly(values or len(kept.recorded.states[0].state) // 8), run.config)
+        yield LocalWorkload(StateOnly(values or len(kept.recorded.states[0].data) // 8), run.config)
 
     monkeypatch.setattr("opendiloco.volunteer.states.working", working)
     done = export("--from", kept.folder.path, "--at", 9, "--data", kept.text, "--out", tmp_path / "model")
