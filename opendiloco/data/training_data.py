@@ -202,6 +202,11 @@ class TrainingData:
     samples: SampleOrder
     held_out: HeldOutWindows
 
+    @classmethod
+    def blank(cls, length: int) -> TrainingData:
+        """Return the data of a worker that opens no text: nothing to train on, and one held-out window of zeros."""
+        return cls(SampleOrder([], Mixture()), HeldOutWindows([Windows(np.zeros(length + 1, np.uint16), length)]))
+
 
 TokenizeAhead = Callable[[int, int], None]
 """Called with the place of a source and the number of one of its shards that is soon needed; returns at once."""

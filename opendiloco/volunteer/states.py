@@ -21,7 +21,7 @@ from opendiloco.storage.run_folder import MANIFEST, RunFolder, read_curve, read_
 from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import ask_for_signed_heads
-from opendiloco.volunteer.local_workload import LocalWorkload, working
+from opendiloco.volunteer.local_workload import NO_TEXT, NO_TRAINING, LocalWorkload, working
 from opendiloco.volunteer.volunteer import connected
 from peers.errors import ManifestError
 from peers.log.chain import Chain
@@ -85,23 +85,23 @@ def command_line(*words: str | Sequence[str]) -> str:
 
 @asynccontextmanager
 async def newest_state(
-    invite: Invite, key: Identity, data: Sequence[Path] = (), own: OwnFiles = NONE
+    invite: Invite, key: Identity, data: Sequence[Path] | None, own: OwnFiles
 ) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """The newest state of a run's peers, in a workload that can evaluate, generate and export.
+    """Yield the newest state of a run's peers, in a workload that can evaluate, generate and export.
 
     The local text of the run is in the folders `data`, its local model and tokenizer in `own`: nothing else of this
-    machine is read.
+    machine is read. Without `data` (None) no text is read, and the workload can only generate.
 
     Raises: DataError when these do not name all that is local; SwarmUnreachableError when no peer gives a state; what
     starting a worker raises.
     """
     async with connected(key, invite.addresses) as transport:
-        run = await find_run(transport, invite.run_id)
-        run = run.with_data(data).with_own(own)
+        run = (await find_run(transport, invite.run_id)).with_own(own)
+        run = run if data is None else run.with_data(data)
         await ask_for_signed_heads(transport, run, invite.addresses)
         if not await transport.heartbeats(run.run_id):  # that should not cost the start of a worker
             raise nobody_trains(run.run_id)
-        async with working(run) as workload:
+        async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
             yield run, past_of(run, await fetch_state(run, transport, workload)), workload
 
 
@@ -224,13 +224,14 @@ class Origin:
 
 
 @asynccontextmanager
-async def state_of(origin: Origin) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """The state there, in a workload that can evaluate, generate and export.
+async def state_of(origin: Origin, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+    """Yield the state there, in a workload as `newest_state` has it.
 
-    Raises: CheckpointError (see `Origin.bring`), and what starting a worker raises.
+    Raises: DataError; CheckpointError (see `Origin.bring`), and what starting a worker raises.
     """
-    async with working(origin.run) as workload:
-        yield origin.run, await origin.bring(workload), workload
+    run = origin.run if data is None else origin.run.with_data(data)
+    async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
+        yield run, await origin.bring(workload), workload
 
 
 def find_origin(source: Path, index: int | None = None, manifest: Path | None = None, own: OwnFiles = NONE) -> Origin:
