@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.settings.setting import Setting
     from opendiloco.tools.demo import DemoResult, DemoScreen
-    from opendiloco.tools.doctor.examination import Wishes
     from opendiloco.tools.doctor.findings import Finding
     from opendiloco.volunteer.interrupts import Interrupts
+    from peers.values.identity import Identity
+    from peers.values.manifest import Invite
 
 
 @click.command(short_help="Watch a swarm train a small model on this machine.")
@@ -53,13 +54,12 @@ if TYPE_CHECKING:
 @click.pass_obj
 def demo(log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
     """Watch a swarm of volunteers train a small model on this machine."""
-    from opendiloco.tools.demo import DemoOptions, DemoScreen, run_demo
+    from opendiloco.tools.demo import DemoScreen, run_demo
     from opendiloco.volunteer.interrupts import run_interruptible
 
     log.start()
-    options = DemoOptions(peers, minutes, run, out, plain)
     with DemoScreen(minutes * 60, plain) as screen:
-        result = run_interruptible(lambda interrupts: run_demo(options, screen))
+        result = run_interruptible(lambda interrupts: run_demo(peers, run, out, screen))
     if result is None:
         raise SystemExit(INTERRUPTED)
     raise SystemExit(_conclude(result, screen))
@@ -103,33 +103,15 @@ def doctor(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool) 
     With --run, look whether it can take part in that run, how fast, and at what price in traffic. Takes the options
     that `join` takes. Changes nothing, and trains nothing that counts.
     """
-    from opendiloco.tools.doctor.examination import Wishes
-    from opendiloco.volunteer.admission import read_ticket
-    from peers.network.own_network import everywhere
-
     refuse_torchrun(os.environ)
     log.start("error")
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
     is_named = is_typed(click.get_current_context(), "identity")  # else it may be in use by a volunteer
     with reader(settings.identity if is_named else None) as key:
-        wishes = Wishes(
-            key=key,
-            listen=settings.listen or everywhere(0),
-            run_id=invite.run_id if invite else None,
-            addresses=invite.addresses if invite else settings.initial_peers,
-            announce=settings.announce,
-            data_port=settings.data_port,
-            state=settings.state,
-            data=settings.data,
-            own=settings.own_files,
-            ticket=None if settings.ticket is None else read_ticket(settings.ticket),
-            workers=settings.workers,
-            tries=trial,
-        )
-        raise SystemExit(_examine(wishes, as_json))
+        raise SystemExit(_examine(settings, invite, key, trial, as_json))
 
 
-def _examine(wishes: Wishes, plain: bool) -> int:
+def _examine(settings: JoinSettings, invite: Invite | None, key: Identity, tries: bool, plain: bool) -> int:
     """Make the checks, and show what they find. Return the exit code."""
     from rich.console import Console
 
@@ -153,12 +135,12 @@ def _examine(wishes: Wishes, plain: bool) -> int:
             await examination.run()
             return True
 
-        examination = Examination(wishes, tell, at)
+        examination = Examination(settings, invite, key, tries, tell, at)
         is_done = run_interruptible(make)
     if not is_done:
         return INTERRUPTED
     conclude = as_json if plain else conclusion
-    click.echo(conclude(examination.findings, wishes.run_id))
+    click.echo(conclude(examination.findings, invite.run_id if invite else None))
     return UNFIT if worst(examination.findings) is Verdict.FAIL else 0
 
 

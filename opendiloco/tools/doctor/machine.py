@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from platform import python_version
+from typing import TYPE_CHECKING
 
 from opendiloco.cores import usable_cores
 from opendiloco.errors import MachineError
@@ -23,6 +24,9 @@ from opendiloco.storage.run_folder import default_state_folder
 from opendiloco.tools.doctor.findings import Finding, Value, Verdict, failed, passed, skipped, warned
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch
 from opendiloco.workers.options import WorkerOptions, needs_gpu_count
+
+if TYPE_CHECKING:
+    from opendiloco.workers.needs import Needs
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +55,6 @@ class _Cards:
 
     names: tuple[str, ...] = ()
     driver: str | None = None
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What a run takes of this machine, in bytes, by the formula that `join` goes by; `gpu` of each of `gpus`."""
-
-    memory: int
-    gpu: int | None
-    gpus: int
-    disk: int
 
 
 # What `join` looks at first ------------------------------------------------------------------------------------------
@@ -247,28 +241,29 @@ def check_kernels() -> Finding:
     return passed("kernels", found, **values)
 
 
-def check_memory(gpus: Sequence[Gpu] = (), taken: Taken | None = None) -> Finding:
-    """Free memory against what a run takes; without a run, against what the smallest would."""
+def check_memory(gpus: Sequence[Gpu] = (), needs: Needs | None = None) -> Finding:
+    """Hold free memory against what a run takes on these GPUs, none of them the CPU; without a run, against what the
+    smallest would take."""
     free = available_memory()
     found, values = f"{in_words(free)} of main memory free", {"free": free}
-    if taken is None:
+    if needs is None:
         if free < LITTLE_MEMORY:
             return warned("memory", found, "Stop other programs: the smallest run takes about 2 GB.", **values)
         return passed("memory", found, **values)
-    found, values = f"{found}; the run takes {in_words(taken.memory)}", values | {"needed": taken.memory}
-    if free < taken.memory:
+    needed = needs.main_memory if gpus else needs.main_memory_on_cpu
+    found, values = f"{found}; the run takes {in_words(needed)}", values | {"needed": needed}
+    if free < needed:
         return failed("memory", found, "Stop other programs, or use a machine with more memory.", **values)
-    used = gpus[: taken.gpus]
-    if taken.gpu is not None and used:
-        least = min(gpu.free for gpu in used)
-        found = f"{found}; of each GPU {in_words(taken.gpu)} and activations, of {in_words(least)} that are free"
-        values |= {"gpu_free": least, "gpu_needed": taken.gpu}
-        if least < taken.gpu:
+    if gpus:
+        least, each = min(gpu.free for gpu in gpus), needs.device_memory
+        found = f"{found}; of each GPU {in_words(each)} and activations, of {in_words(least)} that are free"
+        values |= {"gpu_free": least, "gpu_needed": each}
+        if least < each:
             return failed("memory", found, "Use more GPUs, or larger ones; end what else uses them.", **values)
     return passed("memory", found, **values)
 
 
-def check_disk(state: Path | None, taken: Taken | None = None) -> Finding:
+def check_disk(state: Path | None, needs: Needs | None = None) -> Finding:
     where, remedy = _state_folder(state), "Name a folder on a disk with space with --state."
     try:
         free = _free_disk(where)
@@ -277,12 +272,10 @@ def check_disk(state: Path | None, taken: Taken | None = None) -> Finding:
     found, values = f"{in_words(free)} free for {where}", {"free": free}
     if free < FULL_DISK:
         return failed("disk", found, remedy, **values)
-    if taken is not None:
-        found, values = (
-            f"{found}; checkpoints take {in_words(taken.disk)}, and the log",
-            values | {"needed": taken.disk},
-        )
-        if free < taken.disk:
+    if needs is not None:
+        found = f"{found}; checkpoints take {in_words(needs.disk)}, and the log"
+        values |= {"needed": needs.disk}
+        if free < needs.disk:
             return warned("disk", found, f"{remedy} Or keep fewer: --keep 1, --moments none.", **values)
     elif free < LITTLE_DISK:
         return warned("disk", found, f"{remedy} Checkpoints take 24 bytes a parameter, and moments 16.", **values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from opendiloco.tools.doctor.examination import (
     _speed_of,
 )
 from opendiloco.tools.doctor.findings import Finding, Verdict
+from opendiloco.tools.doctor.machine import check_disk, check_memory
 from opendiloco.tools.doctor.network import Bandwidth
 from opendiloco.tools.doctor.torch_probe import Gpu
 from opendiloco.tools.plan.forecast import Peer, Plan, Swarm, forecast
@@ -31,6 +33,7 @@ from tests.swarm.cli_processes import SMALL_RUN
 
 PASS, WARN, FAIL, SKIPPED = Verdict
 GB, DAY = 10**9, 86_400
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * GB, 80 * GB, has_bf16=True)
 
 
 def assert_finding(finding: Finding, verdict: Verdict, says: str) -> None:
@@ -105,25 +108,27 @@ def skeleton(config: RunConfig) -> Any:
     return sized_skeleton(config)
 
 
-def test_what_a_run_takes_is_what_join_goes_by(config: RunConfig, skeleton: Any) -> None:
+def test_what_a_run_takes_is_what_join_goes_by(config: RunConfig, skeleton: Any, tmp_path: Path) -> None:
     needs = needs_of(config, skeleton)
-    on_cpu, on_gpu = (_size(config, gpus)[1] for gpus in (0, 1))
-    assert (on_cpu.memory, on_cpu.gpu) == (needs.main_memory_on_cpu, None)
-    assert (on_gpu.memory, on_gpu.gpu, on_gpu.disk) == (needs.main_memory, needs.device_memory, needs.disk)
+    assert [_size(config, gpus)[1] for gpus in (0, 1)] == [needs, needs]
+    on_cpu, on_gpu = (check_memory([H100] * gpus, needs).values for gpus in (0, 1))
+    assert (on_cpu["needed"], "gpu_needed" in on_cpu) == (needs.main_memory_on_cpu, False)
+    assert (on_gpu["needed"], on_gpu["gpu_needed"]) == (needs.main_memory, needs.device_memory)
+    assert check_disk(tmp_path, needs).values["needed"] == needs.disk
 
 
 def test_a_speed_is_estimated_from_a_peak_that_is_known(config: RunConfig, skeleton: Any) -> None:
-    h100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80, 80, has_bf16=True)
-    one, two = (_estimated_speed(config, skeleton, [h100] * count) for count in (1, 2))
-    flops = needs_of(config, skeleton).token_flops
+    needs = needs_of(config, skeleton)
+    one, two = (_estimated_speed(needs, [H100] * count) for count in (1, 2))
+    flops = needs.token_flops
     assert flops is not None
     assert one is not None
     assert two is not None
     assert one.tokens_per_second == pytest.approx(UTILISATION * 66.9e12 / flops)
     assert two.tokens_per_second == pytest.approx(2 * one.tokens_per_second)
     assert two.steps == 0
-    assert _estimated_speed(config, skeleton, [replace(h100, name="Something else")]) is None
-    assert _estimated_speed(config, skeleton, []) is None
+    assert _estimated_speed(needs, [replace(H100, name="Something else")]) is None
+    assert _estimated_speed(needs, []) is None
 
 
 def test_the_first_inner_step_does_not_count_unless_it_is_alone() -> None:
