@@ -32,11 +32,7 @@ RELAY_MEGABITS = 100.0
 
 @click.command()
 @click.option("--identity", required=True, type=FILE, help="Key file; made if it does not exist. It fixes the address.")
-@typed_option(
-    "listen",
-    default=(),
-    shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}",
-)
+@typed_option("listen", default=(), shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}")
 @typed_option("announce")
 @typed_option("initial_peers", help="Address of another bootstrap node, or of any peer. May be repeated.")
 @typed_option(
@@ -82,7 +78,7 @@ def bootstrap(
     no_relay: bool,
     metrics_port: int | None,
     metrics_host: str,
-    dashboard: tuple[str, int] | None,
+    dashboard: str | None,
     directory: Path | None,
     archive: Path | None,
     max_disk: float | None,

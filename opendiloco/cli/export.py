@@ -114,7 +114,6 @@ _place_options = all_of(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
-    show_default=True,
     help="Store the weights as this; bfloat16 takes half the space.",
 )
 @click.pass_obj
@@ -164,20 +163,12 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
 
 @click.command(short_help="Print how the run's model continues a prompt.")
 @_place_options
-@click.option(
-    "--tokens",
-    type=click.IntRange(1, 100_000),
-    metavar="N",
-    default=100,
-    show_default=True,
-    help="Write N tokens at most.",
-)
+@click.option("--tokens", type=click.IntRange(1, 100_000), metavar="N", default=100, help="Write N tokens at most.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 100),
     metavar="T",
     default=TEMPERATURE,
-    show_default=True,
     help="Above 1 more surprising, below 1 less; 0: always the likeliest token.",
 )
 @click.option(
@@ -185,12 +176,9 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
     type=click.IntRange(0, 2**63 - 1),
     metavar="N",
     default=0,
-    show_default=True,
     help="Begin the first sample with this seed; each other one with the next.",
 )
-@click.option(
-    "--samples", type=click.IntRange(1, 1000), metavar="N", default=1, show_default=True, help="Write N samples."
-)
+@click.option("--samples", type=click.IntRange(1, 1000), metavar="N", default=1, help="Write N samples.")
 @click.argument("prompt")
 @click.pass_obj
 def sample(

@@ -69,6 +69,9 @@ FIRST_STEPS = (
 )
 
 
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
+
+
 class _Commands(click.Group):
     """Loads commands on demand. Their errors end here."""
 
@@ -158,7 +161,7 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
     context.meta[PATH_KEY] = path or default_settings_path()
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.command(cls=_Commands, context_settings=HELP)
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors, and log everything.")
 @click.option(
     "--config",

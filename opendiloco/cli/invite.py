@@ -28,23 +28,18 @@ def invite_group() -> None:
     """Give tickets to a run by invitation, and take them back."""
 
 
-@invite_group.command(short_help="Print a ticket.")
+@invite_group.command("create", short_help="Print a ticket.")
 @manifest_argument
 @click.option(
     "--for", "peer", metavar="PEER", help="Only for the peer with this id.  [default: for everybody who has it]"
 )
 @click.option(
-    "--days",
-    type=click.FloatRange(0, 3650, min_open=True),
-    metavar="N",
-    default=30.0,
-    show_default=True,
-    help="Good for so many days.",
+    "--days", type=click.FloatRange(0, 3650, min_open=True), metavar="N", default=30.0, help="Good for so many days."
 )
 @organiser_option
 @given_option
 @click.pass_obj
-def create(
+def _create(
     log: LogOptions, manifest: Path, peer: str | None, days: float, identity: Path | None, state: Path | None
 ) -> None:
     """Print a ticket to the run of a signed MANIFEST, as its organiser.
@@ -70,7 +65,7 @@ def create(
 @organiser_option
 @given_option
 @click.pass_obj
-def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
+def _show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
     """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.admission import GivenTickets
@@ -88,14 +83,14 @@ def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -
         click.echo(f"{ticket.id.hex()}  until {until} UTC  {standing:<8} {ticket.peer or 'anybody'}")
 
 
-@invite_group.command(short_help="Take tickets back.")
+@invite_group.command("revoke", short_help="Take tickets back.")
 @manifest_argument
 @click.argument("tickets", nargs=-1, required=True, metavar="ID...")
 @initial_peers_option
 @organiser_option
 @given_option
 @click.pass_obj
-def revoke(
+def _revoke(
     log: LogOptions,
     manifest: Path,
     tickets: tuple[str, ...],

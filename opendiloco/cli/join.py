@@ -70,7 +70,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     watch = _owners_watch(settings, view)
     if settings.metrics_port is not None:
         serve_metrics(settings.metrics_port, settings.metrics_host)
-    page = open_dashboard(settings.dashboard_address)
+    page = open_dashboard(settings.dashboard)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id
         joining = _Joining(settings, invite, key, watch, view, page)

@@ -31,7 +31,7 @@ def _is_no_disconnect(record: logging.LogRecord) -> bool:
     return not (record.name == "asyncio" and isinstance(error, EOFError | ConnectionError))
 
 
-class FloodGate:
+class _FloodGate:
     """A filter that holds back warnings of one place in the code that come too fast: strangers choose how often."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class LogOptions:
         level = (self.level or default_level).upper()
         if level != "DEBUG":
             handler.addFilter(_is_no_disconnect)
-            handler.addFilter(FloodGate())
+            handler.addFilter(_FloodGate())
         handler.addFilter(PLACE.fill)
         handler.setFormatter(_JsonFormatter() if self.is_json else _PlainFormatter(format, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)

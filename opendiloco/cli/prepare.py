@@ -45,18 +45,10 @@ def plan(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path | No
 
     skeleton = sized_skeleton(config)
     planned = plan_of(config, skeleton, links)
-    memory = [memory_of(config, skeleton, peer) for peer in planned.swarm.peers]
+    memory = [memory_of(config, skeleton, peer) for peer in planned.peers]
     found = forecast(planned)
     needed = {target: least_bandwidth(planned, target) for target in report.TARGETS}
-    console = Console()
-    console.print(report.headline(planned))
-    console.print(report.run_table(found))
-    console.print()
-    console.print(report.peers_table(planned, found, memory))
-    for line in filter(None, (report.cost_line(found), *report.warnings(planned, found, memory))):
-        console.print(line)
-    console.print()
-    console.print(report.bandwidth_table(needed))
+    report.show(Console(), planned, found, memory, needed)
     if json_file:
         text = json.dumps(report.plain(planned, found, memory, needed), indent=2) + "\n"
         with writing(json_file, "Name another file."):
@@ -77,7 +69,6 @@ READ_AT_ONCE = 1 << 22
     "--dtype",
     type=click.Choice(["uint16", "uint32"]),
     default="uint16",
-    show_default=True,
     help="With --tokens: the type of the ids in the files, little-endian.",
 )
 @click.pass_obj

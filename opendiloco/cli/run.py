@@ -46,13 +46,13 @@ def run_group() -> None:
     """Create runs, look at them, and amend them."""
 
 
-@run_group.command()
+@run_group.command("create")
 @click.argument("run_toml", type=FILE)
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
-@click.option("--out", type=FOLDER, default=".", help="Folder for the manifest's file.  [default: the present one]")
+@click.option("--out", type=FOLDER, default=".", help="Folder for the manifest's file.")
 @click.pass_obj
-def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
+def _create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
     """Sign RUN_TOML as a new run, and announce it."""
     import asyncio
 
@@ -111,8 +111,8 @@ def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None)
         yield f"  diloco-peer invite create {manifest}" + (f" --identity {identity}" if identity else "")
 
 
-@run_group.command()
-def example() -> None:
+@run_group.command("example")
+def _example() -> None:
     """Print a small run.toml to begin with.
 
     diloco-peer run example > run.toml
@@ -122,11 +122,11 @@ def example() -> None:
     click.echo(files("opendiloco").joinpath("demo.toml").read_text(encoding="utf-8"), nl=False)
 
 
-@run_group.command()
+@run_group.command("show")
 @click.argument("manifest", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
-def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
+def _show(log: LogOptions, manifest: Path, as_json: bool) -> None:
     """Check the file of a signed MANIFEST, and print what it says."""
     from opendiloco.storage.run_folder import read_manifest
 
@@ -141,12 +141,12 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
     click.echo(json.dumps(run.manifest.values, indent=2))
 
 
-@run_group.command(short_help="Say what a run takes of each peer: memory, disk, time.")
+@run_group.command("needs", short_help="Say what a run takes of each peer: memory, disk, time.")
 @click.argument("run_toml", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes.")
 @own_files_options
 @click.pass_obj
-def needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | None) -> None:
+def _needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | None) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import with_own_files
@@ -326,14 +326,14 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
 
 
 # Amending -------------------------------------------------------------------------------------------------------------
-@run_group.command(short_help="Change the outer learning rate or momentum from now on.")
+@run_group.command("amend", short_help="Change the outer learning rate or momentum from now on.")
 @run_option
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
 @click.option("--outer-lr", type=float, metavar="NUMBER", help="Outer learning rate.  [default: as it is]")
 @click.option("--outer-momentum", type=float, metavar="NUMBER", help="Outer momentum.  [default: as it is]")
 @click.pass_obj
-def amend(
+def _amend(
     log: LogOptions,
     run: str,
     initial_peers: tuple[str, ...],

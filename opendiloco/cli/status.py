@@ -106,9 +106,7 @@ class _ListedRun:
 
 @click.command(short_help="List the runs that a bootstrap node remembers.")
 @initial_peers_option
-@click.option(
-    "--limit", type=click.IntRange(1, 1000), metavar="N", default=20, show_default=True, help="At most N runs."
-)
+@click.option("--limit", type=click.IntRange(1, 1000), metavar="N", default=20, help="At most N runs.")
 @click.option("--needs/--no-needs", default=True, help="Say what each takes of a machine, too: that takes seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 @click.pass_obj

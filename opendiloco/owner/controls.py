@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import struct
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -51,10 +50,9 @@ async def serve_controls(folder: Path, answer: Callable[[Request], Answer]) -> A
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, TimeoutError, ValidationError, ValueError):  # whoever asks is gone, or is none of us
             async with asyncio.timeout(ANSWER_SECONDS):
-                if _owner_of(writer.get_extra_info("socket")) == os.geteuid():
-                    request = Request.model_validate_json(await reader.readline())
-                    writer.write(answer(request).model_dump_json().encode() + b"\n")
-                    await writer.drain()
+                request = Request.model_validate_json(await reader.readline())
+                writer.write(answer(request).model_dump_json().encode() + b"\n")
+                await writer.drain()
         writer.close()
 
     path = folder / NAME
@@ -106,10 +104,3 @@ def _short(folder: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{NAME}"
     finally:
         os.close(descriptor)
-
-
-def _owner_of(connection: socket.socket) -> int:
-    """Return the user whose process is at the other end."""
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(user)

@@ -88,8 +88,7 @@ def examine(*addresses: str, run: str | None = None) -> dict[str, Finding]:
     invite = Invite(run, addresses) if run else None
     heard: list[Finding] = []
     made = Examination(settings, invite, Identity.generate(), True, heard.append, lambda what: None)
-    asyncio.run(made.run())
-    assert made.findings == heard
+    assert asyncio.run(made.run()) == heard
     return {finding.name: finding for finding in heard}
 
 

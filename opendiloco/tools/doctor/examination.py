@@ -105,7 +105,7 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
 def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
     """`plan` has this machine first (see `plan_among`). `is_supposed`: no others are there, and one like us is
     supposed. `is_measured`: our speed is, and so it is certain enough that a machine is too slow."""
-    outlook, ourselves, peers = forecast(plan), plan.swarm.peers[0], plan.swarm.count
+    outlook, ourselves, peers = forecast(plan), plan.peers[0], plan.count
     own, training = outlook.peers[0], plan.training_seconds(ourselves)
     sent, sent_a_day = own.sent_bits / 8, own.sent_bits / 8 / outlook.cycle_seconds * SECONDS_A_DAY
     if is_supposed:
@@ -225,7 +225,7 @@ class Examination:
     """One examination of this machine, as `join` would be started with these settings by this key.
 
     Without an invite it is of the machine, and of the bootstrap nodes that the settings name; without `tries` nothing
-    is trained. `tell` hears each finding, `at` what is being done meanwhile. After `run`, all `findings` are there.
+    is trained. `tell` hears each finding, `at` what is being done meanwhile.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Examination:
         at: Callable[[str], None],
     ) -> None:
         """Raises: AdmissionError for a ticket that is none."""
-        self.findings: list[Finding] = []
+        self._findings: list[Finding] = []
         self._settings = settings
         self._run_id = invite.run_id if invite else None
         self._addresses = invite.addresses if invite else settings.initial_peers
@@ -256,12 +256,12 @@ class Examination:
 
     def _tell(self, *findings: Finding) -> None:
         for finding in findings:
-            self.findings.append(finding)
+            self._findings.append(finding)
             self._listener(finding)
 
-    async def run(self) -> None:
-        """Make all checks. What goes wrong is a finding. Raises: ManifestError for addresses that are none;
-        LocalNetworkError when libp2p's daemon dies."""
+    async def run(self) -> list[Finding]:
+        """Make all checks. Return what they find, also what goes wrong. Raises: ManifestError for addresses that are
+        none; LocalNetworkError when libp2p's daemon dies."""
         self._at("looking at this machine")
         torch = await asyncio.to_thread(probed_torch, installed_torch())
         self._tell(*await asyncio.to_thread(machine_findings, torch, self._settings.workers))
@@ -271,6 +271,7 @@ class Examination:
         await self._examine_network()
         await self._examine_training(torch)
         self._skip_until(None, "what the run takes is not known")
+        return self._findings
 
     def _skip_until(self, end: str | None, why: str) -> None:
         """Tell that what comes before the check of this name, and was not made, is not made any more."""
@@ -282,7 +283,7 @@ class Examination:
                 self._tell(skipped(name, why))
 
     def _is_told(self, name: str) -> bool:
-        return any(finding.name == name for finding in self.findings)
+        return any(finding.name == name for finding in self._findings)
 
     # The network ------------------------------------------------------------------------------------------------------
     async def _examine_network(self) -> None:
@@ -398,7 +399,7 @@ class Examination:
         why = ""
         if self._tries and self._has_volunteer:
             why = "a volunteer runs on this machine, and a trial would take memory and time from it"
-        failing = [finding.name for finding in self.findings if finding.verdict is Verdict.FAIL]
+        failing = [finding.name for finding in self._findings if finding.verdict is Verdict.FAIL]
         lacking = [name for name in failing if name in NEEDED_TO_TRAIN]
         speed: _Speed | None = None
         if self._tries and not lacking and not self._has_volunteer:

@@ -264,7 +264,7 @@ def check_memory(gpus: Sequence[Gpu] = (), needs: Needs | None = None) -> Findin
 
 
 def check_disk(state: Path | None, needs: Needs | None = None) -> Finding:
-    where, remedy = _state_folder(state), "Name a folder on a disk with space with --state."
+    where, remedy = state or default_state_folder(), "Name a folder on a disk with space with --state."
     try:
         free = _free_disk(where)
     except OSError as error:
@@ -331,11 +331,6 @@ def _free_shm(path: Path = SHM) -> int | None:
     return None
 
 
-def _state_folder(state: Path | None) -> Path:
-    """Return where what outlives a volunteer is kept."""
-    return default_state_folder() if state is None else state
-
-
 def _free_disk(path: Path) -> int:
     """Return the free bytes for a folder; it, or the nearest one above it that is there, is written to, and nothing is
     left there. Raises: OSError."""
@@ -348,4 +343,4 @@ def _free_disk(path: Path) -> int:
 
 def has_volunteer(state: Path | None) -> bool:
     """Whether a volunteer runs on this machine that keeps what outlives it there."""
-    return any(ask(socket, Request(do="look")) is not None for socket in sockets(_state_folder(state)))
+    return any(ask(socket, Request(do="look")) is not None for socket in sockets(state or default_state_folder()))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from opendiloco.quantities import bandwidth_in_words
@@ -34,17 +35,33 @@ class Memory:
         return None
 
 
-def headline(plan: Plan) -> str:
+def show(
+    console: Console, plan: Plan, found: Forecast, memory: Sequence[Memory], needed: Mapping[float, float | None]
+) -> None:
+    """Print all figures, the cost if all prices are known, and what is wrong with the plan."""
+    console.print(_headline(plan))
+    console.print(_run_table(found))
+    console.print()
+    console.print(_peers_table(plan, found, memory))
+    if found.cost_per_day is not None:
+        console.print(f"{found.cost_per_day:,.2f} a day, {found.cost_per_giga_token:,.2f} for 10⁹ tokens")
+    for line in _warnings(plan, found, memory):
+        console.print(line)
+    console.print()
+    console.print(_bandwidth_table(needed))
+
+
+def _headline(plan: Plan) -> str:
     """Return what is planned, in two lines."""
     fragments = f"{len(plan.fragments)} fragment{'s' * (len(plan.fragments) > 1)}"
     return (
-        f"{plan.values:,} parameters in {fragments}, {plan.swarm.count} peers, {plan.inner_steps} inner steps;\n"
+        f"{plan.values:,} parameters in {fragments}, {plan.count} peers, {plan.inner_steps} inner steps;\n"
         f"{plan.bits:.3g} bits a value, tau {plan.overlap}; the slowest link carries"
-        f" {bandwidth_in_words(plan.swarm.slowest_rate)} of data"
+        f" {bandwidth_in_words(min(peer.rate for peer in plan.peers))} of data"
     )
 
 
-def run_table(found: Forecast) -> Table:
+def _run_table(found: Forecast) -> Table:
     """Return the figures of the whole run."""
     table = _table("computes", "round", "cycle", "GB/day", "G tokens/day", "joining")
     table.add_row(
@@ -58,10 +75,10 @@ def run_table(found: Forecast) -> Table:
     return table
 
 
-def peers_table(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> Table:
+def _peers_table(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> Table:
     """Return a row for each kind of peer."""
     table = _table("peers", "count", "steps", "counts", "computes", "link busy", "memory", "per GPU")
-    for peer, forecast, needed in zip(plan.swarm.peers, found.peers, memory, strict=True):
+    for peer, forecast, needed in zip(plan.peers, found.peers, memory, strict=True):
         table.add_row(
             peer.name,
             str(peer.count),
@@ -80,15 +97,15 @@ def _how_often(cycles: int) -> str:
     return {0: "never", 1: "each time", 2: "every 2nd", 3: "every 3rd"}.get(cycles, f"every {cycles}th")
 
 
-def warnings(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> list[str]:
+def _warnings(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> list[str]:
     """Return which machines are too small, which peers train in vain, and whether a link is too full."""
-    lacking = (needed.lacks(peer) for peer, needed in zip(plan.swarm.peers, memory, strict=True))
+    lacking = (needed.lacks(peer) for peer, needed in zip(plan.peers, memory, strict=True))
     lines = [f"too small: {lack}" for lack in lacking if lack]
     lines += [
         f"too slow: {forecast.name} takes {duration(plan.training_seconds(peer))} for {forecast.inner_steps} inner"
         f" steps, an outer step takes {duration(found.cycle_seconds)}: its work does not count. Leave it out, lower"
         f" rounds.smallest_share = {plan.smallest_share:g}, or raise rounds.staleness = {plan.staleness}."
-        for peer, forecast in zip(plan.swarm.peers, found.peers, strict=True)
+        for peer, forecast in zip(plan.peers, found.peers, strict=True)
         if not forecast.cycles
     ]
     busiest = max(found.peers, key=lambda peer: peer.link_share)
@@ -100,14 +117,7 @@ def warnings(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> list[str]
     return lines
 
 
-def cost_line(found: Forecast) -> str:
-    """Return the run's cost; empty unless all prices are known."""
-    if found.cost_per_day is None:
-        return ""
-    return f"{found.cost_per_day:,.2f} a day, {found.cost_per_giga_token:,.2f} for 10⁹ tokens"
-
-
-def bandwidth_table(needed: Mapping[float, float | None]) -> Table:
+def _bandwidth_table(needed: Mapping[float, float | None]) -> Table:
     """Return the bandwidth that every link must have for each utilisation."""
     table = _table("to compute for", *(f"{target:.0%}" for target in needed))
     table.add_row("each link needs", *("-" if rate is None else bandwidth_in_words(rate) for rate in needed.values()))
@@ -134,7 +144,7 @@ def plain(
         "cost_per_day": found.cost_per_day,
         "cost_per_giga_token": found.cost_per_giga_token,
         "peers": [asdict(peer) for peer in found.peers],
-        "memory": [{"name": peer.name, **asdict(each)} for peer, each in zip(plan.swarm.peers, memory, strict=True)],
+        "memory": [{"name": peer.name, **asdict(each)} for peer, each in zip(plan.peers, memory, strict=True)],
         "bandwidth_needed": {f"{target:g}": rate for target, rate in needed.items()},
     }
 

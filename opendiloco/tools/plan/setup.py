@@ -11,7 +11,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section, explain_validation_error, read_toml
 from opendiloco.kernels import FORMATS
 from opendiloco.model.utilisation import peak_tokens_per_second
-from opendiloco.tools.plan.forecast import QUANTIZED, QUANTIZED_SPARSE, Peer, Plan, Swarm
+from opendiloco.tools.plan.forecast import QUANTIZED, QUANTIZED_SPARSE, Peer, Plan
 from opendiloco.tools.plan.report import Memory
 from peers.errors import ManifestError
 
@@ -89,7 +89,7 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
         peers.append(_peer(section, place, training.batch_size * training.sequence_length, rate))
     return Plan(
         fragments=tuple(part.stop - part.start for part in layout_of(skeleton, config.streaming).fragments),
-        swarm=Swarm(tuple(peers)),
+        peers=tuple(peers),
         inner_steps=training.inner_steps,
         tokens_per_step=training.batch_size * training.sequence_length,
         smallest_share=config.rounds.smallest_share,
@@ -137,11 +137,7 @@ def _peer(section: PeerSection, place: int, tokens: int, rate: float | None) -> 
         latency=section.latency_ms / 1e3,
         step_seconds=seconds,
         gpus=section.gpus,
-        gpu_memory=_bytes(section.gpu_memory_gb),
-        main_memory=_bytes(section.main_memory_gb),
+        gpu_memory=section.gpu_memory_gb and 1e9 * section.gpu_memory_gb,
+        main_memory=section.main_memory_gb and 1e9 * section.main_memory_gb,
         price_per_hour=section.price_per_hour,
     )
-
-
-def _bytes(gigabytes: float | None) -> float | None:
-    return None if gigabytes is None else gigabytes * 1e9

@@ -25,7 +25,7 @@ from opendiloco.tools.doctor.findings import Finding, Verdict
 from opendiloco.tools.doctor.machine import check_disk, check_memory
 from opendiloco.tools.doctor.network import Bandwidth
 from opendiloco.tools.doctor.torch_probe import Gpu
-from opendiloco.tools.plan.forecast import Peer, Plan, Swarm, forecast
+from opendiloco.tools.plan.forecast import Peer, Plan, forecast
 from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.values.identity import Identity
 from peers.values.workload import Progress
@@ -68,7 +68,7 @@ def plan(mbit: float = 800.0, step_seconds: float = 3.0, latency: float = 0.0, o
     own, other = (
         Peer("", count, 1e6 * mbit, 1e6 * mbit, latency, step) for count, step in ((1, step_seconds), (others, 3.0))
     )
-    return Plan((GB,), Swarm((own, other)), 100, 1000, smallest_share=0.125, snapshot_every=4, bits=8)
+    return Plan((GB,), (own, other), 100, 1000, smallest_share=0.125, snapshot_every=4, bits=8)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_an_outer_step_is_training_and_a_round(config: RunConfig, skeleton: Any)
     """20 inner steps of 32 tokens each; two peers send one payload each, of a byte a parameter and a little more."""
     alone = planned(config, skeleton, 64.0, 1e6)
     found, own = forecast(alone), forecast(alone).peers[0]
-    assert (alone.swarm.count, own.inner_steps, own.cycles) == (2, 20, 1)
-    assert alone.training_seconds(alone.swarm.peers[0]) == pytest.approx(10.0)
+    assert (alone.count, own.inner_steps, own.cycles) == (2, 20, 1)
+    assert alone.training_seconds(alone.peers[0]) == pytest.approx(10.0)
     assert found.cycle_seconds == pytest.approx(10.0 + found.round_seconds)
     assert own.sent_bits / 8 == pytest.approx(needs_of(config, skeleton).payload, rel=0.2)
     assert forecast(planned(config, skeleton, 64.0, 1e8)).round_seconds < found.round_seconds
@@ -157,8 +157,8 @@ def test_others_count_with_the_speed_that_they_tell(config: RunConfig, skeleton:
     equal, unsaid = (planned(config, skeleton, 64.0, 1e6, other) for other in (64.0, 0.0))
     assert equal == unsaid
     behind = planned(config, skeleton, 64.0, 1e6, 128.0, 128.0)
-    assert behind.swarm.count == 3
-    assert behind.own_steps(behind.swarm.peers[0]) == 10, "half as fast, half as many steps"
+    assert behind.count == 3
+    assert behind.own_steps(behind.peers[0]) == 10, "half as fast, half as many steps"
 
 
 def test_a_machine_that_is_far_too_slow_never_counts(config: RunConfig, skeleton: Any) -> None:
