@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
@@ -65,9 +64,7 @@ RELAY_MEGABITS = 100.0
     metavar="TICKET|FILE",
     help="With --archive: what admits this node to a run by invitation. May be repeated.",
 )
-@click.pass_obj
 def bootstrap(
-    log: LogOptions,
     identity: Path,
     listen: tuple[str, ...],
     announce: tuple[str, ...],
@@ -96,7 +93,6 @@ def bootstrap(
     from peers.network.links import LinkSettings
     from peers.network.own_network import everywhere
 
-    log.start("info")
     links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)
     if metrics_port is not None:
         serve_metrics(metrics_port, metrics_host)

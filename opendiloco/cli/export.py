@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
@@ -116,8 +115,7 @@ _place_options = all_of(
     default="float32",
     help="Store the weights as this; bfloat16 takes half the space.",
 )
-@click.pass_obj
-def export(log: LogOptions, /, out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) -> None:
+def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) -> None:
     """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
     import asyncio
     import tempfile
@@ -128,7 +126,6 @@ def export(log: LogOptions, /, out: Path | None, push_to: str | None, dtype: Dty
     place = _place_of(**where)
     if out is None and push_to is None:
         raise click.UsageError("say where the model is to go to, with --out, --push-to or both.")
-    log.start()
     if push_to is not None:
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
     with tempfile.TemporaryDirectory(prefix="diloco-peer-") as temporary:
@@ -180,10 +177,7 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
 )
 @click.option("--samples", type=click.IntRange(1, 1000), metavar="N", default=1, help="Write N samples.")
 @click.argument("prompt")
-@click.pass_obj
-def sample(
-    log: LogOptions, /, tokens: int, temperature: float, seed: int, samples: int, prompt: str, **where: Any
-) -> None:
+def sample(tokens: int, temperature: float, seed: int, samples: int, prompt: str, **where: Any) -> None:
     """Print how the run's model, as its peers or a checkpoint have it, continues PROMPT.
 
     The same state, prompt and seed give the same text on one machine.
@@ -192,7 +186,6 @@ def sample(
     import sys
 
     place = _place_of(**where)
-    log.start()
 
     async def write() -> None:
         async with place.state() as (_, past, workload):

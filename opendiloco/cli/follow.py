@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FOLDER,
     dashboard_option,
@@ -97,9 +96,7 @@ class _FollowPlan:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, with whole digests.")
 @dashboard_option
-@click.pass_obj
 def follow(
-    log: LogOptions,
     run: str,
     initial_peers: tuple[str, ...],
     identity: Path | None,
@@ -115,7 +112,6 @@ def follow(
     from opendiloco.volunteer.interrupts import run_interruptible
     from opendiloco.volunteer.tracking import Audit
 
-    log.start("info")
     invite = parse_run(run, initial_peers)
     plan, audit = _FollowPlan(page=open_dashboard(dashboard), **chosen), Audit()
     if plan.push_to is not None:

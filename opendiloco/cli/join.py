@@ -206,15 +206,14 @@ def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> 
 
     Raises: MachineError when there is none, or it is not clear which is meant.
     """
-    from opendiloco.owner.controls import Request, ask, sockets
+    from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
     from peers.values.manifest import Invite
 
     run = run if is_typed(click.get_current_context(), "run") else None
     folder = state or default_state_folder()
     run_id = None if run is None else Invite.parse(run).run_id
-    named = [path for path in sockets(folder, run_id) if path.parent.name.endswith(peer.lstrip("…"))]
-    found = [path for path in named if ask(path, Request(do="look")) is not None]
+    found = [path for path in volunteers(folder, run_id) if path.parent.name.endswith(peer.lstrip("…"))]
     if not found:
         which = " ".join(filter(None, (peer, run_id and f"of {run_id}", f"in {folder}")))
         raise MachineError(f"no volunteer {which} is running.", "Give --state, if `join` was given one.")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import EXISTING_FOLDER, FILE, all_of, own_files_options
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import DamagedLogError
@@ -50,12 +49,10 @@ def log_group() -> None:
 @_which_log
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the last N entries.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, with whole digests.")
-@click.pass_obj
-def _show(log: LogOptions, run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
+def _show(run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
     """Print the entries of a log, one a line."""
     from peers.log.folder import ENTRIES, read_chain
 
-    log.start()
     entries: deque[tuple[Entry, Header]] = deque(maxlen=last)
     path = _find_log(run, folder) / ENTRIES
     _, problem = read_chain(path, see=lambda entry, header, before: entries.append((entry, header)))
@@ -82,9 +79,7 @@ def _show(log: LogOptions, run: str | None, folder: Path | None, last: int | Non
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the entries' numbers.")
 @own_files_options
-@click.pass_obj
 def _verify(
-    log: LogOptions,
     run: str | None,
     folder: Path | None,
     manifest: Path | None,
@@ -101,7 +96,6 @@ def _verify(
     from opendiloco.storage.audit import audit
     from opendiloco.storage.loading import load_checkpoint
 
-    log.start()
     path = _find_log(run, folder)
     found = _find_manifest(path, manifest)
     kept = None if checkpoint is None else load_checkpoint(checkpoint, found.run_id)

@@ -115,7 +115,7 @@ class LogOptions:
     file: Path | None
     is_json: bool = False
 
-    def start(self, default_level: str = "warning") -> None:
+    def start(self, default_level: str) -> None:
         """Log to stderr, or to the file. Other libraries' lines only count from warnings on, unless all is wanted.
 
         Raises: MachineError when the file cannot be written.

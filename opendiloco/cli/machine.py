@@ -12,7 +12,6 @@ import click
 from click.core import ParameterSource
 
 from opendiloco.cli.group import INTERRUPTED, UNFIT
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
@@ -45,13 +44,11 @@ if TYPE_CHECKING:
 @click.option("--run", type=FILE, help="The run.toml to train.  [default: a small Llama on Python's standard library]")
 @click.option("--out", type=FOLDER, help="New folder for model and logs.  [default: a temporary one]")
 @click.option("--plain", is_flag=True, help="Lines instead of a live screen.")
-@click.pass_obj
-def demo(log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
+def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
     """Watch a swarm of volunteers train a small model on this machine."""
     from opendiloco.tools.demo import DemoScreen, run_demo
     from opendiloco.volunteer.interrupts import run_interruptible
 
-    log.start()
     with DemoScreen(minutes * 60, plain) as screen:
         result = run_interruptible(lambda interrupts: run_demo(peers, run, out, screen))
     if result is None:
@@ -88,9 +85,8 @@ def _conclude(result: DemoResult, screen: DemoScreen) -> int:
     default=True,
     help="With --run: train for some seconds to measure the speed; else it is estimated, where it can be.",
 )
-@click.option("--json", "plain", is_flag=True, help="Print one JSON object.")
-@click.pass_obj
-def doctor(log: LogOptions, settings: JoinSettings, trial: bool, plain: bool) -> None:
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
+def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
     """Check this machine, and say what to do about what keeps it from training.
 
     With --run, look whether it can take part in that run, how fast, and at what price in traffic. Takes the options
@@ -103,18 +99,17 @@ def doctor(log: LogOptions, settings: JoinSettings, trial: bool, plain: bool) ->
     from opendiloco.volunteer.interrupts import run_interruptible
 
     refuse_torchrun(os.environ)
-    log.start("error")
     invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
     is_named = is_typed(click.get_current_context(), "identity")  # else it may be in use by a volunteer
     console = Console()
-    is_live = console.is_terminal and not plain
+    is_live = console.is_terminal and not is_json
     with (
         reader(settings.identity if is_named else None) as key,
         console.status("") if is_live else nullcontext() as status,
     ):
 
         def tell(finding: Finding) -> None:
-            if not plain:
+            if not is_json:
                 show(console, finding)
 
         def at(what: str) -> None:
@@ -125,7 +120,7 @@ def doctor(log: LogOptions, settings: JoinSettings, trial: bool, plain: bool) ->
         findings = run_interruptible(lambda interrupts: examination.run())
     if findings is None:
         raise SystemExit(INTERRUPTED)
-    conclude = as_json if plain else conclusion
+    conclude = as_json if is_json else conclusion
     click.echo(conclude(findings, invite.run_id if invite else None))
     raise SystemExit(UNFIT if worst(findings) is Verdict.FAIL else 0)
 

@@ -91,9 +91,10 @@ def ask(path: Path, request: Request) -> Answer | None:
         return None
 
 
-def sockets(state: Path, run: str | None = None) -> Iterator[Path]:
-    """Yield the sockets below a state folder: of all runs, or of one."""
-    yield from sorted(state.glob(f"{run or '*'}/*/{NAME}"))
+def volunteers(state: Path, run: str | None = None) -> dict[Path, Answer]:
+    """Return what the volunteers below a state folder say, of all runs or of one, by their sockets."""
+    asked = {path: ask(path, Request(do="look")) for path in sorted(state.glob(f"{run or '*'}/*/{NAME}"))}
+    return {path: answer for path, answer in asked.items() if answer is not None}
 
 
 @contextmanager

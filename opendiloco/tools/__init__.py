@@ -7,5 +7,5 @@ doctor.findings: Finding, Verdict, as_json, conclusion, show, worst
 doctor.machine: check_quickly
 plan: report
 plan.forecast: forecast, least_bandwidth
-plan.setup: Links, memory_of, plan_of
+plan.setup: Links, plan_of
 """

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from opendiloco.config.run_config import RunConfig
+from opendiloco.owner.controls import volunteers
 from opendiloco.quantities import in_words
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
-from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.run_folder import RunFolder, default_state_folder
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, failed, failed_with, passed, skipped, warned
 from opendiloco.tools.doctor.machine import (
     check_disk,
     check_kernels,
     check_memory,
-    has_volunteer,
     machine_findings,
 )
 from opendiloco.tools.doctor.network import (
@@ -265,7 +265,8 @@ class Examination:
         self._at("looking at this machine")
         torch = await asyncio.to_thread(probed_torch, installed_torch())
         self._tell(*await asyncio.to_thread(machine_findings, torch, self._settings.workers))
-        self._has_volunteer = await asyncio.to_thread(has_volunteer, self._settings.state)
+        state = self._settings.state or default_state_folder()
+        self._has_volunteer = bool(await asyncio.to_thread(volunteers, state))
         self._at("testing the kernels")
         self._tell(await asyncio.to_thread(check_kernels))
         await self._examine_network()

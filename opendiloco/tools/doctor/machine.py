@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from opendiloco.cores import usable_cores
 from opendiloco.errors import MachineError
-from opendiloco.owner.controls import Request, ask, sockets
 from opendiloco.owner.facts import GpuState, is_on_battery, read_gpus, read_sensors
 from opendiloco.quantities import in_words
 from opendiloco.shared_memory import available_memory
@@ -59,29 +58,25 @@ class _Cards:
 
 # What `join` looks at first ------------------------------------------------------------------------------------------
 def check_quickly(state: Path | None, options: WorkerOptions) -> None:
-    """Log what could be better on this machine. Nothing is imported, started or asked for it. Raises: MachineError for
-    what would keep it from training."""
-    for finding in _quick_findings(state, options):
-        if finding.verdict is Verdict.FAIL:
-            raise MachineError(f"{finding.found}.", f"{finding.remedy} `diloco-peer doctor` explains more.")
-        if finding.verdict is Verdict.WARN:
-            logger.warning("%s. %s", finding.found, finding.remedy)
-
-
-def _quick_findings(state: Path | None, options: WorkerOptions) -> Iterator[Finding]:
-    """Yield what these checks find. How much memory and disk the run takes is not known yet."""
+    """Log what could be better on this machine. Nothing is imported, started or asked for it, and how much memory and
+    disk the run takes is not known yet. Raises: MachineError for what would keep it from training."""
     torch, cards = installed_torch(), _cards_for(options)
     gpus = _gpus_in_use(torch, options)
-    yield from (
+    findings = [
         _check_python(),
         _check_torch(torch, cards),
         _check_compiler(gpus > 0),
         _check_shm(gpus),
         _check_power(()),
-    )
+    ]
     disk = check_disk(state)
     if "free" not in disk.values:  # nothing can be written there at all
-        yield disk
+        findings.append(disk)
+    for finding in findings:
+        if finding.verdict is Verdict.FAIL:
+            raise MachineError(f"{finding.found}.", f"{finding.remedy} `diloco-peer doctor` explains more.")
+        if finding.verdict is Verdict.WARN:
+            logger.warning("%s. %s", finding.found, finding.remedy)
 
 
 # The checks -----------------------------------------------------------------------------------------------------------
@@ -339,8 +334,3 @@ def _free_disk(path: Path) -> int:
         there = there.parent
     with tempfile.TemporaryFile(dir=there):
         return shutil.disk_usage(there).free
-
-
-def has_volunteer(state: Path | None) -> bool:
-    """Whether a volunteer runs on this machine that keeps what outlives it there."""
-    return any(ask(socket, Request(do="look")) is not None for socket in sockets(state or default_state_folder()))

@@ -40,7 +40,8 @@ CYCLES = 2
 class Peer:
     """So many equal peers. Bits a second, the seconds of a round trip to a well-connected server, and of an inner step.
 
-    `gpus` 0 trains on the CPU. Bytes and prices are None where nobody has said them.
+    `gpus` 0 trains on the CPU. Bytes and prices are None where nobody has said them. `main_needed` are the bytes of
+    main memory that it must have, `gpu_needed` those of each GPU beside activations.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Peer:
     gpu_memory: float | None = None
     main_memory: float | None = None
     price_per_hour: float | None = None
+    main_needed: int = 0
+    gpu_needed: int | None = None
 
     @property
     def rate(self) -> float:

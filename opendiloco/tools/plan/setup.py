@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -12,8 +12,10 @@ from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section,
 from opendiloco.kernels import FORMATS
 from opendiloco.model.utilisation import peak_tokens_per_second
 from opendiloco.tools.plan.forecast import QUANTIZED, QUANTIZED_SPARSE, Peer, Plan
-from opendiloco.tools.plan.report import Memory
 from peers.errors import ManifestError
+
+if TYPE_CHECKING:
+    from opendiloco.workers.needs import Needs
 
 Megabits = Annotated[float, Field(gt=0, le=1e7)]
 Amount = Annotated[float, Field(gt=0, le=1e30)]
@@ -80,13 +82,14 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
     from opendiloco.model.parameters import layout_of  # this and the next import torch
     from opendiloco.workers.needs import UTILISATION, needs_of
 
-    training, needs, peers = config.training, needs_of(config, skeleton), []
+    training, peers = config.training, []
+    needs_by_gpus = {gpus: needs_of(config, skeleton, max(1, gpus)) for gpus in {each.gpus for each in links.peers}}
     for place, section in enumerate(links.peers):
-        peak = None
+        peak, needs = None, needs_by_gpus[section.gpus]
         if section.gpu is not None:
             peak = peak_tokens_per_second(section.gpu, section.gpus, needs.precision, needs.token_flops)
         rate = section.tokens_per_second or (None if peak is None else UTILISATION * peak)
-        peers.append(_peer(section, place, training.batch_size * training.sequence_length, rate))
+        peers.append(_peer(section, place, training.batch_size * training.sequence_length, rate, needs))
     return Plan(
         fragments=tuple(part.stop - part.start for part in layout_of(skeleton, config.streaming).fragments),
         peers=tuple(peers),
@@ -103,22 +106,12 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
     )
 
 
-def memory_of(config: RunConfig, skeleton: Any, peer: Peer) -> Memory:
-    """Return what `join` will hold against the machine's memory."""
-    from opendiloco.workers.needs import needs_of  # which imports torch
-
-    needs = needs_of(config, skeleton, max(1, peer.gpus))
-    if not peer.gpus:
-        return Memory(needs.main_memory_on_cpu, None)
-    return Memory(needs.main_memory, needs.device_memory)
-
-
 def _bits_of(codec: str) -> float:
     """Return the bits that a codec takes for a value, its blocks' headers included."""
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
 
 
-def _peer(section: PeerSection, place: int, tokens: int, rate: float | None) -> Peer:
+def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, needs: Needs) -> Peer:
     """Return the peers of a section, whose inner step has so many tokens, of which they train `rate` a second."""
     if section.step_seconds is not None:
         seconds = section.step_seconds
@@ -140,4 +133,6 @@ def _peer(section: PeerSection, place: int, tokens: int, rate: float | None) -> 
         gpu_memory=section.gpu_memory_gb and 1e9 * section.gpu_memory_gb,
         main_memory=section.main_memory_gb and 1e9 * section.main_memory_gb,
         price_per_hour=section.price_per_hour,
+        main_needed=needs.main_memory if section.gpus else needs.main_memory_on_cpu,
+        gpu_needed=needs.device_memory if section.gpus else None,
     )

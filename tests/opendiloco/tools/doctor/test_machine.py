@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from click.testing import CliRunner
 from opendiloco.cli import main
 from opendiloco.errors import MachineError
 from opendiloco.kernels import self_test
-from opendiloco.owner.controls import Answer, serve_controls
 from opendiloco.owner.facts import GpuState, Sensor
 from opendiloco.tools.doctor import machine
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
@@ -40,7 +38,6 @@ from opendiloco.tools.doctor.machine import (
     check_kernels,
     check_memory,
     check_quickly,
-    has_volunteer,
     machine_findings,
 )
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, _answered, _first_sentence, installed_torch, probed_torch
@@ -374,14 +371,3 @@ def test_the_quick_checks_import_nothing_slow() -> None:
     code += "from opendiloco.workers.options import WorkerOptions; check_quickly(None, WorkerOptions()); "
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'hivemind', 'rich')))"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
-
-
-def test_a_volunteer_is_there_while_it_answers(tmp_path: Path) -> None:
-    async def scenario() -> bool:
-        folder = tmp_path / "tiny-x" / "peer"
-        async with serve_controls(folder, lambda request: Answer(says="training", phase="training")):
-            return await asyncio.to_thread(has_volunteer, tmp_path)
-
-    assert not has_volunteer(tmp_path)
-    assert asyncio.run(scenario())
-    assert not has_volunteer(tmp_path)

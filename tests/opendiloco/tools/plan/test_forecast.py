@@ -19,14 +19,13 @@ from opendiloco.tools.plan.forecast import (
     least_bandwidth,
     round_of,
 )
-from opendiloco.tools.plan.report import Memory, _how_often, _warnings
+from opendiloco.tools.plan.report import _how_often, _warnings
 from opendiloco.tools.plan.setup import _bits_of
 
 MBIT = 1e6
 VALUES = 100_000_000
 FRAGMENTS = (16_000_000,) * 4 + (36_000_000,)
 """As many values, cut up."""
-ENOUGH = Memory(0, None)
 
 
 def peer(mbit: float = 200, step_seconds: float = 1.0, count: int = 1, **more: float) -> Peer:
@@ -122,7 +121,7 @@ def test_nobody_waits_longer_than_the_grace() -> None:
     assert found.cycle_seconds == pytest.approx(84 * 1.2 + found.round_seconds)
     tokens = (3 * 100 + 84 + 13 / 2) * 1000
     assert found.tokens_per_day == pytest.approx(tokens / found.cycle_seconds * 86_400)
-    [line] = _warnings(uneven, found, [ENOUGH] * 4)
+    [line] = _warnings(uneven, found)
     assert "takes 4.33 min for 13 inner steps" in line
     assert _how_often(4) == "every 4th"
     patient = forecast(replace(uneven, staleness=2))
@@ -228,6 +227,6 @@ def test_a_link_that_rounds_need_all_of_is_named() -> None:
     eight = plan(peer(25, step_seconds=0.5, count=4), inner_steps=28)
     eight = replace(eight, fragments=(3_125_000,) * 8, overlap=5)
     assert forecast(eight).utilisation > 0.95
-    assert [line[:8] for line in _warnings(eight, forecast(eight), [ENOUGH])] == ["too full"]
+    assert [line[:8] for line in _warnings(eight, forecast(eight))] == ["too full"]
     for calm in (replace(eight, bits=4), replace(eight, overlap=0)):
-        assert _warnings(calm, forecast(calm), [ENOUGH]) == []
+        assert _warnings(calm, forecast(calm)) == []
