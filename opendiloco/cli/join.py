@@ -6,8 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -113,8 +112,13 @@ class _Joining:
 
         interrupts.heard = self.watch.stop
         folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self.settings.state).path
-        sources: list[Source] = []
-        async with _shown(self.page, sources), serve_controls(folder, self.watch.answer):
+        sources: list[Source] = []  # none while this machine is paused
+        page: AbstractAsyncContextManager[None] = nullcontext()
+        if self.page is not None:
+            from opendiloco.dashboard.server import dashboard
+
+            page = dashboard(self.page, lambda: sources)
+        async with page, serve_controls(folder, self.watch.answer):
             while await self.watch.wait_until_wanted():
                 await self._take_part(interrupts, sources)
                 self.view.say("left the run")
@@ -158,18 +162,6 @@ class _Joining:
         if settings.remote is not None:
             check_url(settings.remote)
         return Session(settings, self.invite, self.key, self.watch, ticket, journal)
-
-
-@asynccontextmanager
-async def _shown(page: socket.socket | None, sources: list[Source]) -> AsyncIterator[None]:
-    """Serve the dashboard, if anybody wants it. While this machine is paused it has no run yet."""
-    if page is None:
-        yield
-        return
-    from opendiloco.dashboard.server import dashboard
-
-    async with dashboard(page, lambda: sources):
-        yield
 
 
 def _view_for(log: LogOptions, is_plain: bool) -> JoinView:

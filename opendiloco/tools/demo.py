@@ -145,11 +145,11 @@ class DemoScreen:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the demo began."""
+        """Return the seconds since the demo began."""
         return time.monotonic() - self._started
 
     def event(self, text: str) -> None:
-        """Something happened."""
+        """Show what happened."""
         line = f"{_clock(self.elapsed)}  {text}"
         self._events.append(line)
         if self._live is None:
@@ -158,7 +158,7 @@ class DemoScreen:
             self._draw()
 
     def show(self, rows: Sequence[Row]) -> None:
-        """This is how the peers are now."""
+        """Show how the peers are now."""
         self._rows = rows
         if self._live is not None:
             self._draw()
@@ -168,7 +168,7 @@ class DemoScreen:
                 self.say(f"{_clock(self.elapsed)}  {plain_line(row)}")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.console.print(Text(text), soft_wrap=True)
 
     def _draw(self) -> None:
@@ -264,7 +264,7 @@ class _Swarm:
         return max((one.heartbeat.index for one in self.live() if one.heartbeat), default=0)
 
     def finished(self) -> bool:
-        """Whether everybody has been through the whole run."""
+        """Return whether everybody has been through the whole run."""
         return all(one.heartbeat is not None and is_finished(one.heartbeat, self.run.config) for one in self.live())
 
     def _row(self, volunteer: _Volunteer) -> Row:
@@ -336,7 +336,7 @@ async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:
 
 
 async def _replace_one(swarm: _Swarm) -> None:
-    """What happens on real machines: one is gone without a word, another one comes."""
+    """Kill one volunteer, as machines vanish without a word, and start another."""
     victim = swarm.live()[-1]
     victim.fate = "killed"
     victim.child.kill()
@@ -388,7 +388,7 @@ def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
 
 
 async def _end_all(children: list[_Child]) -> None:
-    """The bootstrap node, first of all, is ended last."""
+    """End all, the bootstrap node last: it was the first."""
     for child in reversed(children):
         child.ask_to_stop()
     for child in children:

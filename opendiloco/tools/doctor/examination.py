@@ -35,7 +35,7 @@ from opendiloco.tools.doctor.network import (
     check_reach,
     measured_bandwidth,
     ways_to_peers,
-    with_clocks,
+    with_clock,
 )
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
 from opendiloco.tools.plan.forecast import SECONDS_A_DAY, Plan, forecast
@@ -314,7 +314,7 @@ class Examination:
             self._skip_until("memory", "the swarm is out of reach")
 
     async def _examine_swarm(self, transport: HivemindTransport) -> None:
-        self._nodes = await with_clocks(transport, self._nodes)
+        self._nodes = await asyncio.gather(*(with_clock(transport, node) for node in self._nodes))
         self._latency = min((node.seconds for node in self._nodes if node.seconds is not None), default=LATENCY)
         self._tell(check_bootstrap(self._nodes, None), check_clock(self._nodes))
         self._at("asking how this machine is seen")

@@ -9,7 +9,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -222,12 +222,8 @@ async def answering_nodes(addresses: Sequence[str]) -> list[Node]:
     return [Node(address, address in answering or endpoint(address) is None) for address in addresses]
 
 
-async def with_clocks(transport: HivemindTransport, nodes: Iterable[Node]) -> list[Node]:
-    """Return the same nodes with the time that an answer takes, and what time it is there."""
-    return await asyncio.gather(*(_with_clock(transport, node) for node in nodes))
-
-
-async def _with_clock(transport: HivemindTransport, node: Node) -> Node:
+async def with_clock(transport: HivemindTransport, node: Node) -> Node:
+    """Return the same node with the time that an answer takes, and what time it is there."""
     told = []
     with suppress(PeerUnreachableError):
         for _ in range(CLOCK_TRIES if node.answers else 0):
