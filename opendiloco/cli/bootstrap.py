@@ -1,26 +1,19 @@
 """`diloco-peer bootstrap`: an address that stays, and a memory for runs."""
 
 from __future__ import annotations
-
+import click
+from opendiloco.cli.options import FILE
+from opendiloco.cli.options import FOLDER
+from opendiloco.cli.options import dashboard_option
+from opendiloco.cli.options import join_option
+from opendiloco.cli.options import open_dashboard
+from opendiloco.cli.options import spelled_out
+from opendiloco.cli.options import typed_option
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import (
-    FILE,
-    FOLDER,
-    dashboard_option,
-    join_option,
-    open_dashboard,
-    spelled_out,
-    typed_option,
-)
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
     from peers.network.bootstrap import NodeTask
     from peers.network.transport import HivemindTransport
     from peers.values.manifest import SignedManifest
@@ -32,11 +25,7 @@ RELAY_MEGABITS = 100.0
 
 @click.command()
 @click.option("--identity", required=True, type=FILE, help="Key file; made if it does not exist. It fixes the address.")
-@typed_option(
-    "listen",
-    default=(),
-    shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}",
-)
+@typed_option("listen", default=(), shown=f"/ip4/0.0.0.0/tcp/{LIBP2P_PORT} and /ip6/::/tcp/{LIBP2P_PORT}")
 @typed_option("announce")
 @typed_option("initial_peers", help="Address of another bootstrap node, or of any peer. May be repeated.")
 @typed_option(
@@ -69,9 +58,7 @@ RELAY_MEGABITS = 100.0
     metavar="TICKET|FILE",
     help="With --archive: what admits this node to a run by invitation. May be repeated.",
 )
-@click.pass_obj
 def bootstrap(
-    log: LogOptions,
     identity: Path,
     listen: tuple[str, ...],
     announce: tuple[str, ...],
@@ -82,7 +69,7 @@ def bootstrap(
     no_relay: bool,
     metrics_port: int | None,
     metrics_host: str,
-    dashboard: tuple[str, int] | None,
+    dashboard: str | None,
     directory: Path | None,
     archive: Path | None,
     max_disk: float | None,
@@ -100,7 +87,6 @@ def bootstrap(
     from peers.network.links import LinkSettings
     from peers.network.own_network import everywhere
 
-    log.start("info")
     links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)
     if metrics_port is not None:
         serve_metrics(metrics_port, metrics_host)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
-    Command,
     all_of,
     data_option,
     initial_peers_option,
@@ -35,87 +33,89 @@ if TYPE_CHECKING:
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
     from opendiloco.volunteer.states import Past
+    from peers.values.manifest import Invite
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a model is to come from: the peers of a run, or a checkpoint; and what is local of the run."""
+    """The place that a model comes from: the peers of a run, or a checkpoint; and what is local of the run.
 
-    run: str | None
-    initial_peers: tuple[str, ...]
+    Without `data` (None) none of the run's text is read.
+    """
+
+    invite: Invite | None
     identity: Path | None
     source: Path | None
     at: int | None
     manifest: Path | None
-    data: tuple[Path, ...]
-    model: Path | None
-    tokenizer: Path | None
+    own: OwnFiles
+    data: tuple[Path, ...] | None
 
-    @classmethod
-    def of(cls, run: str | None, source: Path | None, at: int | None, manifest: Path | None, **others: Any) -> _Place:
-        """Return what the options of a command say. Raises: UsageError unless they go together."""
-        if source is not None and not is_typed(click.get_current_context(), "run"):
-            run = None  # the settings name the run that this machine usually joins
-        if (run is None) == (source is None):
-            raise click.UsageError("say where the model is to come from, with either --run or --from.")
-        if source is None and (at is not None or manifest is not None):
-            raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
-        return cls(run=run, source=source, at=at, manifest=manifest, **others)
+    @asynccontextmanager
+    async def state(self) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
+        """Yield the state from there, in a workload. Raises: DilocoPeerError."""
+        from opendiloco.volunteer.states import find_origin, newest_state, state_of
 
-    @property
-    def own(self) -> OwnFiles:
-        return OwnFiles(self.model, self.tokenizer)
-
-    @contextmanager
-    def state(self) -> Iterator[AbstractAsyncContextManager[tuple[Run, Past, LocalWorkload]]]:
-        """The state from there, to be entered: in a workload that can evaluate, generate and export.
-
-        Raises: DilocoPeerError, as does entering it.
-        """
-        if self.source is None:
-            from opendiloco.volunteer.states import newest_state
-
-            assert self.run is not None
-            invite = parse_run(self.run, self.initial_peers)
-            with reader(self.identity) as key:
-                yield newest_state(invite, key, self.data, self.own)
-        else:
-            from opendiloco.volunteer.states import find_origin, state_of
-
+        if self.source is not None:
             origin = find_origin(self.source, self.at, self.manifest, self.own)
-            yield state_of(replace(origin, run=origin.run.with_data(self.data)))
+            async with state_of(origin, self.data) as found:
+                yield found
+        elif self.invite is not None:
+            with reader(self.identity) as key:
+                async with newest_state(self.invite, key, self.data, self.own) as found:
+                    yield found
 
 
-def _place_options(use_of_text: str) -> Callable[[Command], Command]:
-    """Return the options that `_Place.of` takes."""
-    run = "The run's id, or an invite to it: take the newest state of its peers."
-    source = "Take a checkpoint: its file, or the newest in a folder."
-    at = "With --from: the model after N outer steps."
-    return all_of(
-        join_option("run", help=run, required=False),
-        initial_peers_option,
-        reader_option,
-        click.option("--from", "source", type=click.Path(path_type=Path), help=source),
-        click.option("--at", type=click.IntRange(min=0), metavar="N", help=at),
-        click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
-        own_files_options,
-        data_option(use_of_text),
-    )
+def _place_of(
+    run: str | None,
+    initial_peers: tuple[str, ...],
+    identity: Path | None,
+    source: Path | None,
+    at: int | None,
+    manifest: Path | None,
+    model: Path | None,
+    tokenizer: Path | None,
+    data: tuple[Path, ...] | None = None,
+) -> _Place:
+    """Return what `_place_options` say. Raises: UsageError unless they go together."""
+    if source is not None and not is_typed(click.get_current_context(), "run"):
+        run = None  # the settings name the run that this machine usually joins
+    if (run is None) == (source is None):
+        raise click.UsageError("say where the model is to come from, with either --run or --from.")
+    if source is None and (at is not None or manifest is not None):
+        raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
+    invite = None if run is None else parse_run(run, initial_peers)
+    return _Place(invite, identity, source, at, manifest, OwnFiles(model, tokenizer), data)
+
+
+_place_options = all_of(
+    join_option("run", help="The run's id, or an invite to it: take the newest state of its peers.", required=False),
+    initial_peers_option,
+    reader_option,
+    click.option(
+        "--from",
+        "source",
+        type=click.Path(path_type=Path),
+        help="Take a checkpoint: its file, or the newest in a folder.",
+    ),
+    click.option("--at", type=click.IntRange(min=0), metavar="N", help="With --from: the model after N outer steps."),
+    click.option("--manifest", type=FILE, help="With --from: the run's signed manifest.  [default: beside it]"),
+    own_files_options,
+)
 
 
 @click.command(short_help="Write the run's model as a transformers model.")
-@_place_options("Compute the held-out loss on the text in this folder.")
+@_place_options
+@data_option("Compute the held-out loss on the text in this folder.")
 @click.option("--out", type=FOLDER, help="A folder that is new or empty.")
 @click.option("--push-to", metavar="URL", help="Copy the model to this URL, any that fsspec knows, e.g. hf://me/model.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
-    show_default=True,
     help="Store the weights as this; bfloat16 takes half the space.",
 )
-@click.pass_obj
-def export(log: LogOptions, /, out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) -> None:
+def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) -> None:
     """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
     import asyncio
     import tempfile
@@ -123,10 +123,9 @@ def export(log: LogOptions, /, out: Path | None, push_to: str | None, dtype: Dty
     from opendiloco.storage.remote import Remote, push_folder, without_secrets
     from opendiloco.volunteer.states import export_state, new_folder
 
-    place = _Place.of(**where)
+    place = _place_of(**where)
     if out is None and push_to is None:
         raise click.UsageError("say where the model is to go to, with --out, --push-to or both.")
-    log.start()
     if push_to is not None:
         Remote(push_to)  # what cannot be used should not be found out after minutes of work
     with tempfile.TemporaryDirectory(prefix="diloco-peer-") as temporary:
@@ -134,12 +133,11 @@ def export(log: LogOptions, /, out: Path | None, push_to: str | None, dtype: Dty
 
         async def write() -> RunFacts:
             with new_folder(folder):
-                async with state as (run, past, workload):
+                async with place.state() as (run, past, workload):
                     again = _commands(place, run, past, dtype)
                     return await export_state(run, past, workload, folder, again, dtype)
 
-        with place.state() as state:
-            facts = asyncio.run(write())
+        facts = asyncio.run(write())
         if push_to is not None:
             push_folder(folder, push_to)
     places = " and ".join(str(each) for each in (out, push_to and without_secrets(push_to)) if each is not None)
@@ -152,7 +150,7 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
     """Return the commands that write the model again, without this machine's paths."""
     from opendiloco.volunteer.states import command_line
 
-    options = own_words(place.data, place.own) + ([] if dtype == "float32" else ["--dtype", dtype])
+    options = own_words(place.data or (), place.own) + ([] if dtype == "float32" else ["--dtype", dtype])
     kept = command_line("export", "--from", "FOLDER", "--at", str(past.outer_steps), options, "--out", "model")
     if place.source is not None:
         return kept
@@ -161,21 +159,13 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
 
 
 @click.command(short_help="Print how the run's model continues a prompt.")
-@_place_options("Open the run's text in this folder.")
-@click.option(
-    "--tokens",
-    type=click.IntRange(1, 100_000),
-    metavar="N",
-    default=100,
-    show_default=True,
-    help="Write N tokens at most.",
-)
+@_place_options
+@click.option("--tokens", type=click.IntRange(1, 100_000), metavar="N", default=100, help="Write N tokens at most.")
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 100),
     metavar="T",
     default=TEMPERATURE,
-    show_default=True,
     help="Above 1 more surprising, below 1 less; 0: always the likeliest token.",
 )
 @click.option(
@@ -183,17 +173,11 @@ def _commands(place: _Place, run: Run, past: Past, dtype: Dtype) -> str:
     type=click.IntRange(0, 2**63 - 1),
     metavar="N",
     default=0,
-    show_default=True,
     help="Begin the first sample with this seed; each other one with the next.",
 )
-@click.option(
-    "--samples", type=click.IntRange(1, 1000), metavar="N", default=1, show_default=True, help="Write N samples."
-)
+@click.option("--samples", type=click.IntRange(1, 1000), metavar="N", default=1, help="Write N samples.")
 @click.argument("prompt")
-@click.pass_obj
-def sample(
-    log: LogOptions, /, tokens: int, temperature: float, seed: int, samples: int, prompt: str, **where: Any
-) -> None:
+def sample(tokens: int, temperature: float, seed: int, samples: int, prompt: str, **where: Any) -> None:
     """Print how the run's model, as its peers or a checkpoint have it, continues PROMPT.
 
     The same state, prompt and seed give the same text on one machine.
@@ -201,15 +185,13 @@ def sample(
     import asyncio
     import sys
 
-    place = _Place.of(**where)
-    log.start()
+    place = _place_of(**where)
 
     async def write() -> None:
-        async with state as (_, past, workload):
+        async with place.state() as (_, past, workload):
             click.echo(f"after {past.outer_steps} outer steps:", err=True)
             for number in range(samples):
                 written = await workload.trainer.generate(prompt, tokens, seed + number, temperature)
                 click.echo(prompt + (fit_for_terminal(written.expandtabs()) if sys.stdout.isatty() else written))
 
-    with place.state() as state:
-        asyncio.run(write())
+    asyncio.run(write())

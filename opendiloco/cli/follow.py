@@ -10,11 +10,10 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FOLDER,
     dashboard_option,
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _FollowPlan:
-    """What to do with every n-th state, and until which."""
+    """The options of `follow` that say what is done with the run's states. `page` is the socket of its dashboard."""
 
     every: int
     evaluate: bool
@@ -57,8 +56,13 @@ class _FollowPlan:
     until: int | None
     as_json: bool
     data: tuple[Path, ...]
-    own: OwnFiles
-    dashboard: socket.socket | None
+    model: Path | None
+    tokenizer: Path | None
+    page: socket.socket | None
+
+    @property
+    def own(self) -> OwnFiles:
+        return OwnFiles(self.model, self.tokenizer)
 
     @property
     def needs_model(self) -> bool:
@@ -78,7 +82,6 @@ class _FollowPlan:
     type=click.IntRange(min=1),
     metavar="N",
     default=1,
-    show_default=True,
     help="Evaluate and export after the outer steps that are multiples of N.",
 )
 @click.option("--evaluate", is_flag=True, help="Print the loss on the run's held-out text.")
@@ -93,22 +96,12 @@ class _FollowPlan:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, with whole digests.")
 @dashboard_option
-@click.pass_obj
 def follow(
-    log: LogOptions,
     run: str,
     initial_peers: tuple[str, ...],
     identity: Path | None,
-    every: int,
-    evaluate: bool,
-    data: tuple[Path, ...],
-    model: Path | None,
-    tokenizer: Path | None,
-    export: Path | None,
-    push_to: str | None,
-    until: int | None,
-    as_json: bool,
-    dashboard: tuple[str, int] | None,
+    dashboard: str | None,
+    **chosen: Any,
 ) -> None:
     """Follow a run without training in it: print its entries as they come, and whether its peers agree with them.
 
@@ -119,13 +112,10 @@ def follow(
     from opendiloco.volunteer.interrupts import run_interruptible
     from opendiloco.volunteer.tracking import Audit
 
-    log.start("info")
     invite = parse_run(run, initial_peers)
-    if push_to is not None:
-        Remote(push_to)  # what cannot be used should not be found out after minutes of work
-    shown = open_dashboard(dashboard)
-    own = OwnFiles(model, tokenizer)
-    plan, audit = _FollowPlan(every, evaluate, export, push_to, until, as_json, data, own, shown), Audit()
+    plan, audit = _FollowPlan(page=open_dashboard(dashboard), **chosen), Audit()
+    if plan.push_to is not None:
+        Remote(plan.push_to)  # what cannot be used should not be found out after minutes of work
     with reader(identity) as key, _staging(plan) as folder:
         run_interruptible(lambda interrupts: _follow(invite, key, plan, folder, audit))
     audit.check()
@@ -187,7 +177,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     in_force: Amendment | None = None
     source = follower_source(run, transport, lambda: following.past if following else None)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(dashboard(plan.dashboard, lambda: [source]))
+        await stack.enter_async_context(dashboard(plan.page, lambda: [source]))
         # A worker is started only for what needs the model.
         model = await stack.enter_async_context(working(run)) if plan.needs_model else None
         state: ReplicatedState

@@ -61,12 +61,20 @@ COMMANDS = {
 }
 """Each command in the order of `--help`: its module, and its name there."""
 
+LOG_LEVELS = {"bootstrap": "info", "tokenize": "info", "follow": "info", "doctor": "error"}
+"""What a command logs, unless the options say otherwise; the others log warnings."""
+START_NO_LOG = {"join", "pause", "resume", "finish", "config", "identity"}
+"""`join` looks at its screen first; the others must work also where the log file cannot be written."""
+
 FIRST_STEPS = (
     ("diloco-peer demo", "See a swarm train on this machine: three minutes."),
     ("diloco-peer doctor", "Find out whether this machine can train."),
     ("diloco-peer join --run INVITE", "Train in a run. Its organiser gives out the invite."),
     ("diloco-peer bootstrap", "Be the node through which the peers of a run of your own find each other."),
 )
+
+
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 
 
 class _Commands(click.Group):
@@ -158,7 +166,7 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
     context.meta[PATH_KEY] = path or default_settings_path()
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.command(cls=_Commands, context_settings=HELP)
 @click.option("--debug", is_flag=True, help="Show tracebacks of errors, and log everything.")
 @click.option(
     "--config",
@@ -181,4 +189,6 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
 @click.pass_context
 def main(context: click.Context, debug: bool, log_level: str | None, log_file: Path | None, log_format: str) -> None:
     """Lend a machine to a language-model training run that nobody's data centre hosts."""
-    context.obj = LogOptions("debug" if debug else log_level, log_file, log_format == "json")
+    context.obj = log = LogOptions("debug" if debug else log_level, log_file, log_format == "json")
+    if context.invoked_subcommand not in START_NO_LOG:
+        log.start(LOG_LEVELS.get(str(context.invoked_subcommand), "warning"))

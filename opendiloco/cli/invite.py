@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, initial_peers_option, join_option, spelled_out
 from peers.errors import AdmissionError, RemoteProtocolError, SwarmUnreachableError, quoted
 
@@ -28,25 +27,17 @@ def invite_group() -> None:
     """Give tickets to a run by invitation, and take them back."""
 
 
-@invite_group.command(short_help="Print a ticket.")
+@invite_group.command("create", short_help="Print a ticket.")
 @manifest_argument
 @click.option(
     "--for", "peer", metavar="PEER", help="Only for the peer with this id.  [default: for everybody who has it]"
 )
 @click.option(
-    "--days",
-    type=click.FloatRange(0, 3650, min_open=True),
-    metavar="N",
-    default=30.0,
-    show_default=True,
-    help="Good for so many days.",
+    "--days", type=click.FloatRange(0, 3650, min_open=True), metavar="N", default=30.0, help="Good for so many days."
 )
 @organiser_option
 @given_option
-@click.pass_obj
-def create(
-    log: LogOptions, manifest: Path, peer: str | None, days: float, identity: Path | None, state: Path | None
-) -> None:
+def _create(manifest: Path, peer: str | None, days: float, identity: Path | None, state: Path | None) -> None:
     """Print a ticket to the run of a signed MANIFEST, as its organiser.
 
     Without --for it admits every machine whose owner has the text, until it expires or is revoked.
@@ -55,7 +46,6 @@ def create(
     from peers.values.identity import is_peer_id
     from peers.values.tickets import Ticket
 
-    log.start()
     if peer is not None and not is_peer_id(peer):
         raise click.BadParameter(f"{quoted(peer, 80)} is not a peer id.", param_hint="--for")
     run, key = _organised(manifest, identity)
@@ -69,15 +59,13 @@ def create(
 @click.argument("run", metavar="RUN|MANIFEST")
 @organiser_option
 @given_option
-@click.pass_obj
-def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -> None:
+def _show(run: str, identity: Path | None, state: Path | None) -> None:
     """Print the tickets that this machine has given to a run: id, expiry, whether revoked, and for whom."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.admission import GivenTickets
     from opendiloco.volunteer.identity import load_identity
     from peers.values.manifest import Invite
 
-    log.start()
     run_id = read_manifest(Path(run)).run_id if Path(run).is_file() else Invite.parse(run).run_id
     given = GivenTickets(run_id, load_identity(identity).peer_id, state)
     revoked = given.revocations.revoked if given.revocations else ()
@@ -88,15 +76,13 @@ def show(log: LogOptions, run: str, identity: Path | None, state: Path | None) -
         click.echo(f"{ticket.id.hex()}  until {until} UTC  {standing:<8} {ticket.peer or 'anybody'}")
 
 
-@invite_group.command(short_help="Take tickets back.")
+@invite_group.command("revoke", short_help="Take tickets back.")
 @manifest_argument
 @click.argument("tickets", nargs=-1, required=True, metavar="ID...")
 @initial_peers_option
 @organiser_option
 @given_option
-@click.pass_obj
-def revoke(
-    log: LogOptions,
+def _revoke(
     manifest: Path,
     tickets: tuple[str, ...],
     initial_peers: tuple[str, ...],
@@ -108,7 +94,6 @@ def revoke(
 
     from opendiloco.volunteer.admission import GivenTickets
 
-    log.start()
     if not initial_peers:
         raise click.UsageError("the run has to hear of it: add --initial-peer.")
     run, key = _organised(manifest, identity)

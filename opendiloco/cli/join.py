@@ -1,41 +1,39 @@
 """`diloco-peer join` trains in a run; by `pause`, `resume` and `finish` the machine's owner commands it meanwhile."""
 
 from __future__ import annotations
-
+import click
 import gc
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import click
-
-from opendiloco.cli.logs import PLACE, LogOptions
-from opendiloco.cli.options import (
-    SettingsCommand,
-    all_of,
-    is_typed,
-    join_option,
-    join_settings,
-    open_dashboard,
-    parse_run,
-    refuse_torchrun,
-)
+from opendiloco.cli.logs import LogOptions
+from opendiloco.cli.logs import PLACE
+from opendiloco.cli.options import SettingsCommand
+from opendiloco.cli.options import all_of
+from opendiloco.cli.options import is_typed
+from opendiloco.cli.options import join_option
+from opendiloco.cli.options import join_settings
+from opendiloco.cli.options import open_dashboard
+from opendiloco.cli.options import parse_run
+from opendiloco.cli.options import refuse_torchrun
 from opendiloco.errors import MachineError
+from pathlib import Path
+from typing import Any
+from typing import Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import socket
-
     from opendiloco.dashboard.sources import Source
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.view.progress import JoinView
     from opendiloco.volunteer.interrupts import Interrupts
-    from opendiloco.volunteer.volunteer import Session, Volunteer
+    from opendiloco.volunteer.volunteer import Session
+    from opendiloco.volunteer.volunteer import Volunteer
     from peers.network.transport import HivemindTransport
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
@@ -70,7 +68,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     watch = _owners_watch(settings, view)
     if settings.metrics_port is not None:
         serve_metrics(settings.metrics_port, settings.metrics_host)
-    page = open_dashboard(settings.dashboard_address)
+    page = open_dashboard(settings.dashboard)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id
         joining = _Joining(settings, invite, key, watch, view, page)
@@ -113,8 +111,13 @@ class _Joining:
 
         interrupts.heard = self.watch.stop
         folder = RunFolder.at(self.invite.run_id, self.key.peer_id, self.settings.state).path
-        sources: list[Source] = []
-        async with _shown(self.page, sources), serve_controls(folder, self.watch.answer):
+        sources: list[Source] = []  # none while this machine is paused
+        page: AbstractAsyncContextManager[None] = nullcontext()
+        if self.page is not None:
+            from opendiloco.dashboard.server import dashboard
+
+            page = dashboard(self.page, lambda: sources)
+        async with page, serve_controls(folder, self.watch.answer):
             while await self.watch.wait_until_wanted():
                 await self._take_part(interrupts, sources)
                 self.view.say("left the run")
@@ -160,18 +163,6 @@ class _Joining:
         return Session(settings, self.invite, self.key, self.watch, ticket, journal)
 
 
-@asynccontextmanager
-async def _shown(page: socket.socket | None, sources: list[Source]) -> AsyncIterator[None]:
-    """Serve the dashboard, if anybody wants it. While this machine is paused it has no run yet."""
-    if page is None:
-        yield
-        return
-    from opendiloco.dashboard.server import dashboard
-
-    async with dashboard(page, lambda: sources):
-        yield
-
-
 def _view_for(log: LogOptions, is_plain: bool) -> JoinView:
     """Begin to log, and return how to show what goes on."""
     from opendiloco.view.progress import Lines, Screen
@@ -206,15 +197,14 @@ def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> 
 
     Raises: MachineError when there is none, or it is not clear which is meant.
     """
-    from opendiloco.owner.controls import Request, ask, sockets
+    from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
     from peers.values.manifest import Invite
 
     run = run if is_typed(click.get_current_context(), "run") else None
     folder = state or default_state_folder()
     run_id = None if run is None else Invite.parse(run).run_id
-    named = [path for path in sockets(folder, run_id) if path.parent.name.endswith(peer.lstrip("…"))]
-    found = [path for path in named if ask(path, Request(do="look")) is not None]
+    found = [path for path in volunteers(folder, run_id) if path.parent.name.endswith(peer.lstrip("…"))]
     if not found:
         which = " ".join(filter(None, (peer, run_id and f"of {run_id}", f"in {folder}")))
         raise MachineError(f"no volunteer {which} is running.", "Give --state, if `join` was given one.")

@@ -6,14 +6,13 @@ import json
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.options import EXISTING_FOLDER, FILE, own_files_options
+from opendiloco.cli.options import EXISTING_FOLDER, FILE, all_of, own_files_options
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import DamagedLogError
 from peers.errors import ManifestError
@@ -25,22 +24,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 HEADINGS = ("entry", "peers", "tokens", "in all", "payload", "header", "state", "amended to")
 """Of the columns: `in all` are the tokens of the lineage, and the three after it are beginnings of digests. `amended
 to` are the outer learning rate and momentum from the next outer step on; "-": the manifest's."""
 NUMBERS = HEADINGS[:4]
 
 
-def _which_log(command: Command) -> Command:
-    run = click.option("--run", metavar="ID|INVITE", help="The run whose log to take from this machine's own folders.")
-    folder = click.option(
+_which_log = all_of(
+    click.option("--run", metavar="ID|INVITE", help="The run whose log to take from this machine's own folders."),
+    click.option(
         "--folder",
         type=EXISTING_FOLDER,
         help="A folder with a log, instead: the one that `join` has named, or any other.",
-    )
-    return run(folder(command))
+    ),
+)
 
 
 @click.group(short_help="Look at the log that this machine has, and verify it.")
@@ -48,16 +45,14 @@ def log_group() -> None:
     """Look at the entries of a run that this machine has, and verify them."""
 
 
-@log_group.command()
+@log_group.command("show")
 @_which_log
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the last N entries.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, with whole digests.")
-@click.pass_obj
-def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
+def _show(run: str | None, folder: Path | None, last: int | None, as_json: bool) -> None:
     """Print the entries of a log, one a line."""
     from peers.log.folder import ENTRIES, read_chain
 
-    log.start()
     entries: deque[tuple[Entry, Header]] = deque(maxlen=last)
     path = _find_log(run, folder) / ENTRIES
     _, problem = read_chain(path, see=lambda entry, header, before: entries.append((entry, header)))
@@ -73,7 +68,7 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
             click.echo(", ".join(f"{heading} {cell}" for heading, cell in said))
 
 
-@log_group.command()
+@log_group.command("verify")
 @_which_log
 @click.option("--manifest", type=FILE, help="The run's signed manifest.  [default: the one in the run's folder]")
 @click.option(
@@ -84,9 +79,7 @@ def show(log: LogOptions, run: str | None, folder: Path | None, last: int | None
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the entries' numbers.")
 @own_files_options
-@click.pass_obj
-def verify(
-    log: LogOptions,
+def _verify(
     run: str | None,
     folder: Path | None,
     manifest: Path | None,
@@ -103,7 +96,6 @@ def verify(
     from opendiloco.storage.audit import audit
     from opendiloco.storage.loading import load_checkpoint
 
-    log.start()
     path = _find_log(run, folder)
     found = _find_manifest(path, manifest)
     kept = None if checkpoint is None else load_checkpoint(checkpoint, found.run_id)

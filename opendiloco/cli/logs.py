@@ -31,7 +31,7 @@ def _is_no_disconnect(record: logging.LogRecord) -> bool:
     return not (record.name == "asyncio" and isinstance(error, EOFError | ConnectionError))
 
 
-class FloodGate:
+class _FloodGate:
     """A filter that holds back warnings of one place in the code that come too fast: strangers choose how often."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class LogOptions:
     file: Path | None
     is_json: bool = False
 
-    def start(self, default_level: str = "warning") -> None:
+    def start(self, default_level: str) -> None:
         """Log to stderr, or to the file. Other libraries' lines only count from warnings on, unless all is wanted.
 
         Raises: MachineError when the file cannot be written.
@@ -127,7 +127,7 @@ class LogOptions:
         level = (self.level or default_level).upper()
         if level != "DEBUG":
             handler.addFilter(_is_no_disconnect)
-            handler.addFilter(FloodGate())
+            handler.addFilter(_FloodGate())
         handler.addFilter(PLACE.fill)
         handler.setFormatter(_JsonFormatter() if self.is_json else _PlainFormatter(format, datefmt="%H:%M:%S"))
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)

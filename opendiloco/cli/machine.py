@@ -12,7 +12,6 @@ import click
 from click.core import ParameterSource
 
 from opendiloco.cli.group import INTERRUPTED, UNFIT
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
@@ -30,36 +29,28 @@ if TYPE_CHECKING:
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.settings.setting import Setting
     from opendiloco.tools.demo import DemoResult, DemoScreen
-    from opendiloco.tools.doctor.examination import Wishes
     from opendiloco.tools.doctor.findings import Finding
-    from opendiloco.volunteer.interrupts import Interrupts
 
 
 @click.command(short_help="Watch a swarm train a small model on this machine.")
-@click.option(
-    "--peers", type=click.IntRange(min=1), metavar="N", default=3, show_default=True, help="Number of volunteers."
-)
+@click.option("--peers", type=click.IntRange(min=1), metavar="N", default=3, help="Number of volunteers.")
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0.5),
     metavar="N",
     default=3.0,
-    show_default=True,
     help="How long it may take. Half way a volunteer is killed and another one joins, which takes up to a minute.",
 )
 @click.option("--run", type=FILE, help="The run.toml to train.  [default: a small Llama on Python's standard library]")
 @click.option("--out", type=FOLDER, help="New folder for model and logs.  [default: a temporary one]")
 @click.option("--plain", is_flag=True, help="Lines instead of a live screen.")
-@click.pass_obj
-def demo(log: LogOptions, peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
+def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: bool) -> None:
     """Watch a swarm of volunteers train a small model on this machine."""
-    from opendiloco.tools.demo import DemoOptions, DemoScreen, run_demo
+    from opendiloco.tools.demo import DemoScreen, run_demo
     from opendiloco.volunteer.interrupts import run_interruptible
 
-    log.start()
-    options = DemoOptions(peers, minutes, run, out, plain)
     with DemoScreen(minutes * 60, plain) as screen:
-        result = run_interruptible(lambda interrupts: run_demo(options, screen))
+        result = run_interruptible(lambda interrupts: run_demo(peers, run, out, screen))
     if result is None:
         raise SystemExit(INTERRUPTED)
     raise SystemExit(_conclude(result, screen))
@@ -92,74 +83,46 @@ def _conclude(result: DemoResult, screen: DemoScreen) -> int:
 @click.option(
     "--trial/--no-trial",
     default=True,
-    show_default=True,
     help="With --run: train for some seconds to measure the speed; else it is estimated, where it can be.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.pass_obj
-def doctor(log: LogOptions, settings: JoinSettings, trial: bool, as_json: bool) -> None:
+@click.option("--json", "is_json", is_flag=True, help="Print one JSON object.")
+def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
     """Check this machine, and say what to do about what keeps it from training.
 
     With --run, look whether it can take part in that run, how fast, and at what price in traffic. Takes the options
     that `join` takes. Changes nothing, and trains nothing that counts.
     """
-    from opendiloco.tools.doctor.examination import Wishes
-    from opendiloco.volunteer.admission import read_ticket
-    from peers.network.own_network import everywhere
-
-    refuse_torchrun(os.environ)
-    log.start("error")
-    invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
-    is_named = is_typed(click.get_current_context(), "identity")  # else it may be in use by a volunteer
-    with reader(settings.identity if is_named else None) as key:
-        wishes = Wishes(
-            key=key,
-            listen=settings.listen or everywhere(0),
-            run_id=invite.run_id if invite else None,
-            addresses=invite.addresses if invite else settings.initial_peers,
-            announce=settings.announce,
-            data_port=settings.data_port,
-            state=settings.state,
-            data=settings.data,
-            own=settings.own_files,
-            ticket=None if settings.ticket is None else read_ticket(settings.ticket),
-            workers=settings.workers,
-            tries=trial,
-        )
-        raise SystemExit(_examine(wishes, as_json))
-
-
-def _examine(wishes: Wishes, plain: bool) -> int:
-    """Make the checks, and show what they find. Return the exit code."""
     from rich.console import Console
 
     from opendiloco.tools.doctor.examination import Examination
     from opendiloco.tools.doctor.findings import Verdict, as_json, conclusion, show, worst
     from opendiloco.volunteer.interrupts import run_interruptible
 
+    refuse_torchrun(os.environ)
+    invite = parse_run(settings.run, settings.initial_peers, settings.state) if settings.run else None
+    is_named = is_typed(click.get_current_context(), "identity")  # else it may be in use by a volunteer
     console = Console()
-    is_live = console.is_terminal and not plain
-    with console.status("") if is_live else nullcontext() as status:
+    is_live = console.is_terminal and not is_json
+    with (
+        reader(settings.identity if is_named else None) as key,
+        console.status("") if is_live else nullcontext() as status,
+    ):
 
         def tell(finding: Finding) -> None:
-            if not plain:
+            if not is_json:
                 show(console, finding)
 
         def at(what: str) -> None:
             if status is not None:
                 status.update(f"{what} …")
 
-        async def make(interrupts: Interrupts) -> bool:
-            await examination.run()
-            return True
-
-        examination = Examination(wishes, tell, at)
-        is_done = run_interruptible(make)
-    if not is_done:
-        return INTERRUPTED
-    conclude = as_json if plain else conclusion
-    click.echo(conclude(examination.findings, wishes.run_id))
-    return UNFIT if worst(examination.findings) is Verdict.FAIL else 0
+        examination = Examination(settings, invite, key, trial, tell, at)
+        findings = run_interruptible(lambda interrupts: examination.run())
+    if findings is None:
+        raise SystemExit(INTERRUPTED)
+    conclude = as_json if is_json else conclusion
+    click.echo(conclude(findings, invite.run_id if invite else None))
+    raise SystemExit(UNFIT if worst(findings) is Verdict.FAIL else 0)
 
 
 _ORIGINS = {
@@ -178,7 +141,7 @@ def config_group() -> None:
 @join_settings(needs_run=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: each setting's `value` and `from`.")
 @click.pass_context
-def show_config(context: click.Context, settings: JoinSettings, as_json: bool) -> None:
+def _show_config(context: click.Context, settings: JoinSettings, as_json: bool) -> None:
     """Print what `join` would go by, given the same options, and where each value comes from: the command line, an
     environment variable, the configuration file, or the default."""
     from opendiloco.settings.file import unknown_variables
@@ -227,7 +190,7 @@ def identity_group() -> None:
 
 @identity_group.command("show", short_help="Print the peer id, and where the key is.")
 @join_option("identity", help="This machine's key file.")
-def show_identity(identity: Path | None) -> None:
+def _show_identity(identity: Path | None) -> None:
     """Print the peer id of this machine's key, and the key's file. Makes no key."""
     from opendiloco.volunteer.identity import usable_path
     from peers.values.identity import Identity

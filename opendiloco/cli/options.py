@@ -101,6 +101,7 @@ def _option_for(setting: Setting, **changed: Any) -> Callable[[Command], Command
         "metavar": setting.metavar,
         "envvar": setting.variable,
         "help": setting.help,
+        "show_default": False,
     }
     # An option that has to be given must have no default, not even None: click would take that for given.
     about |= ({"required": True} if setting.is_required else {"default": setting.default}) | changed
@@ -114,13 +115,23 @@ def join_option(name: str, **changed: Any) -> Callable[[Command], Command]:
     return _option_for(JOIN[name], **changed)
 
 
-def typed_option(name: str, *, click_type: Any = None, callback: Any = None, **about: Any) -> Callable[[Any], Any]:
+def typed_option(name: str, *, click_type: Any = None, **about: Any) -> Callable[[Any], Any]:
     """Return the option for one of `join`'s settings where neither the environment nor the file has a say.
 
     `about` is what is another there than in `join`, as `Setting` has it.
     """
+    setting = replace(JOIN[name], **about)
+
+    def checked(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        try:
+            if setting.check is not None and value is not None:
+                setting.check(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+        return value
+
     changed = {} if click_type is None else {"type": click_type}
-    return _option_for(replace(JOIN[name], **about), cls=click.Option, envvar=None, callback=callback, **changed)
+    return _option_for(setting, cls=click.Option, envvar=None, callback=checked, **changed)
 
 
 def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
@@ -133,13 +144,10 @@ def join_settings(needs_run: bool = True) -> Callable[[Command], Command]:
         @functools.wraps(command)
         def with_settings(*arguments: Any, **values: Any) -> Any:
             own = {name: values.pop(name) for name in JOIN}
-            given = {name: value for name, value in own.items() if value is not None}
-            if not needs_run:
-                given = {"run": ""} | given
+            given = {"run": ""} | {name: value for name, value in own.items() if value is not None}
             return command(*arguments, settings=_checked(given), **values)
 
-        run = {} if needs_run else {"required": False}
-        options = (join_option(name, **(run if name == "run" else {})) for name in JOIN)
+        options = (join_option(name, required=needs_run and setting.is_required) for name, setting in JOIN.items())
         return all_of(*options)(cast(Command, with_settings))
 
     return decorate
@@ -204,24 +212,16 @@ reader_option = click.option(
 )
 
 
-def _parse_address(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, int] | None:
-    """Split HOST:PORT, an IPv6 address in brackets. Raises: BadParameter."""
-    try:
-        return None if value is None else split_address(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+dashboard_option = typed_option("dashboard")
 
 
-dashboard_option = typed_option("dashboard", callback=_parse_address)
-
-
-def open_dashboard(address: tuple[str, int] | None) -> socket.socket | None:
-    """Begin to listen, and say where; None: nobody wants it. Raises: LocalNetworkError."""
+def open_dashboard(address: str | None) -> socket.socket | None:
+    """Begin to listen at HOST:PORT, and say where; None: nobody wants it. Raises: LocalNetworkError."""
     if address is None:
         return None
     from opendiloco.dashboard.server import bind, url_of
 
-    listening = bind(address)
+    listening = bind(split_address(address))
     click.echo(f"The dashboard is at {url_of(listening)}", err=True)
     return listening
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE, FOLDER, writing
 from opendiloco.errors import DataError
 
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 @click.argument("run_toml", type=FILE)
 @click.option("--peers", "links_toml", type=FILE, required=True, help="The machines and their links: a TOML file.")
 @click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
-@click.pass_obj
-def plan(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
+def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
     """Say what RUN_TOML would come to with given peers and links.
 
     Nobody needs to rent a machine for it: how much of their time peers compute, what they send, how long joining
@@ -33,7 +31,6 @@ def plan(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path | No
     from opendiloco.config.run_config import RunConfig
     from opendiloco.tools.plan.setup import Links
 
-    log.start()
     config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)
 
     from rich.console import Console
@@ -41,24 +38,14 @@ def plan(log: LogOptions, run_toml: Path, links_toml: Path, json_file: Path | No
     from opendiloco.model.build import sized_skeleton
     from opendiloco.tools.plan import report
     from opendiloco.tools.plan.forecast import forecast, least_bandwidth
-    from opendiloco.tools.plan.setup import memory_of, plan_of
+    from opendiloco.tools.plan.setup import plan_of
 
-    skeleton = sized_skeleton(config)
-    planned = plan_of(config, skeleton, links)
-    memory = [memory_of(config, skeleton, peer) for peer in planned.swarm.peers]
+    planned = plan_of(config, sized_skeleton(config), links)
     found = forecast(planned)
     needed = {target: least_bandwidth(planned, target) for target in report.TARGETS}
-    console = Console()
-    console.print(report.headline(planned))
-    console.print(report.run_table(found))
-    console.print()
-    console.print(report.peers_table(planned, found, memory))
-    for line in filter(None, (report.cost_line(found), *report.warnings(planned, found, memory))):
-        console.print(line)
-    console.print()
-    console.print(report.bandwidth_table(needed))
+    report.show(Console(), planned, found, needed)
     if json_file:
-        text = json.dumps(report.plain(planned, found, memory, needed), indent=2) + "\n"
+        text = json.dumps(report.plain(planned, found, needed), indent=2) + "\n"
         with writing(json_file, "Name another file."):
             json_file.write_text(text, encoding="utf-8")
 
@@ -77,12 +64,9 @@ READ_AT_ONCE = 1 << 22
     "--dtype",
     type=click.Choice(["uint16", "uint32"]),
     default="uint16",
-    show_default=True,
     help="With --tokens: the type of the ids in the files, little-endian.",
 )
-@click.pass_obj
 def tokenize(
-    log: LogOptions,
     run_toml: Path,
     out: Path,
     source: int | None,
@@ -102,7 +86,6 @@ def tokenize(
 
     if (tokens is None) != (held_out is None):
         raise click.UsageError("--tokens and --held-out go together: what is held out is never trained on.")
-    log.start("info")
     config = RunConfig.from_toml(run_toml)
     tokenizer = build_tokenizer(config.tokenizer)
     with new_folder(out), watched_by(StageLog()):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import (
     FILE,
     FOLDER,
@@ -46,13 +45,12 @@ def run_group() -> None:
     """Create runs, look at them, and amend them."""
 
 
-@run_group.command()
+@run_group.command("create")
 @click.argument("run_toml", type=FILE)
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
-@click.option("--out", type=FOLDER, default=".", help="Folder for the manifest's file.  [default: the present one]")
-@click.pass_obj
-def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
+@click.option("--out", type=FOLDER, default=".", help="Folder for the manifest's file.")
+def _create(run_toml: Path, initial_peers: tuple[str, ...], identity: Path | None, out: Path) -> None:
     """Sign RUN_TOML as a new run, and announce it."""
     import asyncio
 
@@ -61,7 +59,6 @@ def create(log: LogOptions, run_toml: Path, initial_peers: tuple[str, ...], iden
     from opendiloco.volunteer.identity import load_identity
     from peers.values.manifest import Invite
 
-    log.start()
     if not initial_peers:
         raise click.UsageError(
             f"a run needs a bootstrap node that remembers it: add --initial-peer, or set {INITIAL_PEERS}."
@@ -111,8 +108,8 @@ def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None)
         yield f"  diloco-peer invite create {manifest}" + (f" --identity {identity}" if identity else "")
 
 
-@run_group.command()
-def example() -> None:
+@run_group.command("example")
+def _example() -> None:
     """Print a small run.toml to begin with.
 
     diloco-peer run example > run.toml
@@ -122,15 +119,13 @@ def example() -> None:
     click.echo(files("opendiloco").joinpath("demo.toml").read_text(encoding="utf-8"), nl=False)
 
 
-@run_group.command()
+@run_group.command("show")
 @click.argument("manifest", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.pass_obj
-def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
+def _show(manifest: Path, as_json: bool) -> None:
     """Check the file of a signed MANIFEST, and print what it says."""
     from opendiloco.storage.run_folder import read_manifest
 
-    log.start()
     run = read_manifest(manifest)
     if as_json:
         signed = run.manifest
@@ -141,17 +136,15 @@ def show(log: LogOptions, manifest: Path, as_json: bool) -> None:
     click.echo(json.dumps(run.manifest.values, indent=2))
 
 
-@run_group.command(short_help="Say what a run takes of each peer: memory, disk, time.")
+@run_group.command("needs", short_help="Say what a run takes of each peer: memory, disk, time.")
 @click.argument("run_toml", type=FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes.")
 @own_files_options
-@click.pass_obj
-def needs(log: LogOptions, run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | None) -> None:
+def _needs(run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | None) -> None:
     """Say what RUN_TOML takes of each peer: memory, disk, bandwidth and days. Asks the hub for nothing but a model."""
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import with_own_files
 
-    log.start()
     config = with_own_files(RunConfig.from_toml(run_toml), OwnFiles(model, tokenizer))
     from opendiloco.model.build import sized_skeleton  # what follows takes seconds to import
     from opendiloco.workers.needs import needs_lines, needs_of
@@ -326,15 +319,13 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
 
 
 # Amending -------------------------------------------------------------------------------------------------------------
-@run_group.command(short_help="Change the outer learning rate or momentum from now on.")
+@run_group.command("amend", short_help="Change the outer learning rate or momentum from now on.")
 @run_option
 @initial_peers_option
 @join_option("identity", help="The organiser's key file.")
 @click.option("--outer-lr", type=float, metavar="NUMBER", help="Outer learning rate.  [default: as it is]")
 @click.option("--outer-momentum", type=float, metavar="NUMBER", help="Outer momentum.  [default: as it is]")
-@click.pass_obj
-def amend(
-    log: LogOptions,
+def _amend(
     run: str,
     initial_peers: tuple[str, ...],
     identity: Path | None,
@@ -350,7 +341,6 @@ def amend(
 
     from opendiloco.volunteer.identity import load_identity
 
-    log.start()
     if outer_lr is None and outer_momentum is None:
         raise click.UsageError("say what is to change with --outer-lr, --outer-momentum or both.")
     invite, key = parse_run(run, initial_peers), load_identity(identity)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import initial_peers_option, known_addresses, parse_run, reader, reader_option, run_option
 from opendiloco.errors import fit_for_terminal
 from peers.errors import DilocoPeerError
@@ -106,17 +105,13 @@ class _ListedRun:
 
 @click.command(short_help="List the runs that a bootstrap node remembers.")
 @initial_peers_option
-@click.option(
-    "--limit", type=click.IntRange(1, 1000), metavar="N", default=20, show_default=True, help="At most N runs."
-)
+@click.option("--limit", type=click.IntRange(1, 1000), metavar="N", default=20, help="At most N runs.")
 @click.option("--needs/--no-needs", default=True, help="Say what each takes of a machine, too: that takes seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
-@click.pass_obj
-def runs(log: LogOptions, initial_peers: tuple[str, ...], limit: int, needs: bool, as_json: bool) -> None:
+def runs(initial_peers: tuple[str, ...], limit: int, needs: bool, as_json: bool) -> None:
     """List the runs that a bootstrap node remembers, the last used first. Runs by invitation are not listed."""
     import asyncio
 
-    log.start()
     found = asyncio.run(_look(known_addresses(initial_peers), limit))
     whole = _with_needs(found) if needs else found
     if as_json:
@@ -195,16 +190,12 @@ def _needs_here(run: Run) -> Needs:
 @reader_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--watch", is_flag=True, help="Keep showing it until Ctrl-C.")
-@click.pass_obj
-def status(
-    log: LogOptions, run: str, initial_peers: tuple[str, ...], identity: Path | None, as_json: bool, watch: bool
-) -> None:
+def status(run: str, initial_peers: tuple[str, ...], identity: Path | None, as_json: bool, watch: bool) -> None:
     """Show the live peers of a run."""
     import asyncio
 
     from opendiloco.volunteer.interrupts import run_interruptible
 
-    log.start()
     if as_json and watch:
         raise click.UsageError("--json and --watch exclude each other.")
     invite = parse_run(run, initial_peers)
@@ -296,11 +287,10 @@ def _picture(view: RunView, signed: SignedHeads) -> Group:
 
 def _volunteers_here(run_id: str) -> dict[str, Answer]:
     """Return what the volunteers of a run on this machine say of themselves, by peer."""
-    from opendiloco.owner.controls import Request, ask, sockets
+    from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
 
-    asked = {path.parent.name: ask(path, Request(do="look")) for path in sockets(default_state_folder(), run_id)}
-    return {peer: answer for peer, answer in asked.items() if answer is not None}
+    return {path.parent.name: answer for path, answer in volunteers(default_state_folder(), run_id).items()}
 
 
 def _here_lines(here: Mapping[str, Answer]) -> Iterator[str]:

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime
-from itertools import count
 from typing import Protocol
 
 from opendiloco.owner.conditions import Condition
@@ -163,14 +162,15 @@ class OwnersWatch:
         """Return when there is no reason to pause; whether the volunteer is wanted then."""
         if self.comes_back:
             self._is_leaving = self._comes_back = False
-        for looks in count(1):
+        is_sure = not self._wishes.conditions  # one look shows no condition
+        while True:
             self.observe(await self._look_around(), _awake(), _since_start())
             if self._is_leaving or self._wishes.is_finishing:
                 return False
-            if not self._wishes.reasons and (looks > 1 or not self._wishes.conditions):  # one look shows no condition
+            if not self._wishes.reasons and is_sure:
                 return True
+            is_sure = True
             await asyncio.sleep(LOOK_SECONDS)
-        raise AssertionError("the looks never end")
 
     async def _look_around(self) -> Facts:
         """Return the facts of now; where they cannot be had, those of the last look that saw any."""

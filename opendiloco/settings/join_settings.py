@@ -318,10 +318,6 @@ class _ViewSettings(Settings):
     plain: bool = setting("Log lines instead of a live screen.", False)
 
     @property
-    def dashboard_address(self) -> tuple[str, int] | None:
-        return None if self.dashboard is None else split_address(self.dashboard)
-
-    @property
     def trackers(self) -> tuple[Choice, ...]:
         return tuple(map(Choice.parse, self.track))
 

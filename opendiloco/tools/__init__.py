@@ -1,11 +1,11 @@
 """What an organiser or a volunteer decides by: checks of a machine, plans of a run, and a demo.
 
 Other rooms import:
-demo: DemoOptions, DemoResult, DemoScreen, run_demo
-doctor.examination: Examination, Wishes
+demo: DemoResult, DemoScreen, run_demo
+doctor.examination: Examination
 doctor.findings: Finding, Verdict, as_json, conclusion, show, worst
 doctor.machine: check_quickly
 plan: report
 plan.forecast: forecast, least_bandwidth
-plan.setup: Links, memory_of, plan_of
+plan.setup: Links, plan_of
 """

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -45,7 +44,8 @@ from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
 from peers.values.system import make_private_folder
 
-LINES_KEPT = 10
+LINES_SHOWN = 10
+LOG_SECONDS = 0.1  # between two looks for a line
 STOP_SECONDS = 20.0  # a polite leave may finish a round first
 EVENTS_SHOWN = 8
 PLAIN_SECONDS = 10.0
@@ -55,57 +55,54 @@ START_SECONDS = 60.0
 WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
 LOOK_SECONDS = 0.5
 SAMPLE_TOKENS = 160
-BOOTSTRAP = "bootstrap node"
 
 
 class _Child:
-    """One command; its output goes to a file. Made by `start`; `ask_to_stop` or `kill`, then `ended`."""
+    """One command, whose output goes to the file `log`. Made by `start`; `ask_to_stop` or `kill`, then `ended`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
         self.log = log
-        self.last_lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._process = process
-        self._news = asyncio.Condition()
-        self._silent = False
-        self._reading = asyncio.create_task(self._read())
 
     @classmethod
     async def start(cls, name: str, arguments: list[str], folder: Path) -> _Child:
-        """In a session of its own, so that Ctrl-C reaches only the demo, which ends it politely."""
+        """Start it in a session of its own, so that Ctrl-C reaches only the demo, which ends it politely."""
         ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-        process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-P", "-m", "opendiloco.cli", *arguments],
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=without_settings(os.environ) | ours,
-            start_new_session=True,
-        )
-        return cls(name, process, folder / f"{name.replace(' ', '-')}.log")
+        log = folder / f"{name.replace(' ', '-')}.log"
+        with log.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *[sys.executable, "-P", "-m", "opendiloco.cli", *arguments],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=file,
+                stderr=asyncio.subprocess.STDOUT,
+                env=without_settings(os.environ) | ours,
+                start_new_session=True,
+            )
+        return cls(name, process, log)
 
     @property
     def exit_code(self) -> int | None:
         return self._process.returncode
 
     async def line(self, pattern: str, seconds: float) -> str:
-        """The first match of a pattern in what it prints. Raises: DemoError when none comes in time, or it ends."""
-        match: re.Match[str] | None = None
-
-        def seen() -> bool:
-            nonlocal match
-            match = next(filter(None, (re.search(pattern, line) for line in self.last_lines)), None)
-            return match is not None or self._silent
-
+        """Return the first match in the lines of the log. Raises: DemoError when none comes in time, or it ends."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds), self._news:
-                await self._news.wait_for(seen)
-        if match is None:
-            raise DemoError(f"{self.name} did not start: {self.last_words()}", f"{self.log} says more.")
-        return match[0]
+            async with asyncio.timeout(seconds):
+                has_ended = False
+                while not has_ended:
+                    has_ended = self.exit_code is not None
+                    whole_lines, _, _ = self._said().rpartition("\n")
+                    if match := re.search(pattern, whole_lines):
+                        return match[0]
+                    await asyncio.sleep(LOG_SECONDS)
+        raise DemoError(f"{self.name} did not start: {self.last_words()}", f"{self.log} says more.")
+
+    def _said(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
     def last_words(self) -> str:
-        return " | ".join(self.last_lines) or "it said nothing"
+        return " | ".join(map(str.strip, self._said().splitlines()[-LINES_SHOWN:])) or "it said nothing"
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -123,19 +120,6 @@ class _Child:
         except TimeoutError:
             self.kill()
             await self._process.wait()
-        await self._reading
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self.log.open("wb", buffering=0) as file:
-            while line := await self._process.stdout.readline():
-                file.write(line)
-                self.last_lines.append(line.decode(errors="replace").strip())
-                async with self._news:
-                    self._news.notify_all()
-        async with self._news:
-            self._silent = True
-            self._news.notify_all()
 
 
 class DemoScreen:
@@ -143,7 +127,7 @@ class DemoScreen:
 
     def __init__(self, seconds: float, plain: bool) -> None:
         self.console = Console()
-        self._seconds = seconds
+        self.seconds = seconds
         self._started = time.monotonic()
         self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self._rows: Sequence[Row] = ()
@@ -155,19 +139,17 @@ class DemoScreen:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the demo began."""
+        """Return the seconds since the demo began."""
         return time.monotonic() - self._started
 
     def event(self, text: str) -> None:
-        """Something happened."""
+        """Show what happened."""
         line = f"{_clock(self.elapsed)}  {text}"
         self._events.append(line)
         if self._live is None:
@@ -176,7 +158,7 @@ class DemoScreen:
             self._draw()
 
     def show(self, rows: Sequence[Row]) -> None:
-        """This is how the peers are now."""
+        """Show how the peers are now."""
         self._rows = rows
         if self._live is not None:
             self._draw()
@@ -186,12 +168,12 @@ class DemoScreen:
                 self.say(f"{_clock(self.elapsed)}  {plain_line(row)}")
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.console.print(Text(text), soft_wrap=True)
 
     def _draw(self) -> None:
         assert self._live is not None
-        title = f"{_clock(self.elapsed)} of {_clock(self._seconds)}"
+        title = f"{_clock(self.elapsed)} of {_clock(self.seconds)}"
         events = [Text(line, style="dim") for line in self._events]
         self._live.update(Group(peers_table(self._rows, title), *events), refresh=True)
 
@@ -201,19 +183,8 @@ def _clock(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class DemoOptions:
-    """What the person chose. `out` None: a new temporary folder."""
-
-    peers: int
-    minutes: float
-    run: Path | None
-    out: Path | None
-    plain: bool
-
-
-@dataclass(frozen=True)
 class DemoResult:
-    """How it went. `problems`: what should not have happened, one line each."""
+    """The outcome of a demo. `before` is the fresh model's held-out loss; `problems` should not have happened."""
 
     before: float
     facts: RunFacts
@@ -258,8 +229,8 @@ class _Swarm:
         arguments += ["--state", str(self.folder / "state"), "--threads", str(self.threads)]
         for source in local_sources(self.run.config.data):
             arguments += ["--data", source]
-        child = await _start_child(name, arguments, self.folder, self.children)
-        self.volunteers[identity.peer_id] = _Volunteer(name, child)
+        self.children.append(await _Child.start(name, arguments, self.folder / "logs"))
+        self.volunteers[identity.peer_id] = _Volunteer(name, self.children[-1])
         return self.volunteers[identity.peer_id]
 
     def observe(self, heartbeats: list[Heartbeat]) -> None:
@@ -293,7 +264,7 @@ class _Swarm:
         return max((one.heartbeat.index for one in self.live() if one.heartbeat), default=0)
 
     def finished(self) -> bool:
-        """Whether everybody has been through the whole run."""
+        """Return whether everybody has been through the whole run."""
         return all(one.heartbeat is not None and is_finished(one.heartbeat, self.run.config) for one in self.live())
 
     def _row(self, volunteer: _Volunteer) -> Row:
@@ -304,32 +275,35 @@ class _Swarm:
         return row_of(volunteer.heartbeat, self.run.config, volunteer.name)
 
 
-async def run_demo(options: DemoOptions, screen: DemoScreen) -> DemoResult:
-    """Raises: DilocoPeerError when it cannot go on. Leaves no process behind, however it ends."""
-    config = RunConfig.from_toml(options.run or DEFAULT_RUN)
-    folder = _prepare_folder(options.out)
+async def run_demo(peers: int, run_toml: Path | None, out: Path | None, screen: DemoScreen) -> DemoResult:
+    """Run a swarm of so many peers in a new folder, by default a temporary one. Leaves no process behind.
+
+    Raises: DilocoPeerError when it cannot go on.
+    """
+    config = RunConfig.from_toml(run_toml or DEFAULT_RUN)
+    folder = _prepare_folder(out)
     children: list[_Child] = []
     try:
         screen.event(f"starting a bootstrap node; all processes log to {folder / 'logs'}")
         arguments = ["bootstrap", "--identity", str(folder / "bootstrap.pem"), "--no-local-network"]
         arguments += ["--listen", LOOPBACK, "--data-port", "0"]
-        bootstrap = await _start_child(BOOTSTRAP, arguments, folder, children)
-        address = await bootstrap.line(r"/ip4/\S+/p2p/\w+", START_SECONDS)
+        children.append(await _Child.start("bootstrap node", arguments, folder / "logs"))
+        address = await children[0].line(r"/ip4/\S+/p2p/\w+", START_SECONDS)
         run = Run.sign(config, Identity.generate())
         async with connected(Identity.generate(), [address], [LOOPBACK], client_mode=True) as transport:
             await announce_manifest(transport, run.manifest, [address])
-            screen.event(f"created the run {run.run_id}; starting {options.peers} volunteers")
-            threads = max(1, usable_cores() // (options.peers + 1))
+            screen.event(f"created the run {run.run_id}; starting {peers} volunteers")
+            threads = max(1, usable_cores() // (peers + 1))
             swarm = _Swarm(run, address, folder, screen, children, threads)
-            for _ in range(options.peers):
+            for _ in range(peers):
                 await swarm.add_volunteer()
-            return await _train_and_export(options, swarm, transport)
+            return await _train_and_export(swarm, transport)
     finally:
         await _end_all(children)
 
 
-async def _train_and_export(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
-    """From the start of the volunteers to the exported model."""
+async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
+    """Watch the volunteers from their start to the exported model."""
     async with AsyncExitStack() as stack:
         # An onlooker's own worker, which evaluates the model before and after and does nothing in between.
         starting = asyncio.create_task(stack.enter_async_context(working(swarm.run)))
@@ -339,16 +313,16 @@ async def _train_and_export(options: DemoOptions, swarm: _Swarm, transport: Hive
             workload = starting.result()
             before = await workload.trainer.held_out(swarm.run.config.evaluation)
             swarm.screen.event(f"held-out loss of the fresh model: {before.loss:.3f} nats per token")
-            await _train(options, swarm, transport)
+            await _train(swarm, transport)
             return await _finish(swarm, transport, workload, before.loss)
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
 
 
-async def _train(options: DemoOptions, swarm: _Swarm, transport: HivemindTransport) -> None:
+async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:
     """Watch until the time is up or the run is over; half way, kill a volunteer and start another."""
-    seconds = options.minutes * 60 - WRAP_UP_SECONDS
+    seconds = swarm.screen.seconds - WRAP_UP_SECONDS
     total = swarm.run.config.total_outer_steps
     killed = False
     while swarm.screen.elapsed < seconds and not swarm.finished():
@@ -362,7 +336,7 @@ async def _train(options: DemoOptions, swarm: _Swarm, transport: HivemindTranspo
 
 
 async def _replace_one(swarm: _Swarm) -> None:
-    """What happens on real machines: one is gone without a word, another one comes."""
+    """Kill one volunteer, as machines vanish without a word, and start another."""
     victim = swarm.live()[-1]
     victim.fate = "killed"
     victim.child.kill()
@@ -397,34 +371,24 @@ async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWo
 
 
 def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
-    """What should not have happened."""
+    """Return what should not have happened, and what was not shown."""
     problems = list(swarm.problems)
     if swarm.agreement.disagreements or (not swarm.agreement.compared and len(swarm.volunteers) > 2):
         problems.append(str(swarm.agreement))
     if facts.held_out_loss >= before:
         problems.append("the held-out loss has not fallen")
-    if lacking := _not_shown(swarm):
+    lacking = None
+    if swarm.newcomer is None:
+        lacking = "no volunteer was killed, and none joined in the middle"
+    elif not swarm.newcomer.trains:
+        lacking = f"{swarm.newcomer.name}, which came in the middle, had not taken over the run's state when it ended"
+    if lacking:
         problems.append(f"the demo was too short: {lacking}. Give it more time: --minutes, or make demo MINUTES=…")
     return tuple(problems)
 
 
-def _not_shown(swarm: _Swarm) -> str:
-    """Return what the demo is there to show and has not; empty: nothing."""
-    if swarm.newcomer is None:
-        return "no volunteer was killed, and none joined in the middle"
-    if not swarm.newcomer.trains:
-        return f"{swarm.newcomer.name}, which came in the middle, had not taken over the run's state when it ended"
-    return ""
-
-
-async def _start_child(name: str, arguments: list[str], folder: Path, children: list[_Child]) -> _Child:
-    child = await _Child.start(name, arguments, folder / "logs")
-    children.append(child)
-    return child
-
-
 async def _end_all(children: list[_Child]) -> None:
-    """The bootstrap node, first of all, is ended last."""
+    """End all, the bootstrap node last: it was the first."""
     for child in reversed(children):
         child.ask_to_stop()
     for child in children:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_TRAINING = WorkerOptions(trains=False, threads=None)
+NO_TEXT = replace(NO_TRAINING, reads=False)
 
 
 class Trainer(Protocol):

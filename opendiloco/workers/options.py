@@ -40,7 +40,7 @@ class WorkerOptions:
     Workers are `nice`, 0 to 19: other processes that are less so come first. All processes of the volunteer together
     keep to `max_memory` bytes of main memory, as far as they can choose.
     Workers that are lost are started again up to `restarts` times in a row. Without `trains` there is one worker, which
-    only evaluates, generates and exports.
+    only evaluates, generates and exports; without `reads` it opens none of the run's text, and only generates.
     """
 
     device: str = "auto"
@@ -59,6 +59,7 @@ class WorkerOptions:
     nice: int = 0
     max_memory: int | None = None
     trains: bool = True
+    reads: bool = True
 
     @property
     def reduces_once(self) -> bool:

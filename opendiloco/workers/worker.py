@@ -60,7 +60,6 @@ from peers.errors import DilocoPeerError
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
-    from opendiloco.data.training_data import TrainingData
     from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica, StepTaken
     from opendiloco.training.team import Team
 
@@ -212,7 +211,7 @@ class Worker:
             from opendiloco.data.ahead import Ahead
             from opendiloco.data.token_files import TokenCache, few_tokens
             from opendiloco.data.tokenizer import build_tokenizer
-            from opendiloco.data.training_data import load_data
+            from opendiloco.data.training_data import TrainingData, load_data
             from opendiloco.training.team import choose_device, device_name
 
         torch.set_num_threads(command.threads)
@@ -225,7 +224,11 @@ class Worker:
         few = few_tokens(self._config.tokenizer, command.workers)
         cache = TokenCache(few=few, is_shared=command.workers > 1)
         ahead = Ahead(self._config).tokenize if command.rank == 0 and command.options.trains else None
-        self._data: TrainingData = load_data(self._config, self._tokenizer, cache, ahead)
+        self._data = (
+            load_data(self._config, self._tokenizer, cache, ahead)
+            if command.options.reads
+            else TrainingData.blank(self._config.training.sequence_length)
+        )
 
         at_stage("importing transformers")
         with _nothing_collected():

@@ -139,8 +139,8 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Run, str]]:
     past = Past(cast(Header, SimpleNamespace(index=2)))
 
     @asynccontextmanager
-    async def state_of(origin: Origin) -> AsyncIterator[tuple[Run, Past, None]]:
-        yield origin.run, past, None
+    async def state_of(origin: Origin, data: tuple[Path, ...]) -> AsyncIterator[tuple[Run, Past, None]]:
+        yield origin.run.with_data(data), past, None
 
     @asynccontextmanager
     async def newest_state(invite: Invite, *options: object) -> AsyncIterator[tuple[Run, Past, None]]:

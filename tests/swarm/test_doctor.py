@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.tools.doctor import examination
-from opendiloco.tools.doctor.examination import Examination, Wishes
+from opendiloco.tools.doctor.examination import Examination
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed
-from opendiloco.workers.options import WorkerOptions
 from peers.errors import ManifestError
 from peers.network.daemon import P2P
 from peers.values.identity import Identity
@@ -84,11 +84,11 @@ def faultless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examine(*addresses: str, run: str | None = None) -> dict[str, Finding]:
-    wishes = Wishes(Identity.generate(), LISTEN, WorkerOptions(), run, addresses)
+    settings = JoinSettings(run=run or "", initial_peers=addresses, listen=LISTEN)
+    invite = Invite(run, addresses) if run else None
     heard: list[Finding] = []
-    made = Examination(wishes, heard.append, lambda what: None)
-    asyncio.run(made.run())
-    assert made.findings == heard
+    made = Examination(settings, invite, Identity.generate(), True, heard.append, lambda what: None)
+    assert asyncio.run(made.run()) == heard
     return {finding.name: finding for finding in heard}
 
 

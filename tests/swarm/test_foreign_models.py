@@ -95,7 +95,7 @@ def test_no_command_builds_what_was_not_named(swarm: Swarm, evil: Path) -> None:
     for command in (
         ("join", *run, *LOOPBACK, "--data", "corpus"),
         ("export", *run, "--out", "exported", "--data", "corpus"),
-        ("sample", *run, "text", "--data", "corpus"),
+        ("sample", *run, "text"),
         ("follow", *run, "--evaluate", "--data", "corpus"),
     ):
         refused = site.run(*command)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.owner.controls import volunteers
 from opendiloco.quantities import in_words
 from opendiloco.run import Run, find_run
-from opendiloco.storage.run_folder import RunFolder
+from opendiloco.settings.join_settings import JoinSettings
+from opendiloco.storage.run_folder import RunFolder, default_state_folder
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, failed, failed_with, passed, skipped, warned
 from opendiloco.tools.doctor.machine import (
-    Taken,
     check_disk,
     check_kernels,
     check_memory,
-    has_volunteer,
     machine_findings,
 )
 from opendiloco.tools.doctor.network import (
@@ -38,13 +35,13 @@ from opendiloco.tools.doctor.network import (
     check_reach,
     measured_bandwidth,
     ways_to_peers,
-    with_clocks,
+    with_clock,
 )
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
 from opendiloco.tools.plan.forecast import SECONDS_A_DAY, Plan, forecast
 from opendiloco.tools.plan.report import duration
 from opendiloco.tools.plan.setup import PEERS_LIMIT, Links, PeerSection
-from opendiloco.volunteer.admission import enter
+from opendiloco.volunteer.admission import enter, read_ticket
 from opendiloco.volunteer.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
 from peers.errors import DilocoPeerError, ManifestError
@@ -54,9 +51,12 @@ from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
-from peers.values.tickets import Ticket
+from peers.values.manifest import Invite
 from peers.values.wire import Reach
 from peers.values.workload import InnerLoop, Progress
+
+if TYPE_CHECKING:
+    from opendiloco.workers.needs import Needs
 
 TRIAL_SECONDS = 8.0
 """Of training, from the first inner step on, which takes longer than the others."""
@@ -91,32 +91,6 @@ def _check_run(run: Run, positions: Sequence[int]) -> Finding:
     return passed("run", found, **values)
 
 
-async def _check_admission(
-    transport: HivemindTransport,
-    run: Run,
-    key: Identity,
-    addresses: Sequence[str],
-    state: Path | None,
-    ticket: Ticket | None,
-) -> Finding:
-    """Come into the run as `join` would, with this ticket or with one that was kept."""
-    folder = None if ticket else RunFolder.at(run.run_id, key.peer_id, state)
-    try:
-        admission = await enter(transport, run, key, addresses, folder, ticket)
-    except DilocoPeerError as error:
-        return failed_with("admission", error)
-    return passed("admission", "the run is open to everybody" if admission is None else "its ticket is good")
-
-
-def _check_data(run: Run, folders: Sequence[Path]) -> tuple[Finding, Run]:
-    """Return the run, too, with what it reads here."""
-    try:
-        run = run.with_data(folders)
-    except DilocoPeerError as error:
-        return failed_with("data", error), run
-    return passed("data", f"it reads {', '.join(source.source for source in run.config.data.all_sources)}"), run
-
-
 def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
     """`why_not` says why the speed is not measured."""
     if speed is None:
@@ -131,7 +105,7 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
 def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
     """`plan` has this machine first (see `plan_among`). `is_supposed`: no others are there, and one like us is
     supposed. `is_measured`: our speed is, and so it is certain enough that a machine is too slow."""
-    outlook, ourselves, peers = forecast(plan), plan.swarm.peers[0], plan.swarm.count
+    outlook, ourselves, peers = forecast(plan), plan.peers[0], plan.count
     own, training = outlook.peers[0], plan.training_seconds(ourselves)
     sent, sent_a_day = own.sent_bits / 8, own.sent_bits / 8 / outlook.cycle_seconds * SECONDS_A_DAY
     if is_supposed:
@@ -167,27 +141,23 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
 
 
 # What they are made of, for which torch is needed ---------------------------------------------------------------------
-def _size(config: RunConfig, gpus: int) -> tuple[Any, Taken]:
-    """Return the skeleton of a run's model, and what the run takes of this machine with so many GPUs; 0: it trains on
-    the CPU. Takes seconds, mostly imports. Raises: DilocoPeerError when the model cannot be built here."""
+def _size(config: RunConfig, gpus: int) -> tuple[Any, Needs]:
+    """Return the skeleton of a run's model, and what the run takes of a machine with so many GPUs; 0: it trains on the
+    CPU. Takes seconds, mostly imports. Raises: DilocoPeerError when the model cannot be built here."""
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_of
 
     skeleton = sized_skeleton(config)
-    needs = needs_of(config, skeleton, max(1, gpus))
-    if not gpus:
-        return skeleton, Taken(needs.main_memory_on_cpu, None, 0, needs.disk)
-    return skeleton, Taken(needs.main_memory, needs.device_memory, gpus, needs.disk)
+    return skeleton, needs_of(config, skeleton, max(1, gpus))
 
 
-def _estimated_speed(config: RunConfig, skeleton: Any, gpus: Sequence[Gpu]) -> _Speed | None:
+def _estimated_speed(needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
     """Return what arithmetic says of GPUs whose peak is known; None of others, and of CPUs."""
     from opendiloco.model.utilisation import peak_tokens_per_second
-    from opendiloco.workers.needs import UTILISATION, needs_of
+    from opendiloco.workers.needs import UTILISATION
 
     if not gpus:
         return None
-    needs = needs_of(config, skeleton, len(gpus))
     peak = peak_tokens_per_second(gpus[0].name, len(gpus), needs.precision, needs.token_flops)
     return None if peak is None else _Speed(UTILISATION * peak, 0)
 
@@ -203,30 +173,23 @@ async def _measured_speed(config: RunConfig, options: WorkerOptions) -> _Speed |
     work = InnerLoop(0, (SampleRange(0, training.inner_steps * training.batch_size),), training.inner_steps, 0)
     times: list[float] = []
     told: list[Progress] = []
-    is_enough = asyncio.Event()
 
     def progressed(progress: Progress) -> None:
         times.append(time.monotonic())
         told.append(progress)
         if len(times) > 1 and times[-1] - times[0] >= TRIAL_SECONDS:
-            is_enough.set()
+            trying.cancel()
 
     group = await WorkerGroup.start(config, options)
+    trying = asyncio.create_task(group.run_inner_loop(work, progressed))
     try:
-        trying, waiting = (
-            asyncio.create_task(group.run_inner_loop(work, progressed)),
-            asyncio.create_task(is_enough.wait()),
-        )
-        try:
-            await asyncio.wait({trying, waiting}, timeout=FIRST_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if trying.done():
-                trying.result()
-        finally:
-            for task in (trying, waiting):
-                task.cancel()
-            await asyncio.gather(trying, waiting, return_exceptions=True)
+        await asyncio.wait({trying}, timeout=FIRST_SECONDS)
     finally:
+        trying.cancel()
+        [ended] = await asyncio.gather(trying, return_exceptions=True)
         await group.close()
+    if isinstance(ended, Exception):
+        raise ended
     return _speed_of(times, told, training.batch_size * training.sequence_length)
 
 
@@ -258,31 +221,30 @@ def _plan_among(
     return plan_of(config, skeleton, Links(peers=tuple(sections)))
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What is to be examined, as `join` would be started. Without a `run_id` it is the machine, and the bootstrap nodes
-    at `addresses` if there are any. Without `tries` nothing is trained."""
-
-    key: Identity
-    listen: tuple[str, ...]
-    workers: WorkerOptions
-    run_id: str | None = None
-    addresses: tuple[str, ...] = ()
-    announce: tuple[str, ...] = ()
-    data_port: int = 0
-    state: Path | None = None
-    data: tuple[Path, ...] = ()
-    own: OwnFiles = NONE
-    ticket: Ticket | None = None
-    tries: bool = True
-
-
 class Examination:
-    """`tell` hears each finding, `at` what is being done meanwhile. After `run`, all `findings` are there."""
+    """One examination of this machine, as `join` would be started with these settings by this key.
 
-    def __init__(self, wishes: Wishes, tell: Callable[[Finding], None], at: Callable[[str], None]) -> None:
-        self.findings: list[Finding] = []
-        self._wishes = wishes
+    Without an invite it is of the machine, and of the bootstrap nodes that the settings name; without `tries` nothing
+    is trained. `tell` hears each finding, `at` what is being done meanwhile.
+    """
+
+    def __init__(
+        self,
+        settings: JoinSettings,
+        invite: Invite | None,
+        key: Identity,
+        tries: bool,
+        tell: Callable[[Finding], None],
+        at: Callable[[str], None],
+    ) -> None:
+        """Raises: AdmissionError for a ticket that is none."""
+        self._findings: list[Finding] = []
+        self._settings = settings
+        self._run_id = invite.run_id if invite else None
+        self._addresses = invite.addresses if invite else settings.initial_peers
+        self._ticket = None if settings.ticket is None else read_ticket(settings.ticket)
+        self._key = key
+        self._tries = tries
         self._listener = tell
         self._at = at
         self._nodes: list[Node] = []
@@ -294,49 +256,56 @@ class Examination:
 
     def _tell(self, *findings: Finding) -> None:
         for finding in findings:
-            self.findings.append(finding)
+            self._findings.append(finding)
             self._listener(finding)
 
-    async def run(self) -> None:
-        """Make all checks. What goes wrong is a finding. Raises: ManifestError for addresses that are none;
-        LocalNetworkError when libp2p's daemon dies."""
+    async def run(self) -> list[Finding]:
+        """Make all checks. Return what they find, also what goes wrong. Raises: ManifestError for addresses that are
+        none; LocalNetworkError when libp2p's daemon dies."""
         self._at("looking at this machine")
         torch = await asyncio.to_thread(probed_torch, installed_torch())
-        self._tell(*await asyncio.to_thread(machine_findings, torch, self._wishes.workers))
-        self._has_volunteer = await asyncio.to_thread(has_volunteer, self._wishes.state)
+        self._tell(*await asyncio.to_thread(machine_findings, torch, self._settings.workers))
+        state = self._settings.state or default_state_folder()
+        self._has_volunteer = bool(await asyncio.to_thread(volunteers, state))
         self._at("testing the kernels")
         self._tell(await asyncio.to_thread(check_kernels))
         await self._examine_network()
         await self._examine_training(torch)
         self._skip_until(None, "what the run takes is not known")
+        return self._findings
 
     def _skip_until(self, end: str | None, why: str) -> None:
         """Tell that what comes before the check of this name, and was not made, is not made any more."""
         names = list(CHECKS)
         for name in names[: names.index(end) if end else None]:
-            if self._wishes.run_id is None and name in OF_RUNS:
+            if self._run_id is None and name in OF_RUNS:
                 continue
             if not self._is_told(name):
                 self._tell(skipped(name, why))
 
     def _is_told(self, name: str) -> bool:
-        return any(finding.name == name for finding in self.findings)
+        return any(finding.name == name for finding in self._findings)
 
     # The network ------------------------------------------------------------------------------------------------------
     async def _examine_network(self) -> None:
-        wishes = self._wishes
+        settings = self._settings
+        listen = settings.listen or everywhere(0)
         self._at("starting libp2p's daemon")
         p2pd = await check_p2pd()
-        ports = check_ports(wishes.listen, wishes.data_port, self._has_volunteer)
+        ports = check_ports(listen, settings.data_port, self._has_volunteer)
         self._tell(p2pd, ports, check_ipv6())
         starts = p2pd.verdict is Verdict.PASS
-        if not starts or not wishes.addresses:
+        if not starts or not self._addresses:
             self._skip_until("memory", NO_NODE if starts else "libp2p's daemon does not start")
             return
         self._at("looking for the bootstrap nodes")
-        self._nodes = await answering_nodes(wishes.addresses)
+        self._nodes = await answering_nodes(self._addresses)
+        if ports.verdict is Verdict.PASS:
+            links = LinkSettings(settings.data_port)
+        else:  # a `join` may use them: any others do
+            listen, links = everywhere(0), LinkSettings()
         try:
-            async with self._connected(is_free=ports.verdict is Verdict.PASS) as transport:
+            async with connected(self._key, self._addresses, listen, settings.announce, links=links) as transport:
                 await self._examine_swarm(transport)
         except DilocoPeerError as lost:
             if self._is_told("bootstrap") or isinstance(lost, ManifestError):  # which is about what was typed
@@ -344,26 +313,17 @@ class Examination:
             self._tell(check_bootstrap(self._nodes, lost))
             self._skip_until("memory", "the swarm is out of reach")
 
-    @asynccontextmanager
-    async def _connected(self, is_free: bool) -> AsyncIterator[HivemindTransport]:
-        """Be in the swarm as `join` would; at other ports, if its own are in use: by a `join`, perhaps."""
-        wishes = self._wishes
-        listen = wishes.listen if is_free else everywhere(0)
-        links = LinkSettings(wishes.data_port if is_free else 0)
-        async with connected(wishes.key, wishes.addresses, listen, wishes.announce, links=links) as transport:
-            yield transport
-
     async def _examine_swarm(self, transport: HivemindTransport) -> None:
-        self._nodes = await with_clocks(transport, self._nodes)
+        self._nodes = await asyncio.gather(*(with_clock(transport, node) for node in self._nodes))
         self._latency = min((node.seconds for node in self._nodes if node.seconds is not None), default=LATENCY)
         self._tell(check_bootstrap(self._nodes, None), check_clock(self._nodes))
         self._at("asking how this machine is seen")
         self._tell(await check_reach(transport, self._nodes))
         ways: dict[str, Reach] = {}
         sought = 0
-        if self._wishes.run_id is not None:
+        if self._run_id is not None:
             self._at("looking for the run")
-            self._run = await self._find(transport, self._wishes.run_id)
+            self._run = await self._find(transport, self._run_id)
         if self._run is not None:
             self._at("looking for ways to its peers")
             ways, sought = await ways_to_peers(transport, {beat.peer for beat in self._others})
@@ -374,41 +334,51 @@ class Examination:
 
     async def _find(self, transport: HivemindTransport, run_id: str) -> Run | None:
         """Return the run as this machine would train in it; None when it is unknown, or its model not to be opened."""
-        wishes = self._wishes
         try:
             run = await find_run(transport, run_id)
         except DilocoPeerError as error:
             self._tell(failed_with("run", error))
             return None
-        admission = await _check_admission(transport, run, wishes.key, wishes.addresses, wishes.state, wishes.ticket)
+        admission = await self._check_admission(transport, run)
         away = (PeerState.LEAVING, PeerState.ARCHIVING)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.state not in away]
-        self._others = [beat for beat in beats if beat.peer != wishes.key.peer_id]
+        self._others = [beat for beat in beats if beat.peer != self._key.peer_id]
         self._tell(_check_run(run, [beat.index for beat in self._others]), admission)
+        opened: Run | None = None
         try:
-            run = run.with_own(wishes.own)
+            opened = run.with_own(self._settings.own_files)
+            opened = opened.with_data(self._settings.data)
         except DilocoPeerError as error:
             self._tell(failed_with("data", error))
-            return None
-        data, run = _check_data(run, wishes.data)
-        self._tell(data)
-        return run
+        else:
+            sources = ", ".join(source.source for source in opened.config.data.all_sources)
+            self._tell(passed("data", f"it reads {sources}"))
+        return opened
+
+    async def _check_admission(self, transport: HivemindTransport, run: Run) -> Finding:
+        """Come into the run as `join` would, with the ticket that is given or one that was kept."""
+        folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
+        try:
+            admission = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
+        except DilocoPeerError as error:
+            return failed_with("admission", error)
+        return passed("admission", "the run is open to everybody" if admission is None else "its ticket is good")
 
     # What a run would take, and give ----------------------------------------------------------------------------------
     async def _examine_training(self, torch: Torch | None) -> None:
-        state = self._wishes.state
+        state = self._settings.state
         if self._run is None:
             self._tell(check_memory(), check_disk(state))
             return
         self._at("importing torch and transformers")
         try:
             gpus = self._gpus(torch)
-            skeleton, taken = await asyncio.to_thread(_size, self._run.config, len(gpus))
+            skeleton, needs = await asyncio.to_thread(_size, self._run.config, len(gpus))
         except DilocoPeerError as error:
             self._tell(failed_with("memory", error), check_disk(state))
             return
-        self._tell(check_memory(gpus, taken), check_disk(state, taken))
-        speed = await self._examine_speed(self._run, skeleton, gpus)
+        self._tell(check_memory(gpus, needs), check_disk(state, needs))
+        speed = await self._examine_speed(self._run.config, needs, gpus)
         if speed is None or self._bandwidth is None:
             self._tell(skipped("round", f"the {'speed' if speed is None else 'bandwidth'} is not known"))
             return
@@ -419,28 +389,28 @@ class Examination:
     def _gpus(self, torch: Torch | None) -> tuple[Gpu, ...]:
         """Return the GPUs that would train; none: the CPU would. Raises: MachineError."""
         there = (torch.gpus if torch else None) or ()
-        devices = choose_devices(self._wishes.workers, len(there))
+        devices = choose_devices(self._settings.workers, len(there))
         if devices[0] == "cpu":
             return ()
         numbers = [int(device.partition(":")[2] or 0) for device in devices]
         return tuple(there[number] for number in numbers if number < len(there))
 
-    async def _examine_speed(self, run: Run, skeleton: Any, gpus: Sequence[Gpu]) -> _Speed | None:
+    async def _examine_speed(self, config: RunConfig, needs: Needs, gpus: Sequence[Gpu]) -> _Speed | None:
         """Train a little, if nothing is in the way, and nobody else trains here; else estimate."""
         why = ""
-        if self._wishes.tries and self._has_volunteer:
+        if self._tries and self._has_volunteer:
             why = "a volunteer runs on this machine, and a trial would take memory and time from it"
-        failing = [finding.name for finding in self.findings if finding.verdict is Verdict.FAIL]
+        failing = [finding.name for finding in self._findings if finding.verdict is Verdict.FAIL]
         lacking = [name for name in failing if name in NEEDED_TO_TRAIN]
         speed: _Speed | None = None
-        if self._wishes.tries and not lacking and not self._has_volunteer:
+        if self._tries and not lacking and not self._has_volunteer:
             self._at("training a little, as `join` would")
             try:
-                speed = await _measured_speed(run.config, self._wishes.workers)
+                speed = await _measured_speed(config, self._settings.workers)
             except DilocoPeerError as error:
                 self._tell(failed_with("speed", error))
                 return None
             why = f"no inner step was done within {FIRST_SECONDS:.0f} s"
-        speed = speed or _estimated_speed(run.config, skeleton, gpus)
+        speed = speed or _estimated_speed(needs, gpus)
         self._tell(_check_speed(speed, f"not measured: see {', '.join(lacking)}" if lacking else why))
         return speed

@@ -130,8 +130,9 @@ def _plain_line(finding: Finding) -> str:
 def conclusion(findings: Sequence[Finding], run_id: str | None) -> str:
     """Return the verdict in a sentence."""
     what = f"take part in {run_id}" if run_id else "train"
-    by_verdict = {verdict: [finding.name for finding in findings if finding.verdict is verdict] for verdict in Verdict}
-    failing, warning = by_verdict[Verdict.FAIL], by_verdict[Verdict.WARN]
+    failing, warning = (
+        [finding.name for finding in findings if finding.verdict is verdict] for verdict in (Verdict.FAIL, Verdict.WARN)
+    )
     if failing:
         return f"This machine cannot {what} as it is: see {', '.join(failing)}."
     if warning:

@@ -7,15 +7,15 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from platform import python_version
+from typing import TYPE_CHECKING
 
 from opendiloco.cores import usable_cores
 from opendiloco.errors import MachineError
-from opendiloco.owner.controls import Request, ask, sockets
 from opendiloco.owner.facts import GpuState, is_on_battery, read_gpus, read_sensors
 from opendiloco.quantities import in_words
 from opendiloco.shared_memory import available_memory
@@ -23,6 +23,9 @@ from opendiloco.storage.run_folder import default_state_folder
 from opendiloco.tools.doctor.findings import Finding, Value, Verdict, failed, passed, skipped, warned
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch
 from opendiloco.workers.options import WorkerOptions, needs_gpu_count
+
+if TYPE_CHECKING:
+    from opendiloco.workers.needs import Needs
 
 logger = logging.getLogger(__name__)
 
@@ -53,41 +56,27 @@ class _Cards:
     driver: str | None = None
 
 
-@dataclass(frozen=True)
-class Taken:
-    """What a run takes of this machine, in bytes, by the formula that `join` goes by; `gpu` of each of `gpus`."""
-
-    memory: int
-    gpu: int | None
-    gpus: int
-    disk: int
-
-
 # What `join` looks at first ------------------------------------------------------------------------------------------
 def check_quickly(state: Path | None, options: WorkerOptions) -> None:
-    """Log what could be better on this machine. Nothing is imported, started or asked for it. Raises: MachineError for
-    what would keep it from training."""
-    for finding in _quick_findings(state, options):
-        if finding.verdict is Verdict.FAIL:
-            raise MachineError(f"{finding.found}.", f"{finding.remedy} `diloco-peer doctor` explains more.")
-        if finding.verdict is Verdict.WARN:
-            logger.warning("%s. %s", finding.found, finding.remedy)
-
-
-def _quick_findings(state: Path | None, options: WorkerOptions) -> Iterator[Finding]:
-    """Yield what these checks find. How much memory and disk the run takes is not known yet."""
+    """Log what could be better on this machine. Nothing is imported, started or asked for it, and how much memory and
+    disk the run takes is not known yet. Raises: MachineError for what would keep it from training."""
     torch, cards = installed_torch(), _cards_for(options)
     gpus = _gpus_in_use(torch, options)
-    yield from (
+    findings = [
         _check_python(),
         _check_torch(torch, cards),
         _check_compiler(gpus > 0),
         _check_shm(gpus),
         _check_power(()),
-    )
+    ]
     disk = check_disk(state)
     if "free" not in disk.values:  # nothing can be written there at all
-        yield disk
+        findings.append(disk)
+    for finding in findings:
+        if finding.verdict is Verdict.FAIL:
+            raise MachineError(f"{finding.found}.", f"{finding.remedy} `diloco-peer doctor` explains more.")
+        if finding.verdict is Verdict.WARN:
+            logger.warning("%s. %s", finding.found, finding.remedy)
 
 
 # The checks -----------------------------------------------------------------------------------------------------------
@@ -247,29 +236,30 @@ def check_kernels() -> Finding:
     return passed("kernels", found, **values)
 
 
-def check_memory(gpus: Sequence[Gpu] = (), taken: Taken | None = None) -> Finding:
-    """Free memory against what a run takes; without a run, against what the smallest would."""
+def check_memory(gpus: Sequence[Gpu] = (), needs: Needs | None = None) -> Finding:
+    """Hold free memory against what a run takes on these GPUs, none of them the CPU; without a run, against what the
+    smallest would take."""
     free = available_memory()
     found, values = f"{in_words(free)} of main memory free", {"free": free}
-    if taken is None:
+    if needs is None:
         if free < LITTLE_MEMORY:
             return warned("memory", found, "Stop other programs: the smallest run takes about 2 GB.", **values)
         return passed("memory", found, **values)
-    found, values = f"{found}; the run takes {in_words(taken.memory)}", values | {"needed": taken.memory}
-    if free < taken.memory:
+    needed = needs.main_memory if gpus else needs.main_memory_on_cpu
+    found, values = f"{found}; the run takes {in_words(needed)}", values | {"needed": needed}
+    if free < needed:
         return failed("memory", found, "Stop other programs, or use a machine with more memory.", **values)
-    used = gpus[: taken.gpus]
-    if taken.gpu is not None and used:
-        least = min(gpu.free for gpu in used)
-        found = f"{found}; of each GPU {in_words(taken.gpu)} and activations, of {in_words(least)} that are free"
-        values |= {"gpu_free": least, "gpu_needed": taken.gpu}
-        if least < taken.gpu:
+    if gpus:
+        least, each = min(gpu.free for gpu in gpus), needs.device_memory
+        found = f"{found}; of each GPU {in_words(each)} and activations, of {in_words(least)} that are free"
+        values |= {"gpu_free": least, "gpu_needed": each}
+        if least < each:
             return failed("memory", found, "Use more GPUs, or larger ones; end what else uses them.", **values)
     return passed("memory", found, **values)
 
 
-def check_disk(state: Path | None, taken: Taken | None = None) -> Finding:
-    where, remedy = _state_folder(state), "Name a folder on a disk with space with --state."
+def check_disk(state: Path | None, needs: Needs | None = None) -> Finding:
+    where, remedy = state or default_state_folder(), "Name a folder on a disk with space with --state."
     try:
         free = _free_disk(where)
     except OSError as error:
@@ -277,12 +267,10 @@ def check_disk(state: Path | None, taken: Taken | None = None) -> Finding:
     found, values = f"{in_words(free)} free for {where}", {"free": free}
     if free < FULL_DISK:
         return failed("disk", found, remedy, **values)
-    if taken is not None:
-        found, values = (
-            f"{found}; checkpoints take {in_words(taken.disk)}, and the log",
-            values | {"needed": taken.disk},
-        )
-        if free < taken.disk:
+    if needs is not None:
+        found = f"{found}; checkpoints take {in_words(needs.disk)}, and the log"
+        values |= {"needed": needs.disk}
+        if free < needs.disk:
             return warned("disk", found, f"{remedy} Or keep fewer: --keep 1, --moments none.", **values)
     elif free < LITTLE_DISK:
         return warned("disk", found, f"{remedy} Checkpoints take 24 bytes a parameter, and moments 16.", **values)
@@ -338,11 +326,6 @@ def _free_shm(path: Path = SHM) -> int | None:
     return None
 
 
-def _state_folder(state: Path | None) -> Path:
-    """Return where what outlives a volunteer is kept."""
-    return default_state_folder() if state is None else state
-
-
 def _free_disk(path: Path) -> int:
     """Return the free bytes for a folder; it, or the nearest one above it that is there, is written to, and nothing is
     left there. Raises: OSError."""
@@ -351,8 +334,3 @@ def _free_disk(path: Path) -> int:
         there = there.parent
     with tempfile.TemporaryFile(dir=there):
         return shutil.disk_usage(there).free
-
-
-def has_volunteer(state: Path | None) -> bool:
-    """Whether a volunteer runs on this machine that keeps what outlives it there."""
-    return any(ask(socket, Request(do="look")) is not None for socket in sockets(_state_folder(state)))

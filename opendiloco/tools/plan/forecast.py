@@ -40,7 +40,8 @@ CYCLES = 2
 class Peer:
     """So many equal peers. Bits a second, the seconds of a round trip to a well-connected server, and of an inner step.
 
-    `gpus` 0 trains on the CPU. Bytes and prices are None where nobody has said them.
+    `gpus` 0 trains on the CPU. Bytes and prices are None where nobody has said them. `main_needed` are the bytes of
+    main memory that it must have, `gpu_needed` those of each GPU beside activations.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Peer:
     gpu_memory: float | None = None
     main_memory: float | None = None
     price_per_hour: float | None = None
+    main_needed: int = 0
+    gpu_needed: int | None = None
 
     @property
     def rate(self) -> float:
@@ -61,29 +64,8 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Swarm:
-    """All peers of a planned run."""
-
-    peers: tuple[Peer, ...]
-
-    @property
-    def count(self) -> int:
-        return sum(peer.count for peer in self.peers)
-
-    @property
-    def slowest_rate(self) -> float:
-        return min(peer.rate for peer in self.peers)
-
-    @property
-    def delay(self) -> float:
-        """Return the seconds one way between the two peers that are furthest apart."""
-        all_latencies = (peer.latency for peer in self.peers for _ in range(min(2, peer.count)))
-        return sum(sorted(all_latencies)[-2:]) / 2
-
-
-@dataclass(frozen=True)
 class _Round:
-    """One round: its seconds, and how many payloads each of the swarm's kinds of peers sends, and gets, in it."""
+    """One round: its seconds, and how many payloads each kind of peers sends, and gets, in it."""
 
     arithmetic: float
     delays: float
@@ -101,25 +83,30 @@ class _Round:
         return self.transfer + self.lag
 
 
-def round_of(swarm: Swarm, values: int, bits: float, encoded: float = QUANTIZED) -> _Round:
+def round_of(peers: Sequence[Peer], values: int, bits: float, encoded: float = QUANTIZED) -> _Round:
     """Return the round that averages so many values at so many bits each, of which each peer encodes `encoded` a
     second. Parts are dealt as a leader deals them."""
-    rates = [peer.rate for peer in swarm.peers for _ in range(peer.count)]
+    rates = [peer.rate for peer in peers for _ in range(peer.count)]
     names = [str(place) for place in range(len(rates))]
     chunks = deal(Chunking(-(-values // BLOCK_VALUES)).count, len(names), names, dict(zip(names, rates, strict=True)))
     moved = [payloads_moved(len(names), chunks[name] / sum(chunks.values())) for name in names]
     payload = values * bits
-    starts = [sum(peer.count for peer in swarm.peers[:place]) for place in range(len(swarm.peers))]
+    starts = [sum(peer.count for peer in peers[:place]) for place in range(len(peers))]
     return _Round(
         arithmetic=values / encoded + values / STEPPED,
-        delays=DELAYS * swarm.delay,
+        delays=DELAYS * _delay(peers),
         transfer=max(payload * share / rate for share, rate in zip(moved, rates, strict=True)),
         payload_bits=payload,
         moved=tuple(
-            math.fsum(moved[start : start + peer.count]) / peer.count
-            for start, peer in zip(starts, swarm.peers, strict=True)
+            math.fsum(moved[start : start + peer.count]) / peer.count for start, peer in zip(starts, peers, strict=True)
         ),
     )
+
+
+def _delay(peers: Sequence[Peer]) -> float:
+    """Return the seconds one way between the two peers that are furthest apart."""
+    latencies = (peer.latency for peer in peers for _ in range(min(2, peer.count)))
+    return sum(sorted(latencies)[-2:]) / 2
 
 
 @dataclass(frozen=True)
@@ -131,7 +118,7 @@ class Plan:
     """
 
     fragments: tuple[int, ...]
-    swarm: Swarm
+    peers: tuple[Peer, ...]
     inner_steps: int
     tokens_per_step: int
     smallest_share: float
@@ -146,6 +133,11 @@ class Plan:
     @property
     def values(self) -> int:
         return sum(self.fragments)
+
+    @property
+    def count(self) -> int:
+        """Return the number of peers."""
+        return sum(peer.count for peer in self.peers)
 
     @property
     def pace(self) -> Pace:
@@ -163,11 +155,11 @@ class Plan:
     @cached_property
     def rounds(self) -> tuple[_Round, ...]:
         """Return the round of each fragment."""
-        return tuple(round_of(self.swarm, values, self.bits, self.encoded) for values in self.fragments)
+        return tuple(round_of(self.peers, values, self.bits, self.encoded) for values in self.fragments)
 
     def own_steps(self, peer: Peer) -> int:
         """Return the inner steps that a peer makes while the fastest makes all, as its leases are sized."""
-        fastest = min(each.step_seconds for each in self.swarm.peers)
+        fastest = min(each.step_seconds for each in self.peers)
         return self.pace.steps(self.tokens_per_step / peer.step_seconds, self.tokens_per_step / fastest)
 
     def training_seconds(self, peer: Peer) -> float:
@@ -178,7 +170,7 @@ class Plan:
     def closes_after(self) -> float:
         """Return the seconds after which nobody is waited for any more: the grace begins when most are ready; in an
         asynchronous run the slack, when enough are."""
-        trainings = sorted(self.training_seconds(peer) for peer in self.swarm.peers for _ in range(peer.count))
+        trainings = sorted(self.training_seconds(peer) for peer in self.peers for _ in range(peer.count))
         most = len(trainings) // 2
         if self.contributions is None:
             return trainings[most] + self.pace.grace(trainings[0])
@@ -239,7 +231,7 @@ class Forecast:
 def forecast(plan: Plan) -> Forecast:
     """Return what a run comes to. Peers wait for one another at each cycle's end, but for nobody that is late: its
     work counts in a later entry, for as long as its lease lasts."""
-    kinds = plan.swarm.peers
+    kinds = plan.peers
     steps = [plan.own_steps(peer) for peer in kinds]
     waited_for = [peer for peer in kinds if plan.training_seconds(peer) <= plan.closes_after]
     seconds = max(map(plan.training_seconds, waited_for)) + max(
@@ -267,7 +259,7 @@ def forecast(plan: Plan) -> Forecast:
     return Forecast(
         cycle_seconds=seconds,
         round_seconds=max(each.seconds for each in plan.rounds),
-        utilisation=sum(peer.count * peer.utilisation for peer in peers) / plan.swarm.count,
+        utilisation=sum(peer.count * peer.utilisation for peer in peers) / plan.count,
         tokens_per_day=tokens / seconds * SECONDS_A_DAY,
         cost_per_day=24 * sum(known) if len(known) == len(prices) else None,
         peers=peers,
@@ -330,7 +322,7 @@ def _joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | Non
     idle = 1 - busy / seconds
     if idle < LEAST_IDLE:
         return None
-    donors = LINK_SHARE * (sum(each.count * each.up for each in plan.swarm.peers) - peer.up)
+    donors = LINK_SHARE * (sum(each.count * each.up for each in plan.peers) - peer.up)
     rate = idle * min(LINK_SHARE * peer.down, donors)
     snapshot, payload = 8 * STATE_BYTES * plan.values / rate, plan.values * plan.bits / rate
     if payload >= seconds:
@@ -343,8 +335,8 @@ def least_bandwidth(plan: Plan, target: float) -> float | None:
     None if there are none."""
 
     def reaches(bandwidth: float) -> bool:
-        peers = tuple(replace(peer, up=bandwidth, down=bandwidth) for peer in plan.swarm.peers)
-        return forecast(replace(plan, swarm=Swarm(peers))).utilisation >= target
+        peers = tuple(replace(peer, up=bandwidth, down=bandwidth) for peer in plan.peers)
+        return forecast(replace(plan, peers=peers)).utilisation >= target
 
     low, high = SLOWEST_LINK, FASTEST_LINK
     if not reaches(high):

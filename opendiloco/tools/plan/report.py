@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from opendiloco.quantities import bandwidth_in_words
@@ -18,33 +19,31 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 """Utilisations for which the bandwidth is named that they need."""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of main memory, and of each GPU beside activations, that some equal peers need."""
-
-    main: int
-    gpu: int | None
-
-    def lacks(self, peer: Peer) -> str | None:
-        """Return what the machine has too little of, in words."""
-        if peer.main_memory is not None and peer.main_memory < self.main:
-            return f"{peer.name}: needs {_gigabytes(self.main)} of main memory, and has {_gigabytes(peer.main_memory)}"
-        if peer.gpu_memory is not None and self.gpu is not None and peer.gpu_memory < self.gpu:
-            return f"{peer.name}: needs {_gigabytes(self.gpu)} of each GPU, and has {_gigabytes(peer.gpu_memory)}"
-        return None
+def show(console: Console, plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> None:
+    """Print all figures, the cost if all prices are known, and what is wrong with the plan."""
+    console.print(_headline(plan))
+    console.print(_run_table(found))
+    console.print()
+    console.print(_peers_table(plan, found))
+    if found.cost_per_day is not None:
+        console.print(f"{found.cost_per_day:,.2f} a day, {found.cost_per_giga_token:,.2f} for 10⁹ tokens")
+    for line in _warnings(plan, found):
+        console.print(line)
+    console.print()
+    console.print(_bandwidth_table(needed))
 
 
-def headline(plan: Plan) -> str:
+def _headline(plan: Plan) -> str:
     """Return what is planned, in two lines."""
     fragments = f"{len(plan.fragments)} fragment{'s' * (len(plan.fragments) > 1)}"
     return (
-        f"{plan.values:,} parameters in {fragments}, {plan.swarm.count} peers, {plan.inner_steps} inner steps;\n"
+        f"{plan.values:,} parameters in {fragments}, {plan.count} peers, {plan.inner_steps} inner steps;\n"
         f"{plan.bits:.3g} bits a value, tau {plan.overlap}; the slowest link carries"
-        f" {bandwidth_in_words(plan.swarm.slowest_rate)} of data"
+        f" {bandwidth_in_words(min(peer.rate for peer in plan.peers))} of data"
     )
 
 
-def run_table(found: Forecast) -> Table:
+def _run_table(found: Forecast) -> Table:
     """Return the figures of the whole run."""
     table = _table("computes", "round", "cycle", "GB/day", "G tokens/day", "joining")
     table.add_row(
@@ -58,10 +57,10 @@ def run_table(found: Forecast) -> Table:
     return table
 
 
-def peers_table(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> Table:
+def _peers_table(plan: Plan, found: Forecast) -> Table:
     """Return a row for each kind of peer."""
     table = _table("peers", "count", "steps", "counts", "computes", "link busy", "memory", "per GPU")
-    for peer, forecast, needed in zip(plan.swarm.peers, found.peers, memory, strict=True):
+    for peer, forecast in zip(plan.peers, found.peers, strict=True):
         table.add_row(
             peer.name,
             str(peer.count),
@@ -69,8 +68,8 @@ def peers_table(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> Table:
             _how_often(forecast.cycles),
             f"{forecast.utilisation:.1%}",
             f"{forecast.link_share:.1%}",
-            _gigabytes(needed.main),
-            "-" if needed.gpu is None else _gigabytes(needed.gpu),
+            _gigabytes(peer.main_needed),
+            "-" if peer.gpu_needed is None else _gigabytes(peer.gpu_needed),
         )
     return table
 
@@ -80,15 +79,14 @@ def _how_often(cycles: int) -> str:
     return {0: "never", 1: "each time", 2: "every 2nd", 3: "every 3rd"}.get(cycles, f"every {cycles}th")
 
 
-def warnings(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> list[str]:
+def _warnings(plan: Plan, found: Forecast) -> list[str]:
     """Return which machines are too small, which peers train in vain, and whether a link is too full."""
-    lacking = (needed.lacks(peer) for peer, needed in zip(plan.swarm.peers, memory, strict=True))
-    lines = [f"too small: {lack}" for lack in lacking if lack]
+    lines = [f"too small: {lack}" for lack in map(_lacks, plan.peers) if lack]
     lines += [
         f"too slow: {forecast.name} takes {duration(plan.training_seconds(peer))} for {forecast.inner_steps} inner"
         f" steps, an outer step takes {duration(found.cycle_seconds)}: its work does not count. Leave it out, lower"
         f" rounds.smallest_share = {plan.smallest_share:g}, or raise rounds.staleness = {plan.staleness}."
-        for peer, forecast in zip(plan.swarm.peers, found.peers, strict=True)
+        for peer, forecast in zip(plan.peers, found.peers, strict=True)
         if not forecast.cycles
     ]
     busiest = max(found.peers, key=lambda peer: peer.link_share)
@@ -100,23 +98,25 @@ def warnings(plan: Plan, found: Forecast, memory: Sequence[Memory]) -> list[str]
     return lines
 
 
-def cost_line(found: Forecast) -> str:
-    """Return the run's cost; empty unless all prices are known."""
-    if found.cost_per_day is None:
-        return ""
-    return f"{found.cost_per_day:,.2f} a day, {found.cost_per_giga_token:,.2f} for 10⁹ tokens"
+def _lacks(peer: Peer) -> str | None:
+    """Return what a machine has too little of, in words."""
+    if peer.main_memory is not None and peer.main_memory < peer.main_needed:
+        needed, there = _gigabytes(peer.main_needed), _gigabytes(peer.main_memory)
+        return f"{peer.name}: needs {needed} of main memory, and has {there}"
+    if peer.gpu_memory is not None and peer.gpu_needed is not None and peer.gpu_memory < peer.gpu_needed:
+        needed, there = _gigabytes(peer.gpu_needed), _gigabytes(peer.gpu_memory)
+        return f"{peer.name}: needs {needed} of each GPU, and has {there}"
+    return None
 
 
-def bandwidth_table(needed: Mapping[float, float | None]) -> Table:
+def _bandwidth_table(needed: Mapping[float, float | None]) -> Table:
     """Return the bandwidth that every link must have for each utilisation."""
     table = _table("to compute for", *(f"{target:.0%}" for target in needed))
     table.add_row("each link needs", *("-" if rate is None else bandwidth_in_words(rate) for rate in needed.values()))
     return table
 
 
-def plain(
-    plan: Plan, found: Forecast, memory: Sequence[Memory], needed: Mapping[float, float | None]
-) -> dict[str, Any]:
+def plain(plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> dict[str, Any]:
     """Return all of it as JSON can say it: seconds, bits, bytes."""
     return {
         "parameters": plan.values,
@@ -134,7 +134,7 @@ def plain(
         "cost_per_day": found.cost_per_day,
         "cost_per_giga_token": found.cost_per_giga_token,
         "peers": [asdict(peer) for peer in found.peers],
-        "memory": [{"name": peer.name, **asdict(each)} for peer, each in zip(plan.swarm.peers, memory, strict=True)],
+        "memory": [{"name": peer.name, "main": peer.main_needed, "gpu": peer.gpu_needed} for peer in plan.peers],
         "bandwidth_needed": {f"{target:g}": rate for target, rate in needed.items()},
     }
 

@@ -1,19 +1,31 @@
 """A plan from a run's configuration, the skeleton of its model, and `links.toml`, each value checked."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Annotated, Any, Self
-
-from pydantic import Field, ValidationError, model_validator
-
 from opendiloco.config.run_config import RunConfig
-from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section, describe_validation_error, read_toml
+from opendiloco.config.section import Name
+from opendiloco.config.section import NotNegativeFloat
+from opendiloco.config.section import Positive
+from opendiloco.config.section import Section
+from opendiloco.config.section import describe_validation_error
+from opendiloco.config.section import read_toml
 from opendiloco.kernels import FORMATS
 from opendiloco.model.utilisation import peak_tokens_per_second
-from opendiloco.tools.plan.forecast import QUANTIZED, QUANTIZED_SPARSE, Peer, Plan, Swarm
-from opendiloco.tools.plan.report import Memory
+from opendiloco.tools.plan.forecast import Peer
+from opendiloco.tools.plan.forecast import Plan
+from opendiloco.tools.plan.forecast import QUANTIZED
+from opendiloco.tools.plan.forecast import QUANTIZED_SPARSE
+from pathlib import Path
 from peers.errors import ManifestError
+from pydantic import Field
+from pydantic import ValidationError
+from pydantic import model_validator
+from typing import Annotated
+from typing import Any
+from typing import Self
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opendiloco.workers.needs import Needs
 
 Megabits = Annotated[float, Field(gt=0, le=1e7)]
 Amount = Annotated[float, Field(gt=0, le=1e30)]
@@ -80,16 +92,17 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
     from opendiloco.model.parameters import layout_of  # this and the next import torch
     from opendiloco.workers.needs import UTILISATION, needs_of
 
-    training, needs, peers = config.training, needs_of(config, skeleton), []
+    training, peers = config.training, []
+    needs_by_gpus = {gpus: needs_of(config, skeleton, max(1, gpus)) for gpus in {each.gpus for each in links.peers}}
     for place, section in enumerate(links.peers):
-        peak = None
+        peak, needs = None, needs_by_gpus[section.gpus]
         if section.gpu is not None:
             peak = peak_tokens_per_second(section.gpu, section.gpus, needs.precision, needs.token_flops)
         rate = section.tokens_per_second or (None if peak is None else UTILISATION * peak)
-        peers.append(_peer(section, place, training.batch_size * training.sequence_length, rate))
+        peers.append(_peer(section, place, training.batch_size * training.sequence_length, rate, needs))
     return Plan(
         fragments=tuple(part.stop - part.start for part in layout_of(skeleton, config.streaming).fragments),
-        swarm=Swarm(tuple(peers)),
+        peers=tuple(peers),
         inner_steps=training.inner_steps,
         tokens_per_step=training.batch_size * training.sequence_length,
         smallest_share=config.rounds.smallest_share,
@@ -103,22 +116,12 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
     )
 
 
-def memory_of(config: RunConfig, skeleton: Any, peer: Peer) -> Memory:
-    """Return what `join` will hold against the machine's memory."""
-    from opendiloco.workers.needs import needs_of  # which imports torch
-
-    needs = needs_of(config, skeleton, max(1, peer.gpus))
-    if not peer.gpus:
-        return Memory(needs.main_memory_on_cpu, None)
-    return Memory(needs.main_memory, needs.device_memory)
-
-
 def _bits_of(codec: str) -> float:
     """Return the bits that a codec takes for a value, its blocks' headers included."""
     return 8 * FORMATS[codec].block_bytes / FORMATS[codec].block_values
 
 
-def _peer(section: PeerSection, place: int, tokens: int, rate: float | None) -> Peer:
+def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, needs: Needs) -> Peer:
     """Return the peers of a section, whose inner step has so many tokens, of which they train `rate` a second."""
     if section.step_seconds is not None:
         seconds = section.step_seconds
@@ -137,11 +140,9 @@ def _peer(section: PeerSection, place: int, tokens: int, rate: float | None) -> 
         latency=section.latency_ms / 1e3,
         step_seconds=seconds,
         gpus=section.gpus,
-        gpu_memory=_bytes(section.gpu_memory_gb),
-        main_memory=_bytes(section.main_memory_gb),
+        gpu_memory=section.gpu_memory_gb and 1e9 * section.gpu_memory_gb,
+        main_memory=section.main_memory_gb and 1e9 * section.main_memory_gb,
         price_per_hour=section.price_per_hour,
+        main_needed=needs.main_memory if section.gpus else needs.main_memory_on_cpu,
+        gpu_needed=needs.device_memory if section.gpus else None,
     )
-
-
-def _bytes(gigabytes: float | None) -> float | None:
-    return None if gigabytes is None else gigabytes * 1e9

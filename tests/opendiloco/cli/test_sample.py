@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,12 +32,8 @@ def test_what_a_model_writes_steers_no_terminal(
         return WRITTEN
 
     @asynccontextmanager
-    async def entered() -> AsyncIterator[object]:
+    async def state(place: object) -> AsyncIterator[object]:
         yield None, SimpleNamespace(outer_steps=3), SimpleNamespace(trainer=SimpleNamespace(generate=generate))
-
-    @contextmanager
-    def state(place: object) -> Iterator[object]:
-        yield entered()
 
     monkeypatch.setattr(export._Place, "state", state)
     monkeypatch.setattr("sys.stdout", stdout)

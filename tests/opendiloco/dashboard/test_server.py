@@ -17,14 +17,15 @@ from typing import Any, cast
 import pytest
 from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
-from click import BadParameter, Command, Context, Option
+from click.testing import CliRunner
 
-from opendiloco.cli.options import _parse_address
+from opendiloco.cli.group import main
 from opendiloco.dashboard import server, watching
 from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, _application, bind, url_of
 from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
 from opendiloco.dashboard.watching import RunHistory, RunWatch, Watching
+from opendiloco.settings.join_settings import split_address
 from opendiloco.storage.run_folder import HeldOutCurve
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.folder import RunLog
@@ -383,15 +384,16 @@ def test_it_listens_where_it_was_told_and_says_so(caplog: pytest.LogCaptureFixtu
     [("127.0.0.1:8080", ("127.0.0.1", 8080)), ("[::1]:0", ("::1", 0)), ("localhost:80", ("localhost", 80))],
 )
 def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
-    assert _parse_address(Context(Command("x")), Option(["--dashboard"]), text) == address
+    assert split_address(text) == address
 
 
 @pytest.mark.parametrize(
     "text", ["8080", "127.0.0.1", ":8080", "::1:8080", "localhost:70000", "localhost:http", "[::1]"]
 )
 def test_what_is_no_address_is_a_clear_error(text: str) -> None:
-    with pytest.raises(BadParameter, match="no HOST:PORT"):
-        _parse_address(Context(Command("x")), Option(["--dashboard"]), text)
+    done = CliRunner().invoke(main, ["bootstrap", "--identity", "key", "--dashboard", text])
+    assert done.exit_code == 2
+    assert "no HOST:PORT" in done.output
 
 
 def test_a_volunteers_own_peer_is_marked_and_its_curve_is_left_to_its_trackers(story: Story) -> None:

@@ -7,9 +7,10 @@ import json
 import os
 import socket
 import stat
+from contextlib import AsyncExitStack
 from pathlib import Path
 
-from opendiloco.owner.controls import NAME, Answer, Request, ask, serve_controls, sockets
+from opendiloco.owner.controls import NAME, Answer, Request, ask, serve_controls, volunteers
 
 PAUSED = Answer(says="pausing", phase="training", reasons=("on battery",))
 
@@ -68,9 +69,16 @@ def test_a_socket_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> No
     assert asked(tmp_path)[1] == [PAUSED]
 
 
-def test_sockets_are_found_by_run(tmp_path: Path) -> None:
-    for run in ("one", "two"):
-        (tmp_path / run / "peer").mkdir(parents=True)
-        (tmp_path / run / "peer" / NAME).touch()
-    assert [path.parent.parent.name for path in sockets(tmp_path)] == ["one", "two"]
-    assert [path.parent.parent.name for path in sockets(tmp_path, "two")] == ["two"]
+def test_volunteers_are_found_by_run_while_they_answer(tmp_path: Path) -> None:
+    async def scenario() -> list[list[str]]:
+        folders = [tmp_path / run / "peer" for run in ("one", "two", "three")]
+        async with AsyncExitStack() as stack:
+            for folder in folders[:2]:
+                await stack.enter_async_context(serve_controls(folder, lambda request: PAUSED))
+            folders[2].mkdir(parents=True)
+            (folders[2] / NAME).touch()
+            found = [await asyncio.to_thread(volunteers, tmp_path, run) for run in (None, "two", "three")]
+        return [[path.parent.parent.name for path in each] for each in found]
+
+    assert asyncio.run(scenario()) == [["one", "two"], ["two"], []]
+    assert volunteers(tmp_path) == {}

@@ -1,33 +1,35 @@
 """The model from checkpoints and the log, with no network: by the command that people type."""
 
 from __future__ import annotations
-
+import numpy as np
+import pytest
 import shutil
+import torch
+from click.testing import CliRunner
+from click.testing import Result
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-
-import numpy as np
-import pytest
-import torch
-from click.testing import CliRunner, Result
-from transformers import AutoModelForCausalLM
-
 from opendiloco.cli.group import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.model.build import build_model
 from opendiloco.run import Run
-from opendiloco.storage.files import file_header, file_name
+from opendiloco.storage.files import file_header
+from opendiloco.storage.files import file_name
 from opendiloco.storage.loading import metadata_of
-from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
+from opendiloco.storage.run_folder import HeldOutCurve
+from opendiloco.storage.run_folder import RunFolder
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.states import find_origin
+from pathlib import Path
 from peers.log.folder import LogFolder
 from peers.values.identity import Identity
-from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, record
+from tests.opendiloco.training.recorded_run import BLOCK_BYTES
+from tests.opendiloco.training.recorded_run import RecordedRun
+from tests.opendiloco.training.recorded_run import record
 from tests.opendiloco.volunteer.test_local_workload import StateOnly
+from transformers import AutoModelForCausalLM
 
 ENTRIES = 6
 
@@ -74,13 +76,11 @@ def export(*arguments: object) -> Result:
 
 
 @pytest.mark.swarm
-def test_a_sample_of_a_checkpoint(kept: Kept) -> None:
-    """The prompt comes first, and nothing but text is on the standard output."""
+def test_a_sample_of_a_checkpoint(kept: Kept, tmp_path: Path) -> None:
+    """The prompt comes first, and nothing but text is on the standard output. None of the run's text is needed."""
     arguments = [
         "--from",
         str(kept.folder.path),
-        "--data",
-        kept.text,
         "--tokens",
         "5",
         "--samples",
@@ -89,20 +89,23 @@ def test_a_sample_of_a_checkpoint(kept: Kept) -> None:
         "2",
         "peers ",
     ]
-    done = CliRunner().invoke(main, ["sample", *arguments])
+    elsewhere = Path(kept.text).rename(tmp_path / "text")
+    try:
+        done = CliRunner().invoke(main, ["sample", *arguments])
+    finally:
+        elsewhere.rename(kept.text)
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("peers ")
     assert done.stdout.count("peers ") == 2
     assert "after 3 outer steps" in done.stderr
 
 
-@pytest.mark.parametrize("command", [["export", "--out", "model"], ["sample", "peers "]])
 def test_text_that_the_manifest_names_is_not_opened(
-    command: list[str], kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("opendiloco.volunteer.states.working", None)  # no worker is started
-    done = CliRunner().invoke(main, [*command, "--from", str(kept.folder.path)])
+    done = export("--out", "model", "--from", kept.folder.path)
     assert done.exit_code == 7
     assert f"data.source = {kept.text!r}" in done.output
     assert "--data FOLDER" in done.output
@@ -124,7 +127,7 @@ def test_the_model_between_two_checkpoints_is_written_and_pushed(kept: Kept, tmp
     assert done.exit_code == 0, done.output
     tokens = f"{kept.recorded.headers[3].lineage_tokens:,}"
     card = (out / "README.md").read_text()
-    assert "diloco-peer export --from FOLDER --at 4 --out model" in card
+    assert "diloco-peer export --from FOLDER --at 4 --data TEXTS --out model" in card
     assert "Here `FOLDER` is what" in card
     assert "| peers that contributed | 2 |" in card
     assert "| 2 | 512 | 5.5000 |" in card
@@ -187,7 +190,7 @@ def test_what_is_found_out_late_leaves_nothing(
     values: int, said: str, kept: Kept, small_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
-    async def working(run: Run) -> AsyncIterator[LocalWorkload]:
+    async def working(run: Run, *options: object) -> AsyncIterator[LocalWorkload]:
         yield LocalWorkload(StateOnly(values or len(kept.recorded.states[0].data) // 8), run.config)
 
     monkeypatch.setattr("opendiloco.volunteer.states.working", working)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -10,7 +9,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -18,12 +18,10 @@ from click.testing import CliRunner
 from opendiloco.cli import main
 from opendiloco.errors import MachineError
 from opendiloco.kernels import self_test
-from opendiloco.owner.controls import Answer, serve_controls
 from opendiloco.owner.facts import GpuState, Sensor
 from opendiloco.tools.doctor import machine
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
 from opendiloco.tools.doctor.machine import (
-    Taken,
     _Cards,
     _check_compiler,
     _check_gpu,
@@ -40,10 +38,10 @@ from opendiloco.tools.doctor.machine import (
     check_kernels,
     check_memory,
     check_quickly,
-    has_volunteer,
     machine_findings,
 )
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, _answered, _first_sentence, installed_torch, probed_torch
+from opendiloco.workers.needs import Needs
 from opendiloco.workers.options import WorkerOptions
 
 PASS, WARN, FAIL, SKIPPED = Verdict
@@ -59,6 +57,14 @@ CPU_BUILD = Torch("2.9.0+cpu", None, ())
 CUDA_BUILD = Torch("2.9.0", "CUDA 12.8", (H100,))
 SEES_NONE = Torch("2.9.0", "CUDA 12.8", (), "The NVIDIA driver on your system is too old (found version 11040)")
 STATE = Path("/state")
+
+
+def needing(memory: int = 0, gpu: int = 0, disk: int = 0) -> Needs:
+    """What a run takes, as far as checks look at it."""
+    sizes = {"main_memory": memory, "main_memory_on_cpu": memory, "device_memory": gpu, "disk": disk}
+    return cast(Needs, SimpleNamespace(**sizes))
+
+
 TORCH = Torch("2.9.0", "CUDA 12.8")
 GPU = {
     "name": "NVIDIA H100 80GB HBM3",
@@ -99,15 +105,15 @@ def has(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ({"_free_shm": 2 << 30}, lambda: _check_shm(8), PASS, "2.15 GB"),
         ({"available_memory": GB}, check_memory, WARN, "1 GB"),
         ({"available_memory": 8 * GB}, check_memory, PASS, "8 GB"),
-        ({"available_memory": 8 * GB}, lambda: check_memory((), Taken(9 * GB, None, 0, 0)), FAIL, "takes 9 GB"),
-        ({"available_memory": 8 * GB}, lambda: check_memory((), Taken(7 * GB, None, 0, 0)), PASS, "takes 7 GB"),
-        ({}, lambda: check_memory((H100, T4), Taken(7 * GB, 20 * GB, 2, 0)), FAIL, "15 GB that are free"),
-        ({}, lambda: check_memory((H100, T4), Taken(7 * GB, 20 * GB, 1, 0)), PASS, "79 GB that are free"),
+        ({"available_memory": 8 * GB}, lambda: check_memory((), needing(9 * GB)), FAIL, "takes 9 GB"),
+        ({"available_memory": 8 * GB}, lambda: check_memory((), needing(7 * GB)), PASS, "takes 7 GB"),
+        ({}, lambda: check_memory((H100, T4), needing(7 * GB, 20 * GB)), FAIL, "15 GB that are free"),
+        ({}, lambda: check_memory((H100,), needing(7 * GB, 20 * GB)), PASS, "79 GB that are free"),
         ({}, lambda: check_disk(STATE), PASS, "/state"),
         ({"_free_disk": GB}, lambda: check_disk(STATE), WARN, "--state"),
         ({"_free_disk": 1000}, lambda: check_disk(STATE), FAIL, "--state"),
-        ({}, lambda: check_disk(STATE, Taken(0, None, 0, 99 * GB)), PASS, "99 GB"),
-        ({}, lambda: check_disk(STATE, Taken(0, None, 0, 101 * GB)), WARN, "--keep 1"),
+        ({}, lambda: check_disk(STATE, needing(disk=99 * GB)), PASS, "99 GB"),
+        ({}, lambda: check_disk(STATE, needing(disk=101 * GB)), WARN, "--keep 1"),
         ({}, lambda: _check_heat(()), SKIPPED, "no temperature"),
         (
             {"read_sensors": (Sensor("coretemp", 60.0, 100.0), Sensor("nvme", 50.0))},
@@ -365,14 +371,3 @@ def test_the_quick_checks_import_nothing_slow() -> None:
     code += "from opendiloco.workers.options import WorkerOptions; check_quickly(None, WorkerOptions()); "
     code += "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'hivemind', 'rich')))"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
-
-
-def test_a_volunteer_is_there_while_it_answers(tmp_path: Path) -> None:
-    async def scenario() -> bool:
-        folder = tmp_path / "tiny-x" / "peer"
-        async with serve_controls(folder, lambda request: Answer(says="training", phase="training")):
-            return await asyncio.to_thread(has_volunteer, tmp_path)
-
-    assert not has_volunteer(tmp_path)
-    assert asyncio.run(scenario())
-    assert not has_volunteer(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from opendiloco.tools.doctor.examination import (
     _speed_of,
 )
 from opendiloco.tools.doctor.findings import Finding, Verdict
+from opendiloco.tools.doctor.machine import check_disk, check_memory
 from opendiloco.tools.doctor.network import Bandwidth
 from opendiloco.tools.doctor.torch_probe import Gpu
-from opendiloco.tools.plan.forecast import Peer, Plan, Swarm, forecast
+from opendiloco.tools.plan.forecast import Peer, Plan, forecast
 from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.values.identity import Identity
 from peers.values.workload import Progress
@@ -31,6 +33,7 @@ from tests.swarm.cli_processes import SMALL_RUN
 
 PASS, WARN, FAIL, SKIPPED = Verdict
 GB, DAY = 10**9, 86_400
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * GB, 80 * GB, has_bf16=True)
 
 
 def assert_finding(finding: Finding, verdict: Verdict, says: str) -> None:
@@ -65,7 +68,7 @@ def plan(mbit: float = 800.0, step_seconds: float = 3.0, latency: float = 0.0, o
     own, other = (
         Peer("", count, 1e6 * mbit, 1e6 * mbit, latency, step) for count, step in ((1, step_seconds), (others, 3.0))
     )
-    return Plan((GB,), Swarm((own, other)), 100, 1000, smallest_share=0.125, snapshot_every=4, bits=8)
+    return Plan((GB,), (own, other), 100, 1000, smallest_share=0.125, snapshot_every=4, bits=8)
 
 
 @pytest.mark.parametrize(
@@ -105,25 +108,27 @@ def skeleton(config: RunConfig) -> Any:
     return sized_skeleton(config)
 
 
-def test_what_a_run_takes_is_what_join_goes_by(config: RunConfig, skeleton: Any) -> None:
+def test_what_a_run_takes_is_what_join_goes_by(config: RunConfig, skeleton: Any, tmp_path: Path) -> None:
     needs = needs_of(config, skeleton)
-    on_cpu, on_gpu = (_size(config, gpus)[1] for gpus in (0, 1))
-    assert (on_cpu.memory, on_cpu.gpu) == (needs.main_memory_on_cpu, None)
-    assert (on_gpu.memory, on_gpu.gpu, on_gpu.disk) == (needs.main_memory, needs.device_memory, needs.disk)
+    assert [_size(config, gpus)[1] for gpus in (0, 1)] == [needs, needs]
+    on_cpu, on_gpu = (check_memory([H100] * gpus, needs).values for gpus in (0, 1))
+    assert (on_cpu["needed"], "gpu_needed" in on_cpu) == (needs.main_memory_on_cpu, False)
+    assert (on_gpu["needed"], on_gpu["gpu_needed"]) == (needs.main_memory, needs.device_memory)
+    assert check_disk(tmp_path, needs).values["needed"] == needs.disk
 
 
 def test_a_speed_is_estimated_from_a_peak_that_is_known(config: RunConfig, skeleton: Any) -> None:
-    h100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80, 80, has_bf16=True)
-    one, two = (_estimated_speed(config, skeleton, [h100] * count) for count in (1, 2))
-    flops = needs_of(config, skeleton).token_flops
+    needs = needs_of(config, skeleton)
+    one, two = (_estimated_speed(needs, [H100] * count) for count in (1, 2))
+    flops = needs.token_flops
     assert flops is not None
     assert one is not None
     assert two is not None
     assert one.tokens_per_second == pytest.approx(UTILISATION * 66.9e12 / flops)
     assert two.tokens_per_second == pytest.approx(2 * one.tokens_per_second)
     assert two.steps == 0
-    assert _estimated_speed(config, skeleton, [replace(h100, name="Something else")]) is None
-    assert _estimated_speed(config, skeleton, []) is None
+    assert _estimated_speed(needs, [replace(H100, name="Something else")]) is None
+    assert _estimated_speed(needs, []) is None
 
 
 def test_the_first_inner_step_does_not_count_unless_it_is_alone() -> None:
@@ -141,8 +146,8 @@ def test_an_outer_step_is_training_and_a_round(config: RunConfig, skeleton: Any)
     """20 inner steps of 32 tokens each; two peers send one payload each, of a byte a parameter and a little more."""
     alone = planned(config, skeleton, 64.0, 1e6)
     found, own = forecast(alone), forecast(alone).peers[0]
-    assert (alone.swarm.count, own.inner_steps, own.cycles) == (2, 20, 1)
-    assert alone.training_seconds(alone.swarm.peers[0]) == pytest.approx(10.0)
+    assert (alone.count, own.inner_steps, own.cycles) == (2, 20, 1)
+    assert alone.training_seconds(alone.peers[0]) == pytest.approx(10.0)
     assert found.cycle_seconds == pytest.approx(10.0 + found.round_seconds)
     assert own.sent_bits / 8 == pytest.approx(needs_of(config, skeleton).payload, rel=0.2)
     assert forecast(planned(config, skeleton, 64.0, 1e8)).round_seconds < found.round_seconds
@@ -152,8 +157,8 @@ def test_others_count_with_the_speed_that_they_tell(config: RunConfig, skeleton:
     equal, unsaid = (planned(config, skeleton, 64.0, 1e6, other) for other in (64.0, 0.0))
     assert equal == unsaid
     behind = planned(config, skeleton, 64.0, 1e6, 128.0, 128.0)
-    assert behind.swarm.count == 3
-    assert behind.own_steps(behind.swarm.peers[0]) == 10, "half as fast, half as many steps"
+    assert behind.count == 3
+    assert behind.own_steps(behind.peers[0]) == 10, "half as fast, half as many steps"
 
 
 def test_a_machine_that_is_far_too_slow_never_counts(config: RunConfig, skeleton: Any) -> None:

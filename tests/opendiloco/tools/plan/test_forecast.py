@@ -14,19 +14,18 @@ from opendiloco.tools.plan.forecast import (
     STEPPED,
     Peer,
     Plan,
-    Swarm,
+    _delay,
     forecast,
     least_bandwidth,
     round_of,
 )
-from opendiloco.tools.plan.report import Memory, _how_often, warnings
+from opendiloco.tools.plan.report import _how_often, _warnings
 from opendiloco.tools.plan.setup import _bits_of
 
 MBIT = 1e6
 VALUES = 100_000_000
 FRAGMENTS = (16_000_000,) * 4 + (36_000_000,)
 """As many values, cut up."""
-ENOUGH = Memory(0, None)
 
 
 def peer(mbit: float = 200, step_seconds: float = 1.0, count: int = 1, **more: float) -> Peer:
@@ -34,9 +33,7 @@ def peer(mbit: float = 200, step_seconds: float = 1.0, count: int = 1, **more: f
 
 
 def plan(*peers: Peer, inner_steps: int = 100) -> Plan:
-    return Plan(
-        (VALUES,), Swarm(peers), inner_steps, tokens_per_step=1000, smallest_share=0.125, snapshot_every=4, bits=8
-    )
+    return Plan((VALUES,), peers, inner_steps, tokens_per_step=1000, smallest_share=0.125, snapshot_every=4, bits=8)
 
 
 def test_a_codecs_bits_have_their_share_of_its_blocks_headers() -> None:
@@ -45,22 +42,22 @@ def test_a_codecs_bits_have_their_share_of_its_blocks_headers() -> None:
 
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_equal_links_carry_the_bound_of_any_all_reduce(count: int) -> None:
-    found = round_of(Swarm((peer(count=count),)), VALUES, 8)
+    found = round_of([peer(count=count)], VALUES, 8)
     assert found.moved == pytest.approx([2 * (count - 1) / count], rel=0.02)
     assert found.transfer == pytest.approx(2 * (count - 1) / count * 8e8 / (LINK_SHARE * 200 * MBIT), rel=0.02)
 
 
 def test_a_slow_link_reduces_nothing_and_still_sends_and_gets_a_payload() -> None:
-    found = round_of(Swarm((peer(20), peer(200, count=3))), VALUES, 8)
+    found = round_of([peer(20), peer(200, count=3)], VALUES, 8)
     assert found.moved[0] == 1
     assert found.transfer == pytest.approx(8e8 / (LINK_SHARE * 20 * MBIT))
 
 
 def test_delays_are_those_of_the_two_that_are_furthest_apart() -> None:
-    swarm = Swarm((peer(latency=0.1), peer(latency=0.02, count=3)))
-    found = round_of(swarm, VALUES, 8)
+    peers = [peer(latency=0.1), peer(latency=0.02, count=3)]
+    found = round_of(peers, VALUES, 8)
     assert found.delays == pytest.approx(DELAYS * (0.1 + 0.02) / 2)
-    assert Swarm((peer(latency=0.1, count=2),)).delay == pytest.approx(0.1)
+    assert _delay([peer(latency=0.1, count=2)]) == pytest.approx(0.1)
     assert found.arithmetic == pytest.approx(1e8 / QUANTIZED + 1e8 / STEPPED)
 
 
@@ -94,7 +91,7 @@ def test_a_fragment_is_taken_its_overlap_before_it_is_due_and_never_before_the_c
     [seconds] = {each.transfer for each in tight.rounds}
     lag = 2e7 / QUANTIZED + 2e7 / STEPPED
     assert forecast(tight).cycle_seconds == pytest.approx(10)
-    hasty = forecast(replace(tight, swarm=Swarm((peer(200 * seconds / 3, count=2),))))
+    hasty = forecast(replace(tight, peers=(peer(200 * seconds / 3, count=2),)))
     assert hasty.cycle_seconds == pytest.approx(5 * 3 + lag, rel=0.05)
 
 
@@ -124,7 +121,7 @@ def test_nobody_waits_longer_than_the_grace() -> None:
     assert found.cycle_seconds == pytest.approx(84 * 1.2 + found.round_seconds)
     tokens = (3 * 100 + 84 + 13 / 2) * 1000
     assert found.tokens_per_day == pytest.approx(tokens / found.cycle_seconds * 86_400)
-    [line] = warnings(uneven, found, [ENOUGH] * 4)
+    [line] = _warnings(uneven, found)
     assert "takes 4.33 min for 13 inner steps" in line
     assert _how_often(4) == "every 4th"
     patient = forecast(replace(uneven, staleness=2))
@@ -174,9 +171,7 @@ def test_the_bandwidth_that_is_needed_reaches_the_target_and_a_percent_less_does
     slow = plan(peer(20, count=4))
 
     def reached(bandwidth: float) -> float:
-        return forecast(
-            replace(slow, swarm=Swarm((replace(slow.swarm.peers[0], up=bandwidth, down=bandwidth),)))
-        ).utilisation
+        return forecast(replace(slow, peers=(replace(slow.peers[0], up=bandwidth, down=bandwidth),))).utilisation
 
     least = least_bandwidth(slow, target)
     assert least is not None
@@ -201,7 +196,7 @@ def intellect(mbit: float, count: int = 14) -> Plan:
 def test_utilisation_follows_from_the_all_reduce_that_intellect_measured(region: str) -> None:
     """The links are chosen so that the round takes as long as was measured; the rest is ours."""
     seconds, measured = MEASURED[region]
-    transfer = round_of(intellect(1000).swarm, LLAMA_10B, 8).transfer
+    transfer = round_of(intellect(1000).peers, LLAMA_10B, 8).transfer
     arithmetic = LLAMA_10B * (1 / QUANTIZED + 1 / STEPPED)
     found = forecast(intellect(1000 * transfer / (seconds - arithmetic)))
     assert found.round_seconds == pytest.approx(seconds)
@@ -232,6 +227,6 @@ def test_a_link_that_rounds_need_all_of_is_named() -> None:
     eight = plan(peer(25, step_seconds=0.5, count=4), inner_steps=28)
     eight = replace(eight, fragments=(3_125_000,) * 8, overlap=5)
     assert forecast(eight).utilisation > 0.95
-    assert [line[:8] for line in warnings(eight, forecast(eight), [ENOUGH])] == ["too full"]
+    assert [line[:8] for line in _warnings(eight, forecast(eight))] == ["too full"]
     for calm in (replace(eight, bits=4), replace(eight, overlap=0)):
-        assert warnings(calm, forecast(calm), [ENOUGH]) == []
+        assert _warnings(calm, forecast(calm)) == []
