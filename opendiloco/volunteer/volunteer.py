@@ -32,7 +32,6 @@ from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
 from peers.errors import DilocoPeerError
 from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
@@ -175,12 +174,12 @@ async def volunteer_with(
         lineage = await asyncio.to_thread(log.lineage, position)
         if position.last:
             await _recall_moments(folder, workload.trainer.supervisor)
-    keeping = Keeping(await workload.state_digest(), lineage, log, storage)
-    driver = Driver(identity, transport, workload, run.settings, keeping)
-    driver.be_in_team(team)
-    driver.on_snapshot = checkpointer.take
-    if journal is not None:
-        driver.on_entry = journal.append
+    driver = Driver(
+        *(identity, transport, workload, run.settings, await workload.state_digest(), lineage, log, storage),
+        on_entry=(lambda header, state_digest: None) if journal is None else journal.append,
+        on_snapshot=checkpointer.take,
+        team=team,
+    )
     checkpointer.workers = workload.trainer.supervisor
     if folder is not None and log is not None:
         checkpointer.on_saved = partial(_prune_log, folder, log)

@@ -35,16 +35,17 @@ class Pulse:
         identity: Identity,
         transport: Transport,
         start: Callable[[Coroutine[None, None, None]], object],
+        team: str = "",
     ) -> None:
         """`start` runs something beside us: connecting to a peer that is gone takes long, and a beat must not wait."""
         self._peer = peer
         self._voice = Voice(identity)
         self._transport = transport
         self._start = start
+        self._team = team
         self._sequence = 0
         self._beats = 0
         self.held_out: HeldOutLoss | None = None
-        self.team = ""
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
@@ -127,7 +128,7 @@ class Pulse:
             farewell=goodbye.signature if goodbye else b"",
             ticket=ticket,
             revocations=revocations,
-            team=self.team,
+            team=self._team,
             amendment=log.amendment,
             proposed=peer.proposed_amendment,
         )

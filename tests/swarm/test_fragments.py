@@ -12,7 +12,6 @@ import pytest
 
 from opendiloco.storage.loading import resume
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
 from peers.log.folder import ENTRIES, LogFolder, read_chain
 from peers.log.header import UNKNOWN_STATE
 from peers.network.transport import HivemindTransport
@@ -63,8 +62,8 @@ class StreamingSwarm(Swarm):
         transport = await HivemindTransport.create(identity, self.bootstrap.addresses, LOCAL)
         workload, log = UnhurriedWorkload(), self.log(name)
         end = await resume(workload, log)
-        keeping = Keeping(workload.state.digest(), log.lineage(end), log)
-        driver = Driver(identity, transport, workload, self.settings, keeping)
+        kept = workload.state.digest(), log.lineage(end), log
+        driver = Driver(identity, transport, workload, self.settings, *kept)
         volunteer = Volunteer(driver, transport, workload, asyncio.create_task(driver.run()))
         self.volunteers.append(volunteer)
         return volunteer

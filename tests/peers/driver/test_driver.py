@@ -19,7 +19,6 @@ from peers.driver import traffic as incoming
 from peers.driver.driver import Driver
 from peers.driver.host import Transport
 from peers.driver.outgoing import CHUNKS, StreamHeader
-from peers.driver.replication import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
 from peers.network.channel import Channel
 from peers.protocol.commitment import Contribution, digest_of_all
@@ -152,7 +151,7 @@ class DriverOf(Driver):
 
     def __init__(self, transport: SlowTransport) -> None:
         self.workload = FussyWorkload()
-        super().__init__(Identity.generate(), cast(Transport, transport), self.workload, SETTINGS, Keeping(STATE))
+        super().__init__(Identity.generate(), cast(Transport, transport), self.workload, SETTINGS, STATE)
         [self.buffers] = self._rounds._buffers
         offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
 
