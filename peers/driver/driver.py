@@ -12,9 +12,10 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host, Transport
+from peers.driver.host import Host
 from peers.driver.pulse import Pulse
 from peers.driver.replication import Replication
 from peers.driver.rounds import RoundCosts, Rounds
@@ -46,6 +47,9 @@ from peers.values.system import now
 from peers.values.wire import WireError
 from peers.values.workload import Workload
 
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
+
 logger = logging.getLogger(__name__)
 
 CALL = "message"
@@ -58,7 +62,7 @@ FAREWELL_TIMEOUT = 3.0  # seconds
 class _Messenger:
     """Sends one peer's messages, and takes in those of others."""
 
-    def __init__(self, transport: Transport, host: Host) -> None:
+    def __init__(self, transport: HivemindTransport, host: Host) -> None:
         self._transport = transport
         self._host = host
         self._packer = Packer(host.peer)
@@ -132,7 +136,7 @@ class Driver:
     def __init__(
         self,
         identity: Identity,
-        transport: Transport,
+        transport: HivemindTransport,
         workload: Workload,
         settings: RunSettings,
         state_digest: bytes,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from peers import metrics
-from peers.driver.host import Host, Transport
+from peers.driver.host import Host
 from peers.driver.traffic import Traffic
 from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk
 from peers.protocol.events import PayloadAssembled
@@ -17,6 +17,9 @@ from peers.transfer.averages import SpotCheck, asking, average_chunk, serve_cont
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.system import now
 from peers.values.workload import Workload
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 REDUCERS = 2  # chunks averaged at once
 
@@ -35,7 +38,9 @@ class RoundCosts(NamedTuple):
 class Rounds:
     """One peer's rounds, of which one is under way at a time for each fragment."""
 
-    def __init__(self, transport: Transport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host) -> None:
+    def __init__(
+        self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
+    ) -> None:
         """`buffers` are of each fragment."""
         self._transport = transport
         self._workload = workload

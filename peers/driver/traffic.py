@@ -6,9 +6,10 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host, Transport
+from peers.driver.host import Host
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, Outgoing, StreamHeader, Uplink
 from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError, receive_chunks
@@ -23,6 +24,9 @@ from peers.values.system import now
 from peers.values.wire import unpack_from
 from peers.values.workload import Workload
 
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
+
 logger = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
@@ -34,7 +38,9 @@ class Traffic:
     """The chunks of the present rounds, one round for each fragment at most: sends them, and receives those that the
     protocol waits for."""
 
-    def __init__(self, transport: Transport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host) -> None:
+    def __init__(
+        self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
+    ) -> None:
         """`buffers` are of each fragment."""
         self.uplink = Uplink()
         self.received_bytes = 0
@@ -188,7 +194,7 @@ class Scout:
     slow link.
     """
 
-    def __init__(self, transport: Transport, traffic: Traffic, host: Host) -> None:
+    def __init__(self, transport: HivemindTransport, traffic: Traffic, host: Host) -> None:
         self._transport = transport
         self._traffic = traffic
         self._host = host
