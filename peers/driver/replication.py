@@ -218,10 +218,7 @@ class Replication:
         except (OSError, SnapshotError) as error:
             logger.error("no snapshot of outer step %d: %s", self._host.peer.log.position.index, error)
 
-    def fetch_payload(self, fetch: FetchPayload) -> None:
-        self._host.start(self._fetch_payload(fetch))
-
-    async def _fetch_payload(self, fetch: FetchPayload) -> None:
+    async def fetch_payload(self, fetch: FetchPayload) -> None:
         try:
             await self._payloads.fetch(fetch.header, fetch.donors)
         except PayloadError as error:
@@ -246,10 +243,7 @@ class Replication:
         else:
             self._host.handle(LineageSeen(fetch.donor, found.theirs, found.ours))
 
-    def fetch_snapshot(self, fetch: FetchSnapshot) -> None:
-        self._host.start(self._fetch_snapshot(fetch))
-
-    async def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:
+    async def fetch_snapshot(self, fetch: FetchSnapshot) -> None:
         donors = (fetch.donor, *fetch.others)
         size = self._workload.state_size
         vouching: Compared  # the log that vouches for the snapshot

@@ -81,10 +81,7 @@ class Rounds:
         self._members[opening.round.name.position.fragment] = frozenset(opening.round.peers)
         self.traffic.begin(opening.round.name, len(opening.round.remaining) - 1)
 
-    def average(self, reduce: ReduceChunk) -> None:
-        self._host.start(self._average(reduce))
-
-    async def _average(self, reduce: ReduceChunk) -> None:
+    async def average(self, reduce: ReduceChunk) -> None:
         async with self._reducing:
             event = await average_chunk(self._workload, self._buffers_of(reduce.round_name), self._host.peer.me, reduce)
         if event is not None:

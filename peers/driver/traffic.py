@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from peers import metrics
@@ -135,22 +135,14 @@ class Traffic:
         if sender not in self._from:
             self._from[sender] = RateMeter()
             self._from[sender].begin_round()
+        return _StreamArrivals(self, sender, round_name, admission, self._buffers[fragment])
 
-        def take(header: ChunkHeader, data: bytearray, seconds: float) -> bool:
-            self._passed(sender, len(data), seconds)
-            return self._take(sender, round_name, header, data)
-
-        return _StreamArrivals(sender, admission, self._buffers[fragment], take)
-
-    def _passed(self, sender: str, count: int, seconds: float) -> None:
-        """Count the bytes of a chunk that took so many seconds to come."""
-        self._downlink.passed(count, seconds)
-        self._from[sender].passed(count, seconds)
-        self.received_bytes += count
-        metrics.ROUND_BYTES.labels("received").inc(count)
-
-    def _take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray) -> bool:
-        """Take a chunk in. Return whether the sender is rid of it."""
+    def take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray, seconds: float) -> bool:
+        """Take in a chunk that took so many seconds to come. Return whether the sender is rid of it."""
+        self._downlink.passed(len(data), seconds)
+        self._from[sender].passed(len(data), seconds)
+        self.received_bytes += len(data)
+        metrics.ROUND_BYTES.labels("received").inc(len(data))
         event, is_taken = self._admissions[round_name.position.fragment].take(sender, round_name, header, data)
         if event is not None:
             self._host.handle(event)
@@ -161,16 +153,13 @@ class _StreamArrivals:
     """The chunks that come on one stream: what is announced, and the memory for it."""
 
     def __init__(
-        self,
-        sender: str,
-        admission: Admission,
-        buffers: PayloadBuffers,
-        take: Callable[[ChunkHeader, bytearray, float], bool],
+        self, traffic: Traffic, sender: str, round_name: Attempt, admission: Admission, buffers: PayloadBuffers
     ) -> None:
+        self._traffic = traffic
         self._sender = sender
+        self._round = round_name
         self._admission = admission
         self._buffers = buffers
-        self._take = take
         self._spare = bytearray()
 
     def expect(self, header: bytes, length: int) -> bytearray:
@@ -184,7 +173,7 @@ class _StreamArrivals:
     def arrived(self) -> bool:
         # Averages are copied to their place in the payload; blocks that are to be averaged are kept where they are.
         self._spare = self._data if self._header.reduced else bytearray()
-        return self._take(self._header, self._data, now() - self._began)
+        return self._traffic.take(self._sender, self._round, self._header, self._data, now() - self._began)
 
 
 class Scout:

@@ -189,16 +189,12 @@ class Following:
         self.log = settings.empty_log
         self.state_digest = b""
         self.donors = Donors(transport, self.log)
-        self._past = RunLog(self.log, 0)
+        self.past = RunLog(self.log, 0)
+        """The entries of the log that was followed, as far as they are known here."""
         self._doubts = Doubts(settings.timing.partition_grace)
         self._transport = transport
         self._state = state
         self._storage = storage
-
-    @property
-    def past(self) -> RunLog:
-        """The entries of the log that was followed, as far as they are known here."""
-        return self._past
 
     @property
     def _signed(self) -> SignedHeads:
@@ -208,7 +204,7 @@ class Following:
     def _heads(self) -> dict[int, bytes]:
         """What our log has where archives have signed."""
         end = self.log.position.index
-        return self._past.heads_at(index for index in self._signed.indices if index <= end)
+        return self.past.heads_at(index for index in self._signed.indices if index <= end)
 
     def _check_signed(self) -> None:
         """Raises: CannotFollowError when the run's archives have signed another log than we follow."""
@@ -232,7 +228,7 @@ class Following:
             if was_asked:
                 beats = await self.donors.live()  # they may say more by now
             was_asked = True
-            branch, self._past = await best_branch(self._transport, beats, empty_log, self._signed)
+            branch, self.past = await best_branch(self._transport, beats, empty_log, self._signed)
             return Vouched(branch, partial(state_told, branch, beats), least, is_wary=True)
 
         while donors:
@@ -292,7 +288,7 @@ class Following:
                 reasons.append(f"{found.donor}: {error}")
             else:
                 for entry, certificate in found.entries:
-                    self._past.append(entry, state_digest, None, certificate)
+                    self.past.append(entry, state_digest, None, certificate)
                 self.log, self.state_digest = found.log, state_digest
                 return header, state_digest
         raise CannotFollowError(
@@ -310,7 +306,7 @@ class Following:
                 raise _OtherLineageError("it has trained more, and took no more outer steps")
             return await next_in_log(self._transport, beat.peer, self.log, self._signed, self._heads)
         except _OtherLineageError:
-            fetch = LineageFetch(self._transport, self._past)
+            fetch = LineageFetch(self._transport, self.past)
             found = await fetch.compare(beat.peer, beat.index, donors, self.log)
             if not found.theirs.is_better_than(found.ours, self._signed):
                 return None
