@@ -239,7 +239,7 @@ class Outgoing:
             send = waiting.pop()
             assert send is not None
             flights.begin(send, stream)
-            return send, pack(self._header(send)), self._data(send)
+            return send, pack(ChunkHeader.of(send, self._buffers)), self._data(send)
 
         sender: ChunkSender[SendChunk] | None = None
         try:
@@ -294,9 +294,6 @@ class Outgoing:
     def _data(self, send: SendChunk) -> memoryview:
         read = self._buffers.averaged if send.reduced else self._buffers.contribution
         return read(send.round_name, send.chunk)
-
-    def _header(self, send: SendChunk) -> ChunkHeader:
-        return ChunkHeader.of(send, self._buffers)
 
     def _answered(self, send: SendChunk, is_taken: bool, seconds: float) -> None:
         flights = self._flights.get(send.to) if send.round_name == self._round else None

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
-from peers.log.certificate import Certificate, Proof, prove
+from peers.log.certificate import Certificate, Proof
 from peers.log.chain import header_of
 from peers.log.folder import RunLog
 from peers.log.header import NO_PAYLOAD, Header, Position
-from peers.log.lineage import UNPROVEN
+from peers.log.lineage import Walk
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError
@@ -123,19 +123,19 @@ async def next_in_log(
     """
     index = log.position.index
     stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
-    after, entries, proofs = log, list[tuple[Header, Certificate | None]](), list[Proof]()
+    walk, entries = Walk(log, verify), list[tuple[Header, Certificate | None]]()
     for told, certificate in stretch.told[: log.fragments]:
         if told.previous != log.position.head:
             raise _OtherLineageError(f"entry {index}: its previous does not follow from the log")
-        header = told if isinstance(told, Header) else header_of(after, told)
-        at, after = after.of(header.fragment), after.append(header)
+        header = told if isinstance(told, Header) else header_of(walk.end, told)
+        walk.take(header, certificate)
         entries.append((header, certificate))
-        proofs.append(UNPROVEN if certificate is None else prove(certificate, at, header, verify))
     if len(entries) < log.fragments:
         raise LogError(f"it has no entry {index}")
-    if (head := signed.contradiction(heads | {after.position.index: after.position.head})) is not None:
+    branch = walk.branch()
+    if (head := signed.contradiction({**heads, **branch.heads})) is not None:
         raise LogError(f"entry {index}: the archive {head.archive} has signed another outer step {head.index}")
-    return _Next(donor, after, tuple(entries), min(proofs))
+    return _Next(donor, branch.end.of(log.fragment), tuple(entries), min(proof for _, proof in branch.first.values()))
 
 
 class FollowTransport(PullTransport, Protocol):
