@@ -298,16 +298,14 @@ class Driver:
 
     @property
     def round_costs(self) -> RoundCosts:
-        """What all rounds of this peer have cost until now."""
         return self._rounds.costs
 
     @property
     def download(self) -> Download | None:
-        """The snapshot's that is fetched, or was fetched last."""
+        """The newest one of a snapshot."""
         return self._replication.download
 
     def heartbeat(self) -> Heartbeat:
-        """What there is to say about this peer now."""
         return self._pulse.heartbeat()
 
 

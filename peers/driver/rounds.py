@@ -64,11 +64,10 @@ class Rounds:
 
     async def serve(self) -> None:
         await self.traffic.serve()
-        await serve_contributions(self._transport, self._run, self._buffers, self._is_member)
-
-    def _is_member(self, fragment: int, peer: str) -> bool:
-        """Whether a peer was in the last round of a fragment."""
-        return peer in self._members.get(fragment, ())
+        members = self._members
+        await serve_contributions(
+            self._transport, self._run, self._buffers, lambda fragment, peer: peer in members.get(fragment, ())
+        )
 
     def _buffers_of(self, round_name: Attempt) -> PayloadBuffers:
         return self._buffers[round_name.position.fragment]
