@@ -30,7 +30,6 @@ from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
 from opendiloco.workers.worker import InnerLoops
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings
 from peers.network.transport import HivemindTransport
@@ -162,12 +161,11 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
     """One peer's life, until standard input ends."""
     vectors = await asyncio.to_thread(create_vectors, part.values)
     workload = LocalWorkload(SleepingWorker(part, vectors), part.config)
-    driver = Driver(identity, transport, workload, part.settings, Keeping(await workload.state_digest()))
 
     def tell(header: Header, state_digest: bytes) -> None:
         say("cycle", index=header.index, state=state_digest.hex(), peers=len(header.roster))
 
-    driver.on_entry = tell
+    driver = Driver(identity, transport, workload, part.settings, await workload.state_digest(), on_entry=tell)
     reading = asyncio.create_task(read_lines(asyncio.Queue(), lambda: driver.leave(at_once=True)))
     await driver.run()
     reading.cancel()

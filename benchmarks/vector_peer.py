@@ -31,7 +31,6 @@ from opendiloco.training.outer import LocalState
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.group import WorkerGroup
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
 from peers.log.folder import LogFolder
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
@@ -205,8 +204,6 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
     vectors = await asyncio.to_thread(create_vectors, part.values)
     worker = VectorWorker(vectors, part.pause, lines)
     workload = VectorWorkload(worker, run_config())
-    keeping = Keeping(await workload.state_digest(), log=log, storage=storage)
-    driver = Driver(identity, transport, workload, part.settings, keeping)
 
     def tell(header: Header, state_digest: bytes) -> None:
         say(
@@ -230,8 +227,13 @@ async def take_part(transport: HivemindTransport, identity: Identity, part: Part
         if part.fetches:
             driver.leave(at_once=True)
 
-    driver.on_entry = tell
-    driver.on_snapshot = snapshot_is_here
+    driver = Driver(
+        *(identity, transport, workload, part.settings, await workload.state_digest()),
+        log=log,
+        storage=storage,
+        on_entry=tell,
+        on_snapshot=snapshot_is_here,
+    )
     reading = asyncio.create_task(read_lines(lines, driver.leave))
     await driver.run()
     reading.cancel()

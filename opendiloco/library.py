@@ -69,7 +69,6 @@ from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
 from opendiloco.workers.trackers import Choice, tracking
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
 from peers.errors import ManifestError
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange, prefix, sample_count
@@ -519,8 +518,8 @@ class DiLoCo:
             device = next(self._model.parameters()).device
             worker = _LoopWorker(vectors, run.config.training.inner_steps, device)
             workload = Workload(worker, run.config, run_is_over=worker.end)
-            keeping = Keeping(await workload.state_digest())
-            driver = Driver(self._identity, transport, workload, run.settings, keeping)
+            digest = await workload.state_digest()
+            driver = Driver(self._identity, transport, workload, run.settings, digest)
             workload.take_turns(driver, self._identity.peer_id)
             volunteer = Volunteer(run, driver, transport, workload, admission=admission)
             worker.telemetry.track_with([], configuration_of(run, self._identity.peer_id, worker.device))

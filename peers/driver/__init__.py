@@ -2,6 +2,5 @@
 
 Other rooms import:
 driver: CALL, CALL_TIMEOUT, Driver
-replication: Keeping
 rounds: RoundCosts
 """

@@ -12,17 +12,20 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host, Transport
+from peers.driver.host import Host
 from peers.driver.pulse import Pulse
-from peers.driver.replication import Keeping, Replication
+from peers.driver.replication import Replication
 from peers.driver.rounds import RoundCosts, Rounds
 from peers.driver.traffic import Scout
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.health import HEALTH
+from peers.log.folder import RunLog
 from peers.log.header import Header
+from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
@@ -34,13 +37,18 @@ from peers.protocol.events import Event, LeaveRequested, Received, Tick, Undeliv
 from peers.protocol.messages import Message
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
-from peers.transfer.buffers import payload_kind
+from peers.transfer.buffers import PayloadBuffers, payload_kind
 from peers.transfer.download import Download
-from peers.transfer.snapshots import FrozenSnapshot
+from peers.transfer.snapshots import Freezer, FrozenSnapshot
+from peers.transfer.storage import Storage
+from peers.values.chunks import KEPT_BYTES
 from peers.values.identity import Identity
 from peers.values.system import now
 from peers.values.wire import WireError
 from peers.values.workload import Workload
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +62,7 @@ FAREWELL_TIMEOUT = 3.0  # seconds
 class _Messenger:
     """Sends one peer's messages, and takes in those of others."""
 
-    def __init__(self, transport: Transport, host: Host) -> None:
+    def __init__(self, transport: HivemindTransport, host: Host) -> None:
         self._transport = transport
         self._host = host
         self._packer = Packer(host.peer)
@@ -122,44 +130,62 @@ def _trouble(effect: Trouble) -> None:
 class Driver:
     """One peer of one run. `run` returns when it has left, and raises what made going on impossible.
 
-    `on_entry` is told of every outer step that is taken here whole: the entry that closes it, and the state digest
-    after it. `on_snapshot` is told of every state that is frozen here or fetched. `entries` is the log as far as it is
-    here.
+    `entries` is the log as far as it is here.
     """
 
     def __init__(
-        self, identity: Identity, transport: Transport, workload: Workload, settings: RunSettings, keeping: Keeping
+        self,
+        identity: Identity,
+        transport: HivemindTransport,
+        workload: Workload,
+        settings: RunSettings,
+        state_digest: bytes,
+        lineage: Lineage | None = None,
+        log: RunLog | None = None,
+        storage: Storage | None = None,
+        on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None,
+        on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None,
+        team: str = "",
     ) -> None:
-        stores = keeping.stores(workload.fragments, settings.empty_log)
+        """Begin with the workload's state, which has this digest.
+
+        Args:
+            lineage: ends where in the log that state is; by default before the first entry.
+            log: keeps what is applied from there; by default in memory.
+            storage: has room for snapshots; by default in memory.
+            on_entry: is told of every outer step that is taken here whole: the entry that closes it, and the state
+                digest after it.
+            on_snapshot: is told of every state that is frozen here or fetched.
+            team: is told to others with each heartbeat.
+        """
+        self.entries = RunLog(settings.empty_log, 0) if log is None else log
+        storage = storage or Storage()
+        buffers = PayloadBuffers.of_each(workload.fragments, KEPT_BYTES, self.entries.payload)
         self.peer = Peer(
             identity.peer_id,
             settings,
-            [payload_kind(workload, buffers) for buffers in stores.buffers],
-            keeping.state_digest,
+            [payload_kind(workload, each) for each in buffers],
+            state_digest,
             now(),
             secrets.randbits(INCARNATION_BITS),
             identity,
-            keeping.lineage,
+            lineage,
         )
-        self.on_entry: Callable[[Header, bytes], None] = lambda header, state_digest: None
-        self.on_snapshot: Callable[[FrozenSnapshot], None] = lambda snapshot: None
         self._tasks: asyncio.TaskGroup
         self._running: set[asyncio.Task[None]] = set()
         self._waiting: list[asyncio.Future[None]] = []
         self._stopped = asyncio.Event()
         worker = asyncio.Lock()
         self._messenger = _Messenger(transport, self)
-        self.entries = stores.log
-        self._pulse = Pulse(self.peer, identity, transport, self.start)
-        self._rounds = Rounds(transport, workload, stores.buffers, self)
+        self._pulse = Pulse(self.peer, identity, transport, self.start, team)
+        self._rounds = Rounds(transport, workload, buffers, self)
         self._scout = Scout(transport, self._rounds.traffic, self)
+        freezer = Freezer(self.peer, workload, storage, self, on_snapshot)
         self._replication = Replication(
-            *(transport, workload, stores, worker, self),
-            lambda header, state_digest: self.on_entry(header, state_digest),
-            lambda snapshot: self.on_snapshot(snapshot),
+            transport, workload, buffers, self.entries, storage, freezer, worker, self, on_entry
         )
-        locks = worker, self._replication.lock
-        self._training = Training(workload, stores.buffers, *locks, self, self._replication.is_applying)
+        locks = worker, freezer.state_lock
+        self._training = Training(workload, buffers, *locks, self, self._replication.is_applying)
         self._effects = self._table()
 
     def _table(self) -> EffectTable:
@@ -170,12 +196,12 @@ class Driver:
             row(effects.StopTraining, self._training.stop),
             row(effects.OpenRound, self._rounds.open),
             row(effects.SendChunk, self._rounds.traffic.send),
-            row(effects.ReduceChunk, self._rounds.average),
+            row(effects.ReduceChunk, lambda reduce: self.start(self._rounds.average(reduce))),
             row(effects.AssemblePayload, self._rounds.assemble),
             row(effects.Apply, self._replication.apply),
-            row(effects.FetchPayload, self._replication.fetch_payload),
+            row(effects.FetchPayload, lambda fetch: self.start(self._replication.fetch_payload(fetch))),
             row(effects.FetchLineage, self._replication.fetch_lineage),
-            row(effects.FetchSnapshot, self._replication.fetch_snapshot),
+            row(effects.FetchSnapshot, lambda fetch: self.start(self._replication.fetch_snapshot(fetch))),
             row(effects.Note, _note),
             row(effects.Dropped, _dropped),
             row(effects.TokensLost, _tokens_lost),
@@ -265,10 +291,6 @@ class Driver:
             await waiter
 
     # What this peer says of itself ----------------------------------------------------------------------------
-    def be_in_team(self, team: str) -> None:
-        """Tell the others a team's name with each heartbeat."""
-        self._pulse.team = team
-
     def evaluated(self, held_out: HeldOutLoss) -> None:
         """Tell others from now on what this peer found about theta."""
         self._pulse.held_out = held_out
@@ -276,16 +298,14 @@ class Driver:
 
     @property
     def round_costs(self) -> RoundCosts:
-        """What all rounds of this peer have cost until now."""
         return self._rounds.costs
 
     @property
     def download(self) -> Download | None:
-        """The snapshot's that is fetched, or was fetched last."""
+        """The newest one of a snapshot."""
         return self._replication.download
 
     def heartbeat(self) -> Heartbeat:
-        """What there is to say about this peer now."""
         return self._pulse.heartbeat()
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host, Transport
+from peers.driver.host import Host
 from peers.network.channel import BYTES_UNDER_WAY, ChunkSender, Frame, PeerUnreachableError
 from peers.network.sockets import has_bbr
 from peers.network.throttle import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes, RateMeter
@@ -20,6 +21,9 @@ from peers.protocol.rounds import Attempt
 from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import Value, pack
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 CHUNKS = "chunks"
 CLOSING_TIME = 5.0  # seconds that a stream may take to end properly, so that its connection can be used again
@@ -162,7 +166,7 @@ class Uplink:
 class Outgoing:
     """Sends the chunks of one fragment's present round."""
 
-    def __init__(self, transport: Transport, buffers: PayloadBuffers, host: Host, uplink: Uplink) -> None:
+    def __init__(self, transport: HivemindTransport, buffers: PayloadBuffers, host: Host, uplink: Uplink) -> None:
         self._transport = transport
         self._buffers = buffers
         self._host = host
@@ -235,7 +239,7 @@ class Outgoing:
             send = waiting.pop()
             assert send is not None
             flights.begin(send, stream)
-            return send, pack(self._header(send)), self._data(send)
+            return send, pack(ChunkHeader.of(send, self._buffers)), self._data(send)
 
         sender: ChunkSender[SendChunk] | None = None
         try:
@@ -290,9 +294,6 @@ class Outgoing:
     def _data(self, send: SendChunk) -> memoryview:
         read = self._buffers.averaged if send.reduced else self._buffers.contribution
         return read(send.round_name, send.chunk)
-
-    def _header(self, send: SendChunk) -> ChunkHeader:
-        return ChunkHeader.of(send, self._buffers)
 
     def _answered(self, send: SendChunk, is_taken: bool, seconds: float) -> None:
         flights = self._flights.get(send.to) if send.round_name == self._round else None

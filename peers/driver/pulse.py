@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Transport
 from peers.health import HEALTH
 from peers.log.folder import RunLog
 from peers.log.lineage import RECENT_ENTRIES
@@ -19,6 +19,9 @@ from peers.protocol.states import SHOWN_AS, State
 from peers.values.identity import Identity
 from peers.values.system import next_sequence, now
 from peers.values.wire import printable
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
 SHARE_FOR_SILENCE = 0.25
@@ -33,18 +36,19 @@ class Pulse:
         self,
         peer: Peer,
         identity: Identity,
-        transport: Transport,
+        transport: HivemindTransport,
         start: Callable[[Coroutine[None, None, None]], object],
+        team: str = "",
     ) -> None:
         """`start` runs something beside us: connecting to a peer that is gone takes long, and a beat must not wait."""
         self._peer = peer
         self._voice = Voice(identity)
         self._transport = transport
         self._start = start
+        self._team = team
         self._sequence = 0
         self._beats = 0
         self.held_out: HeldOutLoss | None = None
-        self.team = ""
         self._connected: set[str] = set()
         transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
 
@@ -127,7 +131,7 @@ class Pulse:
             farewell=goodbye.signature if goodbye else b"",
             ticket=ticket,
             revocations=revocations,
-            team=self.team,
+            team=self._team,
             amendment=log.amendment,
             proposed=peer.proposed_amendment,
         )

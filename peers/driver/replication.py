@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from peers import metrics
@@ -15,8 +15,8 @@ from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.log.chain import Chain
 from peers.log.folder import LogFolderError, RunLog
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.lineage import RECENT_ENTRIES, Lineage
-from peers.log.state import LogError, LogState
+from peers.log.lineage import RECENT_ENTRIES
+from peers.log.state import LogError
 from peers.network.channel import PeerUnreachableError
 from peers.presence.presence import state_told
 from peers.protocol.effects import Apply, FetchLineage, FetchPayload, FetchSnapshot
@@ -37,45 +37,14 @@ from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch, a
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
 from peers.transfer.proofs import MissingProofs, serve_proofs
 from peers.transfer.snapshot_fetch import Vouched, fetch_snapshot
-from peers.transfer.snapshots import Freezer, FrozenSnapshot, serve_snapshots
+from peers.transfer.snapshots import Freezer, serve_snapshots
 from peers.transfer.storage import Storage
-from peers.values.chunks import KEPT_BYTES, Payload
+from peers.values.chunks import Payload
 from peers.values.system import now
-from peers.values.workload import Blocked, SnapshotError, Workload
+from peers.values.workload import SnapshotError, Workload
 
 logger = logging.getLogger(__name__)
 FINISH_TIMEOUT = 10.0  # seconds
-
-
-@dataclass(frozen=True)
-class _Stores:
-    """Where a peer keeps payloads, of each fragment apart, headers and snapshots."""
-
-    buffers: tuple[PayloadBuffers, ...]
-    log: RunLog
-    storage: Storage
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """Where a peer's state is when it begins, and where the peer keeps what comes.
-
-    `lineage` ends where in the log the workload's state is (None: before the first entry), with `state_digest`. `log`
-    keeps what is applied from there, `storage` has room for snapshots (None: both in memory). `payload_bytes` of past
-    payloads stay in memory in any case.
-    """
-
-    state_digest: bytes
-    lineage: Lineage | None = None
-    log: RunLog | None = None
-    storage: Storage | None = None
-    payload_bytes: int = KEPT_BYTES
-
-    def stores(self, fragments: Sequence[Blocked], empty_log: LogState) -> _Stores:
-        """Return the stores of a run with these fragments."""
-        log = RunLog(empty_log, 0) if self.log is None else self.log
-        buffers = PayloadBuffers.of_each(fragments, self.payload_bytes, log.payload)
-        return _Stores(buffers, log, self.storage or Storage())
 
 
 class _Recorder:
@@ -159,58 +128,54 @@ class _Recorder:
 
 
 class Replication:
-    """Momentum and theta, and what is kept of how they came about.
-
-    `on_entry` is told of every outer step that is taken here whole: the entry that closes it, and the state digest
-    after it. `on_snapshot` is told of every state that is frozen here or fetched.
-    """
+    """Momentum and theta, and what is kept of how they came about. See `Driver` for `on_entry`."""
 
     def __init__(
         self,
         transport: PullTransport,
         workload: Workload,
-        stores: _Stores,
+        buffers: Sequence[PayloadBuffers],
+        log: RunLog,
+        storage: Storage,
+        freezer: Freezer,
         worker: asyncio.Lock,
         host: Host,
         on_entry: Callable[[Header, bytes], None],
-        on_snapshot: Callable[[FrozenSnapshot], None],
     ) -> None:
-        """`worker` is held while another state is fetched, so that nobody trains from this one."""
+        """`buffers` are of each fragment. `worker` is held while another state is fetched, so that nobody trains from
+        this one."""
         self._on_entry = on_entry
         self._transport = transport
         self._workload = workload
-        self._stores = stores
+        self._buffers = buffers
+        self._log = log
+        self._storage = storage
+        self._freezer = freezer
         self._worker = worker
         self._host = host
-        self._peer = host.peer
-        self._payloads = Payloads(transport, host.peer.settings.run, stores.buffers)
-        self._lineages = LineageFetch(transport, stores.log, recent=host.peer.lineage.after)
+        self._payloads = Payloads(transport, host.peer.settings.run, buffers)
+        self._lineages = LineageFetch(transport, log, recent=host.peer.lineage.after)
         self._looking: asyncio.Task[None] | None = None
         self.download: Download | None = None
         """The newest one of a snapshot."""
-        self._fetched: Compared  # the log that vouches for the snapshot that is fetched
-        self._recorder = _Recorder(stores.log, host.peer, transport, host.start, self._lies_on_disk)
+        self._recorder = _Recorder(log, host.peer, transport, host.start, self._lies_on_disk)
         self._applying: set[int] = set()
-        self._freezer = Freezer(host.peer, workload, stores.storage, host, on_snapshot)
-        self.lock = self._freezer.state_lock
-        """Held while momentum and theta change, and while the pseudo-gradient is taken from them."""
 
     async def serve(self) -> None:
-        run = self._peer.settings.run
-        await serve_payloads(self._transport, {run: self._stores.buffers})
-        await serve_headers(self._transport, {run: self._stores.log.stretch}, self._is_member)
-        await serve_proofs(self._transport, {run: self._stores.log})
+        run = self._host.peer.settings.run
+        await serve_payloads(self._transport, {run: self._buffers})
+        await serve_headers(
+            self._transport, {run: self._log.stretch}, lambda _, peer: peer in self._host.peer.log.known
+        )
+        await serve_proofs(self._transport, {run: self._log})
         await serve_snapshots(self._transport, {run: self._freezer})
-
-    def _is_member(self, run: str, peer: str) -> bool:
-        return peer in self._peer.log.known
 
     async def finish(self) -> None:
         """Wait until what was applied is on the disk, within seconds."""
         await self._recorder.finish()
 
     def _lies_on_disk(self, header: Header) -> None:
-        self._stores.buffers[header.fragment].kept.lies_on_disk(header.payload)
+        self._buffers[header.fragment].kept.lies_on_disk(header.payload)
 
     def is_applying(self, fragment: int) -> bool:
         """Whether an entry of this fragment is yet to be applied."""
@@ -222,21 +187,21 @@ class Replication:
 
     async def _apply(self, apply: Apply) -> None:
         header = apply.header
-        kept = self._stores.buffers[header.fragment].kept.get(header.payload)
+        kept = self._buffers[header.fragment].kept.get(header.payload)
         if kept is None and header.payload != NO_PAYLOAD:
             raise LocalProtocolError(f"the payload of entry {header.index} is to be applied and not here")
         async with self._freezer.changing():
-            log = self._peer.log
+            me, log = self._host.peer.me, self._host.peer.log
             if kept is None:
                 await self._workload.unchanged(header.index, header.fragment)
             else:
-                counts = header.tokens_of(self._peer.me) > 0
+                counts = header.tokens_of(me) > 0
                 step = header.index, header.fragment, apply.keeps_work, counts
                 await self._workload.apply(kept.data, *step, amendment=apply.amendment)
             self._applying.discard(header.fragment)
             metrics.ENTRIES_APPLIED.inc()
-            if header.fragment == len(self._stores.buffers) - 1:  # those of a cycle are in each of its entries
-                metrics.TOKENS_COUNTED.inc(header.tokens_of(self._peer.me))
+            if header.fragment == len(self._buffers) - 1:  # those of a cycle are in each of its entries
+                metrics.TOKENS_COUNTED.inc(header.tokens_of(me))
             self._host.handle(Applied(header))
             state_digest = None
             if log.last is not None and not log.made:  # a cycle is whole
@@ -251,12 +216,9 @@ class Replication:
         try:
             await self._freezer.freeze_if_due()
         except (OSError, SnapshotError) as error:
-            logger.error("no snapshot of outer step %d: %s", self._peer.log.position.index, error)
+            logger.error("no snapshot of outer step %d: %s", self._host.peer.log.position.index, error)
 
-    def fetch_payload(self, fetch: FetchPayload) -> None:
-        self._host.start(self._fetch_payload(fetch))
-
-    async def _fetch_payload(self, fetch: FetchPayload) -> None:
+    async def fetch_payload(self, fetch: FetchPayload) -> None:
         try:
             await self._payloads.fetch(fetch.header, fetch.donors)
         except PayloadError as error:
@@ -271,26 +233,31 @@ class Replication:
         self._looking = self._host.start(self._fetch_lineage(fetch))
 
     async def _fetch_lineage(self, fetch: FetchLineage) -> None:
-        beat = self._peer.presence.live().get(fetch.donor)
+        peer = self._host.peer
+        beat = peer.presence.live().get(fetch.donor)
         head = beat.head if beat is not None and beat.index == fetch.index else None
         try:
-            found = await self._lineages.compare(fetch.donor, fetch.index, fetch.others, self._peer.log, head)
+            found = await self._lineages.compare(fetch.donor, fetch.index, fetch.others, peer.log, head)
         except LineageError as error:
             self._host.handle(LineageNotSeen(fetch.donor, str(error)))
         else:
             self._host.handle(LineageSeen(fetch.donor, found.theirs, found.ours))
 
-    def fetch_snapshot(self, fetch: FetchSnapshot) -> None:
-        self._host.start(self._fetch_snapshot(fetch))
-
-    async def _fetch_snapshot(self, fetch: FetchSnapshot) -> None:
+    async def fetch_snapshot(self, fetch: FetchSnapshot) -> None:
         donors = (fetch.donor, *fetch.others)
-        storage, size = self._stores.storage, self._workload.state_size
-        vouch = partial(self._vouch, fetch)
+        size = self._workload.state_size
+        vouching: Compared  # the log that vouches for the snapshot
+
+        async def vouch() -> Vouched:
+            nonlocal vouching
+            vouching = await self._vouching(fetch)
+            told = partial(state_told, vouching.theirs, self._host.peer.presence.live().values())
+            return Vouched(vouching.theirs, told, fetch.least)
+
         try:
             async with self._worker:  # a training that was stopped needs a moment to end
                 snapshot = await fetch_snapshot(
-                    *(self._transport, donors, self._peer.log, fetch.least, vouch, storage, size),
+                    *(self._transport, donors, self._host.peer.log, fetch.least, vouch, self._storage, size),
                     on_download=self._downloads,
                 )
                 async with self._freezer.changing():
@@ -299,9 +266,10 @@ class Replication:
             self._host.handle(SnapshotFailed(fetch.donor, str(error)))
             return
         metrics.STATES_FETCHED.inc()
-        await self._recorder.follow(self._fetched.chain, max(snapshot.index, self._fetched.theirs.start.position.index))
-        heads = tuple(self._stores.log.heads(snapshot.index - RECENT_ENTRIES, snapshot.index))
-        doubt = self._fetched.theirs.doubt_before(snapshot.index, self._peer.lineage.doubt)
+        theirs = vouching.theirs
+        await self._recorder.follow(vouching.chain, max(snapshot.index, theirs.start.position.index))
+        heads = tuple(self._log.heads(snapshot.index - RECENT_ENTRIES, snapshot.index))
+        doubt = theirs.doubt_before(snapshot.index, self._host.peer.lineage.doubt)
         state = snapshot.last, snapshot.state_digest, heads, snapshot.ends, doubt
         self._host.handle(SnapshotRestored(fetch.donor, *state))
         self._freezer.hold(snapshot)
@@ -309,14 +277,13 @@ class Replication:
     def _downloads(self, download: Download) -> None:
         self.download = download
 
-    async def _vouch(self, fetch: FetchSnapshot) -> Vouched:
-        """Say which snapshots the donor's log vouches for. Raises: LineageError."""
-        beat = self._peer.presence.live().get(fetch.donor)
+    async def _vouching(self, fetch: FetchSnapshot) -> Compared:
+        """Return the donor's log, as far as it is believed, which vouches for snapshots. Raises: LineageError."""
+        peer = self._host.peer
+        beat = peer.presence.live().get(fetch.donor)
         index = beat.index if beat is not None else fetch.least
-        found = await self._lineages.compare(fetch.donor, index + 1, fetch.others, self._peer.log)
-        believed = self._peer.believed(found.theirs, found.ours)
+        found = await self._lineages.compare(fetch.donor, index + 1, fetch.others, peer.log)
+        believed = peer.believed(found.theirs, found.ours)
         if believed is None:
             raise LineageError(f"the log of {fetch.donor} is not better than ours")
-        self._fetched = replace(found, theirs=believed)
-        told = partial(state_told, believed, self._peer.presence.live().values())
-        return Vouched(believed, told, fetch.least)
+        return replace(found, theirs=believed)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from peers import metrics
-from peers.driver.host import Host, Transport
+from peers.driver.host import Host
 from peers.driver.traffic import Traffic
 from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk
 from peers.protocol.events import PayloadAssembled
@@ -17,6 +17,9 @@ from peers.transfer.averages import SpotCheck, asking, average_chunk, serve_cont
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.system import now
 from peers.values.workload import Workload
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 REDUCERS = 2  # chunks averaged at once
 
@@ -35,7 +38,9 @@ class RoundCosts(NamedTuple):
 class Rounds:
     """One peer's rounds, of which one is under way at a time for each fragment."""
 
-    def __init__(self, transport: Transport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host) -> None:
+    def __init__(
+        self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
+    ) -> None:
         """`buffers` are of each fragment."""
         self._transport = transport
         self._workload = workload
@@ -59,11 +64,10 @@ class Rounds:
 
     async def serve(self) -> None:
         await self.traffic.serve()
-        await serve_contributions(self._transport, self._run, self._buffers, self._is_member)
-
-    def _is_member(self, fragment: int, peer: str) -> bool:
-        """Whether a peer was in the last round of a fragment."""
-        return peer in self._members.get(fragment, ())
+        members = self._members
+        await serve_contributions(
+            self._transport, self._run, self._buffers, lambda fragment, peer: peer in members.get(fragment, ())
+        )
 
     def _buffers_of(self, round_name: Attempt) -> PayloadBuffers:
         return self._buffers[round_name.position.fragment]
@@ -76,10 +80,7 @@ class Rounds:
         self._members[opening.round.name.position.fragment] = frozenset(opening.round.peers)
         self.traffic.begin(opening.round.name, len(opening.round.remaining) - 1)
 
-    def average(self, reduce: ReduceChunk) -> None:
-        self._host.start(self._average(reduce))
-
-    async def _average(self, reduce: ReduceChunk) -> None:
+    async def average(self, reduce: ReduceChunk) -> None:
         async with self._reducing:
             event = await average_chunk(self._workload, self._buffers_of(reduce.round_name), self._host.peer.me, reduce)
         if event is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host, Transport
+from peers.driver.host import Host
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, Outgoing, StreamHeader, Uplink
 from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError, receive_chunks
@@ -23,6 +24,9 @@ from peers.values.system import now
 from peers.values.wire import unpack_from
 from peers.values.workload import Workload
 
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
+
 logger = logging.getLogger(__name__)
 
 ADMISSION_TIMEOUT = 10.0  # seconds that a member may be ahead of us in beginning a round
@@ -34,7 +38,9 @@ class Traffic:
     """The chunks of the present rounds, one round for each fragment at most: sends them, and receives those that the
     protocol waits for."""
 
-    def __init__(self, transport: Transport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host) -> None:
+    def __init__(
+        self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
+    ) -> None:
         """`buffers` are of each fragment."""
         self.uplink = Uplink()
         self.received_bytes = 0
@@ -129,22 +135,14 @@ class Traffic:
         if sender not in self._from:
             self._from[sender] = RateMeter()
             self._from[sender].begin_round()
+        return _StreamArrivals(self, sender, round_name, admission, self._buffers[fragment])
 
-        def take(header: ChunkHeader, data: bytearray, seconds: float) -> bool:
-            self._passed(sender, len(data), seconds)
-            return self._take(sender, round_name, header, data)
-
-        return _StreamArrivals(sender, admission, self._buffers[fragment], take)
-
-    def _passed(self, sender: str, count: int, seconds: float) -> None:
-        """Count the bytes of a chunk that took so many seconds to come."""
-        self._downlink.passed(count, seconds)
-        self._from[sender].passed(count, seconds)
-        self.received_bytes += count
-        metrics.ROUND_BYTES.labels("received").inc(count)
-
-    def _take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray) -> bool:
-        """Take a chunk in. Return whether the sender is rid of it."""
+    def take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray, seconds: float) -> bool:
+        """Take in a chunk that took so many seconds to come. Return whether the sender is rid of it."""
+        self._downlink.passed(len(data), seconds)
+        self._from[sender].passed(len(data), seconds)
+        self.received_bytes += len(data)
+        metrics.ROUND_BYTES.labels("received").inc(len(data))
         event, is_taken = self._admissions[round_name.position.fragment].take(sender, round_name, header, data)
         if event is not None:
             self._host.handle(event)
@@ -155,16 +153,13 @@ class _StreamArrivals:
     """The chunks that come on one stream: what is announced, and the memory for it."""
 
     def __init__(
-        self,
-        sender: str,
-        admission: Admission,
-        buffers: PayloadBuffers,
-        take: Callable[[ChunkHeader, bytearray, float], bool],
+        self, traffic: Traffic, sender: str, round_name: Attempt, admission: Admission, buffers: PayloadBuffers
     ) -> None:
+        self._traffic = traffic
         self._sender = sender
+        self._round = round_name
         self._admission = admission
         self._buffers = buffers
-        self._take = take
         self._spare = bytearray()
 
     def expect(self, header: bytes, length: int) -> bytearray:
@@ -178,7 +173,7 @@ class _StreamArrivals:
     def arrived(self) -> bool:
         # Averages are copied to their place in the payload; blocks that are to be averaged are kept where they are.
         self._spare = self._data if self._header.reduced else bytearray()
-        return self._take(self._header, self._data, now() - self._began)
+        return self._traffic.take(self._sender, self._round, self._header, self._data, now() - self._began)
 
 
 class Scout:
@@ -188,7 +183,7 @@ class Scout:
     slow link.
     """
 
-    def __init__(self, transport: Transport, traffic: Traffic, host: Host) -> None:
+    def __init__(self, transport: HivemindTransport, traffic: Traffic, host: Host) -> None:
         self._transport = transport
         self._traffic = traffic
         self._host = host

@@ -9,7 +9,7 @@ folder: ENTRIES, LogFolder, LogFolderError, PAYLOADS, RunLog, payload_path, proo
 head_signer: CannotSignError, HeadSigner, SignedFileError
 header: FAULT_LIMIT, Fault, Faults, Header, Kind, MEMBER_LIMIT, Member, NO_PAYLOAD, Position, UNKNOWN_STATE,
     cycle_head, may_be_named
-lineage: Branch, Lineage, RECENT_ENTRIES, UNPROVEN, Walk
+lineage: Branch, Lineage, RECENT_ENTRIES, Walk
 settings: RunSettings, Timing
 state: LogError, LogState, take_order
 """

@@ -125,9 +125,8 @@ def certify(
     attempt: AttemptName,
     signatures: Mapping[str, bytes],
     farewells: Mapping[str, tuple[int, bytes]],
-    is_whole: bool = False,
 ) -> Certificate:
-    """Put together a certificate of those signatures that count: unless it `is_whole`, no more than are enough.
+    """Put together a certificate of those signatures that count; of farewells, if too few have signed without them.
 
     Args:
         signatures: by member, all of this header in this attempt, and of the incarnations that the roster names.
@@ -137,15 +136,14 @@ def certify(
     votes = [
         Vote(place=place, signature=signatures[peer]) for place, (peer, _) in enumerate(voters) if peer in signatures
     ]
+    needs_farewells = log.last and 2 * len(votes) <= len(voters)
     gone = [
         Farewell(place=place, index=farewells[peer][0], signature=farewells[peer][1])
         for place, (peer, _) in enumerate(voters)
-        if log.last and peer in farewells and peer not in signatures and farewells[peer][0] <= header.index
+        if needs_farewells and peer in farewells and peer not in signatures and farewells[peer][0] <= header.index
     ]
     number, leader, alone = attempt
-    whole = Certificate(number=number, leader=leader, alone=alone, votes=tuple(votes), farewells=tuple(gone))
-    short = shortened(whole, log, header)
-    return short.model_copy(update={"votes": whole.votes}) if is_whole else short
+    return Certificate(number=number, leader=leader, alone=alone, votes=tuple(votes), farewells=tuple(gone))
 
 
 def shortened(certificate: Certificate, log: LogState, header: Header) -> Certificate:

@@ -110,14 +110,13 @@ def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
     for place, member in enumerate(roster):
         known = log.known.get(member.peer)
         grant = log.grant_of(member.samples) if known is None else None
-        foreseen = log.expected(member.peer, grant)
+        expected.append(log.expected(member.peer, grant))
         if known is None:
             newcomers.append(Newcomer(place=place, peer=member.peer, grant=grant))
         elif runs and runs[-1][1] == known:
             runs[-1] = (runs[-1][0], known + 1)
         else:
             runs.append((known, known + 1))
-        expected.append(foreseen)
     trained, tokens = dict[int, int](), dict[int, int]()
     for place, (member, foreseen) in enumerate(zip(roster, expected, strict=True)):
         count, usual = sample_count(member.samples), foreseen.tokens
@@ -130,9 +129,7 @@ def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
         newcomers=tuple(newcomers),
         samples=_column(trained),
         tokens=_column(tokens),
-        missed=_column({place: one.missed for place, one in enumerate(roster) if one.missed}),
-        wants=_unlike(roster, expected, "wants"),
-        incarnation=_unlike(roster, expected, "incarnation"),
+        **{name: _unlike(roster, expected, name) for name in ("missed", "wants", "incarnation")},
     )
     if turnout.roster(log) != tuple(roster):
         raise LogError("a member trained what was not for it")

@@ -22,7 +22,7 @@ from pathlib import Path
 from peers.errors import DilocoPeerError
 from peers.log.certificate import Certificate
 from peers.log.chain import HEADER_LIMIT, Chain, Entry, Outcome, Stretch, newest
-from peers.log.header import Fault, Header, Position, cycle_head
+from peers.log.header import Fault, Header, cycle_head
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
 from peers.values.chunks import KEPT_BYTES, KeptPayloads, Payload
@@ -34,6 +34,8 @@ PAYLOADS = "payloads"
 PROOFS = "proofs"
 SUFFIX = ".payload"
 PROOF_SUFFIX = ".proof"
+RULES = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion", "organiser")
+"""What a run's entries depend on, besides its manifest: fields of `LogState`."""
 NO_RUN = LogState("", bytes(DIGEST_BYTES), samples_per_lease=1, tokens_per_sample=1)
 
 
@@ -45,28 +47,15 @@ def _write_line(fields: dict[str, object]) -> bytes:
 
 def _first_line(log: LogState) -> bytes:
     """What all entries of a run depend on, so that the file can be read by itself."""
-    return _write_line(
-        {
-            "run": log.run,
-            "manifest": log.manifest_digest.hex(),
-            "samples_per_lease": log.samples_per_lease,
-            "tokens_per_sample": log.tokens_per_sample,
-            "staleness": log.staleness,
-            "fragments": log.fragments,
-            "probation": log.probation,
-            "exclusion": log.exclusion,
-            "organiser": log.organiser,
-        }
-    )
+    fields = {"run": log.run, "manifest": log.manifest_digest.hex()}
+    return _write_line(fields | {name: getattr(log, name) for name in RULES})
 
 
 def _read_first_line(line: bytes) -> LogState:
     """Return a run's log before its first entry. Raises: LogError unless `_first_line` has written the line."""
     try:
         fields = json.loads(line)
-        names = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion")
-        besides = (fields[name] for name in (*names, "organiser"))
-        log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), *besides)
+        log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), **{name: fields[name] for name in RULES})
         if _first_line(log) == line:
             return log
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -255,10 +244,6 @@ class RunLog:
         """What proves the entry of a fragment, by default the closing one's, if it is here and that is known."""
         entry = self._chain.entry(index, fragment)
         return None if entry is None else entry.proof
-
-    def log_at(self, position: Position) -> LogState | None:
-        """Return the log as it was at a position, if that is known here."""
-        return log if (log := self.log_after(position.index)) and log.position == position else None
 
     def log_after(self, index: int) -> LogState | None:
         """Return the log as it was after so many cycles, if that is known here."""

@@ -15,7 +15,6 @@ sign no entry that says so of a peer that they hear themselves.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -236,22 +235,9 @@ class LogState:
 
         Raises: LogError when there is no such grant, or its samples are too many to count.
         """
-        if grant is None and peer in self.foreseen:
-            return self.foreseen[peer]
         if grant is not None and not grant < len(self.grants):
             raise LogError(f"{peer}: there is no grant {grant}")
-        return self._bringing_all(peer, self.leases.get(peer, () if grant is None else self.grants[grant]))
-
-    @cached_property
-    def foreseen(self) -> dict[str, Member]:
-        """What each peer that has a lease brings if all goes as the log foresees, where it can be counted."""
-        foreseen: dict[str, Member] = {}
-        for peer, lease in self.leases.items():
-            with suppress(LogError):
-                foreseen[peer] = self._bringing_all(peer, lease)
-        return foreseen
-
-    def _bringing_all(self, peer: str, lease: Lease) -> Member:
+        lease = self.leases.get(peer, () if grant is None else self.grants[grant])
         tokens, samples = sample_count(lease) * self.tokens_per_sample, lease if self.closes else ()
         wants, incarnation = self._wanted.get(peer, 0), self.incarnations.get(peer, 0)
         try:
@@ -298,8 +284,6 @@ class LogState:
 
     def check_member(self, member: Member) -> None:
         """Raises: LogError unless it trained what was for it, and states no more tokens than its samples have."""
-        if member == self.foreseen.get(member.peer):
-            return
         if member.peer in self.excluded:
             raise LogError(f"{member.peer} is excluded up to cycle {self.excluded[member.peer]}")
         self.lease_of(member.peer, member.samples)

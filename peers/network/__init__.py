@@ -17,6 +17,6 @@ relays: LINK_INFO, LinkInfo
 run_failures: RunFailures
 signals: LEAVE_SIGNALS, signals_held_back
 sockets: endpoint_of, has_bbr, listen, parse_endpoint
-throttle: Caps, FEWEST, FEWEST_WITH_BBR, Lanes, LinkTime, MOST, MOST_WITH_BBR, RateMeter
+throttle: Caps, FEWEST, FEWEST_WITH_BBR, Lanes, MOST, MOST_WITH_BBR, RateMeter
 transport: CallHandler, HivemindTransport
 """

@@ -51,7 +51,7 @@ class Certifier:
 
     def certify(self, header: Header, attempt: AttemptName, signed: Mapping[str, bytes]) -> Certificate:
         """Put together all of these signatures, which count."""
-        return certify(self._log, header, attempt, signed, self._farewells(), is_whole=True)
+        return certify(self._log, header, attempt, signed, self._farewells())
 
     def weight(self, header: Header, certificate: Certificate) -> Proof:
         """What a certificate proves that was put together here, so that its signatures have been checked."""

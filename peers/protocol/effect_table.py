@@ -17,10 +17,10 @@ class Handling(NamedTuple):
     """One kind of effect, and what carries it out."""
 
     kind: type[Any]
-    handler: Callable[[Any], None]
+    handler: Callable[[Any], object]
 
 
-def row(kind: type[E], handler: Callable[[E], None]) -> Handling:
+def row(kind: type[E], handler: Callable[[E], object]) -> Handling:
     """Return a row, in which the handler takes this very kind."""
     return Handling(kind, handler)
 
@@ -30,7 +30,7 @@ class EffectTable:
 
     def __init__(self, *rows: Handling) -> None:
         """Raises: LocalProtocolError when an effect has no handler, or two."""
-        self._handlers: dict[type[Any], Callable[[Any], None]] = dict(rows)
+        self._handlers: dict[type[Any], Callable[[Any], object]] = dict(rows)
         if self._handlers.keys() != EFFECTS or len(rows) != len(EFFECTS):
             counts = Counter(kind.__name__ for kind in [*EFFECTS, *(one.kind for one in rows)])
             wrong = ", ".join(sorted(name for name, count in counts.items() if count != 2))

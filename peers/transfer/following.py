@@ -15,11 +15,11 @@ from functools import partial
 from typing import Protocol
 
 from peers.errors import RemoteProtocolError, SwarmUnreachableError
-from peers.log.certificate import Certificate, Proof, prove
+from peers.log.certificate import Certificate, Proof
 from peers.log.chain import header_of
 from peers.log.folder import RunLog
 from peers.log.header import NO_PAYLOAD, Header, Position
-from peers.log.lineage import UNPROVEN
+from peers.log.lineage import Walk
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError
@@ -123,19 +123,19 @@ async def next_in_log(
     """
     index = log.position.index
     stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
-    after, entries, proofs = log, list[tuple[Header, Certificate | None]](), list[Proof]()
+    walk, entries = Walk(log, verify), list[tuple[Header, Certificate | None]]()
     for told, certificate in stretch.told[: log.fragments]:
         if told.previous != log.position.head:
             raise _OtherLineageError(f"entry {index}: its previous does not follow from the log")
-        header = told if isinstance(told, Header) else header_of(after, told)
-        at, after = after.of(header.fragment), after.append(header)
+        header = told if isinstance(told, Header) else header_of(walk.end, told)
+        walk.take(header, certificate)
         entries.append((header, certificate))
-        proofs.append(UNPROVEN if certificate is None else prove(certificate, at, header, verify))
     if len(entries) < log.fragments:
         raise LogError(f"it has no entry {index}")
-    if (head := signed.contradiction(heads | {after.position.index: after.position.head})) is not None:
+    branch = walk.branch()
+    if (head := signed.contradiction({**heads, **branch.heads})) is not None:
         raise LogError(f"entry {index}: the archive {head.archive} has signed another outer step {head.index}")
-    return _Next(donor, after, tuple(entries), min(proofs))
+    return _Next(donor, branch.end.of(log.fragment), tuple(entries), min(proof for _, proof in branch.first.values()))
 
 
 class FollowTransport(PullTransport, Protocol):
@@ -189,16 +189,12 @@ class Following:
         self.log = settings.empty_log
         self.state_digest = b""
         self.donors = Donors(transport, self.log)
-        self._past = RunLog(self.log, 0)
+        self.past = RunLog(self.log, 0)
+        """The entries of the log that was followed, as far as they are known here."""
         self._doubts = Doubts(settings.timing.partition_grace)
         self._transport = transport
         self._state = state
         self._storage = storage
-
-    @property
-    def past(self) -> RunLog:
-        """The entries of the log that was followed, as far as they are known here."""
-        return self._past
 
     @property
     def _signed(self) -> SignedHeads:
@@ -208,7 +204,7 @@ class Following:
     def _heads(self) -> dict[int, bytes]:
         """What our log has where archives have signed."""
         end = self.log.position.index
-        return self._past.heads_at(index for index in self._signed.indices if index <= end)
+        return self.past.heads_at(index for index in self._signed.indices if index <= end)
 
     def _check_signed(self) -> None:
         """Raises: CannotFollowError when the run's archives have signed another log than we follow."""
@@ -232,7 +228,7 @@ class Following:
             if was_asked:
                 beats = await self.donors.live()  # they may say more by now
             was_asked = True
-            branch, self._past = await best_branch(self._transport, beats, empty_log, self._signed)
+            branch, self.past = await best_branch(self._transport, beats, empty_log, self._signed)
             return Vouched(branch, partial(state_told, branch, beats), least, is_wary=True)
 
         while donors:
@@ -292,7 +288,7 @@ class Following:
                 reasons.append(f"{found.donor}: {error}")
             else:
                 for entry, certificate in found.entries:
-                    self._past.append(entry, state_digest, None, certificate)
+                    self.past.append(entry, state_digest, None, certificate)
                 self.log, self.state_digest = found.log, state_digest
                 return header, state_digest
         raise CannotFollowError(
@@ -310,7 +306,7 @@ class Following:
                 raise _OtherLineageError("it has trained more, and took no more outer steps")
             return await next_in_log(self._transport, beat.peer, self.log, self._signed, self._heads)
         except _OtherLineageError:
-            fetch = LineageFetch(self._transport, self._past)
+            fetch = LineageFetch(self._transport, self.past)
             found = await fetch.compare(beat.peer, beat.index, donors, self.log)
             if not found.theirs.is_better_than(found.ours, self._signed):
                 return None

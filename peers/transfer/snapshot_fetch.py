@@ -163,13 +163,8 @@ async def _offers(
     Raises: SnapshotError when nobody is left.
     """
 
-    async def ask(donor: str) -> Offered:
-        offered = await _ask_offer(transport, donor, log, least, limit)
-        if size not in (None, offered.offer.bytes):
-            raise RemoteProtocolError(donor, f"its snapshot has {offered.offer.bytes} bytes, not {size}")
-        return offered
-
-    answers = await asyncio.gather(*map(ask, donors), return_exceptions=True)
+    asking = (_ask_offer(transport, donor, log, least, limit, size) for donor in donors)
+    answers = await asyncio.gather(*asking, return_exceptions=True)
     offered: dict[str, Offered] = {}
     reasons: list[str] = []
     for donor, answer in zip(donors, answers, strict=True):
@@ -200,12 +195,9 @@ async def ask_size(
 
 
 async def _ask_offer(
-    transport: PullTransport, donor: str, log: LogState, least: int = 0, limit: int = DIGESTS_LIMIT
+    transport: PullTransport, donor: str, log: LogState, least: int, limit: int, size: int | None
 ) -> Offered:
-    """What snapshot a donor has, with digests of `limit` bytes at most.
-
-    Raises: PeerUnreachableError, RemoteProtocolError.
-    """
+    """Return what snapshot a donor has. Raises: PeerUnreachableError, RemoteProtocolError."""
     request = pack(SnapshotRequest(run=log.run, head=None, least=least, first=0, last=0))
     packed, digests = await transport.pull(donor, SNAPSHOT, request, limit, OFFER_TIMEOUT)
     offer = unpack_from(donor, SnapshotOffer, packed)
@@ -214,4 +206,6 @@ async def _ask_offer(
         raise RemoteProtocolError(donor, f"its snapshot is of run {offer.last.run}")
     if not log.may_end_with(offer.last, offer.ends):
         raise RemoteProtocolError(donor, "its snapshot is not of the end of a cycle")
+    if size not in (None, offer.bytes):
+        raise RemoteProtocolError(donor, f"its snapshot has {offer.bytes} bytes, not {size}")
     return Offered(offer, log.at(offer.last, offer.ends).position, chunks)

@@ -37,7 +37,10 @@ class MemoryFile:
         self.is_new = os.fstat(descriptor).st_size == 0
         """Whether there was nothing in it before."""
         try:
-            (os.posix_fallocate if is_reserved else _extend)(descriptor, 0, max(size, 1))
+            if is_reserved:
+                os.posix_fallocate(descriptor, 0, max(size, 1))
+            else:
+                os.ftruncate(descriptor, max(size, 1))
             self._mapping = mmap.mmap(descriptor, max(size, 1))
             self.data = memoryview(self._mapping)[:size]
         except OSError:
@@ -71,10 +74,6 @@ class MemoryFile:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _extend(descriptor: int, offset: int, size: int) -> None:
-    os.ftruncate(descriptor, offset + size)
 
 
 logger = logging.getLogger(__name__)

@@ -23,20 +23,9 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field
 
 from peers.errors import ManifestError, quoted
-from peers.values.identity import Identity, Signature, is_peer_id, verify
+from peers.values.identity import SIGNATURE_BYTES, Identity, Signature, is_peer_id, verify
 from peers.values.signed_heads import KEYS_LIMIT
-from peers.values.wire import (
-    PROTOCOL_VERSION,
-    Count,
-    PeerId,
-    RunId,
-    Value,
-    WireError,
-    decode,
-    digest_of,
-    from_plain,
-    pack,
-)
+from peers.values.wire import PROTOCOL_VERSION, Count, PeerId, Value, WireError, digest_of, pack, pack_plain, unpack
 
 SIZE_LIMIT = 64 * 1024  # bytes of a packed manifest
 CONTENT_LIMIT = SIZE_LIMIT - 1024  # bytes; the rest is for name, organiser and signature
@@ -74,14 +63,13 @@ class SignedManifest(Value):
             message = f"the manifest has {len(canonical)} bytes, {CONTENT_LIMIT} are allowed."
             raise ManifestError(message, "Leave out what peers can find elsewhere.")
         signed = _signed_bytes(name, identity.peer_id, canonical)
-        manifest = cls(
+        return cls(
             version=PROTOCOL_VERSION,
             name=name,
             organiser=identity.peer_id,
             content=canonical,
             signature=identity.sign(signed),
         )
-        return manifest
 
     @cached_property
     def digest(self) -> bytes:
@@ -122,8 +110,7 @@ class SignedManifest(Value):
     def unpack(cls, data: bytes, expected_run_id: str | None = None) -> SignedManifest:
         """A manifest from untrusted bytes, all checks done. Raises: ManifestError saying which one failed."""
         try:
-            plain = decode(data, SIZE_LIMIT)
-            manifest = from_plain(cls, plain)
+            manifest = unpack(cls, data, SIZE_LIMIT)
         except WireError as error:
             raise ManifestError(f"this is not a manifest: {error}.", ASK_AGAIN) from error
         manifest._check()
@@ -214,15 +201,6 @@ LearningRate = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=F
 Momentum = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False), AfterValidator(check_momentum)]
 
 
-class AmendmentText(Value):
-    """What the organiser signs."""
-
-    run: RunId
-    number: Number
-    learning_rate: LearningRate
-    momentum: Momentum
-
-
 class Amendment(Value):
     """The outer optimizer's learning rate, which a schedule goes on multiplying, and its momentum. Both stand in place
     of the manifest's, whatever earlier amendments said."""
@@ -235,16 +213,20 @@ class Amendment(Value):
     @classmethod
     def sign(cls, run: str, number: int, learning_rate: float, momentum: float, organiser: Identity) -> Self:
         """Sign an amendment as the organiser. Raises: ValueError when a value is out of bounds."""
-        signature = organiser.sign(_text(run, number, learning_rate, momentum))
-        return cls(number=number, learning_rate=learning_rate, momentum=momentum, signature=signature)
+        unsigned = bytes(SIGNATURE_BYTES)
+        checked = cls(number=number, learning_rate=learning_rate, momentum=momentum, signature=unsigned)
+        return checked.model_copy(update={"signature": organiser.sign(checked._text(run))})
 
     def __str__(self) -> str:
         return f"amendment {self.number} (outer learning rate {self.learning_rate:g}, momentum {self.momentum:g})"
 
     def is_signed(self, run: str, organiser: str) -> bool:
         """Return whether the organiser has signed it for this run."""
-        text = _text(run, self.number, self.learning_rate, self.momentum)
-        return _is_signed(text, self.signature, organiser)
+        return _is_signed(self._text(run), self.signature, organiser)
+
+    def _text(self, run: str) -> bytes:
+        """Return the bytes that the organiser signs."""
+        return AMENDMENT_CONTEXT + pack_plain([run, self.number, self.learning_rate, self.momentum])
 
 
 # Heartbeats and headers repeat the same one, and a signature costs 0.1 ms to check: two of each of 10,000 peers fit.
@@ -252,11 +234,6 @@ class Amendment(Value):
 @lru_cache(maxsize=32_768)
 def _is_signed(text: bytes, signature: bytes, organiser: str) -> bool:
     return verify(organiser, text, signature)
-
-
-def _text(run: str, number: int, learning_rate: float, momentum: float) -> bytes:
-    said = AmendmentText(run=run, number=number, learning_rate=learning_rate, momentum=momentum)
-    return AMENDMENT_CONTEXT + pack(said)
 
 
 def newest(*amendments: Amendment | None) -> Amendment | None:

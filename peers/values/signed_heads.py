@@ -18,7 +18,7 @@ from typing import Annotated, Self
 from pydantic import Field
 
 from peers.values.identity import Keys, Signature, Verify, verify
-from peers.values.wire import Count, Digest, PeerId, RunId, Value, WireError, pack, unpack
+from peers.values.wire import Digest, PeerId, Value, WireError, pack, pack_plain, unpack
 
 SIGNING_CONTEXT = b"diloco-peer signed head\0"  # a signature made for anything else is worth nothing here
 KEYS_LIMIT = 8
@@ -31,14 +31,6 @@ CONTRADICTED = -1
 
 class SignedHeadsError(ValueError):
     """Heads that no archive of the run has signed. The message says why, as the end of a sentence."""
-
-
-class HeadText(Value):
-    """The text that an archive signs: the log of this run has this head after so many outer steps."""
-
-    run: RunId
-    index: Count
-    head: Digest
 
 
 class SignedHead(Value):
@@ -158,7 +150,8 @@ NOTHING_SIGNED = SignedHeads("")
 
 
 def _text(run: str, index: int, head: bytes) -> bytes:
-    return SIGNING_CONTEXT + pack(HeadText(run=run, index=index, head=head))
+    """Return the bytes that an archive signs: the log of this run has this head after so many outer steps."""
+    return SIGNING_CONTEXT + pack_plain([run, index, head])
 
 
 def _disbelieved(heads: Iterable[SignedHead]) -> dict[str, int]:

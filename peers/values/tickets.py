@@ -17,7 +17,7 @@ from pydantic import Field
 
 from peers.errors import AdmissionError, quoted
 from peers.values.identity import KEY_BYTES, Identity, Signature, key_of_peer, peer_id_of_bytes, verify
-from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, unpack
+from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, pack_plain, unpack
 
 TICKET_PREFIX = "diloco-ticket:"
 SHOWN_BYTES = 256  # of a ticket, as heartbeats show it
@@ -41,23 +41,14 @@ class TicketError(ValueError):
     """A ticket, or a list of revoked ones, that is not valid. The message says why, as the end of a sentence on it."""
 
 
-class GrantText(Value):
-    """The part of a ticket that the organiser signs. `expires` is in seconds since the epoch."""
+def _grant(run: str, key: bytes, is_for_bearers: bool, expires: int) -> bytes:
+    """Return the bytes of a ticket that the organiser signs. `expires` is in seconds since the epoch."""
+    return GRANT_CONTEXT + pack_plain([run, key, is_for_bearers, expires])
 
-    run: RunId
-    key: Key
-    is_for_bearers: bool
-    expires: Count
 
-    @property
-    def signed(self) -> bytes:
-        """The bytes under the organiser's signature."""
-        return GRANT_CONTEXT + pack(self)
-
-    @property
-    def id(self) -> bytes:
-        """The name of the ticket in lists of revoked ones."""
-        return digest_of(self.signed)[:ID_BYTES]
+def _id_of(grant: bytes) -> bytes:
+    """Return the name of a ticket in lists of revoked ones."""
+    return digest_of(grant)[:ID_BYTES]
 
 
 class ShownTicket(Value):
@@ -83,9 +74,8 @@ def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> _CheckedT
         ticket = unpack(ShownTicket, shown, SHOWN_BYTES)
     except WireError as error:
         raise TicketError(f"it cannot be read ({error})") from error
-    is_for_bearers = ticket.bearer_signature is not None
-    text = GrantText(run=run, key=ticket.key, is_for_bearers=is_for_bearers, expires=ticket.expires)
-    if not verify(organiser, text.signed, ticket.signature):
+    grant = _grant(run, ticket.key, ticket.bearer_signature is not None, ticket.expires)
+    if not verify(organiser, grant, ticket.signature):
         raise TicketError("it is for another run, or not signed by the run's organiser")
     holder = peer_id_of_bytes(ticket.key)
     if ticket.bearer_signature is None:
@@ -93,7 +83,7 @@ def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> _CheckedT
             raise TicketError(f"it is for {holder}")
     elif not verify(holder, _bearer_text(peer), ticket.bearer_signature):
         raise TicketError("its bearer has not signed the id of this peer")
-    return _CheckedTicket(text.id, ticket.expires)
+    return _CheckedTicket(_id_of(grant), ticket.expires)
 
 
 class Ticket(Value):
@@ -110,14 +100,13 @@ class Ticket(Value):
         """Sign a ticket as the organiser: for the peer `to`, or for everybody who has the ticket."""
         bearer = Identity.generate()
         secret, key = (bearer.seed, bearer.public_bytes) if to is None else (None, key_of_peer(to))
-        text = GrantText(run=run, key=key, is_for_bearers=to is None, expires=expires)
-        return cls(run=run, key=key, expires=expires, signature=organiser.sign(text.signed), secret=secret)
+        signature = organiser.sign(_grant(run, key, to is None, expires))
+        return cls(run=run, key=key, expires=expires, signature=signature, secret=secret)
 
     @property
     def id(self) -> bytes:
         """The name of the ticket in lists of revoked ones."""
-        is_for_bearers = self.secret is not None
-        return GrantText(run=self.run, key=self.key, is_for_bearers=is_for_bearers, expires=self.expires).id
+        return _id_of(_grant(self.run, self.key, self.secret is not None, self.expires))
 
     @property
     def peer(self) -> str | None:
@@ -152,14 +141,6 @@ class Ticket(Value):
             ) from error
 
 
-class RevokedText(Value):
-    """The part of a list of revoked tickets that the organiser signs."""
-
-    run: RunId
-    number: Count
-    revoked: tuple[TicketId, ...]
-
-
 class Revocations(Value):
     """A list of the tickets of a run that admit nobody any more, signed by its organiser. The list with the highest
     number counts."""
@@ -171,8 +152,8 @@ class Revocations(Value):
 
     @classmethod
     def sign(cls, run: str, number: int, revoked: tuple[bytes, ...], organiser: Identity) -> Self:
-        text = REVOCATION_CONTEXT + pack(RevokedText(run=run, number=number, revoked=revoked))
-        return cls(run=run, number=number, revoked=revoked, signature=organiser.sign(text))
+        signature = organiser.sign(_revocation(run, number, revoked))
+        return cls(run=run, number=number, revoked=revoked, signature=signature)
 
     @classmethod
     def unpack(cls, packed: bytes, run: str, organiser: str) -> Self:
@@ -181,10 +162,14 @@ class Revocations(Value):
             found = unpack(cls, packed, LIST_BYTES)
         except WireError as error:
             raise TicketError(str(error)) from error
-        text = REVOCATION_CONTEXT + pack(RevokedText(run=found.run, number=found.number, revoked=found.revoked))
-        if found.run != run or not verify(organiser, text, found.signature):
+        if found.run != run or not verify(organiser, _revocation(run, found.number, found.revoked), found.signature):
             raise TicketError("it is of another run, or not signed by its organiser")
         return found
+
+
+def _revocation(run: str, number: int, revoked: tuple[bytes, ...]) -> bytes:
+    """Return the bytes of a list of revoked tickets that the organiser signs."""
+    return REVOCATION_CONTEXT + pack_plain([run, number, revoked])
 
 
 def _bearer_text(peer: str) -> bytes:

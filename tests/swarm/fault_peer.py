@@ -21,7 +21,6 @@ import click
 
 from benchmarks.processes import say
 from peers.driver.driver import CALL, Driver
-from peers.driver.replication import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.network import dht_node
@@ -110,7 +109,7 @@ class FaultyTransport(HivemindTransport):
 
 class FaultyDriver(Driver):
     def __init__(self, identity: Identity, transport: FaultyTransport, workload: VectorWorkload) -> None:
-        super().__init__(identity, transport, workload, SETTINGS, Keeping(workload.state.digest()))
+        super().__init__(identity, transport, workload, SETTINGS, workload.state.digest(), on_entry=tell)
         self._fault = transport.fault
 
     def handle(self, event: Event) -> None:
@@ -160,7 +159,6 @@ async def run_peer(identity: Identity, listen: str, contact: str | None) -> None
             await asyncio.to_thread(sys.stdin.read)
             return
         driver = FaultyDriver(identity, transport, UnhurriedWorkload())
-        driver.on_entry = tell
         listening = asyncio.create_task(driver.listen())
         await driver.run()
         await listening

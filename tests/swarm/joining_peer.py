@@ -21,7 +21,6 @@ import click
 
 from benchmarks.processes import say
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
 from peers.log.settings import RunSettings, Timing
 from peers.network.channel import Buffer, PeerUnreachableError, Serve
 from peers.network.throttle import Caps
@@ -70,10 +69,11 @@ class StillWorkload(VectorWorkload):
 
 def still_driver(identity: Identity, transport: HivemindTransport, storage: Storage | None = None) -> Driver:
     workload = StillWorkload()
-    keeping = Keeping(workload.state.digest(), storage=storage)
-    driver = Driver(identity, transport, workload, SETTINGS, keeping)
-    driver.on_snapshot = lambda snapshot: workload.frozen.set()
-    return driver
+    return Driver(
+        *(identity, transport, workload, SETTINGS, workload.state.digest()),
+        storage=storage,
+        on_snapshot=lambda snapshot: workload.frozen.set(),
+    )
 
 
 def rests(peer: Peer) -> bool:

@@ -21,7 +21,6 @@ import click
 
 from benchmarks.processes import read_lines, say
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.network.channel import Buffer, Serve
@@ -123,7 +122,7 @@ class LyingDriver(Driver, Means):
     """A peer between whose protocol and the network its lies stand."""
 
     def __init__(self, identity: Identity, transport: LyingTransport, workload: LyingWorkload) -> None:
-        super().__init__(identity, transport, workload, SETTINGS, Keeping(workload.state.digest()))
+        super().__init__(identity, transport, workload, SETTINGS, workload.state.digest(), on_entry=workload.tell)
         self.name, self.keys, self.allies = identity.peer_id, identity, (identity.peer_id,)
         self.transport, self.workload = transport, workload
         self.lies: tuple[Lie, ...] = ()
@@ -241,14 +240,14 @@ class LyingDriver(Driver, Means):
         [fragment] = self.workload.fragments
         start, stop = fragment.byte_range(0, fragment.block_count)
         payload = Payload.cut(memoryview(b"\x07" * (stop - start)), fragment.byte_range(0, 1)[1])
-        self._replication._stores.buffers[0].kept.keep(payload)
+        self._replication._buffers[0].kept.keep(payload)
         return payload
 
 
 async def run_honest(identity: Identity, listen: str, contact: str, seconds: float) -> None:
     transport = await HivemindTransport.create(identity, [contact], [listen], local=True)
     workload = HonestWorkload(seconds)
-    driver = Driver(identity, transport, workload, SETTINGS, Keeping(workload.state.digest()))
+    driver = Driver(identity, transport, workload, SETTINGS, workload.state.digest(), on_entry=workload.tell)
     await run(driver, workload, transport, read_lines(asyncio.Queue(), driver.leave))
 
 
@@ -265,7 +264,6 @@ async def run(
     transport.cap(LINK)
     try:
         say("listening", peer=driver.peer.me, address=transport.addresses[0])
-        driver.on_entry = workload.tell
         listening = asyncio.create_task(listen)
         await driver.run()
         await listening

@@ -14,7 +14,6 @@ import click
 
 from benchmarks.processes import say
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.network.links import LinkSettings
@@ -36,10 +35,9 @@ class TellingDriver(Driver):
     def __init__(
         self, identity: Identity, transport: HivemindTransport, settings: RunSettings, workload: UnhurriedWorkload
     ) -> None:
-        super().__init__(identity, transport, workload, settings, Keeping(workload.state.digest()))
+        super().__init__(identity, transport, workload, settings, workload.state.digest(), on_entry=self._tell)
         self._reaching = transport.reach
         self._averaged = 0
-        self.on_entry = self._tell
 
     def handle(self, event: Event) -> None:
         match event:

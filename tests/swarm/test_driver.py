@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import pytest
 
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.network.transport import HivemindTransport
@@ -64,7 +63,7 @@ class Swarm:
         identity = Identity.generate()
         transport = await HivemindTransport.create(identity, self.bootstrap.addresses, LOCAL)
         workload = VectorWorkload()
-        driver = Driver(identity, transport, workload, self.settings, Keeping(workload.state.digest()))
+        driver = Driver(identity, transport, workload, self.settings, workload.state.digest())
         volunteer = Volunteer(driver, transport, workload, asyncio.create_task(driver.run()))
         self.volunteers.append(volunteer)
         return volunteer
@@ -204,7 +203,7 @@ def entries_of(volunteer: Volunteer) -> dict[int, tuple[Header, bytes]]:
     def remember(header: Header, state_digest: bytes) -> None:
         entries[header.index] = header, state_digest
 
-    volunteer.driver.on_entry = remember
+    volunteer.driver._replication._on_entry = remember
     return entries
 
 

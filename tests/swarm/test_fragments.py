@@ -1,19 +1,18 @@
 """Swarms of real drivers whose state is in several fragments, over real libp2p in one event loop."""
 
 from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import pytest
+from collections.abc import AsyncIterator
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
-
 from opendiloco.storage.loading import resume
+from pathlib import Path
 from peers.driver.driver import Driver
-from peers.driver.replication import Keeping
-from peers.log.folder import ENTRIES, LogFolder, read_chain
+from peers.log.folder import ENTRIES
+from peers.log.folder import LogFolder
+from peers.log.folder import read_chain
 from peers.log.header import UNKNOWN_STATE
 from peers.network.transport import HivemindTransport
 from peers.protocol.events import AmendmentSeen
@@ -21,7 +20,11 @@ from peers.transfer.following import Following
 from peers.transfer.storage import Storage
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
-from tests.swarm.test_driver import LOCAL, SETTINGS, Swarm, Volunteer, digests_by_position
+from tests.swarm.test_driver import LOCAL
+from tests.swarm.test_driver import SETTINGS
+from tests.swarm.test_driver import Swarm
+from tests.swarm.test_driver import Volunteer
+from tests.swarm.test_driver import digests_by_position
 from tests.swarm.vector_workload import VectorWorkload
 
 pytestmark = pytest.mark.swarm
@@ -63,8 +66,8 @@ class StreamingSwarm(Swarm):
         transport = await HivemindTransport.create(identity, self.bootstrap.addresses, LOCAL)
         workload, log = UnhurriedWorkload(), self.log(name)
         end = await resume(workload, log)
-        keeping = Keeping(workload.state.digest(), log.lineage(end), log)
-        driver = Driver(identity, transport, workload, self.settings, keeping)
+        kept = workload.state.digest(), log.lineage(end), log
+        driver = Driver(identity, transport, workload, self.settings, *kept)
         volunteer = Volunteer(driver, transport, workload, asyncio.create_task(driver.run()))
         self.volunteers.append(volunteer)
         return volunteer

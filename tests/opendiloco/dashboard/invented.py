@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from opendiloco.config.run_config import RunConfig
 from opendiloco.dashboard.sources import Source
 from opendiloco.run import Run
-from peers.log.certificate import Certificate, ballot, certify
+from peers.log.certificate import Certificate, ballot, certify, shortened
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member
 from peers.log.state import LogState, take_order
@@ -66,7 +66,8 @@ def members(log: LogState, peers: Sequence[str]) -> list[Member]:
 def signed(log: LogState, header: Header, signers: Sequence[str]) -> Certificate:
     attempt = (1, header.peers[0], False)
     text = ballot(header, attempt, incarnation=0).text
-    return certify(log, header, attempt, {peer: KEYS[peer].sign(text) for peer in signers}, {})
+    made = certify(log, header, attempt, {peer: KEYS[peer].sign(text) for peer in signers}, {})
+    return shortened(made, log, header)
 
 
 class InventedLog:

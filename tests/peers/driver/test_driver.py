@@ -17,11 +17,10 @@ from peers.driver import driver as driver_module
 from peers.driver import outgoing
 from peers.driver import traffic as incoming
 from peers.driver.driver import Driver
-from peers.driver.host import Transport
 from peers.driver.outgoing import CHUNKS, StreamHeader
-from peers.driver.replication import Keeping
 from peers.errors import DilocoPeerError, LocalProtocolError
 from peers.network.channel import Channel
+from peers.network.transport import HivemindTransport
 from peers.protocol.commitment import Contribution, digest_of_all
 from peers.protocol.effects import Apply, OpenRound, ReduceChunk, SendChunk, TokensLost, Train
 from peers.protocol.events import ContributionArrived, Received, ReducedArrived
@@ -152,7 +151,7 @@ class DriverOf(Driver):
 
     def __init__(self, transport: SlowTransport) -> None:
         self.workload = FussyWorkload()
-        super().__init__(Identity.generate(), cast(Transport, transport), self.workload, SETTINGS, Keeping(STATE))
+        super().__init__(Identity.generate(), cast(HivemindTransport, transport), self.workload, SETTINGS, STATE)
         [self.buffers] = self._rounds._buffers
         offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
 

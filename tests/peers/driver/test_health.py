@@ -11,10 +11,11 @@ import pytest
 
 import peers.driver.pulse
 import peers.driver.training
-from peers.driver.host import Host, Transport
+from peers.driver.host import Host
 from peers.driver.pulse import Pulse
 from peers.driver.training import STEP_LIMIT, STUCK, Training
 from peers.health import Health
+from peers.network.transport import HivemindTransport
 from peers.protocol.effects import Train
 from peers.protocol.events import Applied, PayloadFetched
 from peers.protocol.slot import SlotState
@@ -62,7 +63,7 @@ def health(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Health:
 
 
 def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health, clock: Clock) -> None:
-    pulse = Pulse(new_peer(), ME, cast(Transport, Network()), lambda work: work.close())
+    pulse = Pulse(new_peer(), ME, cast(HivemindTransport, Network()), lambda work: work.close())
     asyncio.run(pulse.publish())
     clock.now += SETTINGS.timing.heartbeat_expiry
     assert health.reasons == []

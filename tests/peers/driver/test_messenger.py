@@ -10,9 +10,9 @@ import msgpack
 import pytest
 
 from peers.driver.driver import CALL, CALL_TIMEOUT, _Messenger
-from peers.driver.host import Transport
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
+from peers.network.transport import HivemindTransport
 from peers.protocol.effects import Send
 from peers.protocol.events import Event, Received, Undelivered
 from peers.protocol.messages import Inquire
@@ -71,7 +71,7 @@ def hear(data: bytes) -> list[Event]:
 
     async def scenario() -> list[Event]:
         host, wire = Host(), Wire()
-        await _Messenger(cast(Transport, wire), host).serve()
+        await _Messenger(cast(HivemindTransport, wire), host).serve()
         assert await wire.receive("c", data) == b""
         return host.events
 
@@ -116,7 +116,7 @@ def test_the_protocol_hears_of_a_peer_that_cannot_be_reached(failure: Exception 
     async def scenario() -> None:
         host, wire = Host(), Wire()
         wire.failure = failure
-        _Messenger(cast(Transport, wire), host).send(Send("c", MESSAGE))
+        _Messenger(cast(HivemindTransport, wire), host).send(Send("c", MESSAGE))
         await asyncio.gather(*host.tasks)
         [(to, name, payload, timeout)] = wire.calls
         assert (to, name, unpack_message(RUN, payload, None), timeout) == ("c", CALL, MESSAGE, CALL_TIMEOUT)

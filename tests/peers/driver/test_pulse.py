@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 from prometheus_client import REGISTRY
 
-from peers.driver.host import Transport
 from peers.driver.pulse import REFRESH_BEATS, Pulse
 from peers.log.folder import RunLog
 from peers.log.lineage import Lineage
 from peers.network.links import EAGER
+from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.voice import Pace
@@ -91,7 +91,7 @@ class Network:
 
 async def beats(network: Network, peer: Peer, count: int) -> None:
     async with asyncio.TaskGroup() as tasks:
-        pulse = Pulse(peer, ME, cast(Transport, network), tasks.create_task)
+        pulse = Pulse(peer, ME, cast(HivemindTransport, network), tasks.create_task)
         for _ in range(count):
             await pulse.beat()
 
@@ -108,7 +108,7 @@ def test_what_the_runs_archives_have_signed_is_held_against_the_log() -> None:
     head = SignedHead.sign(RUN, 1, bytes(32), OTHER.peer_id, OTHER)
     later = SignedHead.sign(RUN, 2, bytes(32), OTHER.peer_id, OTHER)
     network.signed = SignedHeads(RUN, (OTHER.peer_id,)).with_heads([head, later])
-    pulse = Pulse(peer, ME, cast(Transport, network), lambda work: work.close())
+    pulse = Pulse(peer, ME, cast(HivemindTransport, network), lambda work: work.close())
     assert pulse.heartbeat().signed is None, "a volunteer never signs"
     assert pulse.signed_heads(log) == SignedHeadsSeen(network.signed, {1: first_log().position.head})
 
@@ -120,7 +120,7 @@ def test_a_peer_that_began_in_the_middle_is_told_what_its_log_has_of_the_time_be
         headers.append(before.next_header([before.expected(peer) for peer in before.roster], PAYLOAD))
     *_, last = headers
     peer = Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, 5, ME, lineage=Lineage(LOG.at(last)))
-    pulse = Pulse(peer, ME, cast(Transport, Network()), lambda work: work.close())
+    pulse = Pulse(peer, ME, cast(HivemindTransport, Network()), lambda work: work.close())
     assert pulse.heads(log) is None, "it has nothing yet"
     log.follow(chain_of([header for header in headers if header]), len(headers))
     seen = pulse.heads(log)
@@ -163,7 +163,7 @@ def test_peers_that_are_gone_are_forgotten() -> None:
 
     async def scenario() -> None:
         async with asyncio.TaskGroup() as tasks:
-            pulse = Pulse(new_peer(), ME, cast(Transport, network), tasks.create_task)
+            pulse = Pulse(new_peer(), ME, cast(HivemindTransport, network), tasks.create_task)
             for present in ([beat(OTHER.peer_id, LOG)], [beat(OTHER.peer_id, LOG)], [], [beat(OTHER.peer_id, LOG)]):
                 network.present = present
                 await pulse.beat()
@@ -188,7 +188,7 @@ def test_a_beat_says_for_how_long_others_were_silent() -> None:
 
     async def scenario() -> HeartbeatsSeen:
         async with asyncio.TaskGroup() as tasks:
-            return await Pulse(peer, ME, cast(Transport, network), tasks.create_task).beat()
+            return await Pulse(peer, ME, cast(HivemindTransport, network), tasks.create_task).beat()
 
     peer.handle(asyncio.run(scenario()), 100.0)
     expiry = peer.settings.timing.heartbeat_expiry

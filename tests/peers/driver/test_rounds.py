@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver import rounds
-from peers.driver.host import Transport
 from peers.driver.rounds import RoundCosts, Rounds
 from peers.network.throttle import LinkTime
+from peers.network.transport import HivemindTransport
 from peers.protocol.rounds import Attempt
 from peers.transfer.buffers import PayloadBuffers
 from tests.peers.builders import LOG
@@ -41,7 +41,7 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     transport: Any = SimpleNamespace(no_round=LinkTime(), caps=None)
     workload: Any = FakeWorkload()
     monkeypatch.setattr(rounds, "Traffic", lambda *parts: StandIn())
-    counted = Rounds(cast(Transport, transport), workload, [PayloadBuffers(workload)], host)
+    counted = Rounds(cast(HivemindTransport, transport), workload, [PayloadBuffers(workload)], host)
     assert counted.costs == RoundCosts(0.0, 0, 0)
     seconds, taken = "diloco_peer_round_seconds_total", "diloco_peer_rounds_total"
     before = {name: REGISTRY.get_sample_value(name) or 0.0 for name in (seconds, taken)}

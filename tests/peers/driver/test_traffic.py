@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from peers.driver import outgoing
-from peers.driver.host import Transport
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
 from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
 from peers.network.throttle import FEWEST, MOST, Caps
+from peers.network.transport import HivemindTransport
 from peers.protocol.effects import OpenRound, SendChunk
 from peers.protocol.events import (
     BadBlocks,
@@ -172,7 +172,7 @@ class Host:
         self.events: list[Event] = []
         self.wire = Wire(self.notify)
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.traffic = Traffic(cast(Transport, self.wire), FakeWorkload(), [self.buffers], self)
+        self.traffic = Traffic(cast(HivemindTransport, self.wire), FakeWorkload(), [self.buffers], self)
         self._waiting: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._held_back: list[SendChunk] = []

@@ -63,7 +63,7 @@ def test_it_names_its_places_and_the_states_there() -> None:
 def test_what_too_few_have_signed_is_a_doubt(by: str, certified: bool) -> None:
     made = branch(by)
     [(_, proof)] = made.first.values()
-    assert proof == Proof(certified, min(len(by), 2))
+    assert proof == Proof(certified, len(by))
     assert made.doubts == (() if certified else (START,))
 
 

@@ -133,7 +133,7 @@ def prove_votes(log: LogState, header: Header, *votes: tuple[int, bytes]) -> Pro
 def test_a_certificate_is_no_longer_than_it_need_be() -> None:
     log = log_of(5)
     header = next_of(log)
-    certificate = certify(log, header, ATTEMPT, voted(header, range(5)), gone([4], 1))
+    certificate = shortened(certify(log, header, ATTEMPT, voted(header, range(5)), gone([4], 1)), log, header)
     assert [vote.place for vote in certificate.votes] == [0, 1, 2]
     certificate = certify(log, header, ATTEMPT, voted(header, [0, 2, 3]), gone([1, 4], 1))
     assert not certificate.farewells
@@ -142,11 +142,11 @@ def test_a_certificate_is_no_longer_than_it_need_be() -> None:
 def test_a_whole_certificate_shows_all_votes_until_it_is_shortened() -> None:
     log = log_of(5)
     header = next_of(log)
-    whole = certify(log, header, ATTEMPT, voted(header, range(4)), gone([4], 1), is_whole=True)
+    whole = certify(log, header, ATTEMPT, voted(header, range(4)), gone([4], 1))
     assert [vote.place for vote in whole.votes] == [0, 1, 2, 3]
     assert prove(whole, log, header, verify).is_certified
-    assert shortened(whole, log, header) == certify(log, header, ATTEMPT, voted(header, range(4)), gone([4], 1))
-    few = certify(log, header, ATTEMPT, voted(header, [0, 1]), gone([3, 4], 1), is_whole=True)
+    assert [vote.place for vote in shortened(whole, log, header).votes] == [0, 1, 2]
+    few = certify(log, header, ATTEMPT, voted(header, [0, 1]), gone([3, 4], 1))
     assert shortened(few, log, header) == few
 
 

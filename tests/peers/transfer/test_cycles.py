@@ -17,7 +17,7 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import CannotFollowError, Following, step
 from peers.transfer.lineage_fetch import serve_headers
 from peers.transfer.payloads import PAYLOAD, PayloadRequest, serve_payloads
-from peers.transfer.snapshot_fetch import _ask_offer
+from peers.transfer.snapshot_fetch import DIGESTS_LIMIT, _ask_offer
 from peers.transfer.snapshots import Snapshot, serve_snapshots
 from peers.transfer.storage import Storage
 from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest_of_state
@@ -214,7 +214,7 @@ def test_a_snapshot_must_be_of_a_cycles_end() -> None:
             donor = await swarm.add("a", Donor(run, frozen=2))
             donor.frozen.ends = ends
             with pytest.raises(RemoteProtocolError, match="end of a cycle"):
-                await _ask_offer(swarm, "a", LOG)
+                await _ask_offer(swarm, "a", LOG, 0, DIGESTS_LIMIT, None)
 
     asyncio.run(scenario())
 
