@@ -255,15 +255,23 @@ class ModelReplica:
             write_state(path, self._optimizer, self._parameters(), self._shards, said)
 
     def recall_moments(self, path: Path, run: str) -> None:
-        """Go on with what such a file has. Raises: SnapshotError when it does not fit, and changes nothing; OSError."""
-        said = read_state(path, self._optimizer, self._parameters(), self._shards, self._kept_by(run))
-        self._warmed_up, self._kept_at = int(said["warmed_up"]), int(said["index"])
+        """Go on with what such a file has. Where another worker cannot read it, this one begins anew, too: otherwise
+        they would go on with moments of different times. Workers call this together.
 
-    def forget_moments(self) -> None:
-        """Have the inner optimizer begin anew: it goes on with nobody's moments."""
-        self._optimizer.zero_grad(set_to_none=True)
-        self._optimizer.state.clear()
-        self._warmed_up = self._kept_at = None
+        Raises: SnapshotError when it does not fit, and changes nothing; OSError.
+        """
+        has_read = False
+        try:
+            said = read_state(path, self._optimizer, self._parameters(), self._shards, self._kept_by(run))
+            has_read = True
+        finally:
+            all_have_read = self._team.smallest(has_read)
+        if all_have_read:
+            self._warmed_up, self._kept_at = int(said["warmed_up"]), int(said["index"])
+        else:
+            self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.state.clear()
+            self._warmed_up = self._kept_at = None
 
     def _kept_by(self, run: str) -> dict[str, str]:
         """Return what a file of moments must say of itself."""

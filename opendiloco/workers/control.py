@@ -188,12 +188,6 @@ class RecallMoments(ControlMessage):
     run: str
 
 
-class ForgetMoments(ControlMessage):
-    """Begin anew, as if the inner optimizer had never made a step. Answered by `MomentsMoved`."""
-
-    kind: Literal["forget_moments"] = "forget_moments"
-
-
 class DevicesCounted(ControlMessage):
     """How many GPUs torch sees."""
 
@@ -312,7 +306,7 @@ class Failed(ControlMessage):
     traceback: str
 
 
-MoveMoments = KeepMoments | RecallMoments | ForgetMoments
+MoveMoments = KeepMoments | RecallMoments
 """Between two inner steps, if the worker is alone."""
 Command = (
     CountDevices

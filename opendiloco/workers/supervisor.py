@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from opendiloco.workers.control import (
     ControlMessage,
     CountDevices,
     DevicesCounted,
-    ForgetMoments,
     Hold,
     InnerLoopDone,
     KeepMoments,
@@ -256,14 +255,14 @@ class Supervisor:
 
         Raises: SnapshotError when there are none, or the file cannot be written; WorkerError when a worker dies.
         """
-        await self._move(partial(self._tell_moments, KeepMoments(path=str(path.absolute()), run=run, index=index)))
+        await self._move(KeepMoments(path=str(path.absolute()), run=run, index=index))
 
     async def recall_moments(self, path: Path, run: str) -> None:
         """Have the inner optimizer go on with those in a file; new workers in the place of lost ones do so, too.
 
         Raises: as `keep_moments`.
         """
-        await self._move(partial(self._read_moments, path, run))
+        await self._move(RecallMoments(path=str(path.absolute()), run=run))
         self.kept_moments = path, run
 
     async def _recall_kept_moments(self) -> None:
@@ -272,52 +271,26 @@ class Supervisor:
             return
         path, run = self.kept_moments
         try:
-            async with self._moving:
-                await self._read_moments(path, run)
+            await self._move_now(RecallMoments(path=str(path.absolute()), run=run))
         except SnapshotError as error:
             logger.warning("the inner optimizer begins anew: %s: %s", path, error)
         else:
             logger.info("the inner optimizer goes on with what %s has", path)
 
-    async def _move(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Move moments, one request after another, each to its end even if the caller is cancelled.
+    async def _move(self, command: MoveMoments) -> None:
+        """Have workers move moments, one request after another, each to its end even if the caller is cancelled.
 
         Training of a single worker need not end for it; that of several must, since they are not at the same step at
         the same time.
         """
+        move, alone = partial(self._move_now, command), len(self.workers) == 1
+        await asyncio.shield(self.requests.keep(move()) if alone else self.requests.add(move))
 
-        async def in_turn() -> None:
-            async with self._moving:
-                await work()
-
-        alone = len(self.workers) == 1
-        await asyncio.shield(self.requests.keep(in_turn()) if alone else self.requests.add(in_turn))
-
-    async def _read_moments(self, path: Path, run: str) -> None:
-        """Have all workers read moments.
-
-        When some have read them and others could not, all begin anew. Otherwise they would go on with moments of
-        different times, and with different learning rates.
-        """
-        command, have_read = RecallMoments(path=str(path.absolute()), run=run), list[WorkerProcess]()
-
-        async def read(worker: WorkerProcess) -> None:
-            await worker.move_moments(command)
-            have_read.append(worker)
-
-        try:
-            await self._all_moved(map(read, self.workers))
-        except SnapshotError:
-            if have_read:
-                await self._tell_moments(ForgetMoments())
-            raise
-
-    async def _tell_moments(self, command: MoveMoments) -> None:
-        await self._all_moved(worker.move_moments(command) for worker in self.workers)
-
-    async def _all_moved(self, moves: Iterable[Awaitable[object]]) -> None:
-        """Return once all of them have ended. Raises: what one of them does."""
-        moved = await asyncio.gather(*moves, return_exceptions=True)
+    async def _move_now(self, command: MoveMoments) -> None:
+        """Return once all workers have answered. Raises: what one of them does."""
+        async with self._moving:
+            moves = [worker.move_moments(command) for worker in self.workers]
+            moved = await asyncio.gather(*moves, return_exceptions=True)
         problems = [said for said in moved if isinstance(said, BaseException)]
         if problems and isinstance(problems[0], WorkerDeathError) and not self.death.done():
             raise SnapshotError("the worker is gone")  # another takes its place

@@ -40,7 +40,6 @@ from opendiloco.workers.control import (
     Export,
     Exported,
     Failed,
-    ForgetMoments,
     FragmentStored,
     Generate,
     Generated,
@@ -317,8 +316,6 @@ class Worker:
                     self._replica.keep_moments(Path(command.path), command.run, command.index)
                 case RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
-                case ForgetMoments():
-                    self._replica.forget_moments()
         except Exception as error:  # a failure to move moments must not stop training
             return MomentsMoved(problem=str(error))
         return MomentsMoved()

@@ -124,13 +124,15 @@ def test_a_rewarmup_goes_on_where_it_was_and_begins_anew_after_long(small_config
         assert again._warmed_up == expected
 
 
-def test_who_forgets_them_is_as_one_who_has_never_trained(small_config: RunConfig, kept: Path) -> None:
-    """With smaller steps again where it joins in the middle."""
+def test_where_another_worker_cannot_read_them_all_begin_anew(
+    small_config: RunConfig, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With smaller steps again where they join in the middle."""
     theta = make_replica(small_config)[1]
     forgetful, fresh = (make_replica(small_config)[0] for _ in range(2))
     forgetful.train(theta, 3, LEASE, 2)
+    monkeypatch.setattr(forgetful._team, "smallest", lambda has_read: 0)
     forgetful.recall_moments(kept, RUN)
-    forgetful.forget_moments()
     for replica in (forgetful, fresh):
         replica.train(theta, 6, NEXT, 3)
     assert weights(forgetful) == weights(fresh)
