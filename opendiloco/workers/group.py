@@ -243,10 +243,10 @@ class UnderWay:
             return
         if isinstance(report, InnerStepDone):
             self._on_step(report)
-            return
-        self._stored[report.fragment] += 1
-        if self._stored[report.fragment] == self._workers():
-            self._captures.add(asyncio.create_task(self._capture(report)))
+        elif isinstance(report, FragmentStored):
+            self._stored[report.fragment] += 1
+            if self._stored[report.fragment] == self._workers():
+                self._captures.add(asyncio.create_task(self._capture(report)))
 
     async def outcome(self, request: asyncio.Task[InnerLoopDone], stop: Callable[[], None]) -> FragmentStored:
         """Return what the request has trained, once all that was captured is taken. When it is cancelled or fails,

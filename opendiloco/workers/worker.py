@@ -52,7 +52,6 @@ from opendiloco.workers.control import (
     RecallMoments,
     RunInnerLoop,
     TakeAverage,
-    parse_command,
 )
 from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
@@ -187,7 +186,7 @@ class ControlChannel:
         """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
         try:
             for line in self._connection.makefile("rb"):
-                self.take(parse_command(line))
+                self.take(Command.parse(line))
         except ConnectionError:
             pass
         except Exception:
@@ -296,10 +295,10 @@ class Worker:
                 return self._generate(command)
             case Export():
                 return self._export(command)
-            case Configure() | CountDevices() | EndInnerLoop() | Hold() | TakeAverage():
-                raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
-            case _:
+            case MoveMoments():
                 return self._move_moments(command)
+            case _:
+                raise WorkerError(f"{type(command).__name__} is out of place here.", "This is a bug; report it.")
 
     def _carry_out_asides(self) -> None:
         """Move moments, the one thing that the peer process asks of a single worker between two inner steps."""
