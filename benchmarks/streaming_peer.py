@@ -24,7 +24,7 @@ from benchmarks.vector_peer import GATED_TIMING, OUTER_STEPS, add_noise, create_
 from opendiloco.alignment import ALIGNMENT
 from opendiloco.config.run_config import RunConfig
 from opendiloco.shared_memory import SharedVectors, Vector
-from opendiloco.training.inner import InnerSteps, ModelReplica, StepTaken
+from opendiloco.training.inner import InnerSteps, ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
@@ -128,9 +128,9 @@ class SleepingReplica:
         tokens: int,
         stop_wanted: Callable[[], bool],
     ) -> InnerSteps:
-        def take(batch: NDArray[np.int64], step: int, tokens: int) -> StepTaken:
+        def take(batch: NDArray[np.int64], step: int, tokens: int) -> tuple[float, float, bool]:
             time.sleep(self._part.step_seconds)
-            return StepTaken(1.0, 1.0, stop_wanted())
+            return 1.0, 1.0, stop_wanted()
 
         return InnerSteps(take, cast(Any, NoSamples()), self._part.config.training, index, lease, steps, tokens)
 

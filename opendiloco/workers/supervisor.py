@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.cores import usable_cores
 from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.stages import WITH_A_COMPILER, StageLog, at_stage
+from opendiloco.stages import WITH_A_COMPILER, StageLog, Watch, at_stage
 from opendiloco.workers.control import (
     Answer,
     Configure,
@@ -59,10 +60,6 @@ Result = TypeVar("Result")
 
 class WorkersRestartedError(Exception):
     """The request's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
-
-
-class _CompilerHangError(WorkerError):
-    """A worker's compiler has not come to an end."""
 
 
 class Supervisor:
@@ -127,21 +124,33 @@ class Supervisor:
             if not pool.is_over:
                 self._lose(death.result())
 
-        start_up = _StartUp(self._lose)
-        await pool.start(self._options, start_up)
-        for worker in pool.workers:
-            worker.death.add_done_callback(died)
-        if self._is_held:
-            self.hold(True)
-        commands = pool.commands(self._config, self._options, fresh)
+        def heard_of_other(stage: str, share: float | None) -> None:
+            if stage in WITH_A_COMPILER and compiling.when() is None:
+                with suppress(RuntimeError):  # the start is over
+                    compiling.reschedule(asyncio.get_running_loop().time() + COMPILING_SECONDS)
+
+        def heard_of_first(stage: str, share: float | None) -> None:
+            log(stage, share)
+            at_stage(stage, share)  # the others do the same
+            heard_of_other(stage, share)
+
+        log = StageLog()
         try:
-            answers = await self._exchange(commands, Configured)
-        except _CompilerHangError as error:
-            logger.warning("%s The workers start again and do not compile, which would be faster.", error.message)
+            async with asyncio.timeout(None) as compiling:
+                await pool.start(self._options, heard_of_first, heard_of_other)
+                for worker in pool.workers:
+                    worker.death.add_done_callback(died)
+                if self._is_held:
+                    self.hold(True)
+                answers = await self._exchange(pool.commands(self._config, self._options, fresh), Configured)
+        except TimeoutError:
+            logger.warning(
+                "a worker's compiler has not come to an end in %.0f minutes. The workers start again and do not "
+                "compile, which would be faster.",
+                COMPILING_SECONDS / 60,
+            )
             self._options = replace(self._options, compile=False)
             return await self._start_again()
-        finally:
-            start_up.end()
         self._micro_batch = answers[0].micro_batch
         if self._options.micro_batch is None and self._options.trains:
             _tell_micro_batch(self._config.training, len(self.workers), self._micro_batch)
@@ -161,8 +170,7 @@ class Supervisor:
         self._lost = error
         HEALTH.failing("workers", error.message)
         self.pool.kill()
-        can_be_got_round = isinstance(self._lost, _CompilerHangError)  # by not compiling
-        if not self._restarts.left and not can_be_got_round:
+        if not self._restarts.left:
             self._die(error)
 
     def _die(self, error: DilocoPeerError) -> None:
@@ -310,15 +318,16 @@ class _WorkerPool:
         self.is_over = False
         """Whether the end of its workers is no loss."""
 
-    async def start(self, options: WorkerOptions, start_up: _StartUp) -> None:
+    async def start(self, options: WorkerOptions, of_first: Watch, of_other: Watch) -> None:
         """Start as many workers as this machine has devices; the first, which is there in any case, counts its GPUs.
+        The watches hear what they are busy with.
 
         Raises: MachineError when there are too few; WorkerError when one dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
             self._listener, self._port = listener.fileno(), listener.getsockname()[1]
             threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # at most
-            first = await WorkerProcess.start((self._memory, self._listener), threads, start_up.heard_of_first)
+            first = await WorkerProcess.start((self._memory, self._listener), threads, of_first)
         self.workers.append(first)
         if self.is_over:
             raise WorkerError("no workers are wanted any more.")
@@ -328,7 +337,7 @@ class _WorkerPool:
         self._devices = choose_devices(options, gpus)
         self._threads = choose_threads(options, self._devices, usable_cores())
         for _ in self._devices[1:]:
-            other = await WorkerProcess.start((self._memory,), self._threads, start_up.heard_of_other)
+            other = await WorkerProcess.start((self._memory,), self._threads, of_other)
             self.workers.append(other)
         if len(self.workers) > 1:
             for rank, worker in enumerate(self.workers):
@@ -368,39 +377,6 @@ class _WorkerPool:
         """End the workers. Leaves no process behind."""
         self.is_over = True
         await asyncio.gather(*(worker.close() for worker in self.workers))
-
-
-class _StartUp:
-    """The start of workers as they tell of it: logged, and given up when a compiler does not come to an end."""
-
-    def __init__(self, on_hang: Callable[[_CompilerHangError], None]) -> None:
-        self._on_hang = on_hang
-        self._log = StageLog()
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
-
-    def heard_of_first(self, stage: str, share: float | None) -> None:
-        """Take in that the first worker is at this stage; the others do the same. It tells of later stages, too."""
-        self._log(stage, share)
-        at_stage(stage, share)
-        self.heard_of_other(stage, share)
-
-    def heard_of_other(self, stage: str, share: float | None) -> None:
-        """Take in that another worker is at this stage."""
-        if stage in WITH_A_COMPILER and self._timer is None and not self._is_over:
-            self._timer = asyncio.get_running_loop().call_later(COMPILING_SECONDS, self._give_up)
-
-    def end(self) -> None:
-        """Wait for no compiler any more."""
-        self._is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _give_up(self) -> None:
-        error = _CompilerHangError(
-            f"a worker's compiler has not come to an end in {COMPILING_SECONDS / 60:.0f} minutes.", "Use --no-compile."
-        )
-        self._on_hang(error)
 
 
 def _tell_micro_batch(training: TrainingSection, workers: int, micro_batch: int) -> None:

@@ -59,7 +59,7 @@ from peers.errors import DilocoPeerError
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.data.training_data import TrainingData
-    from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica, StepTaken
+    from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
 LOOK_SECONDS = 0.1
@@ -157,9 +157,10 @@ class ControlChannel:
         with self._sending:  # batches are read by a thread of their own, which may have to tokenize
             self._connection.sendall(message.line())
 
-    def average_of(self, fragment: int) -> _Average | None:
-        """Return the newest word of a fragment."""
-        return self._averages.get(fragment)
+    def average_of(self, fragment: int, number: int) -> _Average | None:
+        """Return what became of a fragment that training `number` has stored, once that is known."""
+        average = self._averages.get(fragment)
+        return average if average is not None and average.number == number else None
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Return once this holds; it is asked anew whenever something was heard."""
@@ -461,21 +462,16 @@ class InnerLoops:
 
         def is_decided() -> bool:
             self._carry_out_asides()
-            return self._has_average(fragment, number) or self._is_stopped()
+            return self._channel.average_of(fragment, number) is not None or self._is_stopped()
 
-        if not self._has_average(fragment, number):
+        if self._channel.average_of(fragment, number) is None:
             self._late += 1
             self._channel.wait_until(is_decided)
             self._waited += time.monotonic() - began
-        average = self._channel.average_of(fragment)
-        if average is not None and average.number == number:
+        if (average := self._channel.average_of(fragment, number)) is not None:
             self._longest_average = max(self._longest_average, average.heard_at - stored_at)
             if average.is_changed:
                 self._replica.merge(theta, fragment, alpha)
-
-    def _has_average(self, fragment: int, number: int) -> bool:
-        average = self._channel.average_of(fragment)
-        return average is not None and average.number == number
 
     def _is_stopped(self) -> bool:
         return self._number <= self._channel.stopped_number
@@ -503,11 +499,11 @@ class InnerLoops:
             self._carry_out_asides()
         self._held += time.monotonic() - began
 
-    def _told(self, inner_steps: InnerSteps) -> Iterator[StepTaken]:
+    def _told(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
         """Take inner steps, and tell of each that changed the weights."""
         for taken in inner_steps.every():
             if taken.is_finite:
-                self._tell(inner_steps.latest)
+                self._tell(taken)
             yield taken
 
 

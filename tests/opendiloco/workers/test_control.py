@@ -41,7 +41,7 @@ def test_messages_survive_their_line() -> None:
     ],
 )
 def test_what_is_no_command_is_refused(line: bytes) -> None:
-    with pytest.raises(ValueError, match="is no Command|validation error|can't decode"):
+    with pytest.raises(ValueError, match=r"is no Command|validation error|can't decode"):
         Command.parse(line)
 
 
