@@ -204,7 +204,6 @@ class ModelReplica:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def load(self, theta: Vector) -> None:
-        self._reshard()
         self._shards.load(theta, self._parameters())
 
     @contextmanager
@@ -219,7 +218,6 @@ class ModelReplica:
         try:
             yield self.model
         finally:
-            self._reshard()
             with torch.no_grad():
                 for tensor, own in zip(self._parameters().values(), kept, strict=False):
                     local_part(tensor).copy_(own)
@@ -231,7 +229,6 @@ class ModelReplica:
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
         """Merge theta into this worker's part of a fragment's weights, which keep a share of `alpha`; see `merge`."""
-        self._reshard()
         self._shards_of(fragment).merge(theta, self._parameters(), alpha)
 
     def keep_moments(self, path: Path, run: str, index: int) -> None:
@@ -392,15 +389,11 @@ class ModelReplica:
     def _shards_of(self, fragment: int | None) -> Shards:
         return self._shards if fragment is None else self._shards.of(self.layout.fragment(fragment))
 
-    def _reshard(self) -> None:
+    def _parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters that are trained, as the optimizer knows them."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # after a forward pass without a backward pass FSDP2 keeps some weights whole
-
-    def _parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that are trained, as the optimizer knows them."""
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # after a forward pass without a backward pass FSDP2 keeps the root's weights whole
         return trainable(self.model)
 
     def _rewarmup(self) -> float:

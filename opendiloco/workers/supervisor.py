@@ -137,12 +137,12 @@ class Supervisor:
         log = StageLog()
         try:
             async with asyncio.timeout(None) as compiling:
-                await pool.start(self._options, heard_of_first, heard_of_other)
+                commands = await pool.start(self._config, self._options, fresh, heard_of_first, heard_of_other)
                 for worker in pool.workers:
                     worker.death.add_done_callback(died)
                 if self._is_held:
                     self.hold(True)
-                answers = await self._exchange(pool.commands(self._config, self._options, fresh), Configured)
+                answers = await self._exchange(commands, Configured)
         except TimeoutError:
             logger.warning(
                 "a worker's compiler has not come to an end in %.0f minutes. The workers start again and do not "
@@ -312,22 +312,22 @@ class _WorkerPool:
     def __init__(self, memory_descriptor: int) -> None:
         self.workers: list[WorkerProcess] = []
         self._memory = memory_descriptor
-        self._listener = self._port = 0  # where they meet: the first one's descriptor, and the port
         self._devices: list[str] = []
-        self._threads = 1
         self.is_over = False
         """Whether the end of its workers is no loss."""
 
-    async def start(self, options: WorkerOptions, of_first: Watch, of_other: Watch) -> None:
+    async def start(
+        self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
+    ) -> list[Configure]:
         """Start as many workers as this machine has devices; the first, which is there in any case, counts its GPUs.
-        The watches hear what they are busy with.
+        The watches hear what they are busy with. Return what each is to be told next, in their order.
 
         Raises: MachineError when there are too few; WorkerError when one dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
-            self._listener, self._port = listener.fileno(), listener.getsockname()[1]
+            descriptor, port = listener.fileno(), listener.getsockname()[1]  # where they meet
             threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # at most
-            first = await WorkerProcess.start((self._memory, self._listener), threads, of_first)
+            first = await WorkerProcess.start((self._memory, descriptor), threads, of_first)
         self.workers.append(first)
         if self.is_over:
             raise WorkerError("no workers are wanted any more.")
@@ -335,38 +335,35 @@ class _WorkerPool:
         if needs_gpu_count(options):
             gpus = (await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)).gpus
         self._devices = choose_devices(options, gpus)
-        self._threads = choose_threads(options, self._devices, usable_cores())
+        threads = choose_threads(options, self._devices, usable_cores())
         for _ in self._devices[1:]:
-            other = await WorkerProcess.start((self._memory,), self._threads, of_other)
+            other = await WorkerProcess.start((self._memory,), threads, of_other)
             self.workers.append(other)
         if len(self.workers) > 1:
             for rank, worker in enumerate(self.workers):
                 worker.name = f"worker {rank} of {len(self.workers)}"
+        content = config.to_manifest_content()
+        return [
+            Configure(
+                manifest_content=content,
+                options=options,
+                threads=threads,
+                device=device,
+                rank=rank,
+                workers=len(self.workers),
+                memory=self._memory,
+                listener=None if rank else descriptor,
+                port=port,
+                fresh=fresh,
+            )
+            for rank, device in enumerate(self._devices)
+        ]
 
     @property
     def device(self) -> str:
         """What they train on, in words."""
         first, *others = self._devices
         return f"{len(self._devices)} x {first.partition(':')[0]}" if others else first
-
-    def commands(self, config: RunConfig, options: WorkerOptions, fresh: bool) -> list[Configure]:
-        """Return what each worker is to be told, in their order."""
-        content = config.to_manifest_content()
-        return [
-            Configure(
-                manifest_content=content,
-                options=options,
-                threads=self._threads,
-                device=device,
-                rank=rank,
-                workers=len(self.workers),
-                memory=self._memory,
-                listener=None if rank else self._listener,
-                port=self._port,
-                fresh=fresh,
-            )
-            for rank, device in enumerate(self._devices)
-        ]
 
     def kill(self) -> None:
         """End the workers at once, without waiting for their end."""
