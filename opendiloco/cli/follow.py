@@ -176,7 +176,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.sources import follower_source
     from opendiloco.volunteer.local_workload import working
-    from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker, state_for
+    from opendiloco.volunteer.tracking import Disagreement, StateTracker, retrying, state_for
     from peers.transfer.following import Following
     from peers.transfer.storage import Storage
 
@@ -191,7 +191,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
         # A worker is started only for what needs the model.
         model = await stack.enter_async_context(working(run)) if plan.needs_model else None
         state: ReplicatedState
-        state = await Retrying(poll)(partial(state_for, run, transport)) if model is None else model
+        state = await retrying(partial(state_for, run, transport), poll) if model is None else model
         following = Following(transport, state, run.settings, Storage())
         async for news in StateTracker(following, audit, poll).until(last):
             if isinstance(news, Disagreement):

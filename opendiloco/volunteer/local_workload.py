@@ -248,7 +248,7 @@ class Workload(Generic[Trainer_co]):
                 self._ended_at = index if fragment == len(self._fragments) - 1 else self._ended_at
             elif not keeps_work:  # else a later entry may take our payload
                 await asyncio.to_thread(work.residual.forget)
-            self.measuring.taken(payload, index, fragment, keeps_work, amendment)
+            self.measuring.taken(average, index, fragment, keeps_work, amendment)
             await self._decided(index, fragment, is_changed=True)
 
     def _apply(

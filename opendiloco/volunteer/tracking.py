@@ -118,7 +118,6 @@ class StateTracker:
     def __init__(self, following: Following, audit: Audit, poll: float) -> None:
         self._following = following
         self._audit = audit
-        self._retry = Retrying(poll)
         self._poll = poll
         self._named = 0  # of the audit's disagreements
 
@@ -128,7 +127,7 @@ class StateTracker:
         Where what follows cannot be had, or the run went on with another lineage, it begins anew with a snapshot. When
         no peer is there it waits.
         """
-        await self._retry(self._following.begin)
+        await retrying(self._following.begin, self._poll)
         is_snapshot = True
         while True:
             reached = self._reached(is_snapshot)
@@ -137,7 +136,7 @@ class StateTracker:
                 yield disagreement
             if reached.index >= last:
                 return
-            while (next_is_snapshot := await self._retry(self._advance)) is None:
+            while (next_is_snapshot := await retrying(self._advance, self._poll)) is None:
                 for disagreement in self._news():
                     yield disagreement
                 await asyncio.sleep(self._poll)
@@ -171,27 +170,21 @@ class StateTracker:
         yield from new
 
 
-class Retrying:
-    """Attempts that are repeated every `seconds` for as long as no peer is there; the log says so once."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._waiting = False
-
-    async def __call__(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        while True:
-            try:
-                result = await attempt()
-            except SwarmUnreachableError as error:
-                if not self._waiting:
-                    logger.warning("%s Waiting for somebody.", error.message)
-                self._waiting = True
-                await asyncio.sleep(self._seconds)
-            else:
-                if self._waiting:
-                    logger.info("somebody is there: going on")
-                self._waiting = False
-                return result
+async def retrying(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Repeat an attempt every so many seconds for as long as no peer is there; the log says so once."""
+    is_waiting = False
+    while True:
+        try:
+            result = await attempt()
+        except SwarmUnreachableError as error:
+            if not is_waiting:
+                logger.warning("%s Waiting for somebody.", error.message)
+            is_waiting = True
+            await asyncio.sleep(seconds)
+        else:
+            if is_waiting:
+                logger.info("somebody is there: going on")
+            return result
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:

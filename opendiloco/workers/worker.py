@@ -448,7 +448,12 @@ class InnerLoops:
             is_whole = is_whole and self._cycles.train_up_to(fragment, local)
             if is_whole or fragment == last:
                 self._cycles.store(local, fragment)
-                self._channel.send(_fragment_stored(fragment, inner_steps, is_whole))
+                done = inner_steps.trained
+                samples, tokens = done.samples, done.tokens
+                if is_whole:
+                    samples, tokens = inner_steps.planned_samples, inner_steps.planned_tokens
+                stored = FragmentStored(fragment=fragment, samples=samples, tokens=tokens, loss=done.loss)
+                self._channel.send(stored)
         if is_whole:
             self._cycles.train_to_the_end(local)
 
@@ -477,20 +482,16 @@ class InnerLoops:
         return self._number <= self._channel.stopped_number
 
     def _tell(self, step: InnerStep) -> None:
-        """Report an inner step that changed the weights, and do what fits between two of them."""
-        if self._team.rank == 0:
-            trained = step.samples * self._config.training.sequence_length
-            seconds = time.monotonic() - self._began - self._held - self._waited
-            progress = InnerStepDone(
-                inner_step=step.number,
-                loss=step.loss,
-                gradient_norm=step.gradient_norm,
-                learning_rate=self._replica.learning_rate,
-                tokens_per_second=trained / seconds,
-            )
-            self._channel.send(progress)
-        self._carry_out_asides()
-        self._wait_while_held()
+        trained = step.samples * self._config.training.sequence_length
+        seconds = time.monotonic() - self._began - self._held - self._waited
+        progress = InnerStepDone(
+            inner_step=step.number,
+            loss=step.loss,
+            gradient_norm=step.gradient_norm,
+            learning_rate=self._replica.learning_rate,
+            tokens_per_second=trained / seconds,
+        )
+        self._channel.send(progress)
 
     def _wait_while_held(self) -> None:
         """Wait while the owner wants a pause, and this training is not to end."""
@@ -500,19 +501,14 @@ class InnerLoops:
         self._held += time.monotonic() - began
 
     def _told(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
-        """Take inner steps, and tell of each that changed the weights."""
-        for taken in inner_steps.every():
-            if taken.is_finite:
-                self._tell(taken)
-            yield taken
-
-
-def _fragment_stored(fragment: int, inner_steps: InnerSteps, is_whole: bool) -> FragmentStored:
-    done = inner_steps.trained
-    samples, tokens = done.samples, done.tokens
-    if is_whole:
-        samples, tokens = inner_steps.planned_samples, inner_steps.planned_tokens
-    return FragmentStored(fragment=fragment, samples=samples, tokens=tokens, loss=done.loss)
+        """Take inner steps; tell of each that changed the weights, and do what fits between two of them."""
+        for step in inner_steps.every():
+            if step.is_finite:
+                if self._team.rank == 0:
+                    self._tell(step)
+                self._carry_out_asides()
+                self._wait_while_held()
+            yield step
 
 
 def main() -> None:
