@@ -176,7 +176,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.sources import follower_source
     from opendiloco.volunteer.local_workload import working
-    from opendiloco.volunteer.tracking import Disagreement, StateTracker, retrying, state_for
+    from opendiloco.volunteer.tracking import Disagreement, retrying, state_for, states_until
     from peers.transfer.following import Following
     from peers.transfer.storage import Storage
 
@@ -193,7 +193,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
         state: ReplicatedState
         state = await retrying(partial(state_for, run, transport), poll) if model is None else model
         following = Following(transport, state, run.settings, Storage())
-        async for news in StateTracker(following, audit, poll).until(last):
+        async for news in states_until(last, following, audit, poll):
             if isinstance(news, Disagreement):
                 _show_disagreement(news, plan.as_json)
                 continue
