@@ -1,4 +1,4 @@
-"""The control channel: what the peer process and each of its workers say to each other, a line each over a
+"""The control channel: what the peer process and each of its workers say to each other, one message a line over a
 socket pair; and the peer process's handle on a worker. Knows no torch.
 
 Commands are carried out one after the other; only `EndInnerLoop`, `Hold`, `TakeAverage` and those about moments are
