@@ -22,7 +22,8 @@ from opendiloco.model.build import build_skeleton, initial_theta
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.training.trials import peak_while
-from opendiloco.workers.assembly import assemble_model, in_fitting_precision, memory_of
+from opendiloco.workers.assembly import assemble_model, in_fitting_precision
+from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
 
@@ -48,7 +49,7 @@ def measure(config: RunConfig, device: torch.device) -> tuple[int, WorkerMemory]
     """Return the most bytes that tensors took on the device, and what the formula says."""
     team, tokenizer = Team(device), build_tokenizer(config.tokenizer)
     config = in_fitting_precision(config, team)
-    memory = memory_of(build_skeleton(config, tokenizer), team, config.training)
+    memory = worker_memory(build_skeleton(config, tokenizer), config.training, device.type, 1)
     theta, samples = initial_theta(config), load_data(config, tokenizer).samples
 
     def train() -> None:

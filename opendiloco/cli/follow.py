@@ -1,45 +1,45 @@
 """`diloco-peer follow`: track a live run without training in it."""
 
 from __future__ import annotations
-
+import click
 import json
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
-
-from opendiloco.cli.options import (
-    FOLDER,
-    dashboard_option,
-    data_option,
-    initial_peers_option,
-    open_dashboard,
-    own_files_options,
-    own_words,
-    parse_run,
-    reader,
-    reader_option,
-    run_option,
-)
+from opendiloco.cli.options import FOLDER
+from opendiloco.cli.options import dashboard_option
+from opendiloco.cli.options import data_option
+from opendiloco.cli.options import initial_peers_option
+from opendiloco.cli.options import open_dashboard
+from opendiloco.cli.options import own_files_options
+from opendiloco.cli.options import own_words
+from opendiloco.cli.options import parse_run
+from opendiloco.cli.options import reader
+from opendiloco.cli.options import reader_option
+from opendiloco.cli.options import run_option
 from opendiloco.data.own_files import OwnFiles
-from opendiloco.errors import MachineError, RemoteError
+from opendiloco.errors import MachineError
+from opendiloco.errors import RemoteError
+from pathlib import Path
+from typing import Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import socket
-
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
-    from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
+    from opendiloco.volunteer.tracking import Audit
+    from opendiloco.volunteer.tracking import Disagreement
+    from opendiloco.volunteer.tracking import Reached
     from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
     from peers.values.identity import Identity
-    from peers.values.manifest import Amendment, Invite
+    from peers.values.manifest import Amendment
+    from peers.values.manifest import Invite
     from peers.values.workload import ReplicatedState
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     from opendiloco.dashboard.server import dashboard
     from opendiloco.dashboard.sources import follower_source
     from opendiloco.volunteer.local_workload import working
-    from opendiloco.volunteer.tracking import Disagreement, Retrying, StateTracker, state_for
+    from opendiloco.volunteer.tracking import Disagreement, retrying, state_for, states_until
     from peers.transfer.following import Following
     from peers.transfer.storage import Storage
 
@@ -181,9 +181,9 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
         # A worker is started only for what needs the model.
         model = await stack.enter_async_context(working(run)) if plan.needs_model else None
         state: ReplicatedState
-        state = await Retrying(poll)(partial(state_for, run, transport)) if model is None else model
+        state = await retrying(partial(state_for, run, transport), poll) if model is None else model
         following = Following(transport, state, run.settings, Storage())
-        async for news in StateTracker(following, audit, poll).until(last):
+        async for news in states_until(last, following, audit, poll):
             if isinstance(news, Disagreement):
                 _show_disagreement(news, plan.as_json)
                 continue

@@ -4,7 +4,7 @@ The inner loop imports torch; learning_rate, moments_file and the outer step, wh
 
 Other rooms import:
 codec: BlockCodec, RunRounding
-inner: InnerStep, InnerSteps, ModelReplica, StepTaken
+inner: InnerStep, InnerSteps, ModelReplica
 moments_file: VALUE_BYTES, digest_place, header_of, read_header
 optimizers: FUSED_ON, check_inner_optimizer
 outer: LocalState, Measuring, OuterState, OuterStepTaken

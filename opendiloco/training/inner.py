@@ -38,26 +38,20 @@ from peers.values.workload import Trained
 
 
 # Inner steps ----------------------------------------------------------------------------------------------------------
-class StepTaken(NamedTuple):
-    """A batch's mean loss, and its gradient's norm before clipping. If either is not finite, nothing has changed."""
-
-    loss: float
-    gradient_norm: float
-    is_last: bool
-    """Whether a worker wants all to stop after this step."""
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
-
-
 class InnerStep(NamedTuple):
-    """An inner step that changed the weights. `number` counts from 1; `samples` are those trained up to here."""
+    """A batch's mean loss, and its gradient's norm before clipping. If either is not finite, nothing has changed.
+
+    `number` counts from 1; `samples` are those trained up to here.
+    """
 
     number: int
     loss: float
     gradient_norm: float
     samples: int
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class InnerSteps:
 
     def __init__(
         self,
-        take: Callable[[NDArray[np.int64], int, int], StepTaken],
+        take: Callable[[NDArray[np.int64], int, int], tuple[float, float, bool]],
         samples: SampleOrder,
         training: TrainingSection,
         index: int,
@@ -88,7 +82,8 @@ class InnerSteps:
         tokens: int,
     ) -> None:
         """`take` trains on a batch of shape (windows, window_length): inner step so-and-so of the run, after which the
-        run has so many tokens. For all else see `ModelReplica.inner_steps`."""
+        run has so many tokens. It returns the loss, the gradient's norm, and whether a worker wants all to stop. For
+        all else see `ModelReplica.inner_steps`."""
         self._take = take
         self._training = training
         self._first_step = index * training.inner_steps
@@ -101,16 +96,16 @@ class InnerSteps:
         self.planned_tokens = len(numbers) * training.sequence_length
         self.planned_samples = prefix(lease, len(numbers))
         """How many inner steps there will be, how many tokens in them, and which samples, if nobody wants to stop."""
-        self._taken: list[StepTaken] = []
+        self._taken: list[InnerStep] = []
         self._samples_done = 0
 
     def __iter__(self) -> Iterator[InnerStep]:
         """Yield each inner step that changed the weights. Raises: see `every`."""
         for taken in self.every():
             if taken.is_finite:
-                yield self.latest
+                yield taken
 
-    def every(self) -> Iterator[StepTaken]:
+    def every(self) -> Iterator[InnerStep]:
         """Yield each inner step, also those that changed nothing.
 
         The last batch may be smaller, so that a short lease is trained whole; a lease longer than `steps` batches is
@@ -120,19 +115,14 @@ class InnerSteps:
         for batch in self._batches:
             self._samples_done += len(batch)
             step = self._first_step + len(self._taken)
-            taken = self._take(batch, step, self._tokens + self._tokens_done)
+            loss, norm, is_last = self._take(batch, step, self._tokens + self._tokens_done)
+            taken = InnerStep(len(self._taken) + 1, loss, norm, self._samples_done)
             self._taken.append(taken)
             if not taken.is_finite and 2 * self._skipped > self.planned:
                 raise _divergence(step, taken, self._skipped)
             yield taken
-            if taken.is_last:
+            if is_last:
                 break
-
-    @property
-    def latest(self) -> InnerStep:
-        """Return the last inner step that was taken."""
-        taken = self._taken[-1]
-        return InnerStep(len(self._taken), taken.loss, taken.gradient_norm, self._samples_done)
 
     @property
     def trained(self) -> ReplicaTrained:
@@ -161,7 +151,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _divergence(step: int, taken: StepTaken, skipped: int) -> WorkerError:
+def _divergence(step: int, taken: InnerStep, skipped: int) -> WorkerError:
     return WorkerError(
         f"inner step {step}: the loss is {taken.loss}, its gradient's norm {taken.gradient_norm}; "
         f"{skipped} inner steps, more than half of this training, were skipped for that.",
@@ -214,7 +204,6 @@ class ModelReplica:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def load(self, theta: Vector) -> None:
-        self._reshard()
         self._shards.load(theta, self._parameters())
 
     @contextmanager
@@ -229,7 +218,6 @@ class ModelReplica:
         try:
             yield self.model
         finally:
-            self._reshard()
             with torch.no_grad():
                 for tensor, own in zip(self._parameters().values(), kept, strict=False):
                     local_part(tensor).copy_(own)
@@ -241,7 +229,6 @@ class ModelReplica:
 
     def merge(self, theta: Vector, fragment: int, alpha: float) -> None:
         """Merge theta into this worker's part of a fragment's weights, which keep a share of `alpha`; see `merge`."""
-        self._reshard()
         self._shards_of(fragment).merge(theta, self._parameters(), alpha)
 
     def keep_moments(self, path: Path, run: str, index: int) -> None:
@@ -255,15 +242,23 @@ class ModelReplica:
             write_state(path, self._optimizer, self._parameters(), self._shards, said)
 
     def recall_moments(self, path: Path, run: str) -> None:
-        """Go on with what such a file has. Raises: SnapshotError when it does not fit, and changes nothing; OSError."""
-        said = read_state(path, self._optimizer, self._parameters(), self._shards, self._kept_by(run))
-        self._warmed_up, self._kept_at = int(said["warmed_up"]), int(said["index"])
+        """Go on with what such a file has. Where another worker cannot read it, this one begins anew, too: otherwise
+        they would go on with moments of different times. Workers call this together.
 
-    def forget_moments(self) -> None:
-        """Have the inner optimizer begin anew: it goes on with nobody's moments."""
-        self._optimizer.zero_grad(set_to_none=True)
-        self._optimizer.state.clear()
-        self._warmed_up = self._kept_at = None
+        Raises: SnapshotError when it does not fit, and changes nothing; OSError.
+        """
+        has_read = False
+        try:
+            said = read_state(path, self._optimizer, self._parameters(), self._shards, self._kept_by(run))
+            has_read = True
+        finally:
+            all_have_read = self._team.smallest(has_read)
+        if all_have_read:
+            self._warmed_up, self._kept_at = int(said["warmed_up"]), int(said["index"])
+        else:
+            self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.state.clear()
+            self._warmed_up = self._kept_at = None
 
     def _kept_by(self, run: str) -> dict[str, str]:
         """Return what a file of moments must say of itself."""
@@ -307,7 +302,7 @@ class ModelReplica:
 
     def _inner_step(
         self, stop_wanted: Callable[[], bool], batch: NDArray[np.int64], step: int, tokens: int
-    ) -> StepTaken:
+    ) -> tuple[float, float, bool]:
         """Take inner step `step` of the run, counted from 0, after which `tokens` are trained."""
         schedule = self._config.schedule
         done = tokens if schedule.unit == "tokens" else step + 1
@@ -321,12 +316,11 @@ class ModelReplica:
         own_square = own_norm.double().square() if self._team.is_in_first_replica else 0.0  # others have the same
         loss, square, stop = self._team.sums([own_loss, own_square, stop_wanted()])
         norm = math.sqrt(square)
-        taken = StepTaken(loss, norm, stop > 0)
-        if taken.is_finite:
+        if math.isfinite(loss) and math.isfinite(norm):
             clip = self._config.training.gradient_clip
             torch.nn.utils.clip_grads_with_norm_(parameters, clip, torch.tensor(norm, dtype=torch.float32))
             self._optimizer.step()
-        return taken
+        return loss, norm, stop > 0
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Return the mean training loss of windows of token ids, of shape (batch, window_length)."""
@@ -395,15 +389,11 @@ class ModelReplica:
     def _shards_of(self, fragment: int | None) -> Shards:
         return self._shards if fragment is None else self._shards.of(self.layout.fragment(fragment))
 
-    def _reshard(self) -> None:
+    def _parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return the parameters that are trained, as the optimizer knows them."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # after a forward pass without a backward pass FSDP2 keeps some weights whole
-
-    def _parameters(self) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that are trained, as the optimizer knows them."""
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # after a forward pass without a backward pass FSDP2 keeps the root's weights whole
         return trainable(self.model)
 
     def _rewarmup(self) -> float:

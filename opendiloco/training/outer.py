@@ -266,44 +266,33 @@ class Measuring:
         """No outer step takes what has been trained."""
         self._trained_at.clear()
 
-    def taken(
-        self, payload: Blocks, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None = None
-    ) -> None:
+    def taken(self, average: Payload, index: int, fragment: int, keeps_work: bool, amendment: Amendment | None) -> None:
         """Measure the outer step that a fragment has just taken, if somebody listens. One that `keeps_work` until a
         later cycle does not take our contribution."""
         is_last = fragment == len(self._contributions) - 1
         trained_at = None if keeps_work and is_last else self._trained_at.pop(fragment, None)
-        if self.on_outer_step is None:
+        if (on_outer_step := self.on_outer_step) is None:
             return
         pause = math.nan if trained_at is None or self._trains_on else time.monotonic() - trained_at
         own = None if trained_at is None else self._contributions[fragment]
-        self._measuring = asyncio.create_task(self._measure(payload, index, fragment, own, amendment, pause))
+        momentum = self._state.momentum[self._state.fragments[fragment]]
+        if index != self._index:
+            self._index, self._parts = index, {}
+
+        async def measure() -> None:
+            self._parts[fragment] = await asyncio.to_thread(OuterStatistics.measured, average, momentum, own)
+            if len(self._parts) == len(self._contributions):
+                statistics = OuterStatistics.together(list(self._parts.values()))
+                rate, coefficient = self._state.learning_rate(index, amendment), self._state.coefficient(amendment)
+                on_outer_step(OuterStepTaken(index, rate, coefficient, pause, statistics))
+
+        self._measuring = asyncio.create_task(measure())
 
     async def finished(self) -> None:
         """Wait until nobody reads the momentum and the contributions of the last outer step any more."""
         if self._measuring is not None:
             await asyncio.wait([self._measuring])
             self._measuring = None
-
-    async def _measure(
-        self,
-        payload: Blocks,
-        index: int,
-        fragment: int,
-        own: Payload | None,
-        amendment: Amendment | None,
-        pause: float,
-    ) -> None:
-        own_or_any = self._contributions[fragment]
-        average = Payload(own_or_any.format, own_or_any.values, payload)
-        momentum = self._state.momentum[self._state.fragments[fragment]]
-        if index != self._index:
-            self._index, self._parts = index, {}
-        self._parts[fragment] = await asyncio.to_thread(OuterStatistics.measured, average, momentum, own)
-        if len(self._parts) == len(self._contributions) and self.on_outer_step is not None:
-            statistics = OuterStatistics.together(list(self._parts.values()))
-            rate, coefficient = self._state.learning_rate(index, amendment), self._state.coefficient(amendment)
-            self.on_outer_step(OuterStepTaken(index, rate, coefficient, pause, statistics))
 
 
 def _dot(first: Vector, second: Vector) -> float:

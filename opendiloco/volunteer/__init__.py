@@ -7,6 +7,6 @@ interrupts: Interrupts, RememberedInterrupt, run_interruptible
 local_workload: LocalWorkload, Workload, working
 states: Past, command_line, export_state, fetch_state, find_origin, make_folder, new_folder, newest_state, past_of,
     state_of, warn_of_other_text
-tracking: Audit, Disagreement, Reached, Retrying, StateTracker, state_for, unless_failed
+tracking: Audit, Disagreement, Reached, retrying, state_for, states_until, unless_failed
 volunteer: Session, Volunteer, connected
 """

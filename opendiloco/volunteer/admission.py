@@ -7,8 +7,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,12 +181,8 @@ class GivenTickets:
 
     def add(self, ticket: Ticket) -> None:
         """Raises: MachineError when it cannot be written down."""
-        try:
-            make_private_folder(self._folder)
-            with open(self._folder / GIVEN, "a", opener=open_private) as file:
-                file.write(f"{ticket}\n")
-        except OSError as error:
-            raise self._unusable(error) from error
+        with self._writable(), open(self._folder / GIVEN, "a", opener=open_private) as file:
+            file.write(f"{ticket}\n")
 
     @property
     def revocations(self) -> Revocations | None:
@@ -212,17 +208,19 @@ class GivenTickets:
                 f"{len(revoked)} tickets are more than the {REVOKED_LIMIT} that can be revoked.", "Begin a new run."
             )
         revocations = Revocations.sign(self._run, number, revoked, organiser)
-        try:
-            make_private_folder(self._folder)
+        with self._writable():
             write_whole(self._folder / GIVEN_REVOCATIONS, [pack(revocations)])
-        except OSError as error:
-            raise self._unusable(error) from error
         return revocations
 
-    def _unusable(self, error: OSError) -> MachineError:
-        return MachineError(
-            f"the folder {self._folder} cannot be written to: {error.strerror}.", "Name another one with --state."
-        )
+    @contextmanager
+    def _writable(self) -> Iterator[None]:
+        """Make the folder, and write there. Raises: MachineError."""
+        try:
+            make_private_folder(self._folder)
+            yield
+        except OSError as error:
+            message = f"the folder {self._folder} cannot be written to: {error.strerror}."
+            raise MachineError(message, "Name another one with --state.") from error
 
 
 def _unreadable(path: Path, error: Exception) -> MachineError:

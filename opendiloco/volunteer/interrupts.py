@@ -9,7 +9,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self, TypeVar
 
 from peers.network.signals import LEAVE_SIGNALS
@@ -65,9 +65,7 @@ class RememberedInterrupt:
             signal.signal(signal.SIGINT, self._heard)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         is_ours = signal.getsignal(signal.SIGINT) == self._heard  # nobody has set another one meanwhile
         if is_ours and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._former)

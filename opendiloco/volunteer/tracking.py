@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -112,86 +112,63 @@ def _remembered(known: OrderedDict[Position, T], position: Position, value: T) -
     return known[position]
 
 
-class StateTracker:
-    """The states of a run as they come. It looks for new ones every `poll` seconds."""
+async def states_until(
+    last: int, following: Following, audit: Audit, poll: float
+) -> AsyncIterator[Reached | Disagreement]:
+    """Yield a snapshot first, then every state up to the one after `last` outer steps, which is looked for every `poll`
+    seconds; and disagreements when they are found.
 
-    def __init__(self, following: Following, audit: Audit, poll: float) -> None:
-        self._following = following
-        self._audit = audit
-        self._retry = Retrying(poll)
-        self._poll = poll
-        self._named = 0  # of the audit's disagreements
+    Where what follows cannot be had, or the run went on with another lineage, it begins anew with a snapshot. When no
+    peer is there it waits.
+    """
 
-    async def until(self, last: int) -> AsyncIterator[Reached | Disagreement]:
-        """A snapshot first, then every state up to the one after `last` outer steps; disagreements when they are found.
-
-        Where what follows cannot be had, or the run went on with another lineage, it begins anew with a snapshot. When
-        no peer is there it waits.
-        """
-        await self._retry(self._following.begin)
-        is_snapshot = True
-        while True:
-            reached = self._reached(is_snapshot)
-            yield reached
-            for disagreement in self._news():
-                yield disagreement
-            if reached.index >= last:
-                return
-            while (next_is_snapshot := await self._retry(self._advance)) is None:
-                for disagreement in self._news():
-                    yield disagreement
-                await asyncio.sleep(self._poll)
-            is_snapshot = next_is_snapshot
-
-    async def _advance(self) -> bool | None:
-        """Whether a snapshot was taken over rather than an entry applied; None: nothing new.
-
-        Raises: SwarmUnreachableError.
-        """
+    async def advance() -> bool | None:
+        """Return whether a snapshot was taken over rather than an entry applied; None: nothing new."""
         try:
-            advanced = await self._following.advance()
+            advanced = await following.advance()
         except CannotFollowError as error:
-            await self._following.begin(error.least)
+            await following.begin(error.least)
             logger.info("%s Begun anew with a snapshot.", error.message)
             return True
         finally:
-            self._audit.heard(self._following.donors.heartbeats)
+            audit.heard(following.donors.heartbeats)
         return None if advanced is None else False
 
-    def _reached(self, is_snapshot: bool) -> Reached:
-        following = self._following
-        self._audit.heard(following.donors.heartbeats)
+    await retrying(following.begin, poll)
+    audit.heard(following.donors.heartbeats)
+    is_snapshot: bool | None = True
+    named = 0  # of the audit's disagreements
+    while True:
         position = following.log.position
-        self._audit.computed(position, following.state_digest)
-        return Reached(following.log, following.state_digest, is_snapshot, self._audit.agreeing(position))
+        if is_snapshot is not None:
+            audit.computed(position, following.state_digest)
+            yield Reached(following.log, following.state_digest, is_snapshot, audit.agreeing(position))
+        new = audit.disagreements[named:]
+        named += len(new)
+        for disagreement in new:
+            yield disagreement
+        if position.index >= last:
+            return
+        if is_snapshot is None:
+            await asyncio.sleep(poll)
+        is_snapshot = await retrying(advance, poll)
 
-    def _news(self) -> Iterator[Disagreement]:
-        new = self._audit.disagreements[self._named :]
-        self._named += len(new)
-        yield from new
 
-
-class Retrying:
-    """Attempts that are repeated every `seconds` for as long as no peer is there; the log says so once."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._waiting = False
-
-    async def __call__(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        while True:
-            try:
-                result = await attempt()
-            except SwarmUnreachableError as error:
-                if not self._waiting:
-                    logger.warning("%s Waiting for somebody.", error.message)
-                self._waiting = True
-                await asyncio.sleep(self._seconds)
-            else:
-                if self._waiting:
-                    logger.info("somebody is there: going on")
-                self._waiting = False
-                return result
+async def retrying(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Repeat an attempt every so many seconds for as long as no peer is there; the log says so once."""
+    is_waiting = False
+    while True:
+        try:
+            result = await attempt()
+        except SwarmUnreachableError as error:
+            if not is_waiting:
+                logger.warning("%s Waiting for somebody.", error.message)
+            is_waiting = True
+            await asyncio.sleep(seconds)
+        else:
+            if is_waiting:
+                logger.info("somebody is there: going on")
+            return result
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:

@@ -143,7 +143,7 @@ class Session:
                     )
                     await sole
                     view.say(f"what outlives this process is in {folder.path}")
-                    view.say(f"joining as {key.peer_id} on {volunteer.device}; Ctrl-C to leave")
+                    view.say(f"joining as {key.peer_id} on {workload.trainer.device}; Ctrl-C to leave")
                     self.watch.begin(volunteer, run.settings.timing.grace)
                     when_ready(volunteer, transport)
                     reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons)
@@ -277,10 +277,6 @@ class Volunteer:
         workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.round_costs)
 
     @property
-    def device(self) -> str:
-        return self._workload.trainer.device
-
-    @property
     def log(self) -> RunLog:
         """The entries of the run that are here."""
         return self._driver.entries
@@ -332,18 +328,13 @@ class Volunteer:
         """How many outer steps the log has here."""
         return self._driver.peer.log.position.index
 
-    @property
-    def state(self) -> State:
-        """The state of the peer."""
-        return self._driver.peer.state
-
     def facts(self) -> OwnFacts:
         """Return what this process knows of the run, for people who look."""
         under_way = None if self._workers is None else self._workers.under_way
         return OwnFacts(
             heartbeats=self.heartbeats(),
             log=self.log,
-            state=self.state,
+            state=self._driver.peer.state,
             trains_on=under_way is not None and under_way.has_rest,
             reach=self._transport.reach(),
             caps=self._transport.caps,
@@ -375,7 +366,7 @@ class Volunteer:
     @property
     def is_at_work(self) -> bool:
         """Whether an outer step is under way in which this machine takes part."""
-        return self.state in AT_WORK and self.outer_step < self.run.config.total_outer_steps
+        return self._driver.peer.state in AT_WORK and self.outer_step < self.run.config.total_outer_steps
 
     def hold(self, held: bool) -> None:
         """Make no inner step while `held`; the peer goes on, and others see a member that is late."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opendiloco.config.run_config import CodecSection, RunConfig, TrainingSection
+from opendiloco.config.run_config import CodecSection, RunConfig
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory
@@ -41,7 +41,9 @@ def assemble_model(
     skeleton = build_skeleton(config, tokenizer)
     layout = layout_of(skeleton, config.streaming)
     each_builds = has_other_tensors(skeleton)
-    memory = memory_of(skeleton, team, config.training, options)
+    memory = worker_memory(
+        skeleton, config.training, team.device.type, team.shards, options, is_shared=team.mesh is not None
+    )
     if team.device.type == "cuda":
         _check_device(memory, team, options.trains)
     if memory_descriptor is not None and team.rank == 0:
@@ -113,19 +115,3 @@ def _check_device(memory: WorkerMemory, team: Team, trains: bool) -> None:
             f"{team.device} has {free / 2**20:.0f} MiB free; its part of the model takes {needed / 2**20:.0f} MiB.",
             "Use more GPUs, or larger ones.",
         )
-
-
-def memory_of(
-    skeleton: Any, team: Team, training: TrainingSection, options: WorkerOptions | None = None
-) -> WorkerMemory:
-    """Return what a model takes, from its skeleton, where these workers train it."""
-    kept = WorkerOptions() if options is None else options
-    return worker_memory(
-        skeleton,
-        training,
-        team.device.type,
-        team.shards,
-        is_shared=team.mesh is not None,
-        whole_layers=kept.whole_layers,
-        whole_gradients=kept.reduces_once,
-    )

@@ -1,4 +1,4 @@
-"""The control channel: what the peer process and each of its workers say to each other, one JSON object a line over a
+"""The control channel: what the peer process and each of its workers say to each other, one message a line over a
 socket pair; and the peer process's handle on a worker. Knows no torch.
 
 Commands are carried out one after the other; only `EndInnerLoop`, `Hold`, `TakeAverage` and those about moments are
@@ -17,10 +17,10 @@ import re
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from opendiloco.child_processes import child_environment, module_command
 from opendiloco.errors import DataError, DeviceMemoryError, MachineError, WorkerError
@@ -47,21 +47,46 @@ LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class ControlMessage(BaseModel):
-    """One line of the control channel."""
+    """One line of the control channel: the name of its class, and its fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
     def line(self) -> bytes:
-        return self.model_dump_json().encode() + b"\n"
+        return f"{type(self).__name__} {self.model_dump_json()}\n".encode()
+
+    @classmethod
+    def parse(cls, line: bytes) -> Self:
+        """Return the message of this kind in a line. Raises: ValueError."""
+        name, _, fields = line.decode().partition(" ")
+        for kind in cls._kinds():
+            if kind.__name__ == name:
+                return kind.model_validate_json(fields)
+        raise ValueError(f"{name[:LINE_LENGTH]!r} is no {cls.__name__}")
+
+    @classmethod
+    def _kinds(cls) -> Iterator[type[Self]]:
+        yield cls
+        for kind in cls.__subclasses__():
+            yield from kind._kinds()
 
 
-class CountDevices(ControlMessage):
+class Command(ControlMessage):
+    """From the peer process to a worker."""
+
+
+class Reply(ControlMessage):
+    """From a worker to the peer process."""
+
+
+class Report(Reply):
+    """Comes while a command is carried out."""
+
+
+class CountDevices(Command):
     """Say how many GPUs torch sees. Answered by `DevicesCounted`."""
 
-    kind: Literal["count_devices"] = "count_devices"
 
-
-class Configure(ControlMessage):
+class Configure(Command):
     """Build model, data and optimizer as worker `rank` of `workers`, with so many CPU `threads`.
 
     Answered by `Configured` when all have.
@@ -71,7 +96,6 @@ class Configure(ControlMessage):
     else they are left there.
     """
 
-    kind: Literal["configure"] = "configure"
     manifest_content: dict[str, Any]
     options: WorkerOptions
     device: str
@@ -84,7 +108,7 @@ class Configure(ControlMessage):
     threads: int = 1
 
 
-class RunInnerLoop(ControlMessage):
+class RunInnerLoop(Command):
     """Run at most `steps` inner steps of outer step `index` on the samples of a lease. Answered by `InnerLoopDone`.
 
     `number` counts the trainings of these workers from 1; `tokens` are the run's before this outer step. Averages are
@@ -92,7 +116,6 @@ class RunInnerLoop(ControlMessage):
     `local`, or else go on from where the training before has ended.
     """
 
-    kind: Literal["run_inner_loop"] = "run_inner_loop"
     number: int
     index: int
     samples: tuple[SampleRange, ...]
@@ -103,105 +126,90 @@ class RunInnerLoop(ControlMessage):
     goes_on: bool = False
 
 
-class EndInnerLoop(ControlMessage):
+class EndInnerLoop(Command):
     """End training `number` after its present inner step, or after its first if it has not begun. Has no reply.
 
     All workers end after the same inner step, as soon as one of them has heard it.
     """
 
-    kind: Literal["end_inner_loop"] = "end_inner_loop"
     number: int
 
 
-class Hold(ControlMessage):
+class Hold(Command):
     """Make no inner step until told that it is not `held` any more. Has no reply.
 
     Each worker waits between two inner steps; those that share a model wait for each other.
     """
 
-    kind: Literal["hold"] = "hold"
     held: bool
 
 
-class TakeAverage(ControlMessage):
+class TakeAverage(Command):
     """Go on with a fragment that training `number` has stored: its new values lie in `local`, or else it is as it was.
 
     Has no reply. May come at any time until the fragment is stored again.
     """
 
-    kind: Literal["take_average"] = "take_average"
     number: int
     fragment: int
     is_changed: bool
 
 
-class Evaluate(ControlMessage):
+class Evaluate(Command):
     """Held-out loss of theta over at most `windows` windows. Answered by `Evaluated`."""
 
-    kind: Literal["evaluate"] = "evaluate"
     windows: int
 
 
-class Generate(ControlMessage):
+class Generate(Command):
     """Continue `prompt` by at most `tokens` tokens with theta, sampled at this temperature. Answered by `Generated`."""
 
-    kind: Literal["generate"] = "generate"
     prompt: str
     tokens: int
     seed: int
     temperature: float = TEMPERATURE
 
 
-class Export(ControlMessage):
+class Export(Command):
     """Write theta as a transformers model folder, its weights as `dtype`. Answered by `Exported`."""
 
-    kind: Literal["export"] = "export"
     folder: str
     facts: RunFacts
     dtype: Dtype = "float32"
 
 
-class AtStage(ControlMessage):
+class AtStage(Reply):
     """What the worker is busy with (see `opendiloco.stages`). `share` of it is done; None if that is not known."""
 
-    kind: Literal["at_stage"] = "at_stage"
     stage: str
     share: float | None
 
 
-class KeepMoments(ControlMessage):
-    """Write the inner optimizer's state into a file (see inner/moments_file.py): each worker its part, and the file is
-    there when all have answered. `index` outer steps are taken. A worker that is alone does it between two inner steps.
-    Answered by `MomentsMoved`."""
+class MoveMoments(Command):
+    """Have the inner optimizer's state of a run in a file (see training/moments_file.py), or from there. A worker that
+    is alone does it between two inner steps. Answered by `MomentsMoved`."""
 
-    kind: Literal["keep_moments"] = "keep_moments"
     path: str
     run: str
+
+
+class KeepMoments(MoveMoments):
+    """Write it: each worker its part. The file is there when all have answered. `index` outer steps are taken."""
+
     index: int
 
 
-class RecallMoments(ControlMessage):
-    """Go on with the inner optimizer's state in such a file. Answered by `MomentsMoved`."""
-
-    kind: Literal["recall_moments"] = "recall_moments"
-    path: str
-    run: str
+class RecallMoments(MoveMoments):
+    """Go on with it."""
 
 
-class ForgetMoments(ControlMessage):
-    """Begin anew, as if the inner optimizer had never made a step. Answered by `MomentsMoved`."""
-
-    kind: Literal["forget_moments"] = "forget_moments"
-
-
-class DevicesCounted(ControlMessage):
+class DevicesCounted(Reply):
     """How many GPUs torch sees."""
 
-    kind: Literal["devices_counted"] = "devices_counted"
     gpus: int
 
 
-class Configured(ControlMessage):
+class Configured(Reply):
     """The worker is ready. `parameters` is the length of theta: all trainable values, and what pads fragments.
 
     `device_name` is the GPU's as torch has it, or "cpu"; `flops_per_token` see model/utilisation.py; `micro_batch`
@@ -210,7 +218,6 @@ class Configured(ControlMessage):
     value, and where it ends.
     """
 
-    kind: Literal["configured"] = "configured"
     parameters: int
     device: str
     device_name: str
@@ -221,11 +228,10 @@ class Configured(ControlMessage):
     fragments: tuple[tuple[int, int], ...]
 
 
-class InnerStepDone(ControlMessage):
+class InnerStepDone(Report):
     """After an inner step. `loss` in nats per token; `gradient_norm` before clipping; `learning_rate` of its first
     group of parameters; `tokens_per_second` over this training so far."""
 
-    kind: Literal["inner_step_done"] = "inner_step_done"
     inner_step: int
     loss: float
     gradient_norm: float
@@ -233,21 +239,20 @@ class InnerStepDone(ControlMessage):
     tokens_per_second: float
 
 
-class FragmentStored(ControlMessage):
+class FragmentStored(Report):
     """In the midst of training, or at its end: this worker's part of a fragment's weights is in `local`.
 
     `samples` (the lease, or a prefix of it) are those that will have been trained in the end, `tokens` the tokens in
     them; of a training that is stopped, those that have been. `loss` is the mean so far.
     """
 
-    kind: Literal["fragment_stored"] = "fragment_stored"
     fragment: int
     samples: tuple[SampleRange, ...]
     tokens: int
     loss: float
 
 
-class InnerLoopDone(ControlMessage):
+class InnerLoopDone(Reply):
     """All inner steps are taken. Before, each fragment was stored.
 
     Of the inner steps, `skipped` changed nothing: their loss or gradient was not finite. `loss` and `gradient_norm` are
@@ -258,7 +263,6 @@ class InnerLoopDone(ControlMessage):
     steps.
     """
 
-    kind: Literal["inner_loop_done"] = "inner_loop_done"
     tokens: int
     inner_steps: int
     loss: float
@@ -274,86 +278,36 @@ class InnerLoopDone(ControlMessage):
     overlap: int = 0
 
 
-class Evaluated(ControlMessage):
+class Evaluated(Reply):
     """Mean loss in nats per token over `tokens` predicted tokens."""
 
-    kind: Literal["evaluated"] = "evaluated"
     loss: float
     tokens: int
 
 
-class Generated(ControlMessage):
+class Generated(Reply):
     """The continuation, without the prompt."""
 
-    kind: Literal["generated"] = "generated"
     text: str
 
 
-class Exported(ControlMessage):
+class Exported(Reply):
     """The folder is complete."""
 
-    kind: Literal["exported"] = "exported"
 
-
-class MomentsMoved(ControlMessage):
+class MomentsMoved(Reply):
     """The moments are there, or `problem` says why not. Training goes on in any case."""
 
-    kind: Literal["moments_moved"] = "moments_moved"
     problem: str | None = None
 
 
-class Failed(ControlMessage):
+class Failed(Reply):
     """A command failed. `error` is a class of `opendiloco.errors` if the error is expected, else anything."""
 
-    kind: Literal["failed"] = "failed"
     error: str
     message: str
     remedy: str
     traceback: str
-
-
-MoveMoments = KeepMoments | RecallMoments | ForgetMoments
-"""Between two inner steps, if the worker is alone."""
-Command = (
-    CountDevices
-    | Configure
-    | RunInnerLoop
-    | EndInnerLoop
-    | Hold
-    | TakeAverage
-    | Evaluate
-    | Generate
-    | Export
-    | MoveMoments
-)
-Report = InnerStepDone | FragmentStored
-"""Comes while a command is carried out."""
-Reply = (
-    AtStage
-    | DevicesCounted
-    | Configured
-    | InnerStepDone
-    | FragmentStored
-    | InnerLoopDone
-    | Evaluated
-    | Generated
-    | Exported
-    | MomentsMoved
-    | Failed
-)
-
-_COMMANDS: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
-_REPLIES: TypeAdapter[Reply] = TypeAdapter(Annotated[Reply, Field(discriminator="kind")])
-
-
-def parse_command(line: bytes) -> Command:
-    """Raises: pydantic.ValidationError."""
-    return _COMMANDS.validate_json(line)
-
-
-def parse_reply(line: bytes) -> Reply:
-    """Raises: pydantic.ValidationError."""
-    return _REPLIES.validate_json(line)
 
 
 # Failures ------------------------------------------------------------------------------------------------------------
@@ -503,8 +457,8 @@ class WorkerProcess:
         self._end(self._describe_death())
 
     def _hear(self, line: bytes) -> None:
-        """Take a line of the worker's. Raises: pydantic.ValidationError when it is none of the protocol's."""
-        reply = parse_reply(line)
+        """Take a line of the worker's. Raises: ValueError when it is none of the protocol's."""
+        reply = Reply.parse(line)
         if isinstance(reply, AtStage):
             self._on_stage(reply.stage, reply.share)
         elif isinstance(reply, MomentsMoved):
@@ -547,7 +501,7 @@ class WorkerProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
             self._kill()
-        except (ValidationError, ValueError) as error:
+        except ValueError as error:
             self._output.heard(f"control channel: {error}")
             self._kill()
         await self._ended()

@@ -16,6 +16,7 @@ from opendiloco.model.parameters import layout_of, transformer_blocks
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
 from opendiloco.quantities import days_in_words, in_words
 from opendiloco.training.optimizers import FUSED_ON
+from opendiloco.workers.options import WorkerOptions
 
 UTILISATION = 0.4
 """Share of its peak at which a GPU is taken to train."""
@@ -98,27 +99,25 @@ class Needs:
 
     def days(self, machine: _Machine) -> float | None:
         """Return how long a peer with such GPUs trains; None where that is not known, or they are too small."""
-        speed = self._speed(machine)
-        return None if speed is None else self.tokens / speed / SECONDS_A_DAY
+        if self.device_memory > machine.memory:
+            return None
+        peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
+        return None if peak is None else self.tokens / (UTILISATION * peak) / SECONDS_A_DAY
 
     def bits_per_second(self, machine: _Machine) -> float | None:
         """Return what its link must carry in each direction, so that rounds take no more than their share of the time.
 
         A member of a large round sends two payloads and gets two.
         """
-        speed = self._speed(machine)
-        if speed is None:
-            return None
-        training = self.tokens_per_outer_step / speed
-        return 8 * 2 * self.payload / (training * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS))
+        round_seconds = self.round_seconds(machine)
+        return None if round_seconds is None else 8 * 2 * self.payload / round_seconds
 
-    def _speed(self, machine: _Machine) -> float | None:
-        """Return tokens a second."""
-        assert machine.gpus == self.gpus
-        if self.device_memory > machine.memory:
+    def round_seconds(self, machine: _Machine) -> float | None:
+        """Return the share of an outer step's time that its rounds may take, with such GPUs."""
+        days = self.days(machine)
+        if days is None:
             return None
-        peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
-        return None if peak is None else UTILISATION * peak
+        return SECONDS_A_DAY * days / self.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
 
 
 def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
@@ -154,13 +153,12 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
 
 def _time_on(machine: _Machine, needs: Needs) -> str:
     """Return the end of a sentence about a machine: how long it trains, and with which link."""
-    days, bits = needs.days(machine), needs.bits_per_second(machine)
+    days, bits, rounds = needs.days(machine), needs.bits_per_second(machine), needs.round_seconds(machine)
     if needs.device_memory > machine.memory:
         return ": it is too small"
-    if days is None or bits is None:
+    if days is None or bits is None or rounds is None:
         return "; how fast it trains is not known"
     time = f"; {days_in_words(days)} at {UTILISATION:.0%} of its peak"
-    rounds = SECONDS_A_DAY * days / needs.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
     if rounds < SHORTEST_ROUND:
         return f"{time}, and more for rounds, whatever its link"
     return f"{time}, with a link of {float(f'{bits / 1e6:.2g}'):,g} Mbit/s"
@@ -171,23 +169,23 @@ def worker_memory(
     training: TrainingSection,
     device: str,
     workers: int,
+    options: WorkerOptions | None = None,
     is_shared: bool | None = None,
-    whole_layers: bool = False,
-    whole_gradients: bool = False,
 ) -> WorkerMemory:
     """Return what a model takes on devices of a kind. Of one that is shared, each worker gathers two blocks and what is
-    in none, one block for now and one for then; with `whole_layers` all of it, and with `whole_gradients` it keeps all
-    gradients. By default, they share where there are several."""
+    in none, one block for now and one for then; by its `options` all of it, or it keeps all gradients. By default, they
+    share where there are several."""
+    options = options or WorkerOptions()
     sizes = [parameter.numel() for parameter in skeleton.parameters()]
     blocks = [sum(each.numel() for each in block.parameters()) for block in transformer_blocks(skeleton)]
     shared = workers > 1 if is_shared is None else is_shared
-    gathered = sum(sizes) if whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
+    gathered = sum(sizes) if options.whole_layers else sum(sizes) - sum(blocks) + sum(sorted(blocks)[-2:])
     return WorkerMemory(
         weights=sum(sizes),
         trained=layout_of(skeleton).size,
         largest=max(sizes),
         gathered=gathered * workers if shared else 0,
-        whole_gradients=sum(sizes) * workers if shared and whole_gradients else 0,
+        whole_gradients=sum(sizes) * workers if shared and options.reduces_once else 0,
         is_fused=device in FUSED_ON,
         has_copy=training.precision == "bf16" and not shared,
         gathering_on_cpu=workers if shared and device == "cpu" else 0,

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.cores import usable_cores
 from opendiloco.errors import DeviceMemoryError, WorkerError
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.stages import WITH_A_COMPILER, StageLog, at_stage
+from opendiloco.stages import WITH_A_COMPILER, StageLog, Watch, at_stage
 from opendiloco.workers.control import (
     Answer,
     Configure,
@@ -28,7 +29,6 @@ from opendiloco.workers.control import (
     ControlMessage,
     CountDevices,
     DevicesCounted,
-    ForgetMoments,
     Hold,
     InnerLoopDone,
     KeepMoments,
@@ -60,10 +60,6 @@ Result = TypeVar("Result")
 
 class WorkersRestartedError(Exception):
     """The request's workers were lost, or short of memory, and new ones wait. They know nothing of it."""
-
-
-class _CompilerHangError(WorkerError):
-    """A worker's compiler has not come to an end."""
 
 
 class Supervisor:
@@ -128,21 +124,33 @@ class Supervisor:
             if not pool.is_over:
                 self._lose(death.result())
 
-        start_up = _StartUp(self._lose)
-        await pool.start(self._options, start_up)
-        for worker in pool.workers:
-            worker.death.add_done_callback(died)
-        if self._is_held:
-            self.hold(True)
-        commands = pool.commands(self._config, self._options, fresh)
+        def heard_of_other(stage: str, share: float | None) -> None:
+            if stage in WITH_A_COMPILER and compiling.when() is None:
+                with suppress(RuntimeError):  # the start is over
+                    compiling.reschedule(asyncio.get_running_loop().time() + COMPILING_SECONDS)
+
+        def heard_of_first(stage: str, share: float | None) -> None:
+            log(stage, share)
+            at_stage(stage, share)  # the others do the same
+            heard_of_other(stage, share)
+
+        log = StageLog()
         try:
-            answers = await self._exchange(commands, Configured)
-        except _CompilerHangError as error:
-            logger.warning("%s The workers start again and do not compile, which would be faster.", error.message)
+            async with asyncio.timeout(None) as compiling:
+                commands = await pool.start(self._config, self._options, fresh, heard_of_first, heard_of_other)
+                for worker in pool.workers:
+                    worker.death.add_done_callback(died)
+                if self._is_held:
+                    self.hold(True)
+                answers = await self._exchange(commands, Configured)
+        except TimeoutError:
+            logger.warning(
+                "a worker's compiler has not come to an end in %.0f minutes. The workers start again and do not "
+                "compile, which would be faster.",
+                COMPILING_SECONDS / 60,
+            )
             self._options = replace(self._options, compile=False)
             return await self._start_again()
-        finally:
-            start_up.end()
         self._micro_batch = answers[0].micro_batch
         if self._options.micro_batch is None and self._options.trains:
             _tell_micro_batch(self._config.training, len(self.workers), self._micro_batch)
@@ -162,8 +170,7 @@ class Supervisor:
         self._lost = error
         HEALTH.failing("workers", error.message)
         self.pool.kill()
-        can_be_got_round = isinstance(self._lost, _CompilerHangError)  # by not compiling
-        if not self._restarts.left and not can_be_got_round:
+        if not self._restarts.left:
             self._die(error)
 
     def _die(self, error: DilocoPeerError) -> None:
@@ -256,14 +263,14 @@ class Supervisor:
 
         Raises: SnapshotError when there are none, or the file cannot be written; WorkerError when a worker dies.
         """
-        await self._move(partial(self._tell_moments, KeepMoments(path=str(path.absolute()), run=run, index=index)))
+        await self._move(KeepMoments(path=str(path.absolute()), run=run, index=index))
 
     async def recall_moments(self, path: Path, run: str) -> None:
         """Have the inner optimizer go on with those in a file; new workers in the place of lost ones do so, too.
 
         Raises: as `keep_moments`.
         """
-        await self._move(partial(self._read_moments, path, run))
+        await self._move(RecallMoments(path=str(path.absolute()), run=run))
         self.kept_moments = path, run
 
     async def _recall_kept_moments(self) -> None:
@@ -272,52 +279,26 @@ class Supervisor:
             return
         path, run = self.kept_moments
         try:
-            async with self._moving:
-                await self._read_moments(path, run)
+            await self._move_now(RecallMoments(path=str(path.absolute()), run=run))
         except SnapshotError as error:
             logger.warning("the inner optimizer begins anew: %s: %s", path, error)
         else:
             logger.info("the inner optimizer goes on with what %s has", path)
 
-    async def _move(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Move moments, one request after another, each to its end even if the caller is cancelled.
+    async def _move(self, command: MoveMoments) -> None:
+        """Have workers move moments, one request after another, each to its end even if the caller is cancelled.
 
         Training of a single worker need not end for it; that of several must, since they are not at the same step at
         the same time.
         """
+        move, alone = partial(self._move_now, command), len(self.workers) == 1
+        await asyncio.shield(self.requests.keep(move()) if alone else self.requests.add(move))
 
-        async def in_turn() -> None:
-            async with self._moving:
-                await work()
-
-        alone = len(self.workers) == 1
-        await asyncio.shield(self.requests.keep(in_turn()) if alone else self.requests.add(in_turn))
-
-    async def _read_moments(self, path: Path, run: str) -> None:
-        """Have all workers read moments.
-
-        When some have read them and others could not, all begin anew. Otherwise they would go on with moments of
-        different times, and with different learning rates.
-        """
-        command, have_read = RecallMoments(path=str(path.absolute()), run=run), list[WorkerProcess]()
-
-        async def read(worker: WorkerProcess) -> None:
-            await worker.move_moments(command)
-            have_read.append(worker)
-
-        try:
-            await self._all_moved(map(read, self.workers))
-        except SnapshotError:
-            if have_read:
-                await self._tell_moments(ForgetMoments())
-            raise
-
-    async def _tell_moments(self, command: MoveMoments) -> None:
-        await self._all_moved(worker.move_moments(command) for worker in self.workers)
-
-    async def _all_moved(self, moves: Iterable[Awaitable[object]]) -> None:
-        """Return once all of them have ended. Raises: what one of them does."""
-        moved = await asyncio.gather(*moves, return_exceptions=True)
+    async def _move_now(self, command: MoveMoments) -> None:
+        """Return once all workers have answered. Raises: what one of them does."""
+        async with self._moving:
+            moves = [worker.move_moments(command) for worker in self.workers]
+            moved = await asyncio.gather(*moves, return_exceptions=True)
         problems = [said for said in moved if isinstance(said, BaseException)]
         if problems and isinstance(problems[0], WorkerDeathError) and not self.death.done():
             raise SnapshotError("the worker is gone")  # another takes its place
@@ -331,21 +312,22 @@ class _WorkerPool:
     def __init__(self, memory_descriptor: int) -> None:
         self.workers: list[WorkerProcess] = []
         self._memory = memory_descriptor
-        self._listener = self._port = 0  # where they meet: the first one's descriptor, and the port
         self._devices: list[str] = []
-        self._threads = 1
         self.is_over = False
         """Whether the end of its workers is no loss."""
 
-    async def start(self, options: WorkerOptions, start_up: _StartUp) -> None:
+    async def start(
+        self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
+    ) -> list[Configure]:
         """Start as many workers as this machine has devices; the first, which is there in any case, counts its GPUs.
+        The watches hear what they are busy with. Return what each is to be told next, in their order.
 
         Raises: MachineError when there are too few; WorkerError when one dies, or the pool is closed meanwhile.
         """
         with socket.create_server((LOOPBACK, 0)) as listener:
-            self._listener, self._port = listener.fileno(), listener.getsockname()[1]
+            descriptor, port = listener.fileno(), listener.getsockname()[1]  # where they meet
             threads = choose_threads(options, ["cpu"] * options.cpu_workers, usable_cores())  # at most
-            first = await WorkerProcess.start((self._memory, self._listener), threads, start_up.heard_of_first)
+            first = await WorkerProcess.start((self._memory, descriptor), threads, of_first)
         self.workers.append(first)
         if self.is_over:
             raise WorkerError("no workers are wanted any more.")
@@ -353,38 +335,35 @@ class _WorkerPool:
         if needs_gpu_count(options):
             gpus = (await first.exchange(CountDevices(), DevicesCounted, lambda progress: None)).gpus
         self._devices = choose_devices(options, gpus)
-        self._threads = choose_threads(options, self._devices, usable_cores())
+        threads = choose_threads(options, self._devices, usable_cores())
         for _ in self._devices[1:]:
-            other = await WorkerProcess.start((self._memory,), self._threads, start_up.heard_of_other)
+            other = await WorkerProcess.start((self._memory,), threads, of_other)
             self.workers.append(other)
         if len(self.workers) > 1:
             for rank, worker in enumerate(self.workers):
                 worker.name = f"worker {rank} of {len(self.workers)}"
+        content = config.to_manifest_content()
+        return [
+            Configure(
+                manifest_content=content,
+                options=options,
+                threads=threads,
+                device=device,
+                rank=rank,
+                workers=len(self.workers),
+                memory=self._memory,
+                listener=None if rank else descriptor,
+                port=port,
+                fresh=fresh,
+            )
+            for rank, device in enumerate(self._devices)
+        ]
 
     @property
     def device(self) -> str:
         """What they train on, in words."""
         first, *others = self._devices
         return f"{len(self._devices)} x {first.partition(':')[0]}" if others else first
-
-    def commands(self, config: RunConfig, options: WorkerOptions, fresh: bool) -> list[Configure]:
-        """Return what each worker is to be told, in their order."""
-        content = config.to_manifest_content()
-        return [
-            Configure(
-                manifest_content=content,
-                options=options,
-                threads=self._threads,
-                device=device,
-                rank=rank,
-                workers=len(self.workers),
-                memory=self._memory,
-                listener=None if rank else self._listener,
-                port=self._port,
-                fresh=fresh,
-            )
-            for rank, device in enumerate(self._devices)
-        ]
 
     def kill(self) -> None:
         """End the workers at once, without waiting for their end."""
@@ -395,39 +374,6 @@ class _WorkerPool:
         """End the workers. Leaves no process behind."""
         self.is_over = True
         await asyncio.gather(*(worker.close() for worker in self.workers))
-
-
-class _StartUp:
-    """The start of workers as they tell of it: logged, and given up when a compiler does not come to an end."""
-
-    def __init__(self, on_hang: Callable[[_CompilerHangError], None]) -> None:
-        self._on_hang = on_hang
-        self._log = StageLog()
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
-
-    def heard_of_first(self, stage: str, share: float | None) -> None:
-        """Take in that the first worker is at this stage; the others do the same. It tells of later stages, too."""
-        self._log(stage, share)
-        at_stage(stage, share)
-        self.heard_of_other(stage, share)
-
-    def heard_of_other(self, stage: str, share: float | None) -> None:
-        """Take in that another worker is at this stage."""
-        if stage in WITH_A_COMPILER and self._timer is None and not self._is_over:
-            self._timer = asyncio.get_running_loop().call_later(COMPILING_SECONDS, self._give_up)
-
-    def end(self) -> None:
-        """Wait for no compiler any more."""
-        self._is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _give_up(self) -> None:
-        error = _CompilerHangError(
-            f"a worker's compiler has not come to an end in {COMPILING_SECONDS / 60:.0f} minutes.", "Use --no-compile."
-        )
-        self._on_hang(error)
 
 
 def _tell_micro_batch(training: TrainingSection, workers: int, micro_batch: int) -> None:

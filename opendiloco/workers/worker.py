@@ -6,7 +6,6 @@ blocked.
 """
 
 from __future__ import annotations
-
 import faulthandler
 import gc
 import os
@@ -16,51 +15,58 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextlib import suppress
 from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
-from opendiloco.shared_memory import MemoryCap, SharedVectors, Vector, cap_memory
-from opendiloco.stages import at_stage, watched_by
+from opendiloco.errors import DeviceMemoryError
+from opendiloco.errors import MachineError
+from opendiloco.errors import WorkerError
+from opendiloco.shared_memory import MemoryCap
+from opendiloco.shared_memory import SharedVectors
+from opendiloco.shared_memory import Vector
+from opendiloco.shared_memory import cap_memory
+from opendiloco.stages import at_stage
+from opendiloco.stages import watched_by
 from opendiloco.training.streaming import Cycles
-from opendiloco.workers.control import (
-    AtStage,
-    Command,
-    Configure,
-    Configured,
-    ControlMessage,
-    CountDevices,
-    DevicesCounted,
-    EndInnerLoop,
-    Evaluate,
-    Evaluated,
-    Export,
-    Exported,
-    Failed,
-    ForgetMoments,
-    FragmentStored,
-    Generate,
-    Generated,
-    Hold,
-    InnerLoopDone,
-    InnerStepDone,
-    KeepMoments,
-    MomentsMoved,
-    MoveMoments,
-    RecallMoments,
-    RunInnerLoop,
-    TakeAverage,
-    parse_command,
-)
+from opendiloco.workers.control import AtStage
+from opendiloco.workers.control import Command
+from opendiloco.workers.control import Configure
+from opendiloco.workers.control import Configured
+from opendiloco.workers.control import ControlMessage
+from opendiloco.workers.control import CountDevices
+from opendiloco.workers.control import DevicesCounted
+from opendiloco.workers.control import EndInnerLoop
+from opendiloco.workers.control import Evaluate
+from opendiloco.workers.control import Evaluated
+from opendiloco.workers.control import Export
+from opendiloco.workers.control import Exported
+from opendiloco.workers.control import Failed
+from opendiloco.workers.control import FragmentStored
+from opendiloco.workers.control import Generate
+from opendiloco.workers.control import Generated
+from opendiloco.workers.control import Hold
+from opendiloco.workers.control import InnerLoopDone
+from opendiloco.workers.control import InnerStepDone
+from opendiloco.workers.control import KeepMoments
+from opendiloco.workers.control import MomentsMoved
+from opendiloco.workers.control import MoveMoments
+from opendiloco.workers.control import RecallMoments
+from opendiloco.workers.control import RunInnerLoop
+from opendiloco.workers.control import TakeAverage
 from opendiloco.workers.options import WorkerOptions
+from pathlib import Path
 from peers.errors import DilocoPeerError
+from typing import Any
+from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
-    from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica, StepTaken
+    from opendiloco.training.inner import InnerStep
+    from opendiloco.training.inner import InnerSteps
+    from opendiloco.training.inner import ModelReplica
     from opendiloco.training.team import Team
 
 LOOK_SECONDS = 0.1
@@ -158,9 +164,10 @@ class ControlChannel:
         with self._sending:  # batches are read by a thread of their own, which may have to tokenize
             self._connection.sendall(message.line())
 
-    def average_of(self, fragment: int) -> _Average | None:
-        """Return the newest word of a fragment."""
-        return self._averages.get(fragment)
+    def average_of(self, fragment: int, number: int) -> _Average | None:
+        """Return what became of a fragment that training `number` has stored, once that is known."""
+        average = self._averages.get(fragment)
+        return average if average is not None and average.number == number else None
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Return once this holds; it is asked anew whenever something was heard."""
@@ -187,7 +194,7 @@ class ControlChannel:
         """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
         try:
             for line in self._connection.makefile("rb"):
-                self.take(parse_command(line))
+                self.take(Command.parse(line))
         except ConnectionError:
             pass
         except Exception:
@@ -300,10 +307,10 @@ class Worker:
                 return self._generate(command)
             case Export():
                 return self._export(command)
-            case Configure() | CountDevices() | EndInnerLoop() | Hold() | TakeAverage():
-                raise WorkerError(f"the command {command.kind} is out of place here.", "This is a bug; report it.")
-            case _:
+            case MoveMoments():
                 return self._move_moments(command)
+            case _:
+                raise WorkerError(f"{type(command).__name__} is out of place here.", "This is a bug; report it.")
 
     def _carry_out_asides(self) -> None:
         """Move moments, the one thing that the peer process asks of a single worker between two inner steps."""
@@ -320,8 +327,6 @@ class Worker:
                     self._replica.keep_moments(Path(command.path), command.run, command.index)
                 case RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
-                case ForgetMoments():
-                    self._replica.forget_moments()
         except Exception as error:  # a failure to move moments must not stop training
             return MomentsMoved(problem=str(error))
         return MomentsMoved()
@@ -454,7 +459,12 @@ class InnerLoops:
             is_whole = is_whole and self._cycles.train_up_to(fragment, local)
             if is_whole or fragment == last:
                 self._cycles.store(local, fragment)
-                self._channel.send(_fragment_stored(fragment, inner_steps, is_whole))
+                done = inner_steps.trained
+                samples, tokens = done.samples, done.tokens
+                if is_whole:
+                    samples, tokens = inner_steps.planned_samples, inner_steps.planned_tokens
+                stored = FragmentStored(fragment=fragment, samples=samples, tokens=tokens, loss=done.loss)
+                self._channel.send(stored)
         if is_whole:
             self._cycles.train_to_the_end(local)
 
@@ -468,40 +478,31 @@ class InnerLoops:
 
         def is_decided() -> bool:
             self._carry_out_asides()
-            return self._has_average(fragment, number) or self._is_stopped()
+            return self._channel.average_of(fragment, number) is not None or self._is_stopped()
 
-        if not self._has_average(fragment, number):
+        if self._channel.average_of(fragment, number) is None:
             self._late += 1
             self._channel.wait_until(is_decided)
             self._waited += time.monotonic() - began
-        average = self._channel.average_of(fragment)
-        if average is not None and average.number == number:
+        if (average := self._channel.average_of(fragment, number)) is not None:
             self._longest_average = max(self._longest_average, average.heard_at - stored_at)
             if average.is_changed:
                 self._replica.merge(theta, fragment, alpha)
-
-    def _has_average(self, fragment: int, number: int) -> bool:
-        average = self._channel.average_of(fragment)
-        return average is not None and average.number == number
 
     def _is_stopped(self) -> bool:
         return self._number <= self._channel.stopped_number
 
     def _tell(self, step: InnerStep) -> None:
-        """Report an inner step that changed the weights, and do what fits between two of them."""
-        if self._team.rank == 0:
-            trained = step.samples * self._config.training.sequence_length
-            seconds = time.monotonic() - self._began - self._held - self._waited
-            progress = InnerStepDone(
-                inner_step=step.number,
-                loss=step.loss,
-                gradient_norm=step.gradient_norm,
-                learning_rate=self._replica.learning_rate,
-                tokens_per_second=trained / seconds,
-            )
-            self._channel.send(progress)
-        self._carry_out_asides()
-        self._wait_while_held()
+        trained = step.samples * self._config.training.sequence_length
+        seconds = time.monotonic() - self._began - self._held - self._waited
+        progress = InnerStepDone(
+            inner_step=step.number,
+            loss=step.loss,
+            gradient_norm=step.gradient_norm,
+            learning_rate=self._replica.learning_rate,
+            tokens_per_second=trained / seconds,
+        )
+        self._channel.send(progress)
 
     def _wait_while_held(self) -> None:
         """Wait while the owner wants a pause, and this training is not to end."""
@@ -510,20 +511,15 @@ class InnerLoops:
             self._carry_out_asides()
         self._held += time.monotonic() - began
 
-    def _told(self, inner_steps: InnerSteps) -> Iterator[StepTaken]:
-        """Take inner steps, and tell of each that changed the weights."""
-        for taken in inner_steps.every():
-            if taken.is_finite:
-                self._tell(inner_steps.latest)
-            yield taken
-
-
-def _fragment_stored(fragment: int, inner_steps: InnerSteps, is_whole: bool) -> FragmentStored:
-    done = inner_steps.trained
-    samples, tokens = done.samples, done.tokens
-    if is_whole:
-        samples, tokens = inner_steps.planned_samples, inner_steps.planned_tokens
-    return FragmentStored(fragment=fragment, samples=samples, tokens=tokens, loss=done.loss)
+    def _told(self, inner_steps: InnerSteps) -> Iterator[InnerStep]:
+        """Take inner steps; tell of each that changed the weights, and do what fits between two of them."""
+        for step in inner_steps.every():
+            if step.is_finite:
+                if self._team.rank == 0:
+                    self._tell(step)
+                self._carry_out_asides()
+                self._wait_while_held()
+            yield step
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from opendiloco.quantities import days_in_words, in_words
 from opendiloco.training.reference import Reference, Work
 from opendiloco.training.team import Team
 from opendiloco.workers import assembly
-from opendiloco.workers.needs import MACHINES, needs_of
+from opendiloco.workers.needs import MACHINES, needs_of, worker_memory
 from peers.values.leases import SampleRange
 
 ROOT = Path(__file__).parents[2]
@@ -251,7 +251,7 @@ def test_what_join_checks_is_what_the_page_says(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(assembly, "check_available", lambda what, needed: asked.append(needed))
     skeleton = build_skeleton(config, ByteTokenizer())
     team = Team(torch.device("cpu"))
-    memory = assembly.memory_of(skeleton, team, config.training)
+    memory = worker_memory(skeleton, config.training, "cpu", 1)
     assembly._check_memory(memory, team, True, config.codec)
     assert asked == [needs_of(config, skeleton).main_memory_on_cpu]
 

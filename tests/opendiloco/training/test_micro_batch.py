@@ -22,7 +22,7 @@ from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.training.trials import _WindowMemory, fitting_micro_batch, peak_while, trying
 from opendiloco.workers import needs
-from opendiloco.workers.assembly import memory_of
+from opendiloco.workers.needs import worker_memory
 from peers.values.leases import SampleRange
 
 TEAM = Team(torch.device("cpu"))
@@ -172,7 +172,7 @@ def test_what_training_takes_is_what_the_formula_says(
     )
     replica = replica_of(config)
     replica.micro_batch = 1
-    memory = memory_of(replica.model, TEAM, config.training)
+    memory = worker_memory(replica.model, config.training, "cpu", 1)
     assert (memory.is_fused, memory.has_copy) == (fused, precision == "bf16")
     theta = np.empty(replica.layout.size, np.float32)
     replica.store(theta)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opendiloco.errors import DisagreementError, MachineError
-from opendiloco.volunteer.tracking import Audit, Disagreement, Reached, StateTracker, state_for, unless_failed
+from opendiloco.volunteer.tracking import Audit, Disagreement, Reached, state_for, states_until, unless_failed
 from peers.errors import LocalNetworkError, SwarmUnreachableError
 from peers.log.header import Position
 from peers.presence.heartbeat import PeerState
@@ -32,8 +32,7 @@ def says(swarm: Swarm, name: str, run: Run, index: int, digest: bytes | None = N
 
 
 async def track(swarm: Swarm, last: int, audit: Audit | None = None) -> list[Reached | Disagreement]:
-    tracker = StateTracker(swarm.following, audit or Audit(), POLL)
-    return [news async for news in tracker.until(last)]
+    return [news async for news in states_until(last, swarm.following, audit or Audit(), POLL)]
 
 
 def steps(news: list[Reached | Disagreement]) -> list[tuple[int, bool, int]]:
@@ -116,7 +115,7 @@ def test_the_heavier_lineage_is_gone_over_to_even_if_it_is_shorter(entries: int)
         swarm, light, heavy = Swarm(), Run(3, b"light", 10), Run(entries, b"heavy", 100)
         await swarm.add("a", Donor(light, frozen=3))
         says(swarm, "a", light, 3)
-        tracker = StateTracker(swarm.following, Audit(), POLL).until(9)
+        tracker = states_until(9, swarm.following, Audit(), POLL)
         assert steps([await anext(tracker)])[0][:2] == (3, True)
         await swarm.add("b", Donor(heavy, frozen=entries - 1))
         says(swarm, "b", heavy, entries)

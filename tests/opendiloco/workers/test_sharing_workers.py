@@ -26,7 +26,8 @@ from opendiloco.training.team import Team
 from opendiloco.training.trials import keep_compiled_if_it_works
 from opendiloco.model.parameters import transformer_blocks
 from opendiloco.model.build import build_skeleton, initial_theta
-from opendiloco.workers.assembly import assemble_model, memory_of
+from opendiloco.workers.assembly import assemble_model
+from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
 from peers.values.leases import SampleRange
 
@@ -85,7 +86,7 @@ def content_with(small_content: dict[str, Any], length: int, **model: Any) -> di
 
 SHARING = """
 def taken(options):
-    memory = memory_of(build_skeleton(config, ByteTokenizer()), team, config.training, options)
+    memory = worker_memory(build_skeleton(config, ByteTokenizer()), config.training, "cpu", team.shards, options, True)
     model = assemble_model(config, ByteTokenizer(), team, options, None)
     made, peak = ModelReplica(config, model, samples, team, 1, options.reduces_once), Peak()
     add_gradient = made._add_gradient

@@ -21,7 +21,7 @@ from opendiloco.data.training_data import TokenizedSource
 from opendiloco.shared_memory import create_memory_file
 from opendiloco.stages import StageLog, at_stage, passing, watched_by
 from opendiloco.training.team import Team
-from opendiloco.workers.control import AtStage, Configure, Configured, DevicesCounted, WorkerProcess
+from opendiloco.workers.control import AtStage, Configure, Configured, DevicesCounted, Reply, WorkerProcess
 from opendiloco.workers.options import WorkerOptions
 
 
@@ -140,7 +140,5 @@ def test_a_real_worker_tells_of_its_start(small_config: RunConfig) -> None:
 
 
 def test_a_stage_survives_its_line() -> None:
-    from opendiloco.workers.control import parse_reply
-
     for message in (AtStage(stage="a\nb", share=0.5), AtStage(stage="c", share=None), DevicesCounted(gpus=1)):
-        assert parse_reply(message.line()) == message
+        assert Reply.parse(message.line()) == message

@@ -203,13 +203,12 @@ def test_when_one_worker_cannot_read_its_moments_all_begin_anew(
         last = group.supervisor.workers[-1]
         move = last.move_moments
 
-        async def move_or_refuse(command: MoveMoments) -> None:
-            if isinstance(command, RecallMoments):
-                raise SnapshotError("the device ran out of memory")
-            await move(command)
+        async def move_or_fail(command: MoveMoments) -> None:
+            missing = {"path": str(tmp_path / "missing")} if isinstance(command, RecallMoments) else {}
+            await move(command.model_copy(update=missing))
 
-        monkeypatch.setattr(last, "move_moments", move_or_refuse)
-        with pytest.raises(SnapshotError, match="ran out of memory"):
+        monkeypatch.setattr(last, "move_moments", move_or_fail)
+        with pytest.raises(SnapshotError, match="No such file"):
             await group.supervisor.recall_moments(tmp_path / "kept", "run")
         with pytest.raises(SnapshotError, match="has not made a step"):
             await group.supervisor.keep_moments(tmp_path / "kept again", "run", 2)
