@@ -35,12 +35,12 @@ class Absence(NamedTuple):
 
 @dataclass(frozen=True)
 class Signatures:
-    """How many of those who may sign an entry have signed it. More than half of them certify it."""
+    """How many of those who may sign an entry have signed it; more than half of them certify it. None: not known."""
 
-    signed: int
-    voters: int
-    is_certified: bool
-    is_alone: bool
+    signed: int | None = None
+    voters: int | None = None
+    certified: bool | None = None
+    alone: bool | None = None
 
 
 class Change(NamedTuple):
@@ -173,9 +173,9 @@ class Chronicle:
             record.state_digest = record.state_digest or log.state_digest_at(record.index)
 
 
-def _signatures(certificate: Certificate | None, before: LogState | None, header: Header) -> Signatures | None:
+def _signatures(certificate: Certificate | None, before: LogState, header: Header) -> Signatures | None:
     """Return what a certificate shows, whose signatures were checked when it was taken into the log."""
-    if certificate is None or before is None:
+    if certificate is None:
         return None
     proof = weigh(certificate, before, header)
     return Signatures(proof.signers, len(electorate(before, header)), proof.is_certified, certificate.alone)

@@ -189,9 +189,7 @@ class Progress:
 class ProgressReader:
     """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused."""
 
-    def __init__(
-        self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]] = tuple
-    ) -> None:
+    def __init__(self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]]) -> None:
         self.machine = ""
         """What is known of this machine's temperature and power, in words."""
         self._run = run
@@ -268,7 +266,7 @@ def _phase_of_stage(stage: str) -> str:
 
 # In words --------------------------------------------------------------------------------------------------------
 def _stage_line(stage: str, work: Work) -> str:
-    """Return a stage of the start on one line, with its phase."""
+    """Return a stage of the start on one line, with its phase and how far it has come."""
     phase = _phase_of_stage(stage)
     said = phase if stage == phase else f"{phase}: {stage}"
     return f"{said} {_how_far(work)}".rstrip()
@@ -311,7 +309,8 @@ def _progress_lines(progress: Progress) -> list[str]:
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
     lines.append(f"{speed}{1 + len(progress.others)} peers · {_reach(progress)}")
     if fragments is not None:
-        lines += [_under_way(fragments), _averages(fragments)]
+        under_way = f"{fragments.averaging} of {_counted(fragments.count, 'fragment')} averaging"
+        lines += [f"{under_way}, {fragments.done} done", _averages(fragments)]
     if progress.contribution is not None:
         lines.append(f"contributed {_contributed(progress.contribution)}")
     lines.append(f"up {_traffic(progress.up)} · down {_traffic(progress.down)}")
@@ -334,11 +333,6 @@ def _activity(progress: Progress) -> str:
     return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
-def _under_way(fragments: Fragments) -> str:
-    """Return what becomes of this cycle's fragments."""
-    return f"{fragments.averaging} of {_counted(fragments.count, 'fragment')} averaging, {fragments.done} done"
-
-
 def _averages(fragments: Fragments) -> str:
     """Return when averages come, and whether training waits for them."""
     merged = f"merged after {_counted(fragments.overlap, 'step')}"
@@ -356,18 +350,13 @@ def _reach(progress: Progress) -> str:
 
 def _contributed(own: Standing) -> str:
     """Return what a peer has contributed."""
-    rounds = _counted(own.rounds, "round")
-    return f"{_tokens(own.tokens)} in {rounds}: {own.share:.0%}, rank {own.rank} of {own.peers}"
+    tokens = in_words(own.tokens).removesuffix("B").rstrip() if own.tokens >= 1000 else own.tokens
+    return f"{tokens} tokens in {_counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 
 
 def _counted(count: int, thing: str) -> str:
     """Return a count of things: "1 round", "2 rounds"."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
-
-
-def _tokens(count: int) -> str:
-    """Return a number of tokens, to three digits."""
-    return f"{in_words(count).removesuffix('B').rstrip()} tokens" if count >= 1000 else f"{count} tokens"
 
 
 def _rate(traffic: Traffic) -> str:
@@ -392,8 +381,6 @@ def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 
 # How join shows it ----------------------------------------------------------------------------------------------------
-logger = logging.getLogger(__name__)
-
 SCREEN_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0
 MACHINE_SECONDS = 10.0
@@ -435,10 +422,6 @@ class JoinView(ABC):
             self._stage, self._since = stage, time.monotonic()
         self._share, before, self.phase = share, self.phase, _phase_of_stage(stage)
         self.show_stage(is_new=self.phase != before)
-
-    def stage_line(self) -> str:
-        """Return what comes before training, and how far it has come."""
-        return _stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
 
     @asynccontextmanager
     async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
@@ -501,7 +484,6 @@ class Screen(JoinView):
         super().__init__()
         self._console = console
         self._starting: Live | None = None
-        self._drawn = ""  # the stage of the start that was shown last
 
     def say(self, text: str) -> None:
         with suppress(OSError):  # the terminal may have been closed
@@ -511,21 +493,19 @@ class Screen(JoinView):
         from rich.live import Live
         from rich.text import Text
 
-        if self._starting is not None:
-            if self._stage != self._drawn:  # however short it is
-                self._drawn = self._stage
-                with suppress(OSError):
-                    self._starting.refresh()
-            return
-        self._drawn = self._stage
-        self._starting = Live(
-            console=self._console,
-            get_renderable=lambda: Text(self.stage_line()),
-            refresh_per_second=2,
-            transient=True,
-        )
+        if self._starting is None:
+            self._starting = Live(
+                console=self._console,
+                get_renderable=lambda: Text(
+                    _stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
+                ),
+                refresh_per_second=2,
+                transient=True,
+            )
+            with suppress(OSError):
+                self._starting.start()
         with suppress(OSError):
-            self._starting.start(refresh=True)
+            self._starting.refresh()  # so that each stage is seen, however short it is
 
     def close(self) -> None:
         self._stop_starting()

@@ -78,13 +78,13 @@ def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
 
 def _bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
     """Return the same heartbeat with numbers that can be added up and drawn, in a run of so many outer steps."""
-    said = {"index": beat.index, "tokens_per_second": beat.tokens_per_second, "loss": beat.loss}
-    held: dict[str, object] = {
-        "index": min(beat.index, last_step),
-        "tokens_per_second": min(beat.tokens_per_second, LARGEST_RATE),
-        "loss": None if beat.loss is None else bounded_loss(beat.loss),
-    }
-    return beat if held == said else beat.model_copy(update=held)
+    return beat.model_copy(
+        update={
+            "index": min(beat.index, last_step),
+            "tokens_per_second": min(beat.tokens_per_second, LARGEST_RATE),
+            "loss": None if beat.loss is None else bounded_loss(beat.loss),
+        }
+    )
 
 
 def bounded_loss(loss: float) -> float:
@@ -381,7 +381,7 @@ def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
         said += [f"cannot reach {_count(beat.unreached)} ({', '.join(beat.unreached)})"] if beat.unreached else []
         said += [beat.trouble] if beat.trouble else []
         if said:
-            lines.append(f"…{beat.peer[-8:]}: {'; '.join(said)}")
+            lines.append(f"{_short_name(beat.peer)}: {'; '.join(said)}")
     return lines
 
 

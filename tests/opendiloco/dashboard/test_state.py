@@ -60,8 +60,8 @@ def test_entries_say_how_many_have_signed_them(story: Story) -> None:
     first, died = records[0].signatures, records[9].signatures
     assert first is not None
     assert died is not None
-    assert (first.signed, first.voters, first.is_certified) == (2, 3, True)
-    assert (died.signed, died.voters, died.is_certified) == (3, 4, True)
+    assert (first.signed, first.voters, first.certified) == (2, 3, True)
+    assert (died.signed, died.voters, died.certified) == (3, 4, True)
 
 
 def test_an_amendment_is_told_of_the_entry_that_takes_it_in(story: Story) -> None:
