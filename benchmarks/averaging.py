@@ -52,8 +52,9 @@ from benchmarks.groups import (
 )
 from benchmarks.namespaces import IPERF_STREAMS
 from benchmarks.reporting import Bar, report
-from opendiloco.host_memory import HostMemory
+from opendiloco.host_memory import IN_USE, HostMemory
 from opendiloco.kernels import INT8
+from peers.values.chunks import KEPT_AT_LEAST
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any]:
@@ -61,7 +62,8 @@ def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any
     peers, ours = len(group.peers), group.contender.name == OURS
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)
-    formula = HostMemory(values, INT8, has_folder=False).training
+    host = HostMemory(values, INT8)
+    formula = host.growing + max(host.kept, KEPT_AT_LEAST * host.payload) + IN_USE  # they have no folder
     return {
         "contender": group.contender.name,
         "peers": peers,

@@ -493,15 +493,11 @@ class Screen(JoinView):
         from rich.live import Live
         from rich.text import Text
 
+        def picture() -> Text:
+            return Text(_stage_line(self._stage, Work(self._share, time.monotonic() - self._since)))
+
         if self._starting is None:
-            self._starting = Live(
-                console=self._console,
-                get_renderable=lambda: Text(
-                    _stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
-                ),
-                refresh_per_second=2,
-                transient=True,
-            )
+            self._starting = Live(console=self._console, get_renderable=picture, refresh_per_second=2, transient=True)
             with suppress(OSError):
                 self._starting.start()
         with suppress(OSError):

@@ -17,7 +17,7 @@ from opendiloco.kernels import FORMATS
 from opendiloco.owner.watch import OwnersWatch
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
-from opendiloco.shared_memory import MemoryCap, available_memory, cap_memory
+from opendiloco.shared_memory import available_memory, cap_memory
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.storage.checkpointer import Checkpointer, KeepingPlan
 from opendiloco.storage.loading import Checkpoints, check_moments_file, newest_moments, resume
@@ -77,8 +77,7 @@ class Session:
     async def take_part(self, view: JoinView, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
         """Find the run, and take part in it until asked to leave. Raises: DilocoPeerError."""
         settings, invite, key = self.settings, self.invite, self.key
-        if settings.memory_limit is not None:
-            cap_memory(MemoryCap(settings.memory_limit))
+        cap_memory(settings.memory_limit)
         caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
         before = RunFolder.at(invite.run_id, key.peer_id, settings.state)
         remembered = before.remembered_peers()

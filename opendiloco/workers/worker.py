@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
-from opendiloco.shared_memory import MemoryCap, SharedVectors, Vector, cap_memory
+from opendiloco.shared_memory import SharedVectors, Vector, cap_memory
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.training.streaming import Cycles
 from opendiloco.workers.control import (
@@ -368,8 +368,7 @@ class Worker:
 def _keep_to(options: WorkerOptions) -> None:
     """Take no more of the machine than its owner gives."""
     os.nice(options.nice)
-    if options.max_memory is not None:
-        cap_memory(MemoryCap(options.max_memory, os.getppid()))
+    cap_memory(options.max_memory, os.getppid())
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from opendiloco.errors import DataError, MachineError
 from opendiloco.model import rehearsal
 from opendiloco.model.build import build_model, build_skeleton, sized_skeleton
 from opendiloco.run import Run
-from opendiloco.shared_memory import MemoryCap, cap_memory
+from opendiloco.shared_memory import cap_memory
 from opendiloco.volunteer.states import find_origin
 from peers.errors import ManifestError
 from peers.values.identity import Identity
@@ -227,7 +227,7 @@ def test_a_child_that_hangs_at_a_lock_is_followed_by_another(tmp_path: Path, mon
 
 def test_no_more_memory_is_taken_than_the_owner_gives(small_content: dict[str, Any]) -> None:
     config = RunConfig.from_manifest_content(changed(small_content, num_hidden_layers=1 << 24))
-    cap_memory(MemoryCap(0))
+    cap_memory(0)
     try:
         with pytest.raises(ManifestError, match="takes more than 0 MiB"):
             build_skeleton(config, ByteTokenizer())

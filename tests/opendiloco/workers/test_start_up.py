@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,11 @@ from opendiloco.workers.control import AtStage, Configure, Configured, DevicesCo
 from opendiloco.workers.options import WorkerOptions
 
 
-def test_stages_are_logged_with_what_is_left_and_not_too_often(caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    log = StageLog(lambda: now[0])
+def test_stages_are_logged_with_what_is_left_and_not_too_often(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, log = [0.0], StageLog()
+    monkeypatch.setattr(stages, "time", SimpleNamespace(monotonic=lambda: now[0]))
     heard = [(0.0, "importing torch", None), (5.0, "tokenizing stdlib", 0.0), (6.0, "tokenizing stdlib", 0.01)]
     heard += [(15.0, "tokenizing stdlib", 0.2), (16.0, "tokenizing stdlib", 0.9), (20.0, "downloading c4", None)]
     heard += [(31.0, "downloading c4", None)]
