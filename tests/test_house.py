@@ -7,7 +7,6 @@ from tests.test_layering import ROOT
 
 STILL_LARGE = {
     "opendiloco.storage.archive.ArchivedRun",
-    "opendiloco.library.DiLoCo",
     "peers.driver.replication.Replication",
     "peers.presence.presence.Presence",
     "peers.protocol.exchange.Exchange",
