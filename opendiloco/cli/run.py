@@ -373,7 +373,7 @@ async def _give_amendment(
         _check_key(run, key)
         beats = await transport.heartbeats(run.run_id)
         signed = _next_amendment(run, key, beats, learning_rate, momentum)
-        at_work = sorted(RunView.of(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
+        at_work = sorted(RunView(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
         told = await give(transport.call, run.run_id, signed, there)
     if not told:

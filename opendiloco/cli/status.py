@@ -148,7 +148,7 @@ async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
         async def look_at(run_id: str) -> _ListedRun:
             try:
                 run = await find_run(transport, run_id)
-                return _ListedRun(run_id, view=RunView.of(run, await transport.heartbeats(run_id)))
+                return _ListedRun(run_id, view=RunView(run, await transport.heartbeats(run_id)))
             except DilocoPeerError as error:
                 return _ListedRun(run_id, problem=error.message)
 
@@ -258,7 +258,7 @@ async def _keep_showing(transport: HivemindTransport, run: Run) -> NoReturn:
     agreement = Agreement()
     with Live(auto_refresh=False) as live:
         while True:
-            view = RunView.of(run, await transport.heartbeats(run.run_id), agreement)
+            view = RunView(run, await transport.heartbeats(run.run_id), agreement)
             shown = _picture(view, transport.signed_heads_of(run.run_id))
             live.update(Group(shown, *_here_lines(_volunteers_here(run.run_id))), refresh=True)
             await asyncio.sleep(WATCH_SECONDS)
@@ -274,7 +274,7 @@ async def _compare(transport: HivemindTransport, run: Run) -> RunView:
     agreement, now = Agreement(), asyncio.get_running_loop().time
     ends = now() + COMPARE_SECONDS
     while True:
-        view = RunView.of(run, await transport.heartbeats(run.run_id), agreement)
+        view = RunView(run, await transport.heartbeats(run.run_id), agreement)
         if agreement.verdict is not None or len(view.working) < 2 or now() >= ends:
             return view
         await asyncio.sleep(WATCH_SECONDS)

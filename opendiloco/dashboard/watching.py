@@ -171,7 +171,7 @@ class RunHistory:
         """Return how the run is now, by all that has come in."""
         before, run = self.view, self.view.run
         chronicle = self._chronicle if self._has_log else None
-        self.view = RunView.of(run, self._heartbeats, chronicle=chronicle, step_before=before.outer_step)
+        self.view = RunView(run, self._heartbeats, chronicle=chronicle, step_before=before.outer_step)
         return self.view
 
     def _take_losses(self, view: RunView) -> None:

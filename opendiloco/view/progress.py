@@ -73,7 +73,7 @@ MEGABIT = 1e6 / 8
 
 
 @dataclass(frozen=True)
-class Work:
+class _Work:
     """How far something has come: `share` of it is done, after so many seconds. None: nobody knows."""
 
     share: float | None = None
@@ -86,7 +86,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class _Traffic:
     """Bulk data in one direction: bytes a second now, the cap on them, and all bytes until now."""
 
     rate: float = 0.0
@@ -136,11 +136,11 @@ class Progress:
     view: RunView
     facts: OwnFacts
     phase: str
-    work: Work
+    work: _Work
     losses: Sequence[float] = ()
     contribution: Standing | None = None
-    up: Traffic = Traffic()
-    down: Traffic = Traffic()
+    up: _Traffic = _Traffic()
+    down: _Traffic = _Traffic()
     pause_reasons: tuple[str, ...] = ()
     machine: str = ""
 
@@ -218,14 +218,14 @@ class ProgressReader:
         elif phase == DOWNLOADING and download is not None:
             share = min(sum(download.fetched.values()) / download.size, 1.0)
         return Progress(
-            view=RunView.of(self._run, facts.heartbeats),
+            view=RunView(self._run, facts.heartbeats),
             facts=facts,
             phase=phase,
-            work=Work(share, now - self._since),
+            work=_Work(share, now - self._since),
             losses=tuple(self._losses),
             contribution=self._contribution(own.peer, facts.log),
-            up=Traffic(self._up.rate(facts.sent, now), facts.caps.upload, facts.sent),
-            down=Traffic(self._down.rate(facts.received, now), facts.caps.download, facts.received),
+            up=_Traffic(self._up.rate(facts.sent, now), facts.caps.upload, facts.sent),
+            down=_Traffic(self._down.rate(facts.received, now), facts.caps.download, facts.received),
             pause_reasons=self._pause_reasons(),
             machine=self.machine,
         )
@@ -265,14 +265,14 @@ def _phase_of_stage(stage: str) -> str:
 
 
 # In words --------------------------------------------------------------------------------------------------------
-def _stage_line(stage: str, work: Work) -> str:
+def _stage_line(stage: str, work: _Work) -> str:
     """Return a stage of the start on one line, with its phase and how far it has come."""
     phase = _phase_of_stage(stage)
     said = phase if stage == phase else f"{phase}: {stage}"
     return f"{said} {_how_far(work)}".rstrip()
 
 
-def _how_far(work: Work) -> str:
+def _how_far(work: _Work) -> str:
     """Return how far something has come, in words; nothing where there is nothing to say."""
     if work.share is None:
         return f"({duration(work.seconds)})" if work.seconds >= 1 else ""
@@ -359,13 +359,13 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def _rate(traffic: Traffic) -> str:
+def _rate(traffic: _Traffic) -> str:
     """Return a rate in megabits a second, beside its cap."""
     cap = "" if traffic.cap is None else f" of {traffic.cap / MEGABIT:g}"
     return f"{traffic.rate / MEGABIT:.1f}{cap} Mbit/s"
 
 
-def _traffic(traffic: Traffic) -> str:
+def _traffic(traffic: _Traffic) -> str:
     """Return a rate, and all bytes until now."""
     return f"{_rate(traffic)} ({in_words(traffic.total)})"
 
@@ -494,7 +494,7 @@ class Screen(JoinView):
         from rich.text import Text
 
         def picture() -> Text:
-            return Text(_stage_line(self._stage, Work(self._share, time.monotonic() - self._since)))
+            return Text(_stage_line(self._stage, _Work(self._share, time.monotonic() - self._since)))
 
         if self._starting is None:
             self._starting = Live(console=self._console, get_renderable=picture, refresh_per_second=2, transient=True)

@@ -298,7 +298,7 @@ class Volunteer:
     async def _listen_for_losses(self) -> None:
         while True:
             beats = self.heartbeats()
-            self._curves.heard(beats[0], RunView.of(self.run, beats))
+            self._curves.heard(beats[0], RunView(self.run, beats))
             await asyncio.sleep(LISTEN_SECONDS)
 
     @property

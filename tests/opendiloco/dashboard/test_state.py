@@ -247,8 +247,8 @@ def test_peers_with_other_digests_are_named(story: Story) -> None:
     run, end = story.run, story.invented.end
     other: dict[str, Any] = {"state_digest": digest_of(b"another state")}
     beats = [said(run, end, peer, **(other if place == 2 else {})) for place, peer in enumerate(PEERS[:3])]
-    assert RunView.of(run, beats).agreement.minorities == {PEERS[2]}
-    assert RunView.of(run, beats[1:]).agreement.minorities == {PEERS[1], PEERS[2]}, "of two nobody can say who is right"
+    assert RunView(run, beats).agreement.minorities == {PEERS[2]}
+    assert RunView(run, beats[1:]).agreement.minorities == {PEERS[1], PEERS[2]}, "of two nobody can say who is right"
     view = RunHistory(run)
     view.observe(beats, NOW)
     assert sections(view)["run"]["disagreements"] == [14]
