@@ -439,7 +439,7 @@ class Watching:
         looking: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
-                self._try_update()
+                self._update()
                 self.board.show({"runs": [watch.summary for watch in self.runs.values()]})
                 looking = {run: task for run, task in looking.items() if not task.done()}
                 for run, watch in self._due(looking):
@@ -451,18 +451,16 @@ class Watching:
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(*looking.values(), return_exceptions=True)
 
-    def _try_update(self) -> None:
+    def _update(self) -> None:
         """Take up which runs there are. While that fails, those that are known are shown."""
         try:
-            self._update()
-            self._is_failing = False
+            sources = {source.run.run_id: source for source in self._sources()}
         except Exception:
             if not self._is_failing:
                 logger.exception("the dashboard finds no new runs at present")
             self._is_failing = True
-
-    def _update(self) -> None:
-        sources = {source.run.run_id: source for source in self._sources()}
+            return
+        self._is_failing = False
         for run in self.runs.keys() - sources.keys():
             del self.runs[run]
         for run, source in sources.items():

@@ -436,11 +436,6 @@ class JoinView(ABC):
             await asyncio.gather(*beside, return_exceptions=True)
             self.phase, self._is_training = "starting", False
 
-    def note(self, progress: Progress) -> bool:
-        """Remember the phase; return whether it is a new one."""
-        is_new, self.phase = progress.phase != self.phase, progress.phase
-        return is_new
-
 
 class Lines(JoinView):
     """Log lines: one that says how it goes each minute, and each phase but those of every outer step.
@@ -467,7 +462,8 @@ class Lines(JoinView):
         due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
         while True:
             progress = reader.read()
-            if self.note(progress):
+            if progress.phase != self.phase:
+                self.phase = progress.phase
                 is_routine = has_trained and progress.phase in ROUTINE
                 logger.log(logging.DEBUG if is_routine else logging.INFO, "phase: %s", progress.phase)
                 has_trained |= progress.phase in ROUTINE
@@ -521,7 +517,7 @@ class Screen(JoinView):
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
                 progress = reader.read()
-                self.note(progress)
+                self.phase = progress.phase
                 live.update(_volunteer_picture(progress, self._console.height), refresh=True)
                 await asyncio.sleep(SCREEN_SECONDS)
 
