@@ -51,7 +51,7 @@ from benchmarks.groups import (
     times_ours,
 )
 from benchmarks.namespaces import IPERF_STREAMS
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report
 from opendiloco.host_memory import IN_USE, HostMemory
 from opendiloco.kernels import INT8
 from peers.values.chunks import KEPT_AT_LEAST
@@ -112,7 +112,7 @@ def is_wanted(name: str, without: str) -> bool:
 @click.option("--namespaces", help="Network namespaces, two or more, that links of any shape join. Needs root.")
 @click.option("--bar", default=0.85, show_default=True, help="With --namespaces: of what is possible, we reach this.")
 @click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(
     values: int,
     counts: str,

@@ -27,7 +27,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.reporting import Bar, report, speed_ratio
+from benchmarks.reporting import Bar, json_option, report, speed_ratio
 from opendiloco.config.optimizers import OuterOptimizerSection
 from opendiloco.kernels import INT8, quantize_difference
 from opendiloco.shared_memory import available_memory
@@ -141,7 +141,7 @@ def row_of(name: str, times: Times, values: int, blocked: dict[str, list[float]]
 @click.option("--rounds", default=5, show_default=True, help="Times that each contender saves.")
 @click.option("--limit", type=float, metavar="MBIT", help="Megabits a second for our process.  [default: none]")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="On which disk.  [default: TMPDIR's]")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(sizes: str, rounds: int, limit: float | None, folder: Path | None, json_file: Path | None) -> None:
     rows: list[dict[str, Any]] = []
     bars: list[Bar] = []

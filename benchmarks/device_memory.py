@@ -13,7 +13,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report, run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
@@ -65,16 +65,9 @@ def bar_of(peak: int, formula: int) -> Bar:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--run",
-    "run_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=Path("examples/llama-150m.toml"),
-    show_default=True,
-    help="Whose model, a run.toml.",
-)
+@run_option("examples/llama-150m.toml", "Whose model, a run.toml.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda, the first, or cuda:1.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(run_file: Path, device: str, json_file: Path | None) -> None:
     config = shortened(RunConfig.from_toml(run_file))
     peak, memory = measure(config, torch.device("cuda:0" if device == "cuda" else device))

@@ -26,7 +26,7 @@ import click
 from benchmarks.groups import Place, start_peers
 from benchmarks.namespaces import IPERF_STREAMS, has_iperf3, place_in, rates_at_once, round_trip
 from benchmarks.processes import PeerProcess, PeerProcessError
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report
 from opendiloco.kernels import FORMATS
 from opendiloco.tools.plan.forecast import LINK_SHARE, Forecast, Peer, Plan, Swarm, forecast, round_of
 
@@ -154,7 +154,7 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 @click.option("--turns", default=2, show_default=True, help="Of each swarm.")
 @click.option("--cycles", default=2, show_default=True, help="That count in a turn.")
 @click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(
     namespaces: str,
     values: int,
