@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
@@ -143,7 +143,7 @@ def measure(config: RunConfig, outer_steps: int) -> list[dict[str, Any]]:
 @click.command(help=__doc__)
 @click.option("--run", "run", type=click.Path(exists=True, path_type=Path), default=Path("opendiloco/demo.toml"))
 @click.option("--outer-steps", default=4, show_default=True, help="Trained before the pseudo-gradients are taken.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(run: Path, outer_steps: int, json_file: Path | None) -> None:
     torch.set_num_threads(1)
     rows = measure(RunConfig.from_toml(run), outer_steps)

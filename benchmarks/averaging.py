@@ -51,9 +51,10 @@ from benchmarks.groups import (
     times_ours,
 )
 from benchmarks.namespaces import IPERF_STREAMS
-from benchmarks.reporting import Bar, report
-from opendiloco.host_memory import HostMemory
+from benchmarks.reporting import Bar, json_option, report
+from opendiloco.host_memory import IN_USE, HostMemory
 from opendiloco.kernels import INT8
+from peers.values.chunks import KEPT_AT_LEAST
 
 
 def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any]:
@@ -61,7 +62,8 @@ def row_of(group: Group, groups: dict[str, Group], values: int) -> dict[str, Any
     peers, ours = len(group.peers), group.contender.name == OURS
     seconds, payload = statistics.median(group.seconds), group.contender.payload(values)
     peak, before = group.memory if ours else (0, 0)
-    formula = HostMemory(values, INT8, has_folder=False).training
+    host = HostMemory(values, INT8)
+    formula = host.growing + max(host.kept, KEPT_AT_LEAST * host.payload) + IN_USE  # they have no folder
     return {
         "contender": group.contender.name,
         "peers": peers,
@@ -110,7 +112,7 @@ def is_wanted(name: str, without: str) -> bool:
 @click.option("--namespaces", help="Network namespaces, two or more, that links of any shape join. Needs root.")
 @click.option("--bar", default=0.85, show_default=True, help="With --namespaces: of what is possible, we reach this.")
 @click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(
     values: int,
     counts: str,

@@ -13,31 +13,33 @@ With --limit the process keeps to a rate, as `diloco-peer join` has it by defaul
 """
 
 from __future__ import annotations
-
 import asyncio
+import click
+import numpy as np
 import os
 import statistics
 import tempfile
 import time
+from benchmarks.reporting import Bar
+from benchmarks.reporting import json_option
+from benchmarks.reporting import report
+from benchmarks.reporting import speed_ratio
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-import click
-import numpy as np
-
-from benchmarks.reporting import Bar, report, speed_ratio
+from dataclasses import dataclass
+from dataclasses import field
 from opendiloco.config.optimizers import OuterOptimizerSection
-from opendiloco.kernels import INT8, quantize_difference
+from opendiloco.kernels import INT8
+from opendiloco.kernels import quantize_difference
 from opendiloco.shared_memory import available_memory
 from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.writer import KeepingPlan
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
+from pathlib import Path
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.transfer.storage import FolderStorage
+from typing import Any
 
 OURS, SAFETENSORS, TORCH = "ours, in a process", "safetensors.save_file + fsync", "torch.save + fsync"
 RUN = "benchmark-" + "a" * 32
@@ -141,7 +143,7 @@ def row_of(name: str, times: Times, values: int, blocked: dict[str, list[float]]
 @click.option("--rounds", default=5, show_default=True, help="Times that each contender saves.")
 @click.option("--limit", type=float, metavar="MBIT", help="Megabits a second for our process.  [default: none]")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="On which disk.  [default: TMPDIR's]")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(sizes: str, rounds: int, limit: float | None, folder: Path | None, json_file: Path | None) -> None:
     rows: list[dict[str, Any]] = []
     bars: list[Bar] = []

@@ -24,7 +24,7 @@ from typing import Any
 import click
 
 from benchmarks.processes import Event, PeerProcess, gone
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report
 from peers.network.daemon import sweep_sockets
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
@@ -236,7 +236,7 @@ def figures(churn: Churn, record: Record) -> dict[str, Any]:
 @click.option("--peers", default=6, show_default=True, type=click.IntRange(min=3), help="How many there are.")
 @click.option("--seed", default=1, show_default=True, help="Decides what happens when.")
 @click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep what the peers log in here.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(minutes: float, peers: int, seed: int, logs: Path | None, json_file: Path | None) -> None:
     with tempfile.TemporaryDirectory(prefix="churn-") as temporary:
         folder = logs or Path(temporary)

@@ -23,7 +23,7 @@ from benchmarks.contenders import (
     torch_contenders,
 )
 from benchmarks.limits import build_limits
-from benchmarks.reporting import Bar, report, speed_ratio, time_interleaved
+from benchmarks.reporting import Bar, json_option, report, speed_ratio, time_interleaved
 from opendiloco import kernels
 
 LIMIT, PIQUANT = "limit: read 4, write 1", "pypiquant: parameters + quantize uint8"
@@ -77,7 +77,7 @@ def call_microseconds() -> float:
 @click.option("--sizes", default="0.25,16,64", show_default=True, help="Millions (2^20) of values.")
 @click.option("--rounds", default=9, show_default=True, help="Times that each contender runs.")
 @click.option("--compile/--no-compile", "compile_too", default=True, help="torch.compile takes a minute to start.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(sizes: str, rounds: int, compile_too: bool, json_file: Path | None) -> None:
     limits = build_limits()
     counts = [int(float(size) * 2**20) for size in sizes.split(",")]

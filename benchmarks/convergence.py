@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.methods import Course, Method, Setting, train, warm_start
 from benchmarks.plots import Panel, Point, svg
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report
 from opendiloco.shared_memory import Vector
 
 MUON = {
@@ -178,7 +178,7 @@ def plot(courses: Courses) -> str:
 @click.option("--seeds", default=3, show_default=True)
 @click.option("--jobs", default=1, show_default=True, help="Trainings at the same time, each on one core.")
 @click.option("--quick", is_flag=True, help="See that it runs: a tiny model, and a few steps.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 @click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw an SVG here.")
 def main(seeds: int, jobs: int, quick: bool, json_file: Path | None, plot_file: Path | None) -> None:
     setting = QUICK if quick else Setting()

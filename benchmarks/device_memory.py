@@ -6,26 +6,28 @@ time, since the formula leaves activations out. On a GPU, PyTorch's allocator sa
 """
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import click
 import torch
-
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar
+from benchmarks.reporting import json_option
+from benchmarks.reporting import report
+from benchmarks.reporting import run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import WorkerMemory
-from opendiloco.model.build import build_skeleton, initial_theta
+from opendiloco.model.build import build_skeleton
+from opendiloco.model.build import initial_theta
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.training.trials import peak_while
-from opendiloco.workers.assembly import assemble_model, in_fitting_precision
+from opendiloco.workers.assembly import assemble_model
+from opendiloco.workers.assembly import in_fitting_precision
 from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
+from pathlib import Path
 from peers.values.leases import SampleRange
+from typing import Any
 
 TOKENS, STEPS, WINDOWS = 2, 2, 2
 WITHIN = 0.9
@@ -66,16 +68,9 @@ def bar_of(peak: int, formula: int) -> Bar:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--run",
-    "run_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=Path("examples/llama-150m.toml"),
-    show_default=True,
-    help="Whose model, a run.toml.",
-)
+@run_option("examples/llama-150m.toml", "Whose model, a run.toml.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda, the first, or cuda:1.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(run_file: Path, device: str, json_file: Path | None) -> None:
     config = shortened(RunConfig.from_toml(run_file))
     peak, memory = measure(config, torch.device("cuda:0" if device == "cuda" else device))

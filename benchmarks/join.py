@@ -34,7 +34,7 @@ import click
 from benchmarks.groups import CONTENDERS, OUR_PEER, START_SECONDS, Group, Place, start_peers
 from benchmarks.namespaces import IPERF_STREAMS, converging, has_iperf3, place_in
 from benchmarks.processes import PeerProcess, PeerProcessError, gone
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report
 from peers.network.daemon import sweep_sockets
 
 DONORS = 3
@@ -255,7 +255,7 @@ def carried_by(namespaces: str | None, streams: int) -> float | None:
 @click.option("--pause", default=10.0, show_default=True, help="Seconds after each round.")
 @click.option("--namespaces", help="Four network namespaces, the joiner's last, with links of these rates. Needs root.")
 @click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each donor.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(
     values: int,
     upload: float,

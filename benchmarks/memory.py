@@ -35,7 +35,7 @@ import click
 
 from benchmarks.groups import OUR_PEER, ROUND_SECONDS, START_SECONDS
 from benchmarks.processes import Event, PeerProcess, PeerProcessError, memory_taken
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report, run_option
 from benchmarks.training import TURN_SECONDS, prepared, start, workers_of
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
@@ -288,15 +288,8 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 @click.option("--hidden", default=768, show_default=True, help="Width of the model that is trained on the CPU.")
 @click.option("--layers", default=8, show_default=True, help="Its layers.")
 @click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="That share it.")
-@click.option(
-    "--run",
-    "run_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=Path("examples/llama-2m.toml"),
-    show_default=True,
-    help="The run that it is trained in, a run.toml.",
-)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@run_option("examples/llama-2m.toml", "The run that it is trained in, a run.toml.")
+@json_option
 def main(values: int, hidden: int, layers: int, cpu_workers: int, run_file: Path, json_file: Path | None) -> None:
     watch, host = Watch(), HostMemory(values, INT8)
     try:

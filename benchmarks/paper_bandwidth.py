@@ -31,7 +31,7 @@ from typing import Any
 
 import click
 
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID = [0.1 * 1e4 ** (place / 49) for place in range(50)]
@@ -230,7 +230,7 @@ def bars_of(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 
 @click.command(help=__doc__)
 @click.option("--size", "sizes", multiple=True, type=click.Choice(list(TABLE)), help="Only this one of Table 4.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(sizes: tuple[str, ...], json_file: Path | None) -> None:
     rows = [row_of(size, name) for size in sizes or TABLE for name in TABLE[size].rows]
     report("Gbit/s for a compute utilisation: Table 4 of arXiv 2501.18512, and ours", rows, bars_of(rows), json_file)

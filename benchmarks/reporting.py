@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved timing, bars, the table, and `--json`."""
+"""What all benchmarks share: interleaved timing, bars, the table, `--json` and `--run`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.table import Table
+
+json_option = click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here."
+)
+
+
+def run_option(default: str, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the option that names a run.toml."""
+    file = click.Path(exists=True, dir_okay=False, path_type=Path)
+    return click.option("--run", "run_file", type=file, default=Path(default), show_default=True, help=help)
 
 
 @dataclass(frozen=True)

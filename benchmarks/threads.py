@@ -27,7 +27,7 @@ from typing import Any
 import click
 
 from benchmarks.processes import PeerProcess
-from benchmarks.reporting import Bar, report, speed_ratio
+from benchmarks.reporting import Bar, json_option, report, run_option, speed_ratio
 from benchmarks.training import START_SECONDS, TURN_SECONDS, prepared, start
 from opendiloco.config.run_config import RunConfig
 from opendiloco.cores import usable_cores
@@ -111,17 +111,10 @@ def bars_of(contenders: dict[str, Contender], cores: int) -> list[Bar]:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--run",
-    "run_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=Path("examples/llama-2m.toml"),
-    show_default=True,
-    help="What is trained, a run.toml.",
-)
+@run_option("examples/llama-2m.toml", "What is trained, a run.toml.")
 @click.option("--steps", default=4, show_default=True, type=click.IntRange(min=1), help="Inner steps of a turn.")
 @click.option("--repetitions", default=8, show_default=True, type=click.IntRange(min=1), help="Turns that count.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(run_file: Path, steps: int, repetitions: int, json_file: Path | None) -> None:
     config, cores = prepared(RunConfig.from_toml(run_file), steps, repetitions), usable_cores()
     contenders = contenders_on(cores)

@@ -32,7 +32,7 @@ from typing import Any
 import click
 
 from benchmarks.processes import PeerProcess, memory_of
-from benchmarks.reporting import Bar, report, speed_ratio
+from benchmarks.reporting import Bar, json_option, report, run_option, speed_ratio
 from opendiloco.config.run_config import RunConfig
 from opendiloco.host_memory import HostMemory, WorkerMemory
 from opendiloco.kernels import INT8
@@ -194,21 +194,14 @@ def bars_of(config: RunConfig, measured: Measured, device: str) -> list[Bar]:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--run",
-    "run_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    default=Path("examples/llama-2m.toml"),
-    show_default=True,
-    help="What is trained, a run.toml.",
-)
+@run_option("examples/llama-2m.toml", "What is trained, a run.toml.")
 @click.option("--steps", type=click.IntRange(min=1), help="Inner steps of a turn.  [default: the run's]")
 @click.option("--repetitions", default=8, show_default=True, type=click.IntRange(min=1), help="Turns that count.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(min=1), help="Of each worker.")
 @click.option("--cpu-workers", default=1, show_default=True, type=click.IntRange(min=1), help="The volunteer's.")
 @click.option("--by-hand/--no-by-hand", default=None, help="Also a Llama written by hand.  [default: on a GPU]")
 @click.option("--device", default="cpu", show_default=True, help="cpu, or one GPU: cuda, the first, or cuda:1.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(
     run_file: Path,
     steps: int | None,

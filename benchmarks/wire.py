@@ -31,7 +31,7 @@ import click
 from benchmarks.groups import GLOO_BYTES, OURS, Group, measure
 from benchmarks.namespaces import IPERF_STREAMS, LinkRates, has_iperf3, place_in, rates_at_once, round_trip
 from benchmarks.plots import Panel, Point, svg
-from benchmarks.reporting import Bar, report
+from benchmarks.reporting import Bar, json_option, report
 
 PERIOD = 0.004  # seconds between two looks at the counters
 WINDOW = 0.02  # seconds over which a rate is taken
@@ -205,7 +205,7 @@ def measure_courses(values: int, namespaces: Sequence[str], repetitions: int, ra
 @click.option("--repetitions", default=3, show_default=True, help="Rounds of each contender.")
 @click.option("--iperf-streams", default=IPERF_STREAMS, show_default=True, help="Connections from each to each.")
 @click.option("--svg", "svg_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw the rounds here.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures here.")
+@json_option
 def main(
     namespaces: str,
     values: int,

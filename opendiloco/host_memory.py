@@ -12,7 +12,7 @@ from opendiloco.config.run_config import CodecSection
 from opendiloco.kernels import FORMATS, Format
 from opendiloco.shared_memory import VALUE_BYTES
 from peers.transfer.storage import IN_MEMORY
-from peers.values.chunks import KEPT_AT_LEAST, KEPT_BYTES
+from peers.values.chunks import KEPT_BYTES
 
 STATE_BYTES = 2 * VALUE_BYTES
 """Of theta and momentum, for each value."""
@@ -31,12 +31,11 @@ FETCHED_AT_ONCE = 1 << 27
 class HostMemory:
     """Bytes for a model of which `values` are trained. Properties without a role are a volunteer's.
 
-    With a folder on a disk, as `join` always has one, large snapshots, downloads and recorded payloads lie there.
+    Large snapshots, downloads and recorded payloads lie in its folder on a disk, which `join` always has.
     """
 
     values: int
     format: Format
-    has_folder: bool = True
     has_error_feedback: bool = False
 
     @classmethod
@@ -61,14 +60,13 @@ class HostMemory:
     @property
     def kept(self) -> int:
         """Payloads of past entries, for peers that fell behind."""
-        within = KEPT_BYTES // max(1, self.payload)
-        return self.payload * (within if self.has_folder else max(within, KEPT_AT_LEAST))
+        return KEPT_BYTES // max(1, self.payload) * self.payload
 
     @property
     def snapshot(self) -> int:
         """Return the frozen state, as long as joiners may fetch it; a second one while they still fetch the first."""
         size = STATE_BYTES * self.values
-        return 0 if self.has_folder and size > IN_MEMORY else size
+        return 0 if size > IN_MEMORY else size
 
     @property
     def growing(self) -> int:
@@ -94,7 +92,7 @@ class HostMemory:
 
     @property
     def joining(self) -> int:
-        """Of a joiner that fetches the state: the vectors, and, without a folder, what it fetches."""
+        """Of a joiner that fetches the state: the vectors, and a small state itself."""
         return self.vectors + self.snapshot + self._on_their_way
 
     @property

@@ -19,7 +19,6 @@ The swarm's part (membership, rounds, transfers, the outer step) lives in a thre
 """
 
 from __future__ import annotations
-
 import asyncio
 import atexit
 import logging
@@ -28,52 +27,83 @@ import queue
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
-
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from opendiloco.config.run_config import EvaluationSection, RunConfig
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from contextlib import closing
+from contextlib import suppress
+from dataclasses import dataclass
+from opendiloco.config.run_config import EvaluationSection
+from opendiloco.config.run_config import RunConfig
 from opendiloco.data.ahead import Ahead
-from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.data.own_files import NONE
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
-from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
-from opendiloco.errors import LoopError, WorkerError, first_line
+from opendiloco.data.training_data import TokenizeAhead
+from opendiloco.data.training_data import TrainingData
+from opendiloco.data.training_data import load_data
+from opendiloco.errors import LoopError
+from opendiloco.errors import WorkerError
+from opendiloco.errors import first_line
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
+from opendiloco.model.evaluation import EVALUATED_AT_ONCE
+from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.model.layout import Layout
-from opendiloco.model.parameters import Shards, layout_of, store_weights, trainable
-from opendiloco.run import Run, find_run
+from opendiloco.model.parameters import Shards
+from opendiloco.model.parameters import layout_of
+from opendiloco.model.parameters import store_weights
+from opendiloco.model.parameters import trainable
+from opendiloco.run import Run
+from opendiloco.run import find_run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
-from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
+from opendiloco.volunteer.admission import ask_for_signed_heads
+from opendiloco.volunteer.admission import enter
+from opendiloco.volunteer.admission import read_ticket
 from opendiloco.volunteer.identity import listen
 from opendiloco.volunteer.interrupts import RememberedInterrupt
 from opendiloco.volunteer.local_workload import Workload
-from opendiloco.volunteer.volunteer import Volunteer, connected
-from opendiloco.workers.control import InnerLoopDone, InnerStepDone
+from opendiloco.volunteer.volunteer import Volunteer
+from opendiloco.volunteer.volunteer import connected
+from opendiloco.workers.control import InnerLoopDone
+from opendiloco.workers.control import InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
-from opendiloco.workers.trackers import Choice, tracking
+from opendiloco.workers.trackers import Choice
+from opendiloco.workers.trackers import tracking
+from pathlib import Path
 from peers.driver.driver import Driver
 from peers.errors import ManifestError
 from peers.values.identity import Identity
-from peers.values.leases import SampleRange, prefix, sample_count
+from peers.values.leases import SampleRange
+from peers.values.leases import prefix
+from peers.values.leases import sample_count
 from peers.values.manifest import Invite
-from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
+from peers.values.workload import InnerLoop
+from peers.values.workload import OnCaptured
+from peers.values.workload import Progress
+from peers.values.workload import Trained
+from peers.values.workload import captures_nothing
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+from transformers import TrainerControl
+from transformers import TrainerState
+from transformers import TrainingArguments
+from types import FrameType
+from types import TracebackType
+from typing import Any
+from typing import Self
 
 # The caller's model ---------------------------------------------------------------------------------------------------
 EXACT = (torch.float32, torch.float64)
@@ -187,43 +217,39 @@ class _LoopWorker:
         from_local: bool = False,
         goes_on: bool = False,
     ) -> Trained:
-        """Always from theta, and all of it at once: runs that stream are refused."""
+        """Always from theta, and all of it at once: runs that stream are refused. What a loop does not say is NaN."""
         began, steps = time.monotonic(), 0
 
         def progressed(progress: Progress) -> None:
             nonlocal steps
             steps = progress.inner_step
-            loss = math.nan if progress.loss is None else progress.loss  # what a loop does not say is NaN
-            done = InnerStepDone(
+            taken = InnerStepDone(
                 inner_step=steps,
-                loss=loss,
+                loss=math.nan if progress.loss is None else progress.loss,
                 gradient_norm=math.nan,
                 learning_rate=math.nan,
                 tokens_per_second=progress.tokens_per_second,
             )
-            self.telemetry.progressed(work.index, done)
+            self.telemetry.progressed(work.index, taken)
             on_progress(progress)
 
         outer_step = _OuterStep(work, progressed)
         self._outer_steps.put(outer_step)
         trained = await asyncio.wrap_future(outer_step.trained)
-        self.telemetry.trained(work.index, self._done(trained, steps, time.monotonic() - began))
-        return trained
-
-    def _done(self, trained: Trained, steps: int, seconds: float) -> InnerLoopDone:
-        """Return a training in numbers. What a loop does not say is NaN."""
-        return InnerLoopDone(
+        done = InnerLoopDone(
             tokens=trained.tokens,
             inner_steps=steps,
             loss=trained.loss,
             gradient_norm=math.nan,
             learning_rate=math.nan,
             skipped=0,
-            seconds=seconds,
+            seconds=time.monotonic() - began,
             waited_seconds=math.nan,
             average_wait_seconds=math.nan,
             peak_memory_bytes=peak_memory(self._torch_device),
         )
+        self.telemetry.trained(work.index, done)
+        return trained
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
         """There are none in the midst of training."""
@@ -265,12 +291,10 @@ class _LoopWorker:
                 return found
 
 
-# The caller's loop ----------------------------------------------------------------------------------------------------
+# The swarm's thread ---------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
-"""Has Python call a function before it ends; `atexit` alone does so when executors, which leaving needs, have ended."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +304,101 @@ class _Joined:
     run: Run
     worker: _LoopWorker
     leave: Callable[[], None]
+
+
+class _Swarm(threading.Thread):
+    """The swarm's part, from finding the run to leaving it. What goes wrong before it `joined` is raised by that, what
+    goes wrong later by the worker's next outer step."""
+
+    def __init__(
+        self,
+        invite: Invite,
+        identity: Identity,
+        ticket: str | None,
+        own: OwnFiles,
+        model: torch.nn.Module,
+        is_abandoned: Callable[[], bool],
+    ) -> None:
+        """See `DiLoCo`, whose arguments these are."""
+        super().__init__(name="diloco-peer", daemon=True)
+        self._invite = invite
+        self._ticket = None if ticket is None else read_ticket(ticket)
+        self._own = own
+        self._model = model
+        self._is_abandoned = is_abandoned
+        self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
+        self.identity = identity
+        self.joined: Future[_Joined] = Future()
+
+    def leave(self) -> None:
+        """Leave the run, and wait for the end."""
+        self.joined.result().leave()
+        self.join()
+
+    def give_up(self) -> None:
+        """End, wherever it is."""
+        with suppress(CancelledError):  # it has not come to life
+            loop, life = self._living.result()
+            _call(loop, life.cancel)
+        self.join()
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._begin())
+        except BaseException as error:
+            self._living.cancel()
+            if self.joined.done():
+                self.joined.result().worker.end(error)
+            else:
+                self.joined.set_exception(error)
+        else:
+            self.joined.result().worker.end()
+
+    async def _begin(self) -> None:
+        life = asyncio.create_task(self._take_part())
+        self._living.set_result((asyncio.get_running_loop(), life))
+        await life
+
+    async def _take_part(self) -> None:
+        async with connected(self.identity, self._invite.addresses) as transport:
+            run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
+            if not run.config.streaming.is_plain:
+                raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
+            await ask_for_signed_heads(transport, run, self._invite.addresses)
+            admission = await enter(transport, run, self.identity, self._invite.addresses, None, self._ticket)
+            await listen(transport, run.run_id)
+            vectors = await asyncio.to_thread(_initial_vectors, run.config, layout_of(self._model))
+            device = next(self._model.parameters()).device
+            worker = _LoopWorker(vectors, run.config.training.inner_steps, device)
+            workload = Workload(worker, run.config, run_is_over=worker.end)
+            digest = await workload.state_digest()
+            driver = Driver(self.identity, transport, workload, run.settings, digest)
+            workload.take_turns(driver, self.identity.peer_id)
+            volunteer = Volunteer(run, driver, transport, workload, admission=admission)
+            worker.telemetry.track_with([], configuration_of(run, self.identity.peer_id, worker.device))
+            loop = asyncio.get_running_loop()
+            watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
+            self.joined.set_result(_Joined(run, worker, lambda: _call(loop, volunteer.leave)))
+            try:
+                await volunteer.take_part()
+            finally:
+                watching.cancel()
+
+    async def _leave_when_abandoned(self, volunteer: Volunteer) -> None:
+        while not self._is_abandoned():
+            await asyncio.sleep(LOOK_SECONDS)
+        logger.warning("the training loop has ended without a word: leaving the run")
+        volunteer.leave()
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(function)
+
+
+# The caller's loop ----------------------------------------------------------------------------------------------------
+BEFORE_EXIT: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+"""Has Python call a function before it ends; `atexit` alone does so when executors, which leaving needs, have ended."""
 
 
 class DiLoCo:
@@ -319,62 +438,48 @@ class DiLoCo:
         """Whether the run has had its last outer step. The model then holds the run's final weights."""
         _check_own_model(model)
         self._model = model
-        self._layout = layout_of(model)
-        self._shards = Shards(self._layout)
+        self._shards = Shards(layout_of(model))
         self._inner_optimizer = inner_optimizer
-        self._invite = Invite.parse(run)
         self._data = data
-        self._own = own
-        self._identity = identity or Identity.generate()
-        self._ticket = None if ticket is None else read_ticket(ticket)
         self._loss: float | None = None
         self._text: TrainingData | None = None
-        self._has_runs_text = True
         self._evaluates = evaluates
-        self._is_abandoned = is_abandoned
         self._until_leaving = ExitStack()
         self._interrupt = RememberedInterrupt()
-        self._living: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = Future()
-        self._joining: Future[_Joined] = Future()
-        self._thread = threading.Thread(target=self._live, name="diloco-peer", daemon=True)
+        self._swarm = _Swarm(Invite.parse(run), identity or Identity.generate(), ticket, own, model, is_abandoned)
 
     def __enter__(self) -> Self:
         self._until_leaving.enter_context(self._interrupt)
-        BEFORE_EXIT(_leave_before_exit, weakref.ref(self))
-        self._thread.start()
+        BEFORE_EXIT(_leave_before_exit, weakref.ref(self._swarm))
+        self._swarm.start()
         try:
-            self._joined = self._joining.result()
+            self._swarm.joined.result()
             self._begin_outer_step()
         except BaseException:
             with self._until_leaving:
-                self._give_up()
+                self._swarm.give_up()
             raise
-        self._hook = self._inner_optimizer.register_step_post_hook(self._after_inner_step)
+        self._until_leaving.callback(self._inner_optimizer.register_step_post_hook(self._after_inner_step).remove)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hook.remove()
         try:
-            self._joined.leave()
-            self._thread.join()
+            self._swarm.leave()
         except BaseException:  # whoever is interrupted now does not want to wait for the round under way
-            self._give_up()
+            self._swarm.give_up()
             raise
         finally:
             self._until_leaving.close()
 
-    def _give_up(self) -> None:
-        """End the swarm's thread, wherever it is."""
-        with suppress(CancelledError):  # it has not come to life
-            loop, life = self._living.result()
-            _call(loop, life.cancel)
-        self._thread.join()
-
     @property
     def run(self) -> Run:
-        return self._joined.run
+        return self._swarm.joined.result().run
+
+    @property
+    def _worker(self) -> _LoopWorker:
+        return self._swarm.joined.result().worker
 
     @property
     def outer_step(self) -> int:
@@ -397,9 +502,10 @@ class DiLoCo:
         Raises: ValueError for anything else; MachineError when the package for it is missing.
         """
         chosen = [Choice.parse(choice)]
-        opened = self._until_leaving.enter_context(tracking(chosen, self.run.run_id, self._identity.peer_id))
-        configuration = configuration_of(self.run, self._identity.peer_id, self._joined.worker.device)
-        self._joined.worker.telemetry.track_with(opened, configuration)
+        peer = self._swarm.identity.peer_id
+        opened = self._until_leaving.enter_context(tracking(chosen, self.run.run_id, peer))
+        configuration = configuration_of(self.run, peer, self._worker.device)
+        self._worker.telemetry.track_with(opened, configuration)
 
     def report(self, loss: torch.Tensor | float) -> None:
         """Take the loss of the inner step under way, to be shown to others."""
@@ -425,17 +531,16 @@ class DiLoCo:
     def _read(self, run: Run, tokenize_ahead: TokenizeAhead | None = None) -> TrainingData:
         """Open the text of a run, as this machine may read it. Raises: DataError, MachineError."""
         tokenizer = build_tokenizer(run.config.tokenizer)
-        self._text, self._has_runs_text = load_data(run.config, tokenizer, None, tokenize_ahead), run.has_runs_text
+        self._text = load_data(run.config, tokenizer, None, tokenize_ahead)
         per_token = self._text.held_out.bytes_per_token(run.config.evaluation.windows, tokenizer)
-        self._joined.worker.telemetry.bytes_per_token = per_token
+        self._worker.telemetry.bytes_per_token = per_token
         return self._text
 
-    # The training thread --------------------------------------------------------------------------------------
     def _begin_outer_step(self) -> None:
         """Wait for the swarm, which may have theta evaluated first, and take over theta."""
-        self._outer_step: _OuterStep | None = self._joined.worker.next_outer_step(self._evaluate)
+        self._outer_step: _OuterStep | None = self._worker.next_outer_step(self._evaluate)
         self._began_at = time.monotonic()
-        self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
+        self._shards.load(self._worker.vectors.theta, trainable(self._model))
         self.finished = self._outer_step is None
 
     def _after_inner_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -476,9 +581,10 @@ class DiLoCo:
 
     def _held_out_loss(self, text: TrainingData) -> HeldOut:
         section, held_out = self.run.config.evaluation, text.held_out
-        self._shards.load(self._joined.worker.vectors.theta, trainable(self._model))
+        self._shards.load(self._worker.vectors.theta, trainable(self._model))
         loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, self._precision)
-        is_runs_text = self._has_runs_text and section.digest in (None, held_out.digest(section.windows))
+        has_runs_text = self.run.with_data(self._data).has_runs_text
+        is_runs_text = has_runs_text and section.digest in (None, held_out.digest(section.windows))
         return HeldOut(loss, is_runs_text)
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -486,69 +592,14 @@ class DiLoCo:
         return torch.autocast(device, torch.bfloat16, enabled=self.run.config.training.precision == "bf16")
 
     def _publish(self) -> None:
-        self._shards.store(trainable(self._model), self._joined.worker.vectors.local)
-
-    # The swarm's thread ---------------------------------------------------------------------------------------
-    def _live(self) -> None:
-        try:
-            asyncio.run(self._begin())
-        except BaseException as error:
-            self._living.cancel()
-            if self._joining.done():
-                self._joined.worker.end(error)
-            else:
-                self._joining.set_exception(error)
-        else:
-            self._joined.worker.end()
-
-    async def _begin(self) -> None:
-        life = asyncio.create_task(self._take_part())
-        self._living.set_result((asyncio.get_running_loop(), life))
-        await life
-
-    async def _take_part(self) -> None:
-        async with connected(self._identity, self._invite.addresses) as transport:
-            run = (await find_run(transport, self._invite.run_id)).with_own(self._own)
-            if not run.config.streaming.is_plain:
-                raise LoopError("this run streams, which loops of one's own cannot do yet.", JOIN)
-            await ask_for_signed_heads(transport, run, self._invite.addresses)
-            admission = await enter(transport, run, self._identity, self._invite.addresses, None, self._ticket)
-            await listen(transport, run.run_id)
-            vectors = await asyncio.to_thread(_initial_vectors, run.config, self._layout)
-            device = next(self._model.parameters()).device
-            worker = _LoopWorker(vectors, run.config.training.inner_steps, device)
-            workload = Workload(worker, run.config, run_is_over=worker.end)
-            digest = await workload.state_digest()
-            driver = Driver(self._identity, transport, workload, run.settings, digest)
-            workload.take_turns(driver, self._identity.peer_id)
-            volunteer = Volunteer(run, driver, transport, workload, admission=admission)
-            worker.telemetry.track_with([], configuration_of(run, self._identity.peer_id, worker.device))
-            loop = asyncio.get_running_loop()
-            watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
-            self._joining.set_result(_Joined(run, worker, lambda: _call(loop, volunteer.leave)))
-            try:
-                await volunteer.take_part()
-            finally:
-                watching.cancel()
-
-    async def _leave_when_abandoned(self, volunteer: Volunteer) -> None:
-        while not self._is_abandoned():
-            await asyncio.sleep(LOOK_SECONDS)
-        logger.warning("the training loop has ended without a word: leaving the run")
-        volunteer.leave()
+        self._shards.store(trainable(self._model), self._worker.vectors.local)
 
 
-def _leave_before_exit(reference: weakref.ref[DiLoCo]) -> None:
+def _leave_before_exit(reference: weakref.ref[_Swarm]) -> None:
     """Leave the run if nobody has: a program may end right after its training has raised, still in the context."""
-    diloco = reference()  # lives as long as its thread does
-    if diloco is not None and diloco._thread.is_alive():
-        diloco._joined.leave()
-        diloco._thread.join()
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
-    with suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(function)
+    swarm = reference()
+    if swarm is not None and swarm.is_alive():
+        swarm.leave()
 
 
 # transformers' Trainer ------------------------------------------------------------------------------------------------

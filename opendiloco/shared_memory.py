@@ -9,11 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from opendiloco.errors import MachineError
@@ -78,33 +78,25 @@ def check_available(what: str, needed: int) -> None:
         )
 
 
-_cap: MemoryCap | None = None
+_cap: tuple[int, int] | None = None
+"""Bytes, and the process that takes no more of them together with its descendants."""
 
 
-def cap_memory(cap: MemoryCap | None) -> None:
-    """Have `available_memory` keep to what the owner gives from now on."""
+def cap_memory(limit: int | None, family: int | None = None) -> None:
+    """Have `available_memory` keep to so many bytes for a process and all its descendants; by default this process.
+
+    Memory that several of them see counts once. None: there is no cap.
+    """
     global _cap
-    _cap = cap
+    _cap = None if limit is None else (limit, family or os.getpid())
 
 
-@dataclass(frozen=True)
-class MemoryCap:
-    """So many bytes for a process and all its descendants together."""
-
-    limit: int
-    family: int = field(default_factory=os.getpid)
-
-    def left(self) -> int:
-        """Return the bytes that they do not use yet. Memory that several of them see counts once."""
-        import psutil
-
-        root = psutil.Process(self.family)
-        return self.limit - sum(map(_used_by, (root, *root.children(recursive=True))))
+def _left_of_cap(limit: int, family: int) -> int:
+    root = psutil.Process(family)
+    return limit - sum(map(_used_by, (root, *root.children(recursive=True))))
 
 
-def _used_by(process: Any) -> int:
-    import psutil
-
+def _used_by(process: psutil.Process) -> int:
     with suppress(psutil.Error):
         return int(process.memory_full_info().pss)
     return 0
@@ -113,7 +105,7 @@ def _used_by(process: Any) -> int:
 def available_memory() -> int:
     """Return the bytes that this process can still take: what is free, or what its owner's cap leaves of that."""
     free = _free_memory()
-    return free if _cap is None else max(0, min(free, _cap.left()))
+    return free if _cap is None else max(0, min(free, _left_of_cap(*_cap)))
 
 
 def _free_memory() -> int:
@@ -121,8 +113,7 @@ def _free_memory() -> int:
 
     What a container used last for files it has read counts against its limit, but is given back when it is needed.
     """
-    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    available = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable"))
+    available = int(psutil.virtual_memory().available)
     try:
         limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = int((CGROUP / "memory.current").read_text(encoding="ascii"))

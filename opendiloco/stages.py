@@ -23,11 +23,7 @@ QUIET_SECONDS = 10.0
 """Between two lines of the log about the same stage."""
 
 
-def _nobody(stage: str, share: float | None) -> None:
-    pass
-
-
-_watch: Watch = _nobody
+_watch: Watch = lambda stage, share: None  # noqa: E731
 
 
 @contextmanager
@@ -73,13 +69,12 @@ def passing(items: Iterable[Item], stage: str, total: int | None = None) -> Iter
 class StageLog:
     """A `Watch` that logs each stage when it begins, and every few seconds how far it has come and how long yet."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._stage = ""
         self._began = self._said = 0.0
 
     def __call__(self, stage: str, share: float | None) -> None:
-        now = self._clock()
+        now = time.monotonic()
         if stage != self._stage:
             self._stage, self._began, self._said = stage, now, now
             logger.info("%s", stage)

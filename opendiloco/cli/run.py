@@ -1,37 +1,34 @@
 """`diloco-peer run …`: what an organiser does."""
 
 from __future__ import annotations
-
+import click
 import json
 import logging
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import click
-
-from opendiloco.cli.options import (
-    FILE,
-    FOLDER,
-    INITIAL_PEERS,
-    initial_peers_option,
-    join_option,
-    own_files_options,
-    parse_run,
-    run_option,
-    spelled_out,
-    writing,
-)
+from opendiloco.cli.options import FILE
+from opendiloco.cli.options import FOLDER
+from opendiloco.cli.options import INITIAL_PEERS
+from opendiloco.cli.options import initial_peers_option
+from opendiloco.cli.options import join_option
+from opendiloco.cli.options import own_files_options
+from opendiloco.cli.options import parse_run
+from opendiloco.cli.options import run_option
+from opendiloco.cli.options import spelled_out
+from opendiloco.cli.options import writing
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import DataError
-from peers.errors import ManifestError, SwarmUnreachableError
+from pathlib import Path
+from peers.errors import ManifestError
+from peers.errors import SwarmUnreachableError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import Run
     from peers.presence.heartbeat import Heartbeat
     from peers.values.identity import Identity
-    from peers.values.manifest import Amendment, Invite
+    from peers.values.manifest import Amendment
+    from peers.values.manifest import Invite
 
 
 logger = logging.getLogger(__name__)
@@ -363,7 +360,7 @@ async def _give_amendment(
         _check_key(run, key)
         beats = await transport.heartbeats(run.run_id)
         signed = _next_amendment(run, key, beats, learning_rate, momentum)
-        at_work = sorted(RunView.of(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
+        at_work = sorted(RunView(run, beats).trainers, key=lambda beat: beat.lineage_tokens, reverse=True)
         there = [beat.peer for beat in at_work[:GIVEN_TO] if await transport.connect(beat.peer, beat.addresses)]
         told = await give(transport.call, run.run_id, signed, there)
     if not told:

@@ -1,23 +1,29 @@
 """What others see of runs: `runs` lists those that a bootstrap node remembers, `status` shows the peers of one."""
 
 from __future__ import annotations
-
+import click
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import click
-
-from opendiloco.cli.options import initial_peers_option, known_addresses, parse_run, reader, reader_option, run_option
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import replace
+from opendiloco.cli.options import initial_peers_option
+from opendiloco.cli.options import known_addresses
+from opendiloco.cli.options import parse_run
+from opendiloco.cli.options import reader
+from opendiloco.cli.options import reader_option
+from opendiloco.cli.options import run_option
 from opendiloco.errors import fit_for_terminal
+from pathlib import Path
 from peers.errors import DilocoPeerError
+from typing import Any
+from typing import NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from opendiloco.config.run_config import RunConfig
     from opendiloco.owner.controls import Answer
     from opendiloco.run import Run
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
     from peers.values.signed_heads import SignedHeads
+    from rich.console import Group
 
 
 NOT_MEASURED = "not measured: other runs took too long"
@@ -143,7 +150,7 @@ async def _look(addresses: tuple[str, ...], limit: int) -> list[_ListedRun]:
         async def look_at(run_id: str) -> _ListedRun:
             try:
                 run = await find_run(transport, run_id)
-                return _ListedRun(run_id, view=RunView.of(run, await transport.heartbeats(run_id)))
+                return _ListedRun(run_id, view=RunView(run, await transport.heartbeats(run_id)))
             except DilocoPeerError as error:
                 return _ListedRun(run_id, problem=error.message)
 
@@ -249,7 +256,7 @@ async def _keep_showing(transport: HivemindTransport, run: Run) -> NoReturn:
     agreement = Agreement()
     with Live(auto_refresh=False) as live:
         while True:
-            view = RunView.of(run, await transport.heartbeats(run.run_id), agreement)
+            view = RunView(run, await transport.heartbeats(run.run_id), agreement)
             shown = _picture(view, transport.signed_heads_of(run.run_id))
             live.update(Group(shown, *_here_lines(_volunteers_here(run.run_id))), refresh=True)
             await asyncio.sleep(WATCH_SECONDS)
@@ -265,7 +272,7 @@ async def _compare(transport: HivemindTransport, run: Run) -> RunView:
     agreement, now = Agreement(), asyncio.get_running_loop().time
     ends = now() + COMPARE_SECONDS
     while True:
-        view = RunView.of(run, await transport.heartbeats(run.run_id), agreement)
+        view = RunView(run, await transport.heartbeats(run.run_id), agreement)
         if agreement.verdict is not None or len(view.working) < 2 or now() >= ends:
             return view
         await asyncio.sleep(WATCH_SECONDS)

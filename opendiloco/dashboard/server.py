@@ -13,6 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from opendiloco.dashboard.sources import NodeSources, Source
-from opendiloco.dashboard.watching import Board, Watching
+from opendiloco.dashboard.watching import Board, RunWatch, Watching
 from peers.errors import LocalNetworkError
 from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of
@@ -122,7 +123,6 @@ class _Connection(asyncio.Protocol):
 
 # The server -----------------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
-
 requests_logger = logging.getLogger(f"{__name__}.requests")
 SHUTDOWN_SECONDS = 1.0  # that open pages are waited for at the end
 STATIC = {
@@ -204,17 +204,17 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         await runner.cleanup()
 
 
+@dataclass(frozen=True)
 class NodeDashboard:
     """A bootstrap node's dashboard: all runs that are announced to it, with the logs that its archive keeps."""
 
-    def __init__(self, listening: socket.socket, archive: Archive | None) -> None:
-        self._listening = listening
-        self._archive = archive
+    listening: socket.socket
+    archive: Archive | None
 
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Serve until cancelled."""
-        sources = NodeSources(transport, self._archive.kept if self._archive else None)
-        async with dashboard(self._listening, lambda: sources.current(manifests)):
+        sources = NodeSources(transport, self.archive.kept if self.archive else None)
+        async with dashboard(self.listening, lambda: sources.current(manifests)):
             await asyncio.Event().wait()
 
 
@@ -228,58 +228,51 @@ class _Site(web.SockSite):
 
 
 def _application(watching: Watching, is_local: bool) -> web.Application:
-    """Return the server's parts. With `is_local` only those are answered who name a loopback address."""
+    """Return what answers: files, runs as JSON, and runs as events. With `is_local`, only for loopback addresses."""
     app = web.Application(middlewares=[_only_local] if is_local else [])
     app.on_response_prepare.append(_add_headers)
     for path, (name, content_type) in STATIC.items():
         content = files("opendiloco.dashboard").joinpath("static", name).read_bytes()
         app.router.add_get(path, _static(content, content_type))
-    pages = _Pages(watching)
-    app.router.add_get("/events", pages.list_events)
-    app.router.add_get("/api/runs", pages.list_json)
-    app.router.add_get("/runs/{run}/events", pages.run_events)
-    app.router.add_get("/api/runs/{run}", pages.run_json)
-    return app
 
+    def watch_of(request: web.Request) -> RunWatch:
+        watch = watching.runs.get(request.match_info["run"])
+        if watch is None:
+            raise web.HTTPNotFound(text="This node does not know such a run.")
+        return watch
 
-class _Pages:
-    """What is told of runs."""
+    async def list_json(request: web.Request) -> web.Response:
+        return web.json_response([watch.summary for watch in watching.runs.values()])
 
-    def __init__(self, watching: Watching) -> None:
-        self._watching = watching
+    async def list_events(request: web.Request) -> web.StreamResponse:
+        return await _stream(request, watching.board)
 
-    async def list_json(self, request: web.Request) -> web.Response:
-        summaries = [watch.summary for watch in self._watching.runs.values()]
-        return web.json_response(summaries)
-
-    async def run_json(self, request: web.Request) -> web.Response:
-        run = request.match_info["run"]
-        if run not in self._watching.runs:
-            raise _unknown_run()
-        watch = self._watching.runs[run]
+    async def run_json(request: web.Request) -> web.Response:
+        watch = watch_of(request)
         await watch.refresh()
         return web.json_response(watch.history.sections())
 
-    async def list_events(self, request: web.Request) -> web.StreamResponse:
-        return await self._stream(request, self._watching.board)
-
-    async def run_events(self, request: web.Request) -> web.StreamResponse:
-        run = request.match_info["run"]
-        if run not in self._watching.runs:
-            raise _unknown_run()
-        watch = self._watching.runs[run]
+    async def run_events(request: web.Request) -> web.StreamResponse:
+        watch = watch_of(request)
         watch.show()
-        return await self._stream(request, watch.board)
+        return await _stream(request, watch.board)
 
-    async def _stream(self, request: web.Request, board: Board) -> web.StreamResponse:
-        """Send a board's sections as events, for as long as somebody reads them."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-        with suppress(ConnectionError):  # the page was closed
-            await response.prepare(request)
-            async for news in board.news():
-                event = ": nothing new\n\n" if news is None else f"event: {news[0]}\ndata: {news[1]}\n\n"
-                await response.write(event.encode())
-        return response
+    app.router.add_get("/api/runs", list_json)
+    app.router.add_get("/events", list_events)
+    app.router.add_get("/api/runs/{run}", run_json)
+    app.router.add_get("/runs/{run}/events", run_events)
+    return app
+
+
+async def _stream(request: web.Request, board: Board) -> web.StreamResponse:
+    """Send a board's sections as events, for as long as somebody reads them."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+    with suppress(ConnectionError):  # the page was closed
+        await response.prepare(request)
+        async for news in board.news():
+            event = ": nothing new\n\n" if news is None else f"event: {news[0]}\ndata: {news[1]}\n\n"
+            await response.write(event.encode())
+    return response
 
 
 def _static(content: bytes, content_type: str) -> Any:
@@ -287,10 +280,6 @@ def _static(content: bytes, content_type: str) -> Any:
         return web.Response(body=content, content_type=content_type, charset="utf-8")
 
     return answer
-
-
-def _unknown_run() -> web.HTTPNotFound:
-    return web.HTTPNotFound(text="This node does not know such a run.")
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -87,17 +87,14 @@ class NodeSources:
     def current(self, manifests: Iterable[SignedManifest]) -> list[Source]:
         """Return a source for each of these runs, which take long to go through: that is not done each time."""
         if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
-            self._update(manifests)
+            known = {manifest.run_id: manifest for manifest in manifests}
+            self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in known}
+            for run_id, manifest in known.items():
+                if self._failures.is_due(run_id):
+                    with self._failures.caught(run_id):
+                        self._begin(run_id, manifest)
             self._updated_at = time.monotonic()
         return list(self._sources.values())
-
-    def _update(self, manifests: Iterable[SignedManifest]) -> None:
-        known = {manifest.run_id: manifest for manifest in manifests}
-        self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in known}
-        for run_id, manifest in known.items():
-            if self._failures.is_due(run_id):
-                with self._failures.caught(run_id):
-                    self._begin(run_id, manifest)
 
     def _begin(self, run_id: str, manifest: SignedManifest) -> None:
         archived = self._kept(run_id) if self._kept else None

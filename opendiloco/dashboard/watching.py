@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from opendiloco.dashboard.sources import Source
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import HeldOutCurve
-from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Teams
+from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Signatures, Teams
 from opendiloco.view.run_view import RunView, bounded_loss, plain_peer, plain_signed
 from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
@@ -52,23 +52,20 @@ class _Curve:
 
     def add(self, x: float, y: float) -> None:
         """Take in a value."""
-        bucket = int(x // self._width)
-        total, count = self._buckets.get(bucket, (0.0, 0))
-        self._buckets[bucket] = total + y, count + 1
+        self._put(int(x // self._width), y, 1)
         if len(self._buckets) > MOST_POINTS:
-            self._widen()
+            narrow, self._width, self._buckets = self._buckets, 2 * self._width, {}
+            for bucket, (total, count) in narrow.items():
+                self._put(bucket // 2, total, count)
+
+    def _put(self, bucket: int, more: float, values: int) -> None:
+        total, count = self._buckets.get(bucket, (0.0, 0))
+        self._buckets[bucket] = total + more, count + values
 
     @property
     def points(self) -> list[tuple[float, float]]:
         """Return the means, each at the beginning of its bucket, from left to right."""
         return [(bucket * self._width, total / count) for bucket, (total, count) in sorted(self._buckets.items())]
-
-    def _widen(self) -> None:
-        merged: dict[int, tuple[float, int]] = {}
-        for bucket, (total, count) in self._buckets.items():
-            other, more = merged.get(bucket // 2, (0.0, 0))
-            merged[bucket // 2] = total + other, count + more
-        self._width, self._buckets = 2 * self._width, merged
 
 
 class _Span(NamedTuple):
@@ -174,7 +171,7 @@ class RunHistory:
         """Return how the run is now, by all that has come in."""
         before, run = self.view, self.view.run
         chronicle = self._chronicle if self._has_log else None
-        self.view = RunView.of(run, self._heartbeats, chronicle=chronicle, step_before=before.outer_step)
+        self.view = RunView(run, self._heartbeats, chronicle=chronicle, step_before=before.outer_step)
         return self.view
 
     def _take_losses(self, view: RunView) -> None:
@@ -292,17 +289,13 @@ class RunHistory:
 
 def _plain_record(record: Record, run: Run) -> Plain:
     """Return an entry of a run as JSON can say it, digests in hexadecimal."""
-    signatures = record.signatures
     return {
         "digest": record.digest.hex(),
         "payload": record.payload.hex(),
         "state": None if record.state_digest is None else record.state_digest.hex(),
         "members": record.members,
         "tokens": record.tokens,
-        "signed": None if signatures is None else signatures.signed,
-        "voters": None if signatures is None else signatures.voters,
-        "certified": None if signatures is None else signatures.is_certified,
-        "alone": None if signatures is None else signatures.is_alone,
+        **asdict(record.signatures or Signatures()),
         "absent": [absence._asdict() for absence in record.absent[:SHOWN_ABSENT]],
         "absent_count": len(record.absent),
         "joined": list(record.joined[:SHOWN_ABSENT]),
@@ -446,7 +439,7 @@ class Watching:
         looking: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
-                self._try_update()
+                self._update()
                 self.board.show({"runs": [watch.summary for watch in self.runs.values()]})
                 looking = {run: task for run, task in looking.items() if not task.done()}
                 for run, watch in self._due(looking):
@@ -458,18 +451,16 @@ class Watching:
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(*looking.values(), return_exceptions=True)
 
-    def _try_update(self) -> None:
+    def _update(self) -> None:
         """Take up which runs there are. While that fails, those that are known are shown."""
         try:
-            self._update()
-            self._is_failing = False
+            sources = {source.run.run_id: source for source in self._sources()}
         except Exception:
             if not self._is_failing:
                 logger.exception("the dashboard finds no new runs at present")
             self._is_failing = True
-
-    def _update(self) -> None:
-        sources = {source.run.run_id: source for source in self._sources()}
+            return
+        self._is_failing = False
         for run in self.runs.keys() - sources.keys():
             del self.runs[run]
         for run, source in sources.items():

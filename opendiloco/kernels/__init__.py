@@ -1,11 +1,10 @@
 """The arithmetic of pseudo-gradients: floats to payloads and back, the same bits on every machine.
 
-The one door to the C library in native/, whose formats.h describes every format to the byte. Three kinds of names:
-
-- `Format`s (`INT8` is the default; `FORMATS` by name), and `Payload`: so many values in a format, and their bytes;
-- operations on numpy arrays and payloads: `quantize`, `accumulate`, `outer_step`, …; they release the interpreter's
-  lock, and take a number of threads;
-- `choose_kernels` and `DILOCO_KERNELS`, which force an instruction set. All give the same bits.
+The one door to the C library in native/, whose formats.h says what each byte of a format means. Operations work on
+numpy arrays and payloads, and on any range of blocks of both: slice the arrays at multiples of the format's
+`block_values`, its payload at multiples of `block_bytes`. Arguments must not overlap; arguments of the wrong kind or
+length raise ValueError. `threads` is the most that a call uses, its own included; they end with it, and the
+interpreter's lock is released meanwhile. After an error, what was to be written is undefined.
 
 Other rooms import:
 the room: FORMATS, Format, NEAREST, NonFiniteError, Payload, Rounding, SPARSE, dequantize, quantize_difference,
@@ -16,82 +15,408 @@ self_test: differing_sets, measure_speeds
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
 
-from opendiloco.kernels.operations import (
-    ENVIRONMENT_VARIABLE,
-    KERNEL_SETS,
-    NEAREST,
-    Rounding,
-    accumulate,
-    average,
-    check_payload,
-    choose_kernels,
-    chosen_kernels,
-    dequantize,
-    finish_average,
-    gradient_step,
-    outer_step,
-    quantize,
-    quantize_difference,
-    squared_norm,
-    stochastic,
-    supported_kernels,
-)
-from opendiloco.kernels.payloads import (
-    E2M1,
-    E2M1_BLOCK32,
-    E3M0,
-    FORMATS,
-    FP16,
-    INT8,
-    SPARSE,
-    UINT4,
-    CorruptPayloadError,
-    FloatArray,
-    Floats,
-    FloatView,
-    Format,
-    KernelError,
-    NonFiniteError,
-    Payload,
-    PayloadBytes,
-)
+import numpy as np
+import numpy.typing as npt
 
-__all__ = [
-    "E2M1",
-    "E2M1_BLOCK32",
-    "E3M0",
-    "FORMATS",
-    "FP16",
-    "INT8",
-    "KERNEL_SETS",
-    "NEAREST",
-    "SPARSE",
-    "UINT4",
-    "CorruptPayloadError",
-    "FloatArray",
-    "FloatView",
-    "Floats",
-    "Format",
-    "KernelError",
-    "NonFiniteError",
-    "Payload",
-    "PayloadBytes",
-    "Rounding",
-    "accumulate",
-    "average",
-    "check_payload",
-    "choose_kernels",
-    "chosen_kernels",
-    "dequantize",
-    "finish_average",
-    "gradient_step",
-    "outer_step",
-    "quantize",
-    "quantize_difference",
-    "squared_norm",
-    "stochastic",
-    "supported_kernels",
-]
+from opendiloco._kernels import ffi, lib
+from opendiloco.errors import MachineError
+from peers.errors import DilocoPeerError
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+class KernelError(DilocoPeerError):
+    """A block that can't be encoded or decoded. `block` is its index in the arrays that were passed."""
+
+    exit_code = 8
+
+    def __init__(self, block: int, message: str, remedy: str) -> None:
+        super().__init__(message, remedy)
+        self.block = block
+
+
+class NonFiniteError(KernelError):
+    """Values to be encoded hold a NaN, an infinity, or a magnitude beyond the format's."""
+
+    def __init__(self, block: int, block_values: int) -> None:
+        values = f"values {block * block_values} to {(block + 1) * block_values - 1}"
+        super().__init__(
+            block,
+            f"block {block} ({values}) holds NaN, infinity or a magnitude too large to be encoded.",
+            "Training has diverged: lower the learning rate, or go back to an earlier snapshot.",
+        )
+
+
+class CorruptPayloadError(KernelError):
+    """A payload that no encoder of ours produces."""
+
+    def __init__(self, block: int, defect: str) -> None:
+        super().__init__(block, f"payload block {block}: {defect}.", "Drop the payload; fetch it from another peer.")
+
+
+# Formats --------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Format:
+    """How floats are encoded: `block_values` of them at a time, in `block_bytes` bytes; the last block may be short.
+
+    `is_stochastic` tells whether it can be rounded by chance. `index` is the C library's number for it.
+    """
+
+    index: int
+    name: str
+    block_values: int
+    block_bytes: int
+    is_stochastic: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+    def block_count(self, values: int) -> int:
+        """Return the number of blocks for so many values, the short one included."""
+        return -(-values // self.block_values)
+
+    def payload_size(self, values: int) -> int:
+        """Return the bytes that so many values take."""
+        return _payload_size(self.index, values)
+
+    def byte_range(self, first_block: int, last_block: int, values: int) -> tuple[int, int]:
+        """Return where blocks [first_block, last_block) lie in a payload of so many values: bytes [start, stop)."""
+        size = self.payload_size(values)
+        return min(first_block * self.block_bytes, size), min(last_block * self.block_bytes, size)
+
+
+@lru_cache
+def _payload_size(index: int, values: int) -> int:
+    """Ask C only once: a call gives the interpreter's lock away, and in a busy process waits long to have it back."""
+    return lib.diloco_payload_size(index, values)
+
+
+def _format(index: int) -> Format:
+    return Format(
+        index,
+        ffi.string(lib.diloco_format_name(index)).decode(),
+        lib.diloco_block_values(index),
+        lib.diloco_block_bytes(index),
+        bool(lib.diloco_format_is_stochastic(index)),
+    )
+
+
+FORMATS: dict[str, Format] = {each.name: each for each in map(_format, range(7))}
+"""All of them, by name."""
+
+INT8, UINT4, E2M1_BLOCK32, E2M1, E3M0, FP16, SPARSE = FORMATS.values()
+
+
+# Arrays ---------------------------------------------------------------------------------------------------------------
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+PayloadBytes: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+
+
+class FloatView:
+    """A one-dimensional, contiguous, aligned array of float32, and its address. Raises: ValueError for any other.
+
+    To check an array and find its address takes longer than to encode a block of it: code that calls often on the same
+    memory keeps a view; other code passes plain arrays.
+    """
+
+    __slots__ = ("_array", "address", "is_writable", "size")
+
+    def __init__(self, array: FloatArray, name: str = "the array") -> None:
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.float32:
+            raise ValueError(f"{name} must be a one-dimensional float32 array, not {_kind(array)}")
+        flags = array.flags
+        if not (flags.c_contiguous and flags.aligned):
+            raise ValueError(f"{name} must be contiguous and aligned")
+        self._array = array
+        self.size: int = array.size
+        self.is_writable: bool = flags.writeable
+        self.address = _address(array.data) if array.size else 0
+
+
+Floats: TypeAlias = FloatView | FloatArray
+
+
+class Payload:
+    """`values` floats in a format. `buffer` holds its bytes, at any alignment; without one, a bytearray is made.
+
+    While a payload exists, its buffer can't be resized. Raises: ValueError if the buffer is no contiguous bytes,
+    CorruptPayloadError if their number is wrong; it is blamed on the first block that is incomplete or superfluous.
+    """
+
+    __slots__ = ("address", "buffer", "format", "is_writable", "values")
+
+    def __init__(self, format: Format, values: int, buffer: PayloadBytes | None = None) -> None:
+        size = format.payload_size(values)
+        given = bytearray(size) if buffer is None else buffer
+        view = given.data if isinstance(given, np.ndarray) else memoryview(given)
+        if view.itemsize != 1 or not view.c_contiguous:
+            raise ValueError(f"a payload must be contiguous bytes, not {_kind(buffer)}")
+        if view.nbytes != size:
+            block = min(view.nbytes // format.block_bytes, format.block_count(values))
+            raise CorruptPayloadError(block, f"{view.nbytes} bytes came for {values} values, which take {size}")
+        self.format = format
+        self.values = values
+        self.buffer = view
+        self.is_writable = not view.readonly
+        # The view alone keeps the buffer as it is. What cffi exports from a memoryview must not outlive this call:
+        # Python before 3.12.7 crashes when it collects a cycle of both, and comes by the view first
+        # (python/cpython#77894).
+        self.address = _address(view)
+
+    def __bytes__(self) -> bytes:
+        return bytes(self.buffer)
+
+
+def _view(name: str, array: Floats, payload: Payload, writable: bool = False) -> FloatView:
+    """Return a checked float32 array of as many values as a payload. Raises: ValueError, which names the argument."""
+    view = array if isinstance(array, FloatView) else FloatView(array, name)
+    if writable and not view.is_writable:
+        raise ValueError(f"{name} is written to, but is read-only")
+    if view.size != payload.values:
+        raise ValueError(f"{name} has {view.size} values, the payload {payload.values}")
+    return view
+
+
+def _address(view: memoryview) -> int:
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(view)))
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.ndim}-dimensional {value.dtype}"
+    return type(value).__name__
+
+
+# Instruction sets -----------------------------------------------------------------------------------------------------
+ENVIRONMENT_VARIABLE = "DILOCO_KERNELS"
+KERNEL_SETS = ("scalar", "avx2", "avx512", "neon")
+
+
+def supported_kernels() -> tuple[str, ...]:
+    """Return the sets that this processor and this build have."""
+    return tuple(name for name in KERNEL_SETS if lib.diloco_kernels_are_supported(name.encode()))
+
+
+def chosen_kernels() -> str:
+    """Return the set that operations use."""
+    return ffi.string(lib.diloco_kernels_name()).decode()
+
+
+def choose_kernels(name: str) -> None:
+    """Use a set from now on, in the whole process; "" is the fastest. Raises: MachineError."""
+    if name and name not in supported_kernels():
+        known = "this machine does not have it" if name in KERNEL_SETS else "there is no such set"
+        choices = ", ".join(supported_kernels())
+        raise MachineError(
+            f"{ENVIRONMENT_VARIABLE} = {name!r}: {known}.", f"Unset it for the fastest, or use one of: {choices}."
+        )
+    lib.diloco_choose_kernels(name.encode())
+
 
 choose_kernels(os.environ.get(ENVIRONMENT_VARIABLE, ""))
+
+
+# Operations -----------------------------------------------------------------------------------------------------------
+_LARGEST_FLOAT, _SMALLEST_FLOAT = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+LARGEST_WEIGHT = 2.0**63
+"""Of all weights of an average together: so no sum of sound payloads overflows."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """To the nearest code, or by chance to one of the two around (`stochastic`).
+
+    The chance is a function of `seed`, of the block's index (that of the first is `first_block`) and of the value's
+    place in its block, so that a payload can be made again, block by block.
+    """
+
+    is_stochastic: bool
+    seed: int = 0
+    first_block: int = 0
+
+
+NEAREST = Rounding(is_stochastic=False)
+
+
+def stochastic(seed: int, first_block: int = 0) -> Rounding:
+    """Round by chance. `seed` is taken modulo 2^64."""
+    return Rounding(True, seed % 2**64, first_block)
+
+
+def quantize(values: Floats, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1) -> None:
+    """Encode `values`. Raises: NonFiniteError for the first block that can't be encoded."""
+    source = _view("values", values, payload)
+    _encode(lib.diloco_quantize, payload, rounding, source.address, source.size, payload.address, threads)
+
+
+def quantize_difference(
+    theta: Floats,
+    local: Floats,
+    payload: Payload,
+    rounding: Rounding = NEAREST,
+    residual: Floats | None = None,
+    threads: int = 1,
+) -> None:
+    """Encode the pseudo-gradient `theta - local`, without a temporary array.
+
+    With error feedback, `residual` is what earlier payloads left out: it is added to the difference, and becomes what
+    this payload leaves out. Raises: NonFiniteError, as `quantize` does, also where only the difference overflows.
+    """
+    minuend, subtrahend = _view("theta", theta, payload), _view("local", local, payload)
+    left_out = 0 if residual is None else _view("residual", residual, payload, writable=True).address
+    sources = minuend.address, subtrahend.address, False, left_out, minuend.size  # False: local is not bfloat16
+    _encode(lib.diloco_quantize_difference, payload, rounding, *sources, payload.address, threads)
+
+
+def finish_average(
+    accumulator: Floats, total_weight: float, payload: Payload, rounding: Rounding = NEAREST, threads: int = 1
+) -> None:
+    """Encode the weighted average `accumulator / total_weight`.
+
+    `total_weight` is the sum of the weights that were accumulated and must be positive. Raises: NonFiniteError, as
+    `quantize` does.
+    """
+    if not _SMALLEST_FLOAT <= total_weight <= LARGEST_WEIGHT:
+        raise ValueError(f"total_weight is {total_weight}; it must be positive, and at most 2^63")
+    source = _view("accumulator", accumulator, payload)
+    arguments = source.address, total_weight, source.size, payload.address, threads
+    _encode(lib.diloco_finish_average, payload, rounding, *arguments)
+
+
+def average(
+    contributions: Sequence[tuple[Payload, float]],
+    payload: Payload,
+    rounding: Rounding = NEAREST,
+    threads: int = 1,
+    total_weight: float | None = None,
+) -> None:
+    """Encode the weighted average of decoded payloads, each with its weight; they are added up in this order.
+
+    The same bytes as with `accumulate` into zeros and `finish_average`, with no array for the sum. The weights must be
+    at least 0. Their sum is divided by `total_weight`, by default the sum of the weights, which must be positive.
+
+    Raises: CorruptPayloadError, as `check_payload` does of the first contribution that doesn't pass; NonFiniteError, as
+    `quantize` does.
+    """
+    weights = [weight for _, weight in contributions]
+    total = sum(weights) if total_weight is None else total_weight
+    if not (_SMALLEST_FLOAT <= total <= LARGEST_WEIGHT and min(weights) >= 0):
+        raise ValueError(
+            f"the weights are {weights} of {total}; none may be negative, and the total must be between 0 and 2^63"
+        )
+    for contribution, _ in contributions:
+        if (contribution.format, contribution.values) != (payload.format, payload.values):
+            raise ValueError(f"a contribution has {contribution.values} values, the average {payload.values}")
+    addresses = [contribution.address for contribution, _ in contributions]
+    sizes = len(contributions), total, payload.values
+    try:
+        _encode(lib.diloco_average, payload, rounding, addresses, weights, *sizes, payload.address, threads)
+    except NonFiniteError:
+        for contribution, _ in contributions:
+            check_payload(contribution, threads)
+        raise
+
+
+def check_payload(payload: Payload, threads: int = 1) -> None:
+    """Raises: CorruptPayloadError for the first block that no encoder makes; what passes decodes to finite values."""
+    _raise_corrupt(lib.diloco_check_payload(payload.format.index, payload.address, payload.values, threads))
+
+
+def squared_norm(payload: Payload) -> float:
+    """Return the sum of the squares of the decoded values, in double: the same bits on every machine.
+
+    Raises: CorruptPayloadError, as `check_payload` does.
+    """
+    squared = ffi.new("double *")
+    _raise_corrupt(lib.diloco_squared_norm(payload.format.index, payload.address, payload.values, squared))
+    return squared[0]
+
+
+def dequantize(payload: Payload, values: Floats, threads: int = 1) -> None:
+    """Decode into `values`. Raises: CorruptPayloadError, as `check_payload` does."""
+    target = _view("values", values, payload, writable=True)
+    _raise_corrupt(lib.diloco_dequantize(payload.format.index, payload.address, target.size, target.address, threads))
+
+
+def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: int = 1) -> None:
+    """Add the decoded payload times `weight` (tokens, rounded to fp32): `accumulator += weight * decoded`.
+
+    Raises: CorruptPayloadError, as `check_payload` does; the blocks before the corrupt one may have been added.
+    """
+    if not 0 <= weight <= LARGEST_WEIGHT:
+        raise ValueError(f"weight is {weight}; it must be between 0 and 2^63")
+    target = _view("accumulator", accumulator, payload, writable=True)
+    _raise_corrupt(
+        lib.diloco_accumulate(payload.format.index, payload.address, weight, target.size, target.address, threads)
+    )
+
+
+def gradient_step(payload: Payload, theta: Floats, learning_rate: float, threads: int = 1) -> None:
+    """Plain gradient descent on the decoded pseudo-gradient, in place: `theta = theta - learning_rate * decoded`.
+
+    Raises: CorruptPayloadError, as `outer_step` does.
+    """
+    _check_scalar("learning_rate", learning_rate)
+    parameters = _view("theta", theta, payload, writable=True)
+    arguments = payload.format.index, payload.address, -learning_rate, parameters.size, parameters.address, threads
+    _raise_corrupt(lib.diloco_accumulate(*arguments))
+
+
+def outer_step(
+    payload: Payload,
+    theta: Floats,
+    momentum: Floats,
+    learning_rate: float,
+    momentum_coefficient: float,
+    threads: int = 1,
+) -> None:
+    """Take a step of DiLoCo's outer optimizer (Algorithm 1, line 14), in place: Nesterov SGD on the decoded g.
+
+        momentum = momentum_coefficient * momentum + g
+        theta    = theta - learning_rate * (g + momentum_coefficient * momentum)
+
+    This is torch.optim.SGD(nesterov=True) with a momentum that starts at zero. Raises: CorruptPayloadError, as
+    `check_payload` does; a step that must be all or nothing is checked before.
+    """
+    _check_scalar("learning_rate", learning_rate)
+    _check_scalar("momentum_coefficient", momentum_coefficient)
+    parameters = _view("theta", theta, payload, writable=True)
+    velocity = _view("momentum", momentum, payload, writable=True)
+    _raise_corrupt(
+        lib.diloco_outer_step(
+            payload.format.index,
+            payload.address,
+            parameters.address,
+            velocity.address,
+            parameters.size,
+            learning_rate,
+            momentum_coefficient,
+            threads,
+        )
+    )
+
+
+def _encode(function: Callable[..., int], payload: Payload, rounding: Rounding, *arguments: object) -> None:
+    """Call a C function that fills a payload. Raises: NonFiniteError for the first block that it refuses."""
+    if not payload.is_writable:
+        raise ValueError("the payload is written to, but its bytes are read-only")
+    format = payload.format
+    if rounding.is_stochastic and not format.is_stochastic:
+        raise ValueError(f"{format.name} has no stochastic rounding; use NEAREST")
+    refused = function(format.index, rounding.is_stochastic, rounding.seed, rounding.first_block, *arguments)
+    if refused:
+        raise NonFiniteError(refused - 1, format.block_values)
+
+
+def _check_scalar(name: str, value: float) -> None:
+    if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # not so for NaN, either
+        raise ValueError(f"{name} is {value}; it must be a finite fp32 number")
+
+
+def _raise_corrupt(refused: int) -> None:
+    if refused:
+        raise CorruptPayloadError(refused - 1, "its header or a code is one that no encoder makes")

@@ -25,7 +25,7 @@ UNSIGNED = 8
 """Entries of which more may become known: the newest that lack something."""
 
 
-class Absence(NamedTuple):
+class _Absence(NamedTuple):
     """A peer that had a lease, and does not count in an entry. `kind` is one word for `why`."""
 
     peer: str
@@ -35,12 +35,12 @@ class Absence(NamedTuple):
 
 @dataclass(frozen=True)
 class Signatures:
-    """How many of those who may sign an entry have signed it. More than half of them certify it."""
+    """How many of those who may sign an entry have signed it; more than half of them certify it. None: not known."""
 
-    signed: int
-    voters: int
-    is_certified: bool
-    is_alone: bool
+    signed: int | None = None
+    voters: int | None = None
+    certified: bool | None = None
+    alone: bool | None = None
 
 
 class Change(NamedTuple):
@@ -62,7 +62,7 @@ class Record:
     tokens: int
     lineage_tokens: int
     signatures: Signatures | None
-    absent: tuple[Absence, ...]
+    absent: tuple[_Absence, ...]
     joined: tuple[str, ...]
     change: Change | None
 
@@ -173,9 +173,9 @@ class Chronicle:
             record.state_digest = record.state_digest or log.state_digest_at(record.index)
 
 
-def _signatures(certificate: Certificate | None, before: LogState | None, header: Header) -> Signatures | None:
+def _signatures(certificate: Certificate | None, before: LogState, header: Header) -> Signatures | None:
     """Return what a certificate shows, whose signatures were checked when it was taken into the log."""
-    if certificate is None or before is None:
+    if certificate is None:
         return None
     proof = weigh(certificate, before, header)
     return Signatures(proof.signers, len(electorate(before, header)), proof.is_certified, certificate.alone)
@@ -188,7 +188,7 @@ def _change(before: LogState, header: Header) -> Change | None:
     return Change(header.amendment, before.amendment)
 
 
-def _absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[Absence, ...]:
+def _absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[_Absence, ...]:
     """Return the peers that had work to bring into an entry, and do not count in it."""
     faults = {fault.peer: fault.kind for fault in header.faults}
     gone, leases = set(before.gone_in(header)), {lease.peer for lease in header.leases}
@@ -196,22 +196,22 @@ def _absences(before: LogState, header: Header, certificate: Certificate | None)
     left = {voters[farewell.place][0] for farewell in certificate.farewells} if certificate else set()
     missed = {member.peer: member.missed for member in header.roster if member.missed}
     found = [
-        Absence(peer, "died", f"lost while it sent: {count} of its chunks lack, and its samples are trained again")
+        _Absence(peer, "died", f"lost while it sent: {count} of its chunks lack, and its samples are trained again")
         for peer, count in missed.items()
     ]
     for peer in dict.fromkeys((*before.leaders, *faults)):
         if peer in faults:
-            found.append(Absence(peer, "lied", f"excluded for a proven lie: {faults[peer]}"))
+            found.append(_Absence(peer, "lied", f"excluded for a proven lie: {faults[peer]}"))
         elif peer in header.peers:
             continue
         elif peer in left:
-            found.append(Absence(peer, "left", "said goodbye"))
+            found.append(_Absence(peer, "left", "said goodbye"))
         elif peer in gone:
-            found.append(Absence(peer, "gone", "has left, fell silent, or started again"))
+            found.append(_Absence(peer, "gone", "has left, fell silent, or started again"))
         elif peer in leases:
-            found.append(Absence(peer, "late", "was not ready; its work may still count in the next entry"))
+            found.append(_Absence(peer, "late", "was not ready; its work may still count in the next entry"))
         else:
-            found.append(Absence(peer, "absent", "was not ready; its lease went back into the pool"))
+            found.append(_Absence(peer, "absent", "was not ready; its lease went back into the pool"))
     return tuple(found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -73,11 +74,8 @@ def configuration_of(run: Run, peer_id: str, device: str, options: WorkerOptions
 
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that decide what is computed here, as far as they are installed."""
-    return {name: found for name in VERSIONED if (found := _version(name)) is not None}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    found = {}
+    for name in VERSIONED:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -73,7 +73,7 @@ MEGABIT = 1e6 / 8
 
 
 @dataclass(frozen=True)
-class Work:
+class _Work:
     """How far something has come: `share` of it is done, after so many seconds. None: nobody knows."""
 
     share: float | None = None
@@ -86,7 +86,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class _Traffic:
     """Bulk data in one direction: bytes a second now, the cap on them, and all bytes until now."""
 
     rate: float = 0.0
@@ -136,11 +136,11 @@ class Progress:
     view: RunView
     facts: OwnFacts
     phase: str
-    work: Work
+    work: _Work
     losses: Sequence[float] = ()
     contribution: Standing | None = None
-    up: Traffic = Traffic()
-    down: Traffic = Traffic()
+    up: _Traffic = _Traffic()
+    down: _Traffic = _Traffic()
     pause_reasons: tuple[str, ...] = ()
     machine: str = ""
 
@@ -189,9 +189,7 @@ class Progress:
 class ProgressReader:
     """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused."""
 
-    def __init__(
-        self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]] = tuple
-    ) -> None:
+    def __init__(self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]]) -> None:
         self.machine = ""
         """What is known of this machine's temperature and power, in words."""
         self._run = run
@@ -220,14 +218,14 @@ class ProgressReader:
         elif phase == DOWNLOADING and download is not None:
             share = min(sum(download.fetched.values()) / download.size, 1.0)
         return Progress(
-            view=RunView.of(self._run, facts.heartbeats),
+            view=RunView(self._run, facts.heartbeats),
             facts=facts,
             phase=phase,
-            work=Work(share, now - self._since),
+            work=_Work(share, now - self._since),
             losses=tuple(self._losses),
             contribution=self._contribution(own.peer, facts.log),
-            up=Traffic(self._up.rate(facts.sent, now), facts.caps.upload, facts.sent),
-            down=Traffic(self._down.rate(facts.received, now), facts.caps.download, facts.received),
+            up=_Traffic(self._up.rate(facts.sent, now), facts.caps.upload, facts.sent),
+            down=_Traffic(self._down.rate(facts.received, now), facts.caps.download, facts.received),
             pause_reasons=self._pause_reasons(),
             machine=self.machine,
         )
@@ -267,14 +265,14 @@ def _phase_of_stage(stage: str) -> str:
 
 
 # In words --------------------------------------------------------------------------------------------------------
-def _stage_line(stage: str, work: Work) -> str:
-    """Return a stage of the start on one line, with its phase."""
+def _stage_line(stage: str, work: _Work) -> str:
+    """Return a stage of the start on one line, with its phase and how far it has come."""
     phase = _phase_of_stage(stage)
     said = phase if stage == phase else f"{phase}: {stage}"
     return f"{said} {_how_far(work)}".rstrip()
 
 
-def _how_far(work: Work) -> str:
+def _how_far(work: _Work) -> str:
     """Return how far something has come, in words; nothing where there is nothing to say."""
     if work.share is None:
         return f"({duration(work.seconds)})" if work.seconds >= 1 else ""
@@ -311,7 +309,8 @@ def _progress_lines(progress: Progress) -> list[str]:
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
     lines.append(f"{speed}{1 + len(progress.others)} peers · {_reach(progress)}")
     if fragments is not None:
-        lines += [_under_way(fragments), _averages(fragments)]
+        under_way = f"{fragments.averaging} of {_counted(fragments.count, 'fragment')} averaging"
+        lines += [f"{under_way}, {fragments.done} done", _averages(fragments)]
     if progress.contribution is not None:
         lines.append(f"contributed {_contributed(progress.contribution)}")
     lines.append(f"up {_traffic(progress.up)} · down {_traffic(progress.down)}")
@@ -334,11 +333,6 @@ def _activity(progress: Progress) -> str:
     return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
-def _under_way(fragments: Fragments) -> str:
-    """Return what becomes of this cycle's fragments."""
-    return f"{fragments.averaging} of {_counted(fragments.count, 'fragment')} averaging, {fragments.done} done"
-
-
 def _averages(fragments: Fragments) -> str:
     """Return when averages come, and whether training waits for them."""
     merged = f"merged after {_counted(fragments.overlap, 'step')}"
@@ -356,8 +350,8 @@ def _reach(progress: Progress) -> str:
 
 def _contributed(own: Standing) -> str:
     """Return what a peer has contributed."""
-    rounds = _counted(own.rounds, "round")
-    return f"{_tokens(own.tokens)} in {rounds}: {own.share:.0%}, rank {own.rank} of {own.peers}"
+    tokens = in_words(own.tokens).removesuffix("B").rstrip() if own.tokens >= 1000 else own.tokens
+    return f"{tokens} tokens in {_counted(own.rounds, 'round')}: {own.share:.0%}, rank {own.rank} of {own.peers}"
 
 
 def _counted(count: int, thing: str) -> str:
@@ -365,18 +359,13 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def _tokens(count: int) -> str:
-    """Return a number of tokens, to three digits."""
-    return f"{in_words(count).removesuffix('B').rstrip()} tokens" if count >= 1000 else f"{count} tokens"
-
-
-def _rate(traffic: Traffic) -> str:
+def _rate(traffic: _Traffic) -> str:
     """Return a rate in megabits a second, beside its cap."""
     cap = "" if traffic.cap is None else f" of {traffic.cap / MEGABIT:g}"
     return f"{traffic.rate / MEGABIT:.1f}{cap} Mbit/s"
 
 
-def _traffic(traffic: Traffic) -> str:
+def _traffic(traffic: _Traffic) -> str:
     """Return a rate, and all bytes until now."""
     return f"{_rate(traffic)} ({in_words(traffic.total)})"
 
@@ -392,8 +381,6 @@ def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 
 # How join shows it ----------------------------------------------------------------------------------------------------
-logger = logging.getLogger(__name__)
-
 SCREEN_SECONDS = 0.5
 HEALTHY_SECONDS = 60.0
 MACHINE_SECONDS = 10.0
@@ -436,10 +423,6 @@ class JoinView(ABC):
         self._share, before, self.phase = share, self.phase, _phase_of_stage(stage)
         self.show_stage(is_new=self.phase != before)
 
-    def stage_line(self) -> str:
-        """Return what comes before training, and how far it has come."""
-        return _stage_line(self._stage, Work(self._share, time.monotonic() - self._since))
-
     @asynccontextmanager
     async def showing(self, reader: ProgressReader) -> AsyncIterator[None]:
         """Show how training goes, for as long as the context lasts."""
@@ -452,11 +435,6 @@ class JoinView(ABC):
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             self.phase, self._is_training = "starting", False
-
-    def note(self, progress: Progress) -> bool:
-        """Remember the phase; return whether it is a new one."""
-        is_new, self.phase = progress.phase != self.phase, progress.phase
-        return is_new
 
 
 class Lines(JoinView):
@@ -484,7 +462,8 @@ class Lines(JoinView):
         due, has_trained = time.monotonic() + HEALTHY_SECONDS, False
         while True:
             progress = reader.read()
-            if self.note(progress):
+            if progress.phase != self.phase:
+                self.phase = progress.phase
                 is_routine = has_trained and progress.phase in ROUTINE
                 logger.log(logging.DEBUG if is_routine else logging.INFO, "phase: %s", progress.phase)
                 has_trained |= progress.phase in ROUTINE
@@ -501,7 +480,6 @@ class Screen(JoinView):
         super().__init__()
         self._console = console
         self._starting: Live | None = None
-        self._drawn = ""  # the stage of the start that was shown last
 
     def say(self, text: str) -> None:
         with suppress(OSError):  # the terminal may have been closed
@@ -511,21 +489,15 @@ class Screen(JoinView):
         from rich.live import Live
         from rich.text import Text
 
-        if self._starting is not None:
-            if self._stage != self._drawn:  # however short it is
-                self._drawn = self._stage
-                with suppress(OSError):
-                    self._starting.refresh()
-            return
-        self._drawn = self._stage
-        self._starting = Live(
-            console=self._console,
-            get_renderable=lambda: Text(self.stage_line()),
-            refresh_per_second=2,
-            transient=True,
-        )
+        def picture() -> Text:
+            return Text(_stage_line(self._stage, _Work(self._share, time.monotonic() - self._since)))
+
+        if self._starting is None:
+            self._starting = Live(console=self._console, get_renderable=picture, refresh_per_second=2, transient=True)
+            with suppress(OSError):
+                self._starting.start()
         with suppress(OSError):
-            self._starting.start(refresh=True)
+            self._starting.refresh()  # so that each stage is seen, however short it is
 
     def close(self) -> None:
         self._stop_starting()
@@ -545,7 +517,7 @@ class Screen(JoinView):
         with Live(console=self._console, auto_refresh=False) as live:
             while True:
                 progress = reader.read()
-                self.note(progress)
+                self.phase = progress.phase
                 live.update(_volunteer_picture(progress, self._console.height), refresh=True)
                 await asyncio.sleep(SCREEN_SECONDS)
 

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ LARGEST_STEP = 2**50  # that a page can count to: an organiser may say that a ru
 
 
 # One peer ---------------------------------------------------------------------------------------------------------
-def shown_state(beat: Heartbeat, config: RunConfig) -> str:
+def _shown_state(beat: Heartbeat, config: RunConfig) -> str:
     """Return what a peer is doing, in one word."""
     return FINISHED if is_finished(beat, config) else str(beat.state)
 
@@ -66,7 +66,7 @@ def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
     """Return what a peer says of itself as JSON can say it, in the words that all surfaces share."""
     return {
         "peer": beat.peer,
-        "state": shown_state(beat, config),
+        "state": _shown_state(beat, config),
         "outer_step": beat.index,
         "inner_step": beat.inner_step,
         "tokens_per_second": beat.tokens_per_second,
@@ -78,13 +78,13 @@ def plain_peer(beat: Heartbeat, config: RunConfig) -> dict[str, object]:
 
 def _bounded(beat: Heartbeat, last_step: int) -> Heartbeat:
     """Return the same heartbeat with numbers that can be added up and drawn, in a run of so many outer steps."""
-    said = {"index": beat.index, "tokens_per_second": beat.tokens_per_second, "loss": beat.loss}
-    held: dict[str, object] = {
-        "index": min(beat.index, last_step),
-        "tokens_per_second": min(beat.tokens_per_second, LARGEST_RATE),
-        "loss": None if beat.loss is None else bounded_loss(beat.loss),
-    }
-    return beat if held == said else beat.model_copy(update=held)
+    return beat.model_copy(
+        update={
+            "index": min(beat.index, last_step),
+            "tokens_per_second": min(beat.tokens_per_second, LARGEST_RATE),
+            "loss": None if beat.loss is None else bounded_loss(beat.loss),
+        }
+    )
 
 
 def bounded_loss(loss: float) -> float:
@@ -204,34 +204,30 @@ def plain_amendment(amendment: Amendment | None) -> dict[str, object] | None:
 
 
 # The run ----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class RunView:
     """A run at one moment.
 
     `peers` are those that have not said goodbye, in the order in which they came, with numbers in bounds. `chronicle`
     is the log as far as it was read here, None without one; `step_before` the outer step that was seen before.
+    `agreement` remembers what peers have said before.
     """
 
-    run: Run
-    peers: tuple[Heartbeat, ...] = ()
-    agreement: Agreement = field(default_factory=Agreement)
-    chronicle: Chronicle | None = None
-    step_before: int = 0
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         run: Run,
-        heartbeats: Iterable[Heartbeat],
+        heartbeats: Iterable[Heartbeat] = (),
         agreement: Agreement | None = None,
         chronicle: Chronicle | None = None,
         step_before: int = 0,
-    ) -> RunView:
-        """Return the view of a run by these heartbeats. `agreement` remembers what peers have said before."""
-        agreement, last = agreement or Agreement(), min(run.config.total_outer_steps, LARGEST_STEP)
+    ) -> None:
+        last = min(run.config.total_outer_steps, LARGEST_STEP)
         beats = [beat for beat in heartbeats if beat.state is not PeerState.LEAVING]
-        agreement.observe(beats)
-        return cls(run, tuple(_bounded(beat, last) for beat in beats), agreement, chronicle, step_before)
+        self.run = run
+        self.peers = tuple(_bounded(beat, last) for beat in beats)
+        self.agreement = agreement or Agreement()
+        self.agreement.observe(beats)
+        self.chronicle = chronicle
+        self._step_before = step_before
 
     @cached_property
     def trainers(self) -> tuple[Heartbeat, ...]:
@@ -249,7 +245,7 @@ class RunView:
         if self.working:
             return statistics.median_low(beat.index for beat in self.working)
         archived = [beat.index for beat in self.peers if beat.state is PeerState.ARCHIVING]
-        return max([self.step_before, self.chronicle.next_index if self.chronicle else 0, *archived])
+        return max([self._step_before, self.chronicle.next_index if self.chronicle else 0, *archived])
 
     @property
     def outer_steps(self) -> int:
@@ -330,7 +326,7 @@ def _short_name(peer: str) -> str:
 def row_of(beat: Heartbeat, config: RunConfig, name: str | None = None) -> Row:
     """Return a peer's row from its heartbeat."""
     cells = (
-        shown_state(beat, config),
+        _shown_state(beat, config),
         f"{beat.inner_step}/{config.training.inner_steps}",
         f"{beat.tokens_per_second:,.0f}",
         "-" if beat.loss is None else f"{beat.loss:.3f}",
@@ -381,7 +377,7 @@ def reach_lines(heartbeats: Iterable[Heartbeat]) -> list[str]:
         said += [f"cannot reach {_count(beat.unreached)} ({', '.join(beat.unreached)})"] if beat.unreached else []
         said += [beat.trouble] if beat.trouble else []
         if said:
-            lines.append(f"…{beat.peer[-8:]}: {'; '.join(said)}")
+            lines.append(f"{_short_name(beat.peer)}: {'; '.join(said)}")
     return lines
 
 

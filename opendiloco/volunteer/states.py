@@ -176,7 +176,7 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
 
 def past_of(run: Run, following: Following) -> Past:
     """Return how the state came to be that was followed to."""
-    found = RunView.of(run, following.donors.heartbeats).held_out
+    found = RunView(run, following.donors.heartbeats).held_out
     return Past.of(following.past, following.log.last, {one.index: one.loss for one in found})
 
 

@@ -21,7 +21,6 @@ from opendiloco.owner.watch import OwnersWatch
 from opendiloco.run import Run
 from opendiloco.run import find_run
 from opendiloco.settings.join_settings import JoinSettings
-from opendiloco.shared_memory import MemoryCap
 from opendiloco.shared_memory import available_memory
 from opendiloco.shared_memory import cap_memory
 from opendiloco.stages import at_stage
@@ -102,8 +101,7 @@ class Session:
     async def take_part(self, view: JoinView, when_ready: Callable[[Volunteer, HivemindTransport], None]) -> None:
         """Find the run, and take part in it until asked to leave. Raises: DilocoPeerError."""
         settings, invite, key = self.settings, self.invite, self.key
-        if settings.memory_limit is not None:
-            cap_memory(MemoryCap(settings.memory_limit))
+        cap_memory(settings.memory_limit)
         caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
         before = RunFolder.at(invite.run_id, key.peer_id, settings.state)
         remembered = before.remembered_peers()
@@ -320,7 +318,7 @@ class Volunteer:
     async def _listen_for_losses(self) -> None:
         while True:
             beats = self.heartbeats()
-            self._curves.heard(beats[0], RunView.of(self.run, beats))
+            self._curves.heard(beats[0], RunView(self.run, beats))
             await asyncio.sleep(LISTEN_SECONDS)
 
     @property

@@ -23,7 +23,6 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.errors import DeviceMemoryError
 from opendiloco.errors import MachineError
 from opendiloco.errors import WorkerError
-from opendiloco.shared_memory import MemoryCap
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.shared_memory import Vector
 from opendiloco.shared_memory import cap_memory
@@ -376,8 +375,7 @@ class Worker:
 def _keep_to(options: WorkerOptions) -> None:
     """Take no more of the machine than its owner gives."""
     os.nice(options.nice)
-    if options.max_memory is not None:
-        cap_memory(MemoryCap(options.max_memory, os.getppid()))
+    cap_memory(options.max_memory, os.getppid())
 
 
 @contextmanager

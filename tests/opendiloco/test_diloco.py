@@ -150,11 +150,11 @@ def test_an_interrupt_while_it_joins_leaves_no_thread(monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(diloco_module, "connected", connected)
-    monkeypatch.setattr(loop._joining, "result", interrupt)
+    monkeypatch.setattr(loop._swarm.joined, "result", interrupt)
     with pytest.raises(KeyboardInterrupt):
         loop.__enter__()
     assert closed.is_set()
-    assert not loop._thread.is_alive()
+    assert not loop._swarm.is_alive()
 
 
 @pytest.mark.parametrize("when", ["waits for its first outer step", "says that it leaves", "leaves"])
@@ -166,17 +166,17 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
 
     async def take_part() -> None:
         leave = interrupt if "says" in when else lambda: None
-        loop._joining.set_result(_Joined(new_run(), new_worker(), leave))
+        loop._swarm.joined.set_result(_Joined(new_run(), new_worker(), leave))
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(loop, "_take_part", take_part)
+    monkeypatch.setattr(loop._swarm, "_take_part", take_part)
     monkeypatch.setattr(loop, "_begin_outer_step", interrupt if "waits" in when else lambda: None)
     if "waits" in when:
         with pytest.raises(KeyboardInterrupt):
             loop.__enter__()
     else:
         loop.__enter__()
-        join, calls = loop._thread.join, list[None]()
+        join, calls = loop._swarm.join, list[None]()
 
         def join_or_interrupt() -> None:
             calls.append(None)
@@ -184,10 +184,10 @@ def test_an_interrupt_in_the_run_leaves_no_thread(when: str, monkeypatch: pytest
                 raise KeyboardInterrupt
             join(30)
 
-        monkeypatch.setattr(loop._thread, "join", join_or_interrupt)
+        monkeypatch.setattr(loop._swarm, "join", join_or_interrupt)
         with pytest.raises(KeyboardInterrupt):
             loop.__exit__(None, None, None)
-    assert not loop._thread.is_alive()
+    assert not loop._swarm.is_alive()
 
 
 def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
@@ -206,7 +206,7 @@ def test_a_loop_that_has_ended_without_a_word_leaves_the_run(
         return len(looked) == 3
 
     loop = loop_of_its_own(monkeypatch, is_abandoned=is_abandoned)
-    asyncio.run(asyncio.wait_for(loop._leave_when_abandoned(Leaving()), 30))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(loop._swarm._leave_when_abandoned(Leaving()), 30))  # type: ignore[arg-type]
     assert (len(looked), len(left)) == (3, 1)
     assert "ended without a word" in caplog.text
 
@@ -227,14 +227,14 @@ def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
         def leave() -> None:
             call(left.set)
 
-        loop._joining.set_result(_Joined(run, new_worker(), leave))
+        loop._swarm.joined.set_result(_Joined(run, new_worker(), leave))
         await left.wait()
 
     def begin_outer_step() -> None:
         work = InnerLoop(0, (SampleRange(0, 64),), 10, 0)
         loop._outer_step = LoopsOuterStep(work, 0)  # type: ignore[assignment]
 
-    monkeypatch.setattr(loop, "_take_part", take_part)
+    monkeypatch.setattr(loop._swarm, "_take_part", take_part)
     monkeypatch.setattr(loop, "_begin_outer_step", begin_outer_step)
     with loop:
         batches = loop.batches()
@@ -242,7 +242,7 @@ def test_an_interrupt_that_python_has_lost_ends_the_loop_at_its_next_step(
         InterruptedWhenItDies()
         with pytest.raises(KeyboardInterrupt):
             next(batches) if asked == "batch" else loop._inner_optimizer.step()
-    assert not loop._thread.is_alive()
+    assert not loop._swarm.is_alive()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -253,7 +253,7 @@ def test_a_loop_that_does_not_join_leaves_the_former_handler(monkeypatch: pytest
     async def take_part() -> None:
         raise ManifestError("no such run.")
 
-    monkeypatch.setattr(loop, "_take_part", take_part)
+    monkeypatch.setattr(loop._swarm, "_take_part", take_part)
     with pytest.raises(ManifestError):
         loop.__enter__()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -270,7 +270,7 @@ def test_what_keeps_it_from_joining_is_raised_and_leaves_no_thread(monkeypatch: 
     monkeypatch.setattr(diloco_module, "connected", connected)
     with pytest.raises(ManifestError, match="no such run"):
         loop.__enter__()
-    assert not loop._thread.is_alive()
+    assert not loop._swarm.is_alive()
 
 
 def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, **options: Any) -> DiLoCo:
@@ -279,7 +279,7 @@ def loop_that_may_evaluate(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
     loop = DiLoCo(model, torch.optim.SGD(model.parameters()), run="diloco:tiny-1", **options)
     worker = _LoopWorker(_initial_vectors(config, layout_of(model)), 10, torch.device("cpu"))
-    loop._joined = _Joined(Run.sign(config, Identity.generate()), worker, lambda: None)
+    loop._swarm.joined.set_result(_Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
     with torch.no_grad():
         model.lm_head.weight.zero_()  # theta is what counts
     return loop
@@ -291,9 +291,11 @@ def test_a_loop_evaluates_theta_as_everybody_does(
     small_config: RunConfig, mode: str, reads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that trains on text of its own, as the Trainer does."""
-    loop = loop_that_may_evaluate(small_config, monkeypatch, data=[Path(small_config.data.all_sources[0].source)])
+    folders = [Path(small_config.data.all_sources[0].source)] if reads == "text of its own" else []
+    loop = loop_that_may_evaluate(small_config, monkeypatch, data=folders)
     model = loop._model.train(mode == "train")
     if reads == "the run's text":
+        monkeypatch.setattr(Run, "with_data", lambda run, folders: run)
         loop._text = load_data(small_config, ByteTokenizer())
     found = loop._evaluate()
     assert found is not None
@@ -346,8 +348,8 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     monkeypatch.setattr(Ahead, "tokenize", lambda ahead, *wanted: asked.append(wanted))
     monkeypatch.setattr(Ahead, "close", lambda ahead: closed.append(ahead))
     loop = loop_of_its_own(monkeypatch)
-    worker = _LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
-    loop._joined = _Joined(Run.sign(config, Identity.generate()), worker, lambda: None)
+    worker = _LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
+    loop._swarm.joined.set_result(_Joined(Run.sign(config, Identity.generate()), worker, lambda: None))
     lease = (SampleRange(0, 2), SampleRange(60, 64))
     loop._data = (tmp_path / "text",)
     numbers, batches = numbers_of(lease), loop.batches()
@@ -365,9 +367,7 @@ def test_a_loop_has_the_next_shard_tokenized_as_a_worker_does(
     loop._outer_step = LoopsOuterStep(InnerLoop(0, lease, 3, 0), 0)  # type: ignore[assignment]
     batches = loop.batches()
     next(batches)
-    loop._hook = loop._inner_optimizer.register_step_post_hook(lambda *_: None)
-    loop._thread = threading.Thread()
-    loop._thread.start()
+    monkeypatch.setattr(loop._swarm, "join", lambda: None)
     loop.__exit__(None, None, None)
     assert len(set(closed)) == 2, "also of an iterator that outlives its loop"
 
@@ -377,8 +377,8 @@ def test_a_model_that_is_called_in_another_way_leaves_its_turns_out(
 ) -> None:
     loop = loop_of_its_own(monkeypatch)
     run = Run.sign(small_config, Identity.generate())
-    worker = _LoopWorker(SharedVectors.create(loop._layout.size), 10, torch.device("cpu"))
-    loop._joined = _Joined(run, worker, lambda: None)
+    worker = _LoopWorker(SharedVectors.create(layout_of(loop._model).size), 10, torch.device("cpu"))
+    loop._swarm.joined.set_result(_Joined(run, worker, lambda: None))
     loop._text = load_data(small_config, ByteTokenizer())
     assert loop._evaluate() is None
     assert "takes no turns to evaluate" in caplog.text

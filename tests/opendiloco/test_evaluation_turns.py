@@ -44,7 +44,7 @@ def run(small_config: RunConfig) -> Run:
 
 def found(run: Run, *said: HeldOutLoss | None) -> RunView:
     """The view of a run whose peers, after outer step 17, have found these losses."""
-    return RunView.of(
+    return RunView(
         run, [beat(peer, log_at(17), held_out=held_out) for peer, held_out in zip("abcd", said, strict=False)]
     )
 

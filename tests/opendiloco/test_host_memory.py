@@ -20,12 +20,6 @@ def test_a_volunteer_with_a_billion_parameters_trains_beside_24_gigabytes() -> N
     assert HostMemory(10**9, UINT4).most < BILLION.most
 
 
-def test_without_a_folder_payloads_and_snapshots_lie_in_memory() -> None:
-    bare = HostMemory(10**9, INT8, has_folder=False)
-    assert bare.training - BILLION.training == 3 * bare.payload
-    assert bare.most - BILLION.most == 3 * bare.payload + 8 * 10**9
-
-
 def test_small_models_keep_payloads_within_a_budget_and_snapshots_in_memory() -> None:
     small = HostMemory(1024 * 1000, INT8)
     assert small.kept == 64 * MIB // 1_028_000 * 1_028_000

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from opendiloco import library
-from opendiloco.library import DiLoCo, DiLoCoCallback, _Call, _Joined
+from opendiloco.library import DiLoCo, DiLoCoCallback, _Call, _Joined, _Swarm
 from peers.values.manifest import Invite
 from tests.opendiloco.test_loop_worker import new_run, new_worker
 
@@ -100,11 +100,11 @@ def test_a_trainer_that_raises_is_known_to_have_ended_and_the_next_one_begins_an
 
 def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The swarm's part is played by one that does nothing but to look whether the loop has been abandoned."""
-    loops = list[DiLoCo]()
+    swarms = list[_Swarm]()
 
-    class Alone(DiLoCo):
+    class Alone(_Swarm):
         async def _take_part(self) -> None:
-            loops.append(self)
+            swarms.append(self)
             left = asyncio.Event()
 
             class Volunteer:
@@ -113,26 +113,25 @@ def test_a_trainer_that_raises_leaves_no_thread_in_the_swarm(tmp_path: Path, mon
 
             volunteer: Any = Volunteer()
             watching = asyncio.create_task(self._leave_when_abandoned(volunteer))
-            self._joining.set_result(_Joined(new_run(), new_worker(), left.set))
+            self.joined.set_result(_Joined(new_run(), new_worker(), left.set))
             await left.wait()
             await watching
 
-        def _begin_outer_step(self) -> None:
-            self._outer_step = None
-
     monkeypatch.setattr(library, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(Invite, "parse", lambda text: Invite("tiny-1", ()))
-    monkeypatch.setattr(library, "DiLoCo", Alone)
+    monkeypatch.setattr(library, "DiLoCo", DiLoCo)
+    monkeypatch.setattr(library, "_Swarm", Alone)
+    monkeypatch.setattr(DiLoCo, "_begin_outer_step", lambda loop: setattr(loop, "_outer_step", None))
 
     def fail() -> None:
-        assert loops[0]._thread.is_alive()
+        assert swarms[0].is_alive()
         raise ValueError("out of something")
 
     with pytest.raises(ValueError, match="out of something"):
         trainer_of(tmp_path, DiLoCoCallback("diloco:tiny-1"), fail).train()
-    [loop] = loops
-    loop._thread.join(60)
-    assert not loop._thread.is_alive()
+    [swarm] = swarms
+    swarm.join(60)
+    assert not swarm.is_alive()
 
 
 def test_a_call_is_under_way_until_it_returns_or_raises() -> None:

@@ -111,5 +111,5 @@ def test_a_peers_words_are_shown_as_text_only(run: Run, said: str) -> None:
     console = Console(width=200, force_terminal=True)
     with console.capture() as capture:
         troubled = beat("a", 5, 5).model_copy(update={"trouble": said})
-        console.print(module._picture(RunView.of(run, [troubled]), SignedHeads(run.run_id)))
+        console.print(module._picture(RunView(run, [troubled]), SignedHeads(run.run_id)))
     assert said in capture.get()

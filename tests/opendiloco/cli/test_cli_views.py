@@ -89,7 +89,7 @@ def test_above_a_picture_there_are_only_warnings(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (80, 10)])
 def test_the_picture_fits_the_terminal(progress: Progress, width: int, height: int) -> None:
     beats = progress.own, *(own_beat(f"peer{number}") for number in range(100))
-    view = RunView.of(progress.view.run, beats)
+    view = RunView(progress.view.run, beats)
     paused = replace(progress, view=view, pause_reasons=("[red]game[/red] runs",))
     console = Console(width=width, height=height, force_terminal=False)
     with console.capture() as capture:

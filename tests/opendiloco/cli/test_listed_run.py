@@ -25,7 +25,7 @@ def test_a_run_says_who_is_there_and_what_it_takes(small_config: RunConfig) -> N
     run = Run.sign(small_config, Identity.generate())
     beats = [beat(PeerState.TRAINING, 2), beat(PeerState.ARCHIVING, 3), beat(PeerState.LEAVING, 1)]
     needs = status._needs_here(run)
-    listed = ListedRun(run.run_id, view=RunView.of(run, beats), needs=needs)
+    listed = ListedRun(run.run_id, view=RunView(run, beats), needs=needs)
     plain = json.loads(json.dumps(listed.plain()))
     assert len(plain["peers"]) == 1
     assert (plain["outer_step"], plain["finished"], plain["problem"]) == (2, False, None)
@@ -46,7 +46,7 @@ def test_a_manifest_may_leave_defaults_out(small_content: dict[str, Any]) -> Non
     """Regression: one such run left all others unlisted."""
     content = small_content | {"model": {"config": small_content["model"]["config"]}}
     manifest = SignedManifest.create(Identity.generate(), "small", content)
-    listed = ListedRun(manifest.run_id, view=RunView.of(Run.from_manifest(manifest), ()))
+    listed = ListedRun(manifest.run_id, view=RunView(Run.from_manifest(manifest), ()))
     assert listed.plain()["model"] == "llama"
 
 
@@ -54,7 +54,7 @@ def test_a_strangers_words_do_not_rewrite_the_list(small_content: dict[str, Any]
     words = "a\x1b[2J\x07\nofficial-run"
     content = small_content | {"data": {"source": words}, "model": {"path": f"./{words}", "digest": "0" * 64}}
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
-    lines = list(ListedRun(run.run_id, f"one\n  two {words}", RunView.of(run, ())).lines())
+    lines = list(ListedRun(run.run_id, f"one\n  two {words}", RunView(run, ())).lines())
     assert len(lines) == 4
     assert all(line.replace("\n", "").isprintable() for line in lines)
     assert "official-run" in lines[2]
@@ -74,7 +74,7 @@ def test_slow_runs_keep_the_others_waiting_for_a_bounded_time(
         return needs
 
     monkeypatch.setattr(status, "_needs_here", measure)
-    listed = [ListedRun(f"run-{number}", view=RunView.of(run, ())) for number in range(6)]
+    listed = [ListedRun(f"run-{number}", view=RunView(run, ())) for number in range(6)]
     plain = [each.plain() for each in status._with_needs([*listed, ListedRun("gone", "it is gone")], lambda: time)]
     assert [each.get("needs") is not None for each in plain] == [True] * 3 + [False] * 4
     assert [each["problem"] for each in plain] == [None] * 3 + [NOT_MEASURED] * 3 + ["it is gone"]

@@ -60,8 +60,8 @@ def test_entries_say_how_many_have_signed_them(story: Story) -> None:
     first, died = records[0].signatures, records[9].signatures
     assert first is not None
     assert died is not None
-    assert (first.signed, first.voters, first.is_certified) == (2, 3, True)
-    assert (died.signed, died.voters, died.is_certified) == (3, 4, True)
+    assert (first.signed, first.voters, first.certified) == (2, 3, True)
+    assert (died.signed, died.voters, died.certified) == (3, 4, True)
 
 
 def test_an_amendment_is_told_of_the_entry_that_takes_it_in(story: Story) -> None:
@@ -247,8 +247,8 @@ def test_peers_with_other_digests_are_named(story: Story) -> None:
     run, end = story.run, story.invented.end
     other: dict[str, Any] = {"state_digest": digest_of(b"another state")}
     beats = [said(run, end, peer, **(other if place == 2 else {})) for place, peer in enumerate(PEERS[:3])]
-    assert RunView.of(run, beats).agreement.minorities == {PEERS[2]}
-    assert RunView.of(run, beats[1:]).agreement.minorities == {PEERS[1], PEERS[2]}, "of two nobody can say who is right"
+    assert RunView(run, beats).agreement.minorities == {PEERS[2]}
+    assert RunView(run, beats[1:]).agreement.minorities == {PEERS[1], PEERS[2]}, "of two nobody can say who is right"
     view = RunHistory(run)
     view.observe(beats, NOW)
     assert sections(view)["run"]["disagreements"] == [14]

@@ -1,38 +1,39 @@
 """Nothing of a stranger's model or tokenizer runs here, opens what was not named, or takes more than was allowed."""
 
 from __future__ import annotations
-
 import ast
 import copy
+import huggingface_hub
 import importlib
 import json
+import opendiloco
 import os
+import pytest
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import huggingface_hub
-import pytest
 import torch
-
-import opendiloco
+from collections.abc import Iterator
 from opendiloco import shared_memory
 from opendiloco.cli.status import _needs_here
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import OwnFiles
-from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer
-from opendiloco.errors import DataError, MachineError
+from opendiloco.data.tokenizer import ByteTokenizer
+from opendiloco.data.tokenizer import build_tokenizer
+from opendiloco.errors import DataError
+from opendiloco.errors import MachineError
 from opendiloco.model import rehearsal
-from opendiloco.model.build import build_model, build_skeleton, sized_skeleton
+from opendiloco.model.build import build_model
+from opendiloco.model.build import build_skeleton
+from opendiloco.model.build import sized_skeleton
 from opendiloco.run import Run
-from opendiloco.shared_memory import MemoryCap, cap_memory
+from opendiloco.shared_memory import cap_memory
 from opendiloco.volunteer.states import find_origin
+from pathlib import Path
 from peers.errors import ManifestError
 from peers.values.identity import Identity
+from typing import Any
 
 LOADERS = {"from_pretrained", "from_config", "load_dataset", "load_dataset_builder"}
 CODE = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Tokenizer", None]}
@@ -230,7 +231,7 @@ def test_a_child_that_hangs_at_a_lock_is_followed_by_another(tmp_path: Path, mon
 
 def test_no_more_memory_is_taken_than_the_owner_gives(small_content: dict[str, Any]) -> None:
     config = RunConfig.from_manifest_content(changed(small_content, num_hidden_layers=1 << 24))
-    cap_memory(MemoryCap(0))
+    cap_memory(0)
     try:
         with pytest.raises(ManifestError, match="takes more than 0 MiB"):
             build_skeleton(config, ByteTokenizer())

@@ -21,14 +21,14 @@ from opendiloco.view.progress import (
     Fragments,
     OwnFacts,
     Progress,
-    Traffic,
-    Work,
     _curve,
     _GrowthMeter,
     _healthy_line,
     _phase_of_stage,
     _progress_lines,
     _stage_line,
+    _Traffic,
+    _Work,
 )
 from opendiloco.view.run_view import RunView
 from peers.log.folder import RunLog
@@ -62,14 +62,14 @@ def progress(small_config: RunConfig) -> Progress:
     reach = {"b": Reach.RELAYED, "c": Reach.OPEN, "gone": Reach.NONE}
     facts = OwnFacts(beats, RunLog(run.settings.empty_log), State.TRAINING, False, reach, Caps(), 0, 0)
     return Progress(
-        view=RunView.of(run, facts.heartbeats),
+        view=RunView(run, facts.heartbeats),
         facts=facts,
         phase=TRAINING,
-        work=Work(0.25, 20.0),
+        work=_Work(0.25, 20.0),
         losses=(4.0, 3.0, 2.5),
         contribution=Standing(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
-        up=Traffic(1e6 / 8, 20e6 / 8, 3_400_000),
-        down=Traffic(2e6 / 8, None, 12_000_000_000),
+        up=_Traffic(1e6 / 8, 20e6 / 8, 3_400_000),
+        down=_Traffic(2e6 / 8, None, 12_000_000_000),
         machine="61 °C",
     )
 
@@ -90,9 +90,9 @@ def test_each_stage_of_the_start_has_its_phase(stage: str, phase: str) -> None:
 
 
 def test_a_stage_says_how_far_it_has_come_and_how_long_yet() -> None:
-    assert _stage_line("tokenizing c4", Work(0.2, 10)) == "preparing data: tokenizing c4 20%, about 40 s left"
-    assert _stage_line("compiling", Work(None, 65)) == "compiling (65 s)"
-    assert _stage_line("finding the run", Work(None, 0.4)) == "finding the run"
+    assert _stage_line("tokenizing c4", _Work(0.2, 10)) == "preparing data: tokenizing c4 20%, about 40 s left"
+    assert _stage_line("compiling", _Work(None, 65)) == "compiling (65 s)"
+    assert _stage_line("finding the run", _Work(None, 0.4)) == "finding the run"
 
 
 def test_every_state_of_a_peer_has_a_phase() -> None:
@@ -147,7 +147,7 @@ def test_a_run_that_streams_says_whether_training_waits_for_averages(
 
 def test_a_download_names_its_donors_and_rate(progress: Progress) -> None:
     facts = replace(progress.facts, download=cast(Download, SimpleNamespace(fetched={"b": 2, "c": 3})))
-    downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=Work(0.5, 30), down=Traffic(80e6 / 8))
+    downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=_Work(0.5, 30), down=_Traffic(80e6 / 8))
     expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
     assert _progress_lines(downloading)[0] == expected
 

@@ -19,21 +19,21 @@ def run(small_config: RunConfig) -> Run:
 
 def test_fewer_than_half_of_the_peers_cannot_say_that_a_run_is_further_on_or_finished(run: Run) -> None:
     """Regression: one peer could set the outer step that `runs` lists, and end the run there and on the dashboard."""
-    view = RunView.of(run, [beat("a", 2), beat("b", 3), beat("c", run.config.total_outer_steps)])
+    view = RunView(run, [beat("a", 2), beat("b", 3), beat("c", run.config.total_outer_steps)])
     assert (view.outer_step, view.is_finished) == (3, False)
     done = [beat(peer, run.config.total_outer_steps) for peer in "ab"]
-    assert RunView.of(run, [*done, beat("c", 2)]).is_finished
+    assert RunView(run, [*done, beat("c", 2)]).is_finished
 
 
 def test_without_anybody_at_work_a_run_is_as_far_as_is_known(run: Run) -> None:
-    assert RunView.of(run, []).outer_step == 0
-    assert RunView.of(run, [beat("a", 0, state=PeerState.JOINING)], step_before=4).outer_step == 4
-    assert RunView.of(run, [beat("a", 5, state=PeerState.ARCHIVING)], step_before=4).outer_step == 5
+    assert RunView(run, []).outer_step == 0
+    assert RunView(run, [beat("a", 0, state=PeerState.JOINING)], step_before=4).outer_step == 4
+    assert RunView(run, [beat("a", 5, state=PeerState.ARCHIVING)], step_before=4).outer_step == 5
 
 
 def test_who_leaves_is_not_there_and_an_archive_does_not_train(run: Run) -> None:
     beats = [beat("a", 2), beat("b", 2, state=PeerState.LEAVING), beat("c", 2, state=PeerState.ARCHIVING)]
-    view = RunView.of(run, beats)
+    view = RunView(run, beats)
     assert [one.peer for one in view.peers] == ["a", "c"]
     assert [one.peer for one in view.trainers] == ["a"]
     assert view.tokens_per_second == 1234.5
@@ -41,7 +41,7 @@ def test_who_leaves_is_not_there_and_an_archive_does_not_train(run: Run) -> None
 
 def test_numbers_are_bounded_before_they_are_shown_or_added_up(run: Run) -> None:
     claimed = {"index": 2**61, "tokens_per_second": 1e308, "loss": -1e308}
-    view = RunView.of(run, [beat(peer, 2).model_copy(update=claimed) for peer in "ab"])
+    view = RunView(run, [beat(peer, 2).model_copy(update=claimed) for peer in "ab"])
     assert view.tokens_per_second == 2 * LARGEST_RATE
     said = plain_peer(view.peers[0], run.config)
     assert (said["outer_step"], said["tokens_per_second"], said["loss"]) == (view.outer_steps, LARGEST_RATE, -100.0)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.view.run_view import Row, peers_table, plain_line, row_of, shown_state
+from opendiloco.view.run_view import Row, _shown_state, peers_table, plain_line, row_of
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 
@@ -54,7 +54,7 @@ def test_wide_rows_fit_80_columns() -> None:
 def test_a_peer_beyond_the_last_outer_step_has_finished(
     small_config: RunConfig, state: PeerState, index: int, shown: str
 ) -> None:
-    assert shown_state(beat(state, index), small_config) == shown
+    assert _shown_state(beat(state, index), small_config) == shown
 
 
 def test_a_log_line_names_everything_in_full(small_config: RunConfig) -> None:
