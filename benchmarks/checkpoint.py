@@ -13,33 +13,31 @@ With --limit the process keeps to a rate, as `diloco-peer join` has it by defaul
 """
 
 from __future__ import annotations
+
 import asyncio
-import click
-import numpy as np
 import os
 import statistics
 import tempfile
 import time
-from benchmarks.reporting import Bar
-from benchmarks.reporting import json_option
-from benchmarks.reporting import report
-from benchmarks.reporting import speed_ratio
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from benchmarks.reporting import Bar, json_option, report, speed_ratio
 from opendiloco.config.optimizers import OuterOptimizerSection
-from opendiloco.kernels import INT8
-from opendiloco.kernels import quantize_difference
+from opendiloco.kernels import INT8, quantize_difference
 from opendiloco.shared_memory import available_memory
 from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.writer import KeepingPlan
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
-from pathlib import Path
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.transfer.storage import FolderStorage
-from typing import Any
 
 OURS, SAFETENSORS, TORCH = "ours, in a process", "safetensors.save_file + fsync", "torch.save + fsync"
 RUN = "benchmark-" + "a" * 32

@@ -6,28 +6,26 @@ time, since the formula leaves activations out. On a GPU, PyTorch's allocator sa
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import click
 import torch
-from benchmarks.reporting import Bar
-from benchmarks.reporting import json_option
-from benchmarks.reporting import report
-from benchmarks.reporting import run_option
+
+from benchmarks.reporting import Bar, json_option, report, run_option
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.host_memory import WorkerMemory
-from opendiloco.model.build import build_skeleton
-from opendiloco.model.build import initial_theta
+from opendiloco.model.build import build_skeleton, initial_theta
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.training.trials import peak_while
-from opendiloco.workers.assembly import assemble_model
-from opendiloco.workers.assembly import in_fitting_precision
+from opendiloco.workers.assembly import assemble_model, in_fitting_precision
 from opendiloco.workers.needs import worker_memory
 from opendiloco.workers.options import WorkerOptions
-from pathlib import Path
 from peers.values.leases import SampleRange
-from typing import Any
 
 TOKENS, STEPS, WINDOWS = 2, 2, 2
 WITHIN = 0.9

@@ -6,32 +6,28 @@ when a cycle is over, and trains until its standard input ends.
 """
 
 from __future__ import annotations
+
 import asyncio
-import click
-import numpy as np
 import time
-import torch
-from benchmarks.processes import read_lines
-from benchmarks.processes import say
-from benchmarks.threaded_worker import ThreadedWorker
-from benchmarks.vector_peer import GATED_TIMING
-from benchmarks.vector_peer import OUTER_STEPS
-from benchmarks.vector_peer import add_noise
-from benchmarks.vector_peer import create_vectors
-from benchmarks.vector_peer import run_config
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import click
+import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from benchmarks.processes import read_lines, say
+from benchmarks.threaded_worker import ThreadedWorker
+from benchmarks.vector_peer import GATED_TIMING, OUTER_STEPS, add_noise, create_vectors, run_config
 from opendiloco.alignment import ALIGNMENT
 from opendiloco.config.run_config import RunConfig
-from opendiloco.shared_memory import SharedVectors
-from opendiloco.shared_memory import Vector
-from opendiloco.training.inner import InnerSteps
-from opendiloco.training.inner import ModelReplica
+from opendiloco.shared_memory import SharedVectors, Vector
+from opendiloco.training.inner import InnerSteps, ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.volunteer.local_workload import LocalWorkload
-from opendiloco.workers.control import InnerLoopDone
-from opendiloco.workers.control import RunInnerLoop
+from opendiloco.workers.control import InnerLoopDone, RunInnerLoop
 from opendiloco.workers.worker import InnerLoops
 from peers.driver.driver import Driver
 from peers.log.header import Header
@@ -40,9 +36,6 @@ from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
-from typing import Any
-from typing import NamedTuple
-from typing import cast
 
 NEVER_SNAPSHOT = 1_000_000
 

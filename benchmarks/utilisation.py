@@ -10,36 +10,25 @@ The bars: at least 0.97 with overlap and four bits; and no swarm more than 0.1 a
 """
 
 from __future__ import annotations
+
 import asyncio
-import click
 import statistics
 import tempfile
-from benchmarks.groups import Place
-from benchmarks.groups import start_peers
-from benchmarks.namespaces import IPERF_STREAMS
-from benchmarks.namespaces import has_iperf3
-from benchmarks.namespaces import place_in
-from benchmarks.namespaces import rates_at_once
-from benchmarks.namespaces import round_trip
-from benchmarks.processes import PeerProcess
-from benchmarks.processes import PeerProcessError
-from benchmarks.reporting import Bar
-from benchmarks.reporting import json_option
-from benchmarks.reporting import report
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from opendiloco.kernels import FORMATS
-from opendiloco.tools.plan.forecast import Forecast
-from opendiloco.tools.plan.forecast import LINK_SHARE
-from opendiloco.tools.plan.forecast import Peer
-from opendiloco.tools.plan.forecast import Plan
-from opendiloco.tools.plan.forecast import forecast
-from opendiloco.tools.plan.forecast import round_of
 from pathlib import Path
 from typing import Any
+
+import click
+
+from benchmarks.groups import Place, start_peers
+from benchmarks.namespaces import IPERF_STREAMS, has_iperf3, place_in, rates_at_once, round_trip
+from benchmarks.processes import PeerProcess, PeerProcessError
+from benchmarks.reporting import Bar, json_option, report
+from opendiloco.kernels import FORMATS
+from opendiloco.tools.plan.forecast import LINK_SHARE, Forecast, Peer, Plan, forecast, round_of
 
 PEER = "benchmarks.streaming_peer"
 CYCLE_SECONDS = 300.0

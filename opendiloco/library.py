@@ -19,6 +19,7 @@ The swarm's part (membership, rounds, transfers, the outer step) lives in a thre
 """
 
 from __future__ import annotations
+
 import asyncio
 import atexit
 import logging
@@ -27,83 +28,52 @@ import queue
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
 import torch
 import torch.distributed as dist
-import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from concurrent.futures import CancelledError
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from contextlib import ExitStack
-from contextlib import closing
-from contextlib import suppress
-from dataclasses import dataclass
-from opendiloco.config.run_config import EvaluationSection
-from opendiloco.config.run_config import RunConfig
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.ahead import Ahead
-from opendiloco.data.own_files import NONE
-from opendiloco.data.own_files import OwnFiles
+from opendiloco.data.own_files import NONE, OwnFiles
 from opendiloco.data.sample_order import numbers_of
 from opendiloco.data.tokenizer import build_tokenizer
-from opendiloco.data.training_data import TokenizeAhead
-from opendiloco.data.training_data import TrainingData
-from opendiloco.data.training_data import load_data
-from opendiloco.errors import LoopError
-from opendiloco.errors import WorkerError
-from opendiloco.errors import first_line
+from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
+from opendiloco.errors import LoopError, WorkerError, first_line
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import EVALUATED_AT_ONCE
-from opendiloco.model.evaluation import held_out_loss
+from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.model.layout import Layout
-from opendiloco.model.parameters import Shards
-from opendiloco.model.parameters import layout_of
-from opendiloco.model.parameters import store_weights
-from opendiloco.model.parameters import trainable
-from opendiloco.run import Run
-from opendiloco.run import find_run
+from opendiloco.model.parameters import Shards, layout_of, store_weights, trainable
+from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
-from opendiloco.volunteer.admission import ask_for_signed_heads
-from opendiloco.volunteer.admission import enter
-from opendiloco.volunteer.admission import read_ticket
+from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
 from opendiloco.volunteer.identity import listen
 from opendiloco.volunteer.interrupts import RememberedInterrupt
 from opendiloco.volunteer.local_workload import Workload
-from opendiloco.volunteer.volunteer import Volunteer
-from opendiloco.volunteer.volunteer import connected
-from opendiloco.workers.control import InnerLoopDone
-from opendiloco.workers.control import InnerStepDone
+from opendiloco.volunteer.volunteer import Volunteer, connected
+from opendiloco.workers.control import InnerLoopDone, InnerStepDone
 from opendiloco.workers.telemetry import Telemetry
-from opendiloco.workers.trackers import Choice
-from opendiloco.workers.trackers import tracking
-from pathlib import Path
+from opendiloco.workers.trackers import Choice, tracking
 from peers.driver.driver import Driver
 from peers.errors import ManifestError
 from peers.values.identity import Identity
-from peers.values.leases import SampleRange
-from peers.values.leases import prefix
-from peers.values.leases import sample_count
+from peers.values.leases import SampleRange, prefix, sample_count
 from peers.values.manifest import Invite
-from peers.values.workload import InnerLoop
-from peers.values.workload import OnCaptured
-from peers.values.workload import Progress
-from peers.values.workload import Trained
-from peers.values.workload import captures_nothing
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
-from transformers import TrainerControl
-from transformers import TrainerState
-from transformers import TrainingArguments
-from types import FrameType
-from types import TracebackType
-from typing import Any
-from typing import Self
+from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 
 # The caller's model ---------------------------------------------------------------------------------------------------
 EXACT = (torch.float32, torch.float64)

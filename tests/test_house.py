@@ -1,9 +1,8 @@
 """A class has one job, and few attributes for it."""
 
 from __future__ import annotations
-from tests.house import ATTRIBUTES_AT_MOST
-from tests.house import JOIN_TO_BACKWARD
-from tests.house import large_classes
+
+from tests.house import ATTRIBUTES_AT_MOST, JOIN_TO_BACKWARD, large_classes
 from tests.test_layering import ROOT
 
 STILL_LARGE = {

@@ -1,19 +1,25 @@
 """`diloco-peer bootstrap`: an address that stays, and a memory for runs."""
 
 from __future__ import annotations
-import click
-from opendiloco.cli.options import FILE
-from opendiloco.cli.options import FOLDER
-from opendiloco.cli.options import dashboard_option
-from opendiloco.cli.options import join_option
-from opendiloco.cli.options import open_dashboard
-from opendiloco.cli.options import spelled_out
-from opendiloco.cli.options import typed_option
+
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
+from opendiloco.cli.options import (
+    FILE,
+    FOLDER,
+    dashboard_option,
+    join_option,
+    open_dashboard,
+    spelled_out,
+    typed_option,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
     from peers.network.bootstrap import NodeTask
     from peers.network.transport import HivemindTransport
     from peers.values.manifest import SignedManifest

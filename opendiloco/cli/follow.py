@@ -1,45 +1,45 @@
 """`diloco-peer follow`: track a live run without training in it."""
 
 from __future__ import annotations
-import click
+
 import json
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from opendiloco.cli.options import FOLDER
-from opendiloco.cli.options import dashboard_option
-from opendiloco.cli.options import data_option
-from opendiloco.cli.options import initial_peers_option
-from opendiloco.cli.options import open_dashboard
-from opendiloco.cli.options import own_files_options
-from opendiloco.cli.options import own_words
-from opendiloco.cli.options import parse_run
-from opendiloco.cli.options import reader
-from opendiloco.cli.options import reader_option
-from opendiloco.cli.options import run_option
-from opendiloco.data.own_files import OwnFiles
-from opendiloco.errors import MachineError
-from opendiloco.errors import RemoteError
 from pathlib import Path
-from typing import Any
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from opendiloco.cli.options import (
+    FOLDER,
+    dashboard_option,
+    data_option,
+    initial_peers_option,
+    open_dashboard,
+    own_files_options,
+    own_words,
+    parse_run,
+    reader,
+    reader_option,
+    run_option,
+)
+from opendiloco.data.own_files import OwnFiles
+from opendiloco.errors import MachineError, RemoteError
 
 if TYPE_CHECKING:
     import socket
+
     from opendiloco.run import Run
     from opendiloco.volunteer.local_workload import LocalWorkload
-    from opendiloco.volunteer.tracking import Audit
-    from opendiloco.volunteer.tracking import Disagreement
-    from opendiloco.volunteer.tracking import Reached
+    from opendiloco.volunteer.tracking import Audit, Disagreement, Reached
     from peers.network.transport import HivemindTransport
     from peers.transfer.following import Following
     from peers.values.identity import Identity
-    from peers.values.manifest import Amendment
-    from peers.values.manifest import Invite
+    from peers.values.manifest import Amendment, Invite
     from peers.values.workload import ReplicatedState
 
 logger = logging.getLogger(__name__)

@@ -1,39 +1,40 @@
 """`diloco-peer join` trains in a run; by `pause`, `resume` and `finish` the machine's owner commands it meanwhile."""
 
 from __future__ import annotations
-import click
+
 import gc
 import logging
 import os
 import sys
-from contextlib import AbstractAsyncContextManager
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from opendiloco.cli.logs import LogOptions
-from opendiloco.cli.logs import PLACE
-from opendiloco.cli.options import SettingsCommand
-from opendiloco.cli.options import all_of
-from opendiloco.cli.options import is_typed
-from opendiloco.cli.options import join_option
-from opendiloco.cli.options import join_settings
-from opendiloco.cli.options import open_dashboard
-from opendiloco.cli.options import parse_run
-from opendiloco.cli.options import refuse_torchrun
-from opendiloco.errors import MachineError
 from pathlib import Path
-from typing import Any
-from typing import Literal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from opendiloco.cli.logs import PLACE, LogOptions
+from opendiloco.cli.options import (
+    SettingsCommand,
+    all_of,
+    is_typed,
+    join_option,
+    join_settings,
+    open_dashboard,
+    parse_run,
+    refuse_torchrun,
+)
+from opendiloco.errors import MachineError
 
 if TYPE_CHECKING:
     import socket
+
     from opendiloco.dashboard.sources import Source
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.view.progress import JoinView
     from opendiloco.volunteer.interrupts import Interrupts
-    from opendiloco.volunteer.volunteer import Session
-    from opendiloco.volunteer.volunteer import Volunteer
+    from opendiloco.volunteer.volunteer import Session, Volunteer
     from peers.network.transport import HivemindTransport
     from peers.values.identity import Identity
     from peers.values.manifest import Invite

@@ -1,34 +1,37 @@
 """`diloco-peer run …`: what an organiser does."""
 
 from __future__ import annotations
-import click
+
 import json
 import logging
 from collections.abc import Iterator
-from opendiloco.cli.options import FILE
-from opendiloco.cli.options import FOLDER
-from opendiloco.cli.options import INITIAL_PEERS
-from opendiloco.cli.options import initial_peers_option
-from opendiloco.cli.options import join_option
-from opendiloco.cli.options import own_files_options
-from opendiloco.cli.options import parse_run
-from opendiloco.cli.options import run_option
-from opendiloco.cli.options import spelled_out
-from opendiloco.cli.options import writing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from opendiloco.cli.options import (
+    FILE,
+    FOLDER,
+    INITIAL_PEERS,
+    initial_peers_option,
+    join_option,
+    own_files_options,
+    parse_run,
+    run_option,
+    spelled_out,
+    writing,
+)
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import DataError
-from pathlib import Path
-from peers.errors import ManifestError
-from peers.errors import SwarmUnreachableError
-from typing import TYPE_CHECKING
+from peers.errors import ManifestError, SwarmUnreachableError
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
     from opendiloco.run import Run
     from peers.presence.heartbeat import Heartbeat
     from peers.values.identity import Identity
-    from peers.values.manifest import Amendment
-    from peers.values.manifest import Invite
+    from peers.values.manifest import Amendment, Invite
 
 
 logger = logging.getLogger(__name__)

@@ -1,29 +1,23 @@
 """What others see of runs: `runs` lists those that a bootstrap node remembers, `status` shows the peers of one."""
 
 from __future__ import annotations
-import click
+
 import json
 import os
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
-from opendiloco.cli.options import initial_peers_option
-from opendiloco.cli.options import known_addresses
-from opendiloco.cli.options import parse_run
-from opendiloco.cli.options import reader
-from opendiloco.cli.options import reader_option
-from opendiloco.cli.options import run_option
-from opendiloco.errors import fit_for_terminal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from opendiloco.cli.options import initial_peers_option, known_addresses, parse_run, reader, reader_option, run_option
+from opendiloco.errors import fit_for_terminal
 from peers.errors import DilocoPeerError
-from typing import Any
-from typing import NoReturn
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from opendiloco.config.run_config import RunConfig
     from opendiloco.owner.controls import Answer
     from opendiloco.run import Run
@@ -34,7 +28,6 @@ if TYPE_CHECKING:
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
     from peers.values.signed_heads import SignedHeads
-    from rich.console import Group
 
 
 NOT_MEASURED = "not measured: other runs took too long"

@@ -1,36 +1,31 @@
 """What a worker reads: each source's tokens, whole or by the shard, in the order of the run's samples."""
 
 from __future__ import annotations
+
 import json
-import numpy as np
-from blake3 import blake3
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
+
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.corpus import Document
-from opendiloco.data.corpus import open_corpus
-from opendiloco.data.corpus import tokenizing
-from opendiloco.data.sample_order import HeldOutWindows
-from opendiloco.data.sample_order import Mixture
-from opendiloco.data.sample_order import SampleOrder
-from opendiloco.data.sample_order import Shuffled
-from opendiloco.data.sample_order import Windows
-from opendiloco.data.token_files import Piece
-from opendiloco.data.token_files import TokenCache
-from opendiloco.data.token_files import Tokens
-from opendiloco.data.token_files import digest_of_tokens
-from opendiloco.data.token_files import dtype_of_tokens
-from opendiloco.data.token_files import is_token_folder
-from opendiloco.data.token_files import open_token_folder
-from opendiloco.data.tokenizer import TokenArray
-from opendiloco.data.tokenizer import Tokenizer
+from opendiloco.data.corpus import Document, open_corpus, tokenizing
+from opendiloco.data.sample_order import HeldOutWindows, Mixture, SampleOrder, Shuffled, Windows
+from opendiloco.data.token_files import (
+    Piece,
+    TokenCache,
+    Tokens,
+    digest_of_tokens,
+    dtype_of_tokens,
+    is_token_folder,
+    open_token_folder,
+)
+from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from opendiloco.errors import DataError
 from opendiloco.stages import Coming
 

@@ -1,58 +1,35 @@
 """A state of a run without training in it: from its peers or from this machine's disk, to look at and to export."""
 
 from __future__ import annotations
+
 import logging
 import shlex
 import tempfile
-from collections.abc import AsyncIterator
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from contextlib import contextmanager
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
-from opendiloco.data.own_files import NONE
-from opendiloco.data.own_files import OwnFiles
-from opendiloco.errors import CheckpointError
-from opendiloco.errors import MachineError
-from opendiloco.evaluation_turns import HeldOut
-from opendiloco.evaluation_turns import bits_per_byte
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.errors import CheckpointError, MachineError
+from opendiloco.evaluation_turns import HeldOut, bits_per_byte
 from opendiloco.kernels import FORMATS
-from opendiloco.model.export import CurvePoint
-from opendiloco.model.export import Dtype
-from opendiloco.model.export import RunFacts
-from opendiloco.run import Run
-from opendiloco.run import find_run
+from opendiloco.model.export import CurvePoint, Dtype, RunFacts
+from opendiloco.run import Run, find_run
 from opendiloco.storage.files import MANIFEST
-from opendiloco.storage.loading import Checkpoint
-from opendiloco.storage.loading import Checkpoints
-from opendiloco.storage.loading import load_checkpoint
-from opendiloco.storage.loading import resume
-from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.run_folder import read_curve
-from opendiloco.storage.run_folder import read_manifest
+from opendiloco.storage.loading import Checkpoint, Checkpoints, load_checkpoint, resume
+from opendiloco.storage.run_folder import RunFolder, read_curve, read_manifest
 from opendiloco.view.curves import versions
 from opendiloco.view.run_view import RunView
 from opendiloco.volunteer.admission import ask_for_signed_heads
-from opendiloco.volunteer.local_workload import LocalWorkload
-from opendiloco.volunteer.local_workload import NO_TEXT
-from opendiloco.volunteer.local_workload import NO_TRAINING
-from opendiloco.volunteer.local_workload import working
+from opendiloco.volunteer.local_workload import NO_TEXT, NO_TRAINING, LocalWorkload, working
 from opendiloco.volunteer.volunteer import connected
-from pathlib import Path
 from peers.errors import ManifestError
 from peers.log.chain import Chain
-from peers.log.folder import ENTRIES
-from peers.log.folder import LogFolder
-from peers.log.folder import RunLog
-from peers.log.folder import read_chain
+from peers.log.folder import ENTRIES, LogFolder, RunLog, read_chain
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
-from peers.transfer.following import CannotFollowError
-from peers.transfer.following import Following
-from peers.transfer.following import nobody_trains
+from peers.transfer.following import CannotFollowError, Following, nobody_trains
 from peers.transfer.storage import Storage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite

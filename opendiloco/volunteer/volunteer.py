@@ -4,61 +4,37 @@ The protocol's driver is above a volunteer, the workers and the outer state are 
 """
 
 from __future__ import annotations
+
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from contextlib import asynccontextmanager
-from contextlib import nullcontext
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+
 from opendiloco.kernels import FORMATS
 from opendiloco.owner.watch import OwnersWatch
-from opendiloco.run import Run
-from opendiloco.run import find_run
+from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
-from opendiloco.shared_memory import available_memory
-from opendiloco.shared_memory import cap_memory
-from opendiloco.stages import at_stage
-from opendiloco.stages import watched_by
+from opendiloco.shared_memory import available_memory, cap_memory
+from opendiloco.stages import at_stage, watched_by
 from opendiloco.storage.checkpointer import Checkpointer
-from opendiloco.storage.loading import Checkpoints
-from opendiloco.storage.loading import check_moments_file
-from opendiloco.storage.loading import newest_moments
-from opendiloco.storage.loading import resume
-from opendiloco.storage.run_folder import HeldOutCurve
-from opendiloco.storage.run_folder import Journal
-from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.loading import Checkpoints, check_moments_file, newest_moments, resume
+from opendiloco.storage.run_folder import HeldOutCurve, Journal, RunFolder
 from opendiloco.storage.writer import KeepingPlan
-from opendiloco.view.curves import Curves
-from opendiloco.view.curves import configuration_of
-from opendiloco.view.progress import CHECKING
-from opendiloco.view.progress import FINDING
-from opendiloco.view.progress import Fragments
-from opendiloco.view.progress import JoinView
-from opendiloco.view.progress import OwnFacts
-from opendiloco.view.progress import ProgressReader
+from opendiloco.view.curves import Curves, configuration_of
+from opendiloco.view.progress import CHECKING, FINDING, Fragments, JoinView, OwnFacts, ProgressReader
 from opendiloco.view.run_view import RunView
-from opendiloco.volunteer.admission import ask_for_signed_heads
-from opendiloco.volunteer.admission import enter
-from opendiloco.volunteer.admission import shown_out
-from opendiloco.volunteer.identity import doubled
-from opendiloco.volunteer.identity import listening
-from opendiloco.volunteer.local_workload import LocalWorkload
-from opendiloco.volunteer.local_workload import Trainer
-from opendiloco.volunteer.local_workload import Workload
-from opendiloco.volunteer.local_workload import working
+from opendiloco.volunteer.admission import ask_for_signed_heads, enter, shown_out
+from opendiloco.volunteer.identity import doubled, listening
+from opendiloco.volunteer.local_workload import LocalWorkload, Trainer, Workload, working
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.supervisor import Supervisor
 from opendiloco.workers.trackers import tracking
 from peers.driver.driver import Driver
 from peers.errors import DilocoPeerError
-from peers.log.folder import LogFolder
-from peers.log.folder import RunLog
+from peers.log.folder import LogFolder, RunLog
 from peers.log.state import LogState
 from peers.network.bootstrap import keep_announced
 from peers.network.first_contact import RememberedPeers

@@ -6,6 +6,7 @@ blocked.
 """
 
 from __future__ import annotations
+
 import faulthandler
 import gc
 import os
@@ -15,57 +16,49 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
-from opendiloco.config.run_config import RunConfig
-from opendiloco.errors import DeviceMemoryError
-from opendiloco.errors import MachineError
-from opendiloco.errors import WorkerError
-from opendiloco.shared_memory import SharedVectors
-from opendiloco.shared_memory import Vector
-from opendiloco.shared_memory import cap_memory
-from opendiloco.stages import at_stage
-from opendiloco.stages import watched_by
-from opendiloco.training.streaming import Cycles
-from opendiloco.workers.control import AtStage
-from opendiloco.workers.control import Command
-from opendiloco.workers.control import Configure
-from opendiloco.workers.control import Configured
-from opendiloco.workers.control import ControlMessage
-from opendiloco.workers.control import CountDevices
-from opendiloco.workers.control import DevicesCounted
-from opendiloco.workers.control import EndInnerLoop
-from opendiloco.workers.control import Evaluate
-from opendiloco.workers.control import Evaluated
-from opendiloco.workers.control import Export
-from opendiloco.workers.control import Exported
-from opendiloco.workers.control import Failed
-from opendiloco.workers.control import FragmentStored
-from opendiloco.workers.control import Generate
-from opendiloco.workers.control import Generated
-from opendiloco.workers.control import Hold
-from opendiloco.workers.control import InnerLoopDone
-from opendiloco.workers.control import InnerStepDone
-from opendiloco.workers.control import KeepMoments
-from opendiloco.workers.control import MomentsMoved
-from opendiloco.workers.control import MoveMoments
-from opendiloco.workers.control import RecallMoments
-from opendiloco.workers.control import RunInnerLoop
-from opendiloco.workers.control import TakeAverage
-from opendiloco.workers.options import WorkerOptions
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from opendiloco.config.run_config import RunConfig
+from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
+from opendiloco.shared_memory import SharedVectors, Vector, cap_memory
+from opendiloco.stages import at_stage, watched_by
+from opendiloco.training.streaming import Cycles
+from opendiloco.workers.control import (
+    AtStage,
+    Command,
+    Configure,
+    Configured,
+    ControlMessage,
+    CountDevices,
+    DevicesCounted,
+    EndInnerLoop,
+    Evaluate,
+    Evaluated,
+    Export,
+    Exported,
+    Failed,
+    FragmentStored,
+    Generate,
+    Generated,
+    Hold,
+    InnerLoopDone,
+    InnerStepDone,
+    KeepMoments,
+    MomentsMoved,
+    MoveMoments,
+    RecallMoments,
+    RunInnerLoop,
+    TakeAverage,
+)
+from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
-from typing import Any
-from typing import NamedTuple
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opendiloco.data.tokenizer import Tokenizer
-    from opendiloco.training.inner import InnerStep
-    from opendiloco.training.inner import InnerSteps
-    from opendiloco.training.inner import ModelReplica
+    from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
 LOOK_SECONDS = 0.1

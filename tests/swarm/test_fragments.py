@@ -1,18 +1,18 @@
 """Swarms of real drivers whose state is in several fragments, over real libp2p in one event loop."""
 
 from __future__ import annotations
+
 import asyncio
-import pytest
-from collections.abc import AsyncIterator
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from opendiloco.storage.loading import resume
 from pathlib import Path
+
+import pytest
+
+from opendiloco.storage.loading import resume
 from peers.driver.driver import Driver
-from peers.log.folder import ENTRIES
-from peers.log.folder import LogFolder
-from peers.log.folder import read_chain
+from peers.log.folder import ENTRIES, LogFolder, read_chain
 from peers.log.header import UNKNOWN_STATE
 from peers.network.transport import HivemindTransport
 from peers.protocol.events import AmendmentSeen
@@ -20,11 +20,7 @@ from peers.transfer.following import Following
 from peers.transfer.storage import Storage
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
-from tests.swarm.test_driver import LOCAL
-from tests.swarm.test_driver import SETTINGS
-from tests.swarm.test_driver import Swarm
-from tests.swarm.test_driver import Volunteer
-from tests.swarm.test_driver import digests_by_position
+from tests.swarm.test_driver import LOCAL, SETTINGS, Swarm, Volunteer, digests_by_position
 from tests.swarm.vector_workload import VectorWorkload
 
 pytestmark = pytest.mark.swarm

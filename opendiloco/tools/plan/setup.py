@@ -1,28 +1,18 @@
 """A plan from a run's configuration, the skeleton of its model, and `links.toml`, each value checked."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+from pydantic import Field, ValidationError, model_validator
+
 from opendiloco.config.run_config import RunConfig
-from opendiloco.config.section import Name
-from opendiloco.config.section import NotNegativeFloat
-from opendiloco.config.section import Positive
-from opendiloco.config.section import Section
-from opendiloco.config.section import describe_validation_error
-from opendiloco.config.section import read_toml
+from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section, describe_validation_error, read_toml
 from opendiloco.kernels import FORMATS
 from opendiloco.model.utilisation import peak_tokens_per_second
-from opendiloco.tools.plan.forecast import Peer
-from opendiloco.tools.plan.forecast import Plan
-from opendiloco.tools.plan.forecast import QUANTIZED
-from opendiloco.tools.plan.forecast import QUANTIZED_SPARSE
-from pathlib import Path
+from opendiloco.tools.plan.forecast import QUANTIZED, QUANTIZED_SPARSE, Peer, Plan
 from peers.errors import ManifestError
-from pydantic import Field
-from pydantic import ValidationError
-from pydantic import model_validator
-from typing import Annotated
-from typing import Any
-from typing import Self
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opendiloco.workers.needs import Needs

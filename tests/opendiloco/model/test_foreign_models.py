@@ -1,39 +1,38 @@
 """Nothing of a stranger's model or tokenizer runs here, opens what was not named, or takes more than was allowed."""
 
 from __future__ import annotations
+
 import ast
 import copy
-import huggingface_hub
 import importlib
 import json
-import opendiloco
 import os
-import pytest
 import subprocess
 import sys
 import threading
-import torch
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+import opendiloco
 from opendiloco import shared_memory
 from opendiloco.cli.status import _needs_here
 from opendiloco.config.data import TokenizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import OwnFiles
-from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.tokenizer import build_tokenizer
-from opendiloco.errors import DataError
-from opendiloco.errors import MachineError
+from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer
+from opendiloco.errors import DataError, MachineError
 from opendiloco.model import rehearsal
-from opendiloco.model.build import build_model
-from opendiloco.model.build import build_skeleton
-from opendiloco.model.build import sized_skeleton
+from opendiloco.model.build import build_model, build_skeleton, sized_skeleton
 from opendiloco.run import Run
 from opendiloco.shared_memory import cap_memory
 from opendiloco.volunteer.states import find_origin
-from pathlib import Path
 from peers.errors import ManifestError
 from peers.values.identity import Identity
-from typing import Any
 
 LOADERS = {"from_pretrained", "from_config", "load_dataset", "load_dataset_builder"}
 CODE = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.Tokenizer", None]}

@@ -1,56 +1,50 @@
 """A machine's own moments in a file: whichever the optimizer, and however many workers share the model."""
 
 from __future__ import annotations
+
 import asyncio
 import json
 import logging
-import numpy as np
-import pytest
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from collections.abc import Callable
-from collections.abc import Iterator
-from dataclasses import replace
+from pydantic import TypeAdapter
+from safetensors.numpy import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
 from opendiloco.config.optimizers import InnerOptimizerSection
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_skeleton
-from opendiloco.model.parameters import local_part
-from opendiloco.model.parameters import trainable
+from opendiloco.model.parameters import local_part, trainable
 from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.files import moments_name
-from opendiloco.storage.loading import check_moments_file
-from opendiloco.storage.loading import newest_moments
+from opendiloco.storage.loading import check_moments_file, newest_moments
 from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import KeepingPlan
-from opendiloco.storage.writer import _finish
-from opendiloco.training.inner import LONG_AGO
-from opendiloco.training.inner import ModelReplica
+from opendiloco.storage.writer import KeepingPlan, _finish
+from opendiloco.training.inner import LONG_AGO, ModelReplica
 from opendiloco.training.moments_file import digest_place
-from opendiloco.training.team import Team
-from opendiloco.training.team import shard_model
+from opendiloco.training.team import Team, shard_model
 from opendiloco.volunteer.volunteer import _recall_moments
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import Supervisor
-from pathlib import Path
 from peers.values.leases import SampleRange
 from peers.values.system import PARTIAL
-from peers.values.workload import InnerLoop
-from peers.values.workload import SnapshotError
-from pydantic import TypeAdapter
-from safetensors.numpy import load_file
-from tests.opendiloco.storage.frozen_states import RUN
-from tests.opendiloco.storage.frozen_states import frozen
+from peers.values.workload import InnerLoop, SnapshotError
+from tests.opendiloco.storage.frozen_states import RUN, frozen
 from tests.opendiloco.training.test_optimizers import KINDS
 from tests.opendiloco.training.test_replica import make_replica
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from typing import Any
-from typing import cast
 
 LEASE, NEXT = (SampleRange(0, 24),), (SampleRange(24, 30),)
 PEER = "PeerA"

@@ -1,35 +1,33 @@
 """The model from checkpoints and the log, with no network: by the command that people type."""
 
 from __future__ import annotations
-import numpy as np
-import pytest
+
 import shutil
-import torch
-from click.testing import CliRunner
-from click.testing import Result
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM
+
 from opendiloco.cli.group import main
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.model.build import build_model
 from opendiloco.run import Run
-from opendiloco.storage.files import file_header
-from opendiloco.storage.files import file_name
+from opendiloco.storage.files import file_header, file_name
 from opendiloco.storage.loading import metadata_of
-from opendiloco.storage.run_folder import HeldOutCurve
-from opendiloco.storage.run_folder import RunFolder
+from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.volunteer.states import find_origin
-from pathlib import Path
 from peers.log.folder import LogFolder
 from peers.values.identity import Identity
-from tests.opendiloco.training.recorded_run import BLOCK_BYTES
-from tests.opendiloco.training.recorded_run import RecordedRun
-from tests.opendiloco.training.recorded_run import record
+from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, record
 from tests.opendiloco.volunteer.test_local_workload import StateOnly
-from transformers import AutoModelForCausalLM
 
 ENTRIES = 6
 

@@ -1,11 +1,17 @@
 """What is told of a worker's start."""
 
 from __future__ import annotations
+
 import asyncio
 import logging
 import os
-import pytest
 import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from opendiloco import stages
 from opendiloco.config.data import SourceSection
 from opendiloco.config.run_config import RunConfig
@@ -14,21 +20,10 @@ from opendiloco.data.token_files import TokenCache
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import TokenizedSource
 from opendiloco.shared_memory import create_memory_file
-from opendiloco.stages import StageLog
-from opendiloco.stages import at_stage
-from opendiloco.stages import passing
-from opendiloco.stages import watched_by
+from opendiloco.stages import StageLog, at_stage, passing, watched_by
 from opendiloco.training.team import Team
-from opendiloco.workers.control import AtStage
-from opendiloco.workers.control import Configure
-from opendiloco.workers.control import Configured
-from opendiloco.workers.control import DevicesCounted
-from opendiloco.workers.control import Reply
-from opendiloco.workers.control import WorkerProcess
+from opendiloco.workers.control import AtStage, Configure, Configured, DevicesCounted, Reply, WorkerProcess
 from opendiloco.workers.options import WorkerOptions
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 
 def test_stages_are_logged_with_what_is_left_and_not_too_often(
