@@ -24,10 +24,8 @@ def train(config: RunConfig, replicas: int, outer_steps: int) -> None:
     reference, pool = Reference(config), SamplePool()
     steps = config.training.inner_steps
     for outer_step in range(1, outer_steps + 1):
-        roster = []
-        for replica in range(replicas):
-            lease, pool = pool.take(steps * config.training.batch_size)
-            roster.append(Work(f"replica {replica}", lease, steps))
+        leases, pool = pool.deal([steps * config.training.batch_size] * replicas)
+        roster = [Work(f"replica {number}", lease, steps) for number, lease in enumerate(leases)]
         reference.outer_step(roster)
         if outer_step % max(1, outer_steps // REPORTS) == 0:
             loss = reference.held_out_loss()
