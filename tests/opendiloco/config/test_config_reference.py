@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opendiloco.config.reference import reference_page
+from tests.manifest_reference import reference_page
 
 PAGE = Path(__file__).parents[3] / "docs" / "manifest.md"
 
@@ -18,7 +18,7 @@ def row(table: str, key: str) -> str:
 
 
 def test_the_page_is_what_the_models_are() -> None:
-    remedy = "run `python -m opendiloco.config.reference docs/manifest.md`"
+    remedy = "run `python -m tests.manifest_reference docs/manifest.md`"
     assert PAGE.read_text(encoding="utf-8") == reference_page(), remedy
 
 

@@ -1,4 +1,4 @@
-"""The reference page of `run.toml`: `python -m opendiloco.config.reference docs/manifest.md` writes it anew."""
+"""The reference page of `run.toml`: `python -m tests.manifest_reference docs/manifest.md` writes it anew."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opendiloco.config.section import Section, models_in
 HEADING = """\
 # Every key of run.toml
 
-<!-- Made by `python -m opendiloco.config.reference docs/manifest.md`: change the models in opendiloco/config. -->
+<!-- Made by `python -m tests.manifest_reference docs/manifest.md`: change the models in opendiloco/config. -->
 
 `run.toml` defines a run; `diloco-peer run create` signs all its values, defaults included, as the run's *manifest*
 ([runs.md](runs.md)). The file is checked as a whole: an unknown key, a value of another type or out of its bounds, and
