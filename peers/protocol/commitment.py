@@ -36,7 +36,7 @@ class Author(Value):
     after: Count
 
 
-class Pledge(Value):
+class _Pledge(Value):
     """What a member signs: it contributes this. For one round it signs no other."""
 
     author: Author
@@ -135,5 +135,5 @@ def fault_in(chunk: int, data: Blocks, proof: ChunkProof, inspect: Inspect) -> s
     return None if squares == proof.squares else f"its squared norm is {squares:g}, not {proof.squares:g}"
 
 
-def _pledge(root: Sum, author: Author) -> Pledge:
-    return Pledge(author=author, digest=root.digest, squares=root.squares)
+def _pledge(root: Sum, author: Author) -> _Pledge:
+    return _Pledge(author=author, digest=root.digest, squares=root.squares)

@@ -18,7 +18,7 @@ from peers.protocol.showings import Showings
 from peers.protocol.trainer import Trainer, TrainerState
 
 
-class OwnWork(Protocol):
+class _OwnWork(Protocol):
     """What this peer does in the slot itself."""
 
     @property
@@ -41,7 +41,7 @@ class Leadership:
         replica: Replica,
         log: LogState,
         certifier: Certifier,
-        work: OwnWork,
+        work: _OwnWork,
     ) -> None:
         self.granted_by: str | None = None
         """Who gave us our lease: it leads, though its heartbeats may not say yet that it is at work, too."""

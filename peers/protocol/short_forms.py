@@ -26,7 +26,7 @@ PeerSet = Annotated[bytes, Field(strict=True, max_length=MEMBER_LIMIT // 4)]
 """Places as a bit mask, little-endian: of peers with a lease, or of members of a round."""
 
 
-class ShortAttempt(Value):
+class _ShortAttempt(Value):
     """An attempt at the message's position."""
 
     number: Count
@@ -34,21 +34,21 @@ class ShortAttempt(Value):
     alone: Annotated[bool, Field(strict=True)]
 
 
-class ShortHeld(Value):
+class _ShortHeld(Value):
     """An entry that is held at the message's position."""
 
-    attempt: ShortAttempt
+    attempt: _ShortAttempt
     outcome: Outcome
     signature: Signature
 
 
-class ShortHolders(Value):
+class _ShortHolders(Value):
     """Who holds an entry, by its place if it has a lease; the attempt in which it said so, and the signature."""
 
-    holders: Annotated[tuple[tuple[Count | PeerId, ShortAttempt, Signature], ...], Field(max_length=MEMBER_LIMIT)]
+    holders: Annotated[tuple[tuple[Count | PeerId, _ShortAttempt, Signature], ...], Field(max_length=MEMBER_LIMIT)]
 
 
-class ShortDisclaimers(Value):
+class _ShortDisclaimers(Value):
     """Who was ready with which entry, by its place if it has a lease, and the signature of that."""
 
     disclaimers: Annotated[
@@ -56,11 +56,11 @@ class ShortDisclaimers(Value):
     ]
 
 
-class ShortRound(Value):
+class _ShortRound(Value):
     """A round at the message's position: the chunks that each member reduces, and the places of the lost. Those of
     the voters that are gone are among the log's voters."""
 
-    name: ShortAttempt
+    name: _ShortAttempt
     turnout: Turnout
     chunks: Annotated[tuple[Count, ...], Field(max_length=MEMBER_LIMIT)]
     lost: PeerSet
@@ -70,14 +70,14 @@ class ShortRound(Value):
     committed: Digest
 
 
-class ShortPeers(Value):
+class _ShortPeers(Value):
     """Some peers: the places of those with a lease, and the names of the others."""
 
     places: PeerSet
     others: Peers
 
 
-class ShortCounts(Value):
+class _ShortCounts(Value):
     """Numbers by peer, which is named by its place if it has a lease."""
 
     counts: Annotated[tuple[tuple[Count | PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
@@ -91,32 +91,32 @@ class Form(NamedTuple):
 
 
 # Attempts need no more of the log than its position ---------------------------------------------------------------
-def shorten_attempt(attempt: Attempt, position: Position) -> ShortAttempt:
+def shorten_attempt(attempt: Attempt, position: Position) -> _ShortAttempt:
     if attempt.position != position:
         raise LogError(f"an attempt at {attempt.position} in a message about {position}")
-    return ShortAttempt(number=attempt.number, leader=attempt.leader, alone=attempt.alone)
+    return _ShortAttempt(number=attempt.number, leader=attempt.leader, alone=attempt.alone)
 
 
 def lengthen_attempt(plain: object, position: Position) -> Attempt:
     """Return an attempt at the position. Raises: WireError."""
-    return _attempt(from_plain(ShortAttempt, plain), position)
+    return _attempt(from_plain(_ShortAttempt, plain), position)
 
 
-def _attempt(short: ShortAttempt, position: Position) -> Attempt:
+def _attempt(short: _ShortAttempt, position: Position) -> Attempt:
     return Attempt(position=position, number=short.number, leader=short.leader, alone=short.alone)
 
 
 # Peers ------------------------------------------------------------------------------------------------------------
-def _short_peers(peers: Iterable[str], log: LogState) -> ShortPeers:
+def _short_peers(peers: Iterable[str], log: LogState) -> _ShortPeers:
     others = set(peers) - log.known.keys()
-    return ShortPeers(
+    return _ShortPeers(
         places=chunk_set(log.known[peer] for peer in peers if peer not in others), others=tuple(sorted(others))
     )
 
 
 def _peers(plain: object, log: LogState) -> tuple[str, ...]:
     """The names in their order: what messages name is a set."""
-    short = from_plain(ShortPeers, plain)
+    short = from_plain(_ShortPeers, plain)
     return tuple(sorted({*_at(log.names, short.places), *short.others}))
 
 
@@ -128,12 +128,12 @@ def _at(peers: Sequence[str], places: bytes) -> list[str]:
     return [peers[place] for place in chosen]
 
 
-def _short_counts(counts: Iterable[tuple[str, int]], log: LogState) -> ShortCounts:
-    return ShortCounts(counts=tuple((log.known.get(peer, peer), count) for peer, count in counts))
+def _short_counts(counts: Iterable[tuple[str, int]], log: LogState) -> _ShortCounts:
+    return _ShortCounts(counts=tuple((log.known.get(peer, peer), count) for peer, count in counts))
 
 
 def _counts(plain: object, log: LogState) -> tuple[tuple[str, int], ...]:
-    return tuple((_named(peer, log), count) for peer, count in from_plain(ShortCounts, plain).counts)
+    return tuple((_named(peer, log), count) for peer, count in from_plain(_ShortCounts, plain).counts)
 
 
 def _named(peer: int | str, log: LogState) -> str:
@@ -145,18 +145,18 @@ def _named(peer: int | str, log: LogState) -> str:
     return log.names[peer]
 
 
-def _short_holders(holders: Iterable[Holder], log: LogState) -> ShortHolders:
+def _short_holders(holders: Iterable[Holder], log: LogState) -> _ShortHolders:
     short = (
         (log.known.get(holder.peer, holder.peer), shorten_attempt(holder.attempt, log.position), holder.signature)
         for holder in holders
     )
-    return ShortHolders(holders=tuple(short))
+    return _ShortHolders(holders=tuple(short))
 
 
 def _holders(plain: object, log: LogState) -> tuple[Holder, ...]:
     return tuple(
         Holder(peer=_named(peer, log), attempt=_attempt(attempt, log.position), signature=signature)
-        for peer, attempt, signature in from_plain(ShortHolders, plain).holders
+        for peer, attempt, signature in from_plain(_ShortHolders, plain).holders
     )
 
 
@@ -172,20 +172,20 @@ def _told(outcome: Outcome, log: LogState) -> Header:
     return header_of(log, outcome)
 
 
-def _short_disclaimers(disclaimers: Iterable[Disclaimer], log: LogState) -> ShortDisclaimers:
+def _short_disclaimers(disclaimers: Iterable[Disclaimer], log: LogState) -> _ShortDisclaimers:
     short = ((log.known.get(one.peer, one.peer), one.last_attempt, one.held, one.signature) for one in disclaimers)
-    return ShortDisclaimers(disclaimers=tuple(short))
+    return _ShortDisclaimers(disclaimers=tuple(short))
 
 
 def _disclaimers(plain: object, log: LogState) -> tuple[Disclaimer, ...]:
     return tuple(
         Disclaimer(peer=_named(peer, log), last_attempt=last_attempt, held=held, signature=signature)
-        for peer, last_attempt, held, signature in from_plain(ShortDisclaimers, plain).disclaimers
+        for peer, last_attempt, held, signature in from_plain(_ShortDisclaimers, plain).disclaimers
     )
 
 
-def _short_held(held: Held, log: LogState) -> ShortHeld:
-    return ShortHeld(
+def _short_held(held: Held, log: LogState) -> _ShortHeld:
+    return _ShortHeld(
         attempt=shorten_attempt(held.attempt, log.position),
         outcome=outcome_of(log, held.header),
         signature=held.signature,
@@ -193,7 +193,7 @@ def _short_held(held: Held, log: LogState) -> ShortHeld:
 
 
 def _held(plain: object, log: LogState) -> Held:
-    short = from_plain(ShortHeld, plain)
+    short = from_plain(_ShortHeld, plain)
     return Held(
         attempt=_attempt(short.attempt, log.position), header=_told(short.outcome, log), signature=short.signature
     )
@@ -201,9 +201,9 @@ def _held(plain: object, log: LogState) -> Held:
 
 # Rounds -----------------------------------------------------------------------------------------------------------
 @lru_cache(maxsize=8)
-def _short_round(round: Round, log: LogState) -> ShortRound:
+def _short_round(round: Round, log: LogState) -> _ShortRound:
     places = {peer: place for place, peer in enumerate(round.peers)}
-    return ShortRound(
+    return _ShortRound(
         name=shorten_attempt(round.name, log.position),
         turnout=turnout_of(log, round.roster),
         chunks=tuple(share.chunks for share in round.shares),
@@ -216,11 +216,11 @@ def _short_round(round: Round, log: LogState) -> ShortRound:
 
 
 def _round(plain: object, log: LogState) -> Round:
-    return _in_full(from_plain(ShortRound, plain), log)
+    return _in_full(from_plain(_ShortRound, plain), log)
 
 
 @lru_cache(maxsize=8)
-def _in_full(short: ShortRound, log: LogState) -> Round:
+def _in_full(short: _ShortRound, log: LogState) -> Round:
     """A new leader is told of one round by all members that are in it."""
     roster = short.turnout.roster(log)
     if len(roster) != len(short.chunks):
