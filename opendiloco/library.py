@@ -167,7 +167,7 @@ class _OuterStep:
 
 
 class _LoopWorker:
-    """Stands where a worker process would. `train` is the swarm's; `next_outer_step` the training thread's."""
+    """Stands where a worker process would. `run_inner_loop` is the swarm's; `next_outer_step` the training thread's."""
 
     def __init__(self, vectors: SharedVectors, inner_steps: int, device: torch.device) -> None:
         """`inner_steps` are those of an outer step; the loop's model is on `device`."""

@@ -39,6 +39,7 @@ JOIN_TO_BACKWARD = (
     "opendiloco/workers/supervisor.py",
     "opendiloco/workers/control.py",
     "opendiloco/workers/worker.py",
+    "opendiloco/training/streaming.py",
     "opendiloco/training/inner.py",
     "opendiloco/data/sample_order.py",
     "opendiloco/model/loss.py",

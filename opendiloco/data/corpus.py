@@ -3,6 +3,8 @@
 The default corpus is the source of the Python standard library that runs this process: about 12 MB on every machine,
 nothing to download. Machines with another Python version have somewhat other text; that is fine, since a sample number
 only says where to read, and peers exchange what they learned, never what they read.
+
+The second half is what `datasets` may read of a stranger's data set, once its files are checked.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class Batches:
     """The samples with these numbers, `batch_size` windows at a time; the last batch may be smaller.
 
     A thread reads up to `AHEAD` batches while the one before them is trained. `waited` is how many seconds training
-    has waited for a batch, the first one included: as a share of the time that training took, its `data_wait`.
+    has waited for a batch, the first one included: as a share of the time that training took, `data_wait_share`.
 
     Iterating raises what reading raises, and leaves no thread behind, also when it ends early.
     """

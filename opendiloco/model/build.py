@@ -1,4 +1,4 @@
-"""The transformers model of a run, and its place in flat fp32 vectors.
+"""The transformers model of a run, and its initial weights as a flat fp32 vector.
 
 Every peer builds the initial weights itself, so these must be the same bits on every machine, hence `_PortableNormal`.
 """

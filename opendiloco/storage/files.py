@@ -1,8 +1,7 @@
 """Checkpoints as files: their names, their format, and which of them are kept.
 
 A checkpoint is one safetensors file with the tensors momentum and theta, so that the bytes behind its header are those
-of the state, in the state's order. Nothing here takes long to import: the process that
-writes one must start at once.
+of the state, in the state's order. Nothing here takes long to import: the process that writes one must start at once.
 """
 
 from __future__ import annotations

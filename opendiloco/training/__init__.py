@@ -1,6 +1,7 @@
 """DiLoCo: the inner loop of a worker, the outer step of a peer, and both in one process (`reference`).
 
-The inner loop imports torch; learning_rate, moments_file and the outer step, which the peer process uses, do not.
+inner, optimizers, reference, team and trials import torch; codec, moments_file, outer and streaming, which the peer
+process uses, do not.
 
 Other rooms import:
 codec: BlockCodec, RunRounding

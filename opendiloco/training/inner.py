@@ -167,7 +167,7 @@ LONG_AGO = 64
 class ModelReplica:
     """A model with its inner optimizer's state, which persists while theta replaces the weights at each outer step.
 
-    The workers of one machine have one replica together: the `model` of each is sharded (see `sharding.shard_model`),
+    The workers of one machine have one replica together: the `model` of each is sharded (see `shard_model` in team.py),
     and each trains on its piece of a batch, at most `micro_batch` windows at once (None: all of it). All make the same
     calls in the same order, and arrive at the same inner step with the same loss.
     """

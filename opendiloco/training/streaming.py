@@ -31,7 +31,7 @@ class Cycles:
     A replica stores each fragment on its way, and goes on with what it has until the average is to be merged.
 
     Of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is due after ceil((p + 1) n / P) of them,
-    the last one after all. It is stored `lead` inner steps before, so that no average is awaited when a cycle ends; but
+    the last one after all. It is stored the run's overlap before, so that no average is awaited when a cycle ends; but
     when it is due in the cycle that the replica begins with theta, since it has learned nothing before, and in the
     run's last one, after which nothing is awaited. What was averaged is merged into it when the overlap is over, before
     the next inner step, which may be one of the next cycle; and at once where it would be stored once more.

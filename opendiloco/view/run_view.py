@@ -299,7 +299,7 @@ class RunView:
 COLUMNS = ("peer", "state", "inner step", "tokens/s", "loss", "outer step", "log digest", "reach")
 HEADINGS = ("peer", "state", "inner", "tokens/s", "loss", "outer", "digest", "reach")
 """The same in the table, which has to fit 80 columns."""
-NUMBERS = frozenset(HEADINGS[2:6])
+NUMBERS = {"inner", "tokens/s", "loss", "outer"}
 STYLES = {
     PeerState.TRAINING: "green",
     PeerState.READY: "cyan",

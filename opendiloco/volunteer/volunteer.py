@@ -348,7 +348,7 @@ class Volunteer:
             self._workers.supervisor.hold(held)
 
     def leave(self) -> None:
-        """Leave politely: a round under way is finished, then the others are told, and `train` returns."""
+        """Leave politely: a round under way is finished, then the others are told, and `take_part` returns."""
         self._leaving = True
         self._driver.leave()
 

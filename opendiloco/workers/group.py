@@ -118,7 +118,7 @@ class WorkerGroup:
 
         def on_step(step: InnerStepDone) -> None:
             self.telemetry.progressed(work.index, step)
-            number = 0 if under_way.is_known else step.inner_step
+            number = 0 if under_way.is_known else step.inner_step  # its outcome is known already
             on_progress(Progress(number, step.loss, step.tokens_per_second))
 
         async def carry_out() -> InnerLoopDone:

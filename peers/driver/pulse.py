@@ -1,4 +1,4 @@
-"""A peer's pulse: what it says of itself, and what it hears of the others."""
+"""A peer's pulse: fills and publishes its heartbeats, and collects those of others."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _entry_line(entry: Entry) -> bytes:
 
 
 def _read_entry(line: bytes) -> Entry:
-    """Raises: LogError unless the line is one that `entry_line` has written, to the last bit."""
+    """Raises: LogError unless the line is one that `_entry_line` has written, to the last bit."""
     try:
         fields = json.loads(line)
         is_whole = "header" in fields

@@ -127,7 +127,7 @@ class RecordValidator(HIVEMIND.validation.RecordValidatorBase):  # type: ignore[
 class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
     """Refuses new records when they would take more memory than there is for them.
 
-    What lies under a `favoured` key has room of its own, which strangers with made-up runs can't fill. Where one key
+    What lies under a favoured key has room of its own, which strangers with made-up runs can't fill. Where one key
     has all the records that it may, a new one replaces another, so that the first to come cannot keep all others out:
     one of the half that was there for the shorter time, drawn by chance. The other half stays, as do those of the peers
     that the run's manifest names, for as long as they are renewed in time: a flood came later.

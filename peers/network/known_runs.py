@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT = 10.0  # seconds
 PAUSE = 30.0  # seconds for which a peer is not asked again
-REVOCATIONS = "revocations"  # name of the call; payload: a RevocationsRequest, answer: a packed Revocations or nothing
+REVOCATIONS = "revocations"  # name of the call; payload: a _RevocationsRequest, answer: a packed Revocations or nothing
 STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
 SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
-AMENDMENTS = "amendments"  # name of the call; payload: an AmendmentRequest, answer: nothing
+AMENDMENTS = "amendments"  # name of the call; payload: an _AmendmentRequest, answer: nothing
 REQUEST_BYTES = 1024
-SIGNED_HEADS = "signed-heads"  # name of the call; payload: a HeadsRequest, answer: packed heads
+SIGNED_HEADS = "signed-heads"  # name of the call; payload: a _HeadsRequest, answer: packed heads
 
 Call: TypeAlias = Callable[[str, str, bytes, float], Awaitable[bytes]]
 """(peer, name, payload, timeout) -> answer: `HivemindTransport.call`."""
@@ -165,7 +165,7 @@ class Admissions:
         return is_new
 
     async def answer(self, sender: str, payload: bytes) -> bytes:
-        """Answer a RevocationsRequest, and take in what it tells. Raises: RemoteProtocolError, RefusalError."""
+        """Answer a _RevocationsRequest, and take in what it tells. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, _RevocationsRequest, payload, LIST_BYTES + 256)
         admission = self.of(request.run)
         if admission is None:
@@ -260,7 +260,7 @@ class Amendments:
         return self._given.get(run)
 
     async def answer(self, sender: str, payload: bytes) -> bytes:
-        """Take in an AmendmentRequest. Raises: RemoteProtocolError, RefusalError."""
+        """Take in an _AmendmentRequest. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, _AmendmentRequest, payload, REQUEST_BYTES)
         organiser = self._organisers.get(request.run)
         if organiser is None:
@@ -345,7 +345,7 @@ class HeadStore:
                     logger.debug("a signed head in a heartbeat of %s: %s", beat.peer, error)
 
     async def answer(self, sender: str, payload: bytes) -> bytes:
-        """Answer a HeadsRequest. Raises: RemoteProtocolError, RefusalError."""
+        """Answer a _HeadsRequest. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, _HeadsRequest, payload, REQUEST_BYTES)
         if request.run not in self._known:
             raise RefusalError(f"no run called {request.run} is known here")

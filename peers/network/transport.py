@@ -1,4 +1,4 @@
-"""The swarm's network on hivemind: its DHT for finding each other, its libp2p for messages and bulk data.
+"""The swarm's network: hivemind's DHT, by which peers find each other; links, and libp2p where two peers have none.
 
 Failures of peers leave here as PeerUnreachableError or PeerRefusedError, and nothing that a peer sends can do more than
 have its message or stream dropped and a line logged.

@@ -1,4 +1,4 @@
-"""What a peer says of itself: whole heartbeats, and between them signs of life, so that a large swarm can hear it."""
+"""When a peer sends a whole heartbeat, and when a sign of life is enough, so that a large swarm can hear it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a member says of its contribution before anything is exchanged, and what shows that it did not keep to it.
 
-The commitment is signed, and names the root of a tree over all its chunks and their norms (sum_tree.py). Each chunk
-comes with its way up to that root. So bytes that lead there are its own, whoever shows them; and if they are no blocks,
-or have another norm than the leaf says, everybody can see that it lied.
+The commitment is signed, and names the root of a tree over all its chunks and their norms (`SumTree` in
+peers/values/chunks.py). Each chunk comes with its way up to that root. So bytes that lead there are its own, whoever
+shows them; and if they are no blocks, or have another norm than the leaf says, everybody can see that it lied.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One peer of a run, without any I/O: events in, effects out. This is where to begin reading.
 
-A driver calls `handle` with what happened and the time on its clock, and carries out the effects; the hivemind driver
+A driver calls `handle` with what happened and the time on its clock, and carries out the effects; the real driver
 and the simulated one differ in nothing else. What happens goes to one of a peer's parts:
 
     Presence   who is there, whom we reach and believe, who is further on

@@ -119,7 +119,7 @@ async def next_in_log(
     """The cycle that follows, as a donor knows it. `heads` are what the log has where archives have signed.
 
     Raises: PeerUnreachableError, RemoteProtocolError, LogError, also where an archive has signed another one;
-        CertificateError where a signature is false; OtherLineageError where the donor's log is another.
+        CertificateError where a signature is false; _OtherLineageError where the donor's log is another.
     """
     index = log.position.index
     stretch = await fetch_stretch(transport, donor, log.run, index, index + 1, is_whole=False)
@@ -299,7 +299,7 @@ class Following:
     async def _next(self, beat: Heartbeat, donors: Sequence[str]) -> _Next | None:
         """What follows at a peer; None where its log is another, and no better than ours.
 
-        Raises: PeerUnreachableError, RemoteProtocolError, LogError; OtherLineageError where its log is better.
+        Raises: PeerUnreachableError, RemoteProtocolError, LogError; _OtherLineageError where its log is better.
         """
         try:
             if beat.index <= self.log.position.index:

@@ -120,7 +120,8 @@ class ReplicatedState(Protocol):
         """
 
     async def state_digest(self) -> bytes:
-        """Digest of momentum and theta, 32 bytes (see state_chunks.py): the same on every peer at one log position."""
+        """Return the digest of momentum and theta, 32 bytes: the same on every peer at one log position. See
+        `digest_of_state`."""
 
     @property
     def state_size(self) -> int:

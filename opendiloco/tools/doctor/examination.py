@@ -103,7 +103,7 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
 
 
 def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
-    """`plan` has this machine first (see `plan_among`). `is_supposed`: no others are there, and one like us is
+    """`plan` has this machine first (see `_plan_among`). `is_supposed`: no others are there, and one like us is
     supposed. `is_measured`: our speed is, and so it is certain enough that a machine is too slow."""
     outlook, ourselves, peers = forecast(plan), plan.peers[0], plan.count
     own, training = outlook.peers[0], plan.training_seconds(ourselves)
