@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from peers.log.certificate import Departure, Proof, ballot, certify, electorate
+from peers.log.certificate import Departure, Proof, ballot, certify, electorate, shortened
 from peers.log.chain import Chain, Entry
 from peers.log.header import Header, Member, Position
 from peers.log.lineage import Branch, Lineage
@@ -212,7 +212,8 @@ def commit(log: LogState, header: Header, at: Attempt | None = None, by: Iterabl
     at = at or attempt(log)
     signers = {peer for peer, _ in electorate(log, header)} if by is None else set(by)
     votes = {peer: vote(header, at, peer) for peer in signers}
-    return Commit(header=header, certificate=certify(log, header, at.name, votes, {}))
+    certificate = shortened(certify(log, header, at.name, votes, {}), log, header)
+    return Commit(header=header, certificate=certificate)
 
 
 def leaving(log: LogState, peer: str, departure: int, incarnation: int = 0) -> Leaving:
