@@ -41,8 +41,6 @@ def network_of(host: str) -> str:
     """Return the network that an address is in: one owner can take many addresses from it."""
     address = ip_address(host)
     address = (address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address
-    if address.is_loopback:
-        return "loopback"
     return str(ip_network((address, NETWORK_BITS[address.version]), strict=False))
 
 
