@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from ipaddress import IPv6Address, IPv6Interface, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, IPv6Interface, ip_address, ip_network
 
 from peers.network.gateway import default_gateway
 
@@ -34,13 +34,21 @@ LONG_OFFLINE = 10.0  # seconds: what was sent meanwhile is sent again much later
 def network_at(address: str) -> str | None:
     """Return the network that a multiaddr is in; None where it does not say, or it is that of a relay."""
     match = HOST.match(address)
-    return None if match is None else network_of(match["host"])
+    return None if match is None else _network_around(_unmapped(match["host"]))
 
 
 def network_of(host: str) -> str:
-    """Return the network that an address is in: one owner can take many addresses from it."""
+    """Return the network that an address is in: one owner can take many addresses from it, and all of loopback's."""
+    address = _unmapped(host)
+    return "loopback" if address.is_loopback else _network_around(address)
+
+
+def _unmapped(host: str) -> IPv4Address | IPv6Address:
     address = ip_address(host)
-    address = (address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address
+    return (address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address
+
+
+def _network_around(address: IPv4Address | IPv6Address) -> str:
     return str(ip_network((address, NETWORK_BITS[address.version]), strict=False))
 
 

@@ -49,6 +49,7 @@ def test_links_are_counted_by_the_networks_that_runs_are_counted_by() -> None:
     """Regression: with one IPv6 /48 a stranger brought 65,536 times the made-up peers of a network."""
     assert network_of("192.0.2.1") == network_of("192.0.2.254") != network_of("192.0.3.1")
     assert network_of("2001:db8:0:1::1") == network_of("2001:db8:0:ffff::2") != network_of("2001:db8:1::1")
+    assert network_of("127.0.0.1") == network_of("127.8.0.9") == network_of("::1")
 
 
 def test_a_machine_looks_at_itself() -> None:
