@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.certificate import Certificate, CertificateError, Proof
+from peers.log.certificate import Certificate, CertificateError, Proof, certify
 from peers.log.header import Header
 from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, RUN, commit, first_log, member
+from tests.peers.builders import LOG, RUN, attempt, first_log, member, vote
 from tests.simulator.simulated_keys import SimulatedKeys
 
 VERIFY = SimulatedKeys("b").verify
@@ -26,9 +26,9 @@ def next_of(log: LogState, payload: bytes = b"payload", peers: str = "abc", stat
 
 
 def certificate_of(log: LogState, header: Header, by: str) -> Certificate:
-    certificate = commit(log, header, by=by).certificate
-    assert certificate is not None
-    return certificate
+    """Return a certificate with all of these signatures, as another peer may show it: not shortened."""
+    at = attempt(log)
+    return certify(log, header, at.name, {peer: vote(header, at, peer) for peer in by}, {})
 
 
 def walked(*entries: tuple[Header, Certificate | None], start: LogState = START) -> Branch:
