@@ -9,6 +9,9 @@ DOCKERFILES = $(wildcard docker/*Dockerfile*)
 # make demo PEERS=4 MINUTES=5 RUN=run.toml, and whatever else in DEMO_ARGS
 DEMO_FLAGS = $(if $(PEERS),--peers $(PEERS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RUN),--run $(RUN)) $(DEMO_ARGS)
 
+# Several targets at once, all to their end. What each prints comes in one piece, when it has ended.
+TOGETHER = $(MAKE) --keep-going --output-sync=target --no-print-directory
+
 # Random lives of plain simulated swarms; of those of fragments and of those with liars there are a tenth as many.
 LIVES ?= 2000
 
@@ -27,14 +30,17 @@ ifdef TEST_ARGS
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-test: kernels unit swarm ## the tests for every change: these three (or, with TEST_ARGS, what pytest makes of them)
+test: $(READY) ## the tests for every change: C, unit and real processes (or, with TEST_ARGS, what pytest makes of them)
+	@echo "The tests of real processes and, beside them, all others: what each prints comes when it has ended."
+	$(TOGETHER) --jobs 3 swarm kernels unit
 endif
 
 kernels: ## the C tests
 	$(MAKE) --no-print-directory -C native check
 
-unit: $(READY) ## the Python tests without real processes; they use all cores
-	$(BIN)/python -m pytest -m "not swarm and not thorough" --numprocesses auto --maxprocesses 4 --dist worksteal
+# Real processes mostly wait: these tests use what they leave of the cores.
+unit: $(READY) ## the Python tests without real processes
+	nice -n 10 $(BIN)/python -m pytest -m "not swarm and not thorough" --numprocesses auto --maxprocesses 4 --dist worksteal
 
 # They mostly wait, so that twice as many as a small machine's cores fit on it.
 SWARM = --numprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -47,7 +53,7 @@ thorough: $(READY) ## all that `make test` leaves out: the tests so marked, live
 	@began=$$(date +%s); neon=neon; \
 	{ command -v aarch64-linux-gnu-gcc && command -v qemu-aarch64; } > /dev/null || \
 		{ neon=; echo "The C tests for ARM are not run: not all is here that they need (make help)."; }; \
-	$(MAKE) --jobs 2 --keep-going --output-sync=target --no-print-directory marked lives $$neon wheels; ended=$$?; \
+	$(TOGETHER) --jobs 2 marked lives $$neon wheels; ended=$$?; \
 	echo "make thorough took $$(( ($$(date +%s) - began) / 60 )) minutes."; exit $$ended
 
 marked: $(READY) ## the tests marked thorough
