@@ -20,7 +20,7 @@ from peers.presence.life_signs import LifeSign
 from peers.presence.meeting_place import MeetingPlace
 from peers.presence.news import Request
 from peers.presence.voice import Pace
-from peers.values.system import now
+from peers.values.system import cancel_and_wait, now
 
 if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
@@ -136,10 +136,7 @@ class PeerDiscovery:
 
     async def close(self) -> None:
         HEALTH.over(f"dht {self._run}")
-        tasks = [*self._exchanging, *([self._telling] if self._telling else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*self._exchanging, *([self._telling] if self._telling else []))
 
     # What is known --------------------------------------------------------------------------------------------
     async def heartbeats(self) -> list[Heartbeat]:

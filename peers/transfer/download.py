@@ -19,6 +19,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from peers.errors import RemoteProtocolError
 from peers.network.channel import LONGEST_HELD as LONGEST
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
+from peers.values.system import cancel_and_wait
 from peers.values.wire import Reach, digest_of
 
 CHANCE = random.Random()
@@ -201,9 +202,7 @@ class Download:
                     raise DownloadError("; ".join(self._reasons.values()) or "nobody has it")
                 await self._change_or_look()
         finally:
-            for worker in self._workers:
-                worker.cancel()
-            await asyncio.gather(*self._workers, return_exceptions=True)
+            await cancel_and_wait(*self._workers)
             self._data = memoryview(b"")  # the tracebacks of pulls that failed hold us, and it is large
 
     def _ask_more_of(self, waiting: deque[str]) -> None:
@@ -285,8 +284,7 @@ class Download:
                 self._pace.answered(request, self._now())
                 self._take(donor, wanted, chunks)
         finally:
-            pull.cancel()
-            await asyncio.gather(pull, return_exceptions=True)
+            await cancel_and_wait(pull)
             self._withdraw(wanted, pull)
 
     def _check(self, donor: str, wanted: Range, chunks: bytearray) -> None:

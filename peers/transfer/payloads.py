@@ -15,6 +15,7 @@ from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalE
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import CHANCE, RANGES, Download, DownloadError, PullTransport, Wanted, shuffled
 from peers.values.chunks import Payload, chunks_of
+from peers.values.system import cancel_and_wait
 from peers.values.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_from
 
 PAYLOAD = "payload"
@@ -131,9 +132,7 @@ class Payloads:
                     except (PeerUnreachableError, RemoteProtocolError) as error:
                         reasons.append(str(error))
         finally:
-            for question in asking:
-                question.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await cancel_and_wait(*asking)
         raise PayloadError("; ".join(reasons) or "nobody has it")
 
     async def _ask_digests(self, buffers: PayloadBuffers, donor: str, payload: bytes) -> tuple[bytes, ...]:

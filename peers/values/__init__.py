@@ -1,6 +1,6 @@
 """What everything else is made of: plain values, how they become bytes, and what is promised to whom.
 
-Nothing here waits, and nothing knows of another peer.
+Nothing here knows of another peer.
 
 Other rooms import:
 chunks: Chunking, KEPT_BYTES, KeptPayloads, MOST_LEVELS, NODE, Payload, PayloadSize, StateChunking, Sum, SumTree,
@@ -10,8 +10,8 @@ leases: Grants, Lease, PIECE_LIMIT, SamplePool, SampleRange, prefix, sample_coun
 manifest: ADDRESS, Amendment, Invite, RUN_ID, SignedManifest, check_momentum, newest
 signed_heads: HEADS_BYTES, KEYS_LIMIT, NOTHING_SIGNED, SignedHead, SignedHeads, SignedHeadsError, pack_heads,
     unpack_heads
-system: PARTIAL, make_private_folder, next_sequence, now, open_private, sweep_folders, sync_folder, temporary_folder,
-    write_whole
+system: PARTIAL, cancel_and_wait, make_private_folder, next_sequence, now, open_private, sweep_folders, sync_folder,
+    temporary_folder, write_whole
 tickets: ANOTHER_TICKET, GRACE, ID_BYTES, LIST_BYTES, REVOKED_LIMIT, Revocations, SHOWN_BYTES, Ticket, TicketError,
     check_ticket
 wire: Count, DIGEST_BYTES, Digest, MESSAGE_LIMIT, PROTOCOL_VERSION, PeerId, Reach, Reason, RunId, Samples, Seconds,
