@@ -23,10 +23,11 @@ from peers.values.system import cancel_and_wait
 from peers.values.wire import Reach, digest_of
 
 CHANCE = random.Random()
+"""Decides which of many donors are asked, and in which order."""
 PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, Reach.RELAYED: 2, Reach.NONE: 1}
 """Donors that give at once: one of this reach is added to fewer than so many. So a relay carries bulk data only where
 direct donors are too few to replace one another, and an unreachable donor is tried when nobody else is left."""
-ORDER: Sequence[Reach | None] = (Reach.OPEN, Reach.PUNCHED, None, Reach.RELAYED, Reach.NONE)
+RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
 LEAST = 60.0  # seconds that a donor has for what it was asked, however fast others are: it may be in a round
 MOST = LONGEST  # seconds after which it is given up, however slow all are
 SLOWER = 8  # times as slow as the others on average is too slow
@@ -46,25 +47,20 @@ class PullTransport(Protocol):
 
 def _best_first(transport: PullTransport, donors: Collection[str]) -> list[str]:
     """Return the donors with direct ones first and unreachable ones last; otherwise in the order that they have."""
-
-    def rank(donor: str) -> int:
-        reach = transport.reach_of(donor)
-        return 0 if reach is not None and reach.is_direct else ORDER.index(reach)
-
-    return sorted(donors, key=rank)
+    return sorted(donors, key=lambda donor: RANK[transport.reach_of(donor)])
 
 
-def shuffled(transport: PullTransport, donors: Collection[str], chance: random.Random) -> list[str]:
+def shuffled(transport: PullTransport, donors: Collection[str]) -> list[str]:
     """Return the donors with direct ones first and unreachable ones last; otherwise in an order of chance."""
-    return _best_first(transport, chance.sample(list(donors), len(donors)))
+    return _best_first(transport, CHANCE.sample(list(donors), len(donors)))
 
 
-def to_ask(transport: PullTransport, donors: Sequence[str], most: int, chance: random.Random) -> list[str]:
+def to_ask(transport: PullTransport, donors: Sequence[str], most: int) -> list[str]:
     """Return whom to ask what it has: the first donor, which leads, and others by reach and chance, `most` in all.
 
     Those that cannot be reached are left out, unless nobody else is there.
     """
-    ordered = [*donors[:1], *shuffled(transport, donors[1:], chance)]
+    ordered = [*donors[:1], *shuffled(transport, donors[1:])]
     reachable = [donor for donor in ordered if transport.reach_of(donor) is not Reach.NONE]
     return (reachable or ordered)[:most]
 
@@ -247,14 +243,12 @@ class Download:
                 await self._fetch(donor, wanted)
             except (PeerUnreachableError, RemoteProtocolError) as error:
                 logger.debug("%s", error)
-                if isinstance(error, PeerRefusedError) and self._has_other_workers(donor):
+                workers = sum(other == donor and not worker.done() for worker, other in self._workers.items())
+                if isinstance(error, PeerRefusedError) and workers > 1:
                     return  # it gives fewer at once
                 self._reasons[donor] = str(error)
             finally:
                 self._notify()
-
-    def _has_other_workers(self, donor: str) -> bool:
-        return sum(other == donor and not worker.done() for worker, other in self._workers.items()) > 1
 
     def _choose(self, donor: str) -> Range | None:
         """The next range; when all are asked for, one that this donor will have given before those who were asked."""

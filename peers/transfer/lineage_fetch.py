@@ -237,7 +237,7 @@ class LineageFetch:
 
     async def _next(self, donor: str, others: Sequence[str], end: LogState) -> Stretch:
         """What follows an entry, from whoever knows it; nothing, if nobody does."""
-        for asked in (donor, *shuffled(self._transport, others, CHANCE)[:ASKED]):
+        for asked in (donor, *shuffled(self._transport, others)[:ASKED]):
             with suppress(PeerUnreachableError, RemoteProtocolError):
                 stretch = await self._stretch(asked, end.position.index)
                 if stretch.told and stretch.told[0][0].previous == end.position.head:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +12,7 @@ from peers.errors import RemoteProtocolError
 from peers.log.header import Header
 from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.download import CHANCE, RANGES, Download, DownloadError, PullTransport, Wanted, shuffled
+from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted, shuffled
 from peers.values.chunks import Payload, chunks_of
 from peers.values.system import cancel_and_wait
 from peers.values.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_from
@@ -69,14 +68,11 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[P
 class Payloads:
     """Fetches payloads of one run for one peer."""
 
-    def __init__(
-        self, transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], chance: random.Random = CHANCE
-    ) -> None:
-        """`buffers` are of each fragment; `chance` decides in which order donors are asked."""
+    def __init__(self, transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers]) -> None:
+        """`buffers` are of each fragment."""
         self._transport = transport
         self._run = run
         self._buffers = buffers
-        self._chance = chance
         self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, header: Header, donors: Sequence[str]) -> None:
@@ -114,7 +110,7 @@ class Payloads:
 
         Donors are asked one after another, without waiting long for any.
         """
-        waiting = deque(shuffled(self._transport, donors, self._chance))
+        waiting = deque(shuffled(self._transport, donors))
         asking: dict[asyncio.Task[tuple[bytes, ...]], str] = {}
         reasons = []
         try:

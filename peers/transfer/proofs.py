@@ -16,7 +16,7 @@ from peers.errors import RemoteProtocolError
 from peers.log.folder import LogFolderError, RunLog
 from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
 from peers.protocol.faults import PROOF_LIMIT
-from peers.transfer.download import CHANCE, PullTransport, kept_for, shuffled
+from peers.transfer.download import PullTransport, kept_for, shuffled
 from peers.values.wire import Digest, RunId, Value, digest_of, pack, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class MissingProofs:
         async with self._turn:
             for proof in list(self._lacking)[:AT_ONCE]:
                 asked = self._asked[proof]
-                left = [donor for donor in shuffled(self._transport, donors, CHANCE) if asked[donor] < TIMES]
+                left = [donor for donor in shuffled(self._transport, donors) if asked[donor] < TIMES]
                 for donor in left[:ASKED]:
                     if await self._fetch(proof, donor):
                         break

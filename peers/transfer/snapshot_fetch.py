@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from peers.log.header import UNKNOWN_STATE, Position
 from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError
-from peers.transfer.download import CHANCE, Download, DownloadError, PullTransport, Wanted, to_ask
+from peers.transfer.download import Download, DownloadError, PullTransport, Wanted, to_ask
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot, SnapshotOffer, SnapshotRequest
 from peers.transfer.storage import Storage
 from peers.values.chunks import StateChunking, chunks_of
@@ -58,10 +57,6 @@ class Vouched:
     least: int = 0
     is_wary: bool = False
 
-    def covers(self, position: Position, state_digest: bytes) -> bool:
-        """Whether this may be the run's state there."""
-        return self._may_be(position) and self._state_at(position.index) in (None, state_digest)
-
     def _may_be(self, position: Position) -> bool:
         return self.least <= position.index and self.branch.has(position)
 
@@ -85,7 +80,11 @@ class Vouched:
     def choose(self, offered: Mapping[str, Offered]) -> list[str]:
         """Return who has the one that most have, the newer one if as many have two. Raises: SnapshotError."""
         votes = Counter((offer.position, offer.offer.state_digest) for offer in offered.values())
-        good = {vote: count for vote, count in votes.items() if self.covers(*vote)}
+        good = {
+            (place, state): count
+            for (place, state), count in votes.items()
+            if self._may_be(place) and self._state_at(place.index) in (None, state)
+        }
         best = max(good, key=lambda vote: (-self._doubts(vote[0]), good[vote], vote[0].index, vote[1]), default=None)
         untold = [place for place, _ in votes if self._may_be(place) and self._state_at(place.index) == UNKNOWN_STATE]
         if untold and (best is None or min(map(self._doubts, untold)) < self._doubts(best[0])):
@@ -103,21 +102,20 @@ async def fetch_snapshot(
     vouch: Callable[[], Awaitable[Vouched]],
     storage: Storage,
     size: int,
-    chance: random.Random = CHANCE,
     on_download: Callable[[Download], None] = lambda download: None,
 ) -> FrozenSnapshot:
     """Fetch the snapshot of `size` bytes, of outer step `least` or later, that most donors have.
 
     `vouch` says which of them the log vouches for; it is asked when the donors have said what they have, so that it
-    knows of what is as new, and again while it does not vouch yet. Which of many donors are asked, `chance` decides,
-    but for the first. `on_download` is told of the download when it begins.
+    knows of what is as new, and again while it does not vouch yet. `on_download` is told of the download when it
+    begins.
 
     Raises: SnapshotError when there is none, or no donor is left before all of it is here; OSError when there is no
     room; whatever `vouch` raises.
     """
     chunking = StateChunking(size)
     limit = DIGEST_BYTES * chunking.count
-    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, least, limit, size)
+    offered = await _offers(transport, donors, log, least, limit, size)
     having = await _choose(offered, vouch)
     chosen = offered[having[0]]
     head = chosen.position.head
@@ -158,16 +156,17 @@ async def _choose(offered: Mapping[str, Offered], vouch: Callable[[], Awaitable[
 async def _offers(
     transport: PullTransport, donors: Sequence[str], log: LogState, least: int, limit: int, size: int | None = None
 ) -> dict[str, Offered]:
-    """Return what each donor has, but for those that do not say, have another `size`, or digests beyond the limit.
+    """Return what each donor has, but for those that do not say, have another `size`, or digests beyond the limit. Of
+    too many donors the first is asked, and others by chance.
 
     Raises: SnapshotError when nobody is left.
     """
-
-    asking = (_ask_offer(transport, donor, log, least, limit, size) for donor in donors)
+    asked = to_ask(transport, donors, ASKED)
+    asking = (_ask_offer(transport, donor, log, least, limit, size) for donor in asked)
     answers = await asyncio.gather(*asking, return_exceptions=True)
     offered: dict[str, Offered] = {}
     reasons: list[str] = []
-    for donor, answer in zip(donors, answers, strict=True):
+    for donor, answer in zip(asked, answers, strict=True):
         if isinstance(answer, Offered):
             offered[donor] = answer
         elif isinstance(answer, PeerUnreachableError | RemoteProtocolError):
@@ -179,9 +178,7 @@ async def _offers(
     return offered
 
 
-async def ask_size(
-    transport: PullTransport, donors: Sequence[str], log: LogState, memory: int, chance: random.Random = CHANCE
-) -> int:
+async def ask_size(transport: PullTransport, donors: Sequence[str], log: LogState, memory: int) -> int:
     """Return the bytes of the run's state, as most donors say: for who has not built the model.
 
     `memory` is what is free: who lies about the size may not fill it with digests.
@@ -189,7 +186,7 @@ async def ask_size(
     Raises: SnapshotError when nobody says.
     """
     limit = min(DIGESTS_LIMIT, memory // MEMORY_SHARE)
-    offered = await _offers(transport, to_ask(transport, donors, ASKED, chance), log, 0, limit)
+    offered = await _offers(transport, donors, log, 0, limit)
     [(size, _)] = Counter(one.offer.bytes for one in offered.values()).most_common(1)
     return size
 

@@ -14,7 +14,7 @@ from peers.log.header import UNKNOWN_STATE, Header
 from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.transfer import snapshot_fetch
+from peers.transfer import download, snapshot_fetch
 from peers.transfer.download import Download
 from peers.transfer.snapshot_fetch import (
     ASKED,
@@ -45,6 +45,11 @@ FORK = log_at(8, "ab")
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_chunks, "STATE_CHUNK", CHUNK)
+
+
+@pytest.fixture(autouse=True)
+def _donors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "CHANCE", NoChance())
 
 
 def state_at(log: LogState) -> bytes:
@@ -92,15 +97,13 @@ class Donors:
         self.me.donors[name] = donor
         return donor
 
-    async def fetch(
-        self, least: int = 0, storage: Storage | None = None, log: LogState = LOG, chance: random.Random | None = None
-    ) -> Snapshot:
+    async def fetch(self, least: int = 0, storage: Storage | None = None, log: LogState = LOG) -> Snapshot:
         names, storage = list(self.me.donors), storage or Storage()
 
         async def vouch() -> Vouched:
             return self.vouched.pop(0) if self.vouched else Vouched(branch_to(ROUND[1]), least=least)
 
-        snapshot = await fetch_snapshot(self.me, names, log, least, vouch, storage, SIZE, chance or NoChance())
+        snapshot = await fetch_snapshot(self.me, names, log, least, vouch, storage, SIZE)
         assert bytes(snapshot.data) == state_at(LOG.at(snapshot.last))
         return snapshot
 
@@ -273,7 +276,7 @@ def test_only_so_many_are_asked_what_they_have() -> None:
     asyncio.run(scenario())
 
 
-def test_not_everybody_asks_the_same_donors() -> None:
+def test_not_everybody_asks_the_same_donors(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         donors = Donors()
         for number in range(2 * ASKED):
@@ -281,7 +284,8 @@ def test_not_everybody_asks_the_same_donors() -> None:
         asked = []
         for seed in range(5):
             donors.me.pulls.clear()
-            await donors.fetch(chance=random.Random(seed))
+            monkeypatch.setattr(download, "CHANCE", random.Random(seed))
+            await donors.fetch()
             asked.append({donor for donor, _, _ in donors.me.pulls})
         assert all("donor0" in names for names in asked), "it leads"
         assert len(set.union(*asked)) > 1.5 * ASKED
