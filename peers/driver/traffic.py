@@ -48,7 +48,7 @@ class Traffic:
         self._downlink = RateMeter()
         self._transport = transport
         self._outgoing = [Outgoing(transport, each, host, self.uplink) for each in buffers]
-        self._admissions = [Admission(host.peer, each, workload) for each in buffers]
+        self._admissions = [Admission(host.peer, each, workload.squared_norm) for each in buffers]
         self._buffers = buffers
         self._host = host
         self._from: dict[str, RateMeter] = {}

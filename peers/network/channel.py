@@ -25,9 +25,8 @@ from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolErro
 from peers.network.direct_io import DirectReads
 from peers.network.throttle import UNLIMITED, LinkTime, Throttle
 from peers.values.system import cancel_and_wait, now
-from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
+from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
 MAGIC = b"DLCP"

@@ -3,7 +3,7 @@
 Other rooms import:
 admission: Admission, ChunkHeader
 averages: SpotCheck, asking, average_chunk, serve_contributions
-buffers: PayloadBuffers, inspection, offer, payload_kind
+buffers: PayloadBuffers, inspection, offer
 download: Download, PullTransport, shuffled
 following: CannotFollowError, Donors, Doubts, FollowTransport, Following, next_in_log, nobody_trains, step
 lineage_fetch: Compared, LineageError, LineageFetch, Past, add_headers_before, serve_headers

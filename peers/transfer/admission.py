@@ -15,7 +15,7 @@ from peers.protocol.exchange import Exchange
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.protocol.signed_averages import Origin
-from peers.transfer.buffers import Measuring, PayloadBuffers, inspection
+from peers.transfer.buffers import Measure, PayloadBuffers, inspection
 from peers.values.identity import Signature
 from peers.values.wire import Count, PeerId, Value, digest_of
 from peers.values.workload import BadBlocksError, Blocks
@@ -65,10 +65,10 @@ class Admission:
     chunk, and never sees its bytes.
     """
 
-    def __init__(self, peer: Peer, buffers: PayloadBuffers, codec: Measuring) -> None:
+    def __init__(self, peer: Peer, buffers: PayloadBuffers, measure: Measure) -> None:
         self._peer = peer
         self._buffers = buffers
-        self._inspect = inspection(codec, buffers)
+        self._inspect = inspection(measure, buffers)
 
     def is_shared(self, round_name: Attempt, sender: str) -> bool:
         """Return whether the sender and this peer are in this round together now."""

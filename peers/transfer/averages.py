@@ -11,17 +11,17 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 from peers.errors import DilocoPeerError, RemoteProtocolError
-from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
+from peers.network.channel import PeerUnreachableError, Places, RefusalError
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.effects import ReduceChunk
 from peers.protocol.events import AverageRefuted, BadBlocks, ReducedArrived
 from peers.protocol.exchange import Exchange
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import CHANCE, PullTransport
-from peers.values.wire import Count, RunId, Value, digest_of, pack, unpack_from
+from peers.values.wire import Buffer, Count, RunId, Value, digest_of, pack, unpack_from
 from peers.values.workload import BadBlocksError, Blocks, Reduction
 
 CONTRIBUTION = "contribution"
@@ -33,15 +33,12 @@ MOST = 64
 """Members of a round that is checked: as many chunks are in memory at once."""
 
 
-class Reducing(Protocol):
-    """What averaging needs of the training side."""
-
-    async def reduce(self, reduction: Reduction) -> Blocks:
-        """See `Workload.reduce`."""
+Average: TypeAlias = Callable[[Reduction], Awaitable[Blocks]]
+"""`Workload.reduce`."""
 
 
 async def average_chunk(
-    codec: Reducing, buffers: PayloadBuffers, me: str, reduce: ReduceChunk
+    average: Average, buffers: PayloadBuffers, me: str, reduce: ReduceChunk
 ) -> ReducedArrived | BadBlocks | None:
     """Average the blocks of a chunk, and store the result. Return what to tell the protocol; None: the round is over.
 
@@ -54,16 +51,16 @@ async def average_chunk(
     contributions = buffers.contributions(round_name, chunk, me, reduce.weights)
     room = buffers.room(len(contributions[0][0]))
     try:
-        average = await codec.reduce(_reduction(reduce, contributions, buffers, room))
+        averaged = await average(_reduction(reduce, contributions, buffers, room))
     except (BadBlocksError, DilocoPeerError) as error:
         first_block = buffers.chunking.blocks(chunk)[0]
-        spoiler, _ = reduce.members[await _find_spoiler(codec, contributions, first_block, buffers.fragment)]
+        spoiler, _ = reduce.members[await _find_spoiler(average, contributions, first_block, buffers.fragment)]
         if spoiler == me:
             raise
         return BadBlocks(round_name, spoiler, chunk, str(error))
     if not buffers.round(round_name):
         return None
-    digest = buffers.store(round_name, chunk, average)
+    digest = buffers.store(round_name, chunk, averaged)
     buffers.give_back([room, *(blocks for blocks, _ in contributions)])
     return ReducedArrived(round_name, me, chunk, reduce.absent, digest)
 
@@ -78,7 +75,7 @@ def _reduction(
 
 
 async def _find_spoiler(
-    codec: Reducing, contributions: Sequence[tuple[Blocks, float]], first_block: int, fragment: int = 0
+    average: Average, contributions: Sequence[tuple[Blocks, float]], first_block: int, fragment: int = 0
 ) -> int:
     """Return the place of the contribution with which averaging begins to fail, given that it fails for all of them.
 
@@ -90,7 +87,7 @@ async def _find_spoiler(
         tried = contributions[:middle]
         try:
             if any(weight for _, weight in tried):  # there is no average of nothing
-                await codec.reduce(Reduction(tried, first_block, fragment=fragment))
+                await average(Reduction(tried, first_block, fragment=fragment))
             good = middle
         except (BadBlocksError, DilocoPeerError):
             bad = middle
@@ -128,7 +125,7 @@ async def serve_contributions(
     await transport.on_pull(CONTRIBUTION, serve, gives_way=True)
 
 
-Ask = Callable[[str, int, int, int], Awaitable[tuple[ChunkProof, Blocks]]]
+Ask: TypeAlias = Callable[[str, int, int, int], Awaitable[tuple[ChunkProof, Blocks]]]
 """Returns what a peer shows of its contribution to a fragment, given the chunk and how long that is. Raises:
 PeerUnreachableError, RemoteProtocolError."""
 
@@ -148,16 +145,11 @@ class SpotCheck:
     """Makes averages again at one peer."""
 
     def __init__(
-        self,
-        ask: Ask,
-        codec: Reducing,
-        buffers: Sequence[PayloadBuffers],
-        me: str,
-        chance: random.Random = CHANCE,
+        self, ask: Ask, average: Average, buffers: Sequence[PayloadBuffers], me: str, chance: random.Random = CHANCE
     ) -> None:
         """`buffers` are of each fragment; `chance` decides which averages are made."""
         self._ask = ask
-        self._codec = codec
+        self._average = average
         self._buffers = buffers
         self._me = me
         self._chance = chance
@@ -171,32 +163,28 @@ class SpotCheck:
         signed, members = exchange.averages.of_others, len(exchange.contributions.commitments)
         if not signed or not 0 < members <= MOST or self._chance.random() * members >= ASKED:
             return None
-        average = self._chance.choice(signed)
-        reduce = exchange.reduction_of(average.chunk, average.absent)
-        shown = await self._all([self._contribution(exchange, peer, average.chunk) for peer, _ in reduce.members])
+        theirs, buffers = self._chance.choice(signed), self._buffers[exchange.name.position.fragment]
+        reduce = exchange.reduction_of(theirs.chunk, theirs.absent)
+        asked = [self._contribution(exchange, peer, theirs.chunk, buffers) for peer, _ in reduce.members]
+        shown = await self._all(asked)
         contributions = [(blocks, weight) for blocks, (_, weight) in zip(shown, reduce.weights, strict=True) if blocks]
         if len(contributions) < len(reduce.members):
             return None
-        buffers = self._buffers_of(exchange)
         room = bytearray(len(contributions[0][0]))
         try:
-            again = await self._codec.reduce(_reduction(reduce, contributions, buffers, room))
+            again = await self._average(_reduction(reduce, contributions, buffers, room))
         except (BadBlocksError, DilocoPeerError):
             return None  # of which the reducer is to speak
-        if digest_of(again) == average.digest:
+        if digest_of(again) == theirs.digest:
             return None
-        return AverageRefuted(exchange.name, average.origin.reducer, average.chunk)
-
-    def _buffers_of(self, exchange: Exchange) -> PayloadBuffers:
-        return self._buffers[exchange.name.position.fragment]
+        return AverageRefuted(exchange.name, theirs.origin.reducer, theirs.chunk)
 
     async def _all(self, asked: Sequence[Coroutine[None, None, Blocks | None]]) -> Sequence[Blocks | None]:
         """Wait for all at once."""
         return await asyncio.gather(*asked)
 
-    async def _contribution(self, exchange: Exchange, peer: str, chunk: int) -> Blocks | None:
+    async def _contribution(self, exchange: Exchange, peer: str, chunk: int, buffers: PayloadBuffers) -> Blocks | None:
         """Return a member's blocks as it has committed to them; None: they are not to be had (any more)."""
-        buffers = self._buffers_of(exchange)
         start, stop = buffers.chunk_bytes(chunk)
         blocks: Blocks
         try:

@@ -20,13 +20,13 @@ from peers.log.folder import RunLog
 from peers.log.header import Header, Position
 from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
-from peers.network.channel import Buffer, PeerUnreachableError, Places
+from peers.network.channel import PeerUnreachableError, Places
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.download import CHANCE, PullTransport, kept_for, shuffled
 from peers.values.identity import Verify
 from peers.values.identity import verify as verify_signature
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
-from peers.values.wire import Count, RunId, Value, pack, unpack_from
+from peers.values.wire import Buffer, Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
 READERS = 8  # pulls of members of the log that are served at once; each may take megabytes meanwhile

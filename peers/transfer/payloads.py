@@ -10,12 +10,12 @@ from weakref import WeakValueDictionary
 
 from peers.errors import RemoteProtocolError
 from peers.log.header import Header
-from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
+from peers.network.channel import PeerUnreachableError, Places, RefusalError
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted, shuffled
 from peers.values.chunks import Payload, chunks_of
 from peers.values.system import cancel_and_wait
-from peers.values.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_from
+from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value, pack, unpack_from
 
 PAYLOAD = "payload"
 READERS = 16  # pulls that are served at once

@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager
 
 from peers.errors import RemoteProtocolError
 from peers.log.folder import LogFolderError, RunLog
-from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
+from peers.network.channel import PeerUnreachableError, Places, RefusalError
 from peers.protocol.faults import PROOF_LIMIT
 from peers.transfer.download import PullTransport, kept_for, shuffled
-from peers.values.wire import Digest, RunId, Value, digest_of, pack, unpack_from
+from peers.values.wire import Buffer, Digest, RunId, Value, digest_of, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 

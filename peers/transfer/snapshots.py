@@ -28,12 +28,12 @@ from peers.errors import RemoteProtocolError
 from peers.log.chain import STRETCH_LIMIT
 from peers.log.header import Header, Position
 from peers.log.state import LogState
-from peers.network.channel import Buffer, Places, RefusalError
+from peers.network.channel import Places, RefusalError
 from peers.protocol.peer import Peer
 from peers.transfer.download import RANGES, PullTransport, kept_for
 from peers.transfer.storage import MemoryFile, Storage
 from peers.values.chunks import StateChunking, chunk_digests, digest_of_chunks
-from peers.values.wire import Count, Digest, RunId, Value, pack, unpack_from
+from peers.values.wire import Buffer, Count, Digest, RunId, Value, pack, unpack_from
 from peers.values.workload import SnapshotError, Workload
 
 SNAPSHOT = "snapshot"

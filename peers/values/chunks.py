@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TypeAlias
 
 from blake3 import blake3
 
 from peers.errors import RemoteProtocolError
-from peers.values.wire import DIGEST_BYTES, digest_of
+from peers.values.wire import DIGEST_BYTES, Buffer, digest_of
 
 CHUNK_BLOCKS = 512  # blocks at most: half a MiB of int8, the size at which hivemind's streams are fastest
 CHUNKS = 64  # at least, if there are as many blocks, so that small payloads can be pipelined, too
@@ -223,9 +222,6 @@ class KeptPayloads:
 
     def _bytes(self) -> int:
         return sum(len(payload.data) for payload in self._payloads.values())
-
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from peers.driver import outgoing
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
-from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
+from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Channel, PeerRefusedError, PeerUnreachableError
 from peers.network.throttle import FEWEST, MOST, Caps
 from peers.network.transport import HivemindTransport
 from peers.protocol.effects import OpenRound, SendChunk
@@ -38,7 +38,7 @@ from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.transfer.admission import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers, offer
-from peers.values.wire import pack, unpack
+from peers.values.wire import Buffer, pack, unpack
 from tests.peers.builders import SIZE, Rig, commitment
 from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
 from tests.peers.network.test_channel import BROKEN, rest_of, send_raw

@@ -30,7 +30,7 @@ class Door:
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.admission = Admission(rig.peer, self.buffers, FakeWorkload())
+        self.admission = Admission(rig.peer, self.buffers, FakeWorkload().squared_norm)
         if rig.peer.exchange:
             self.buffers.open(self.round)
             self.buffers.own = bytes(SIZE.bytes)
@@ -145,7 +145,7 @@ def test_blocks_that_nobody_committed_to_are_not_taken_and_show_nothing(door: Do
 
 
 def test_blocks_with_another_norm_than_was_committed_to_are_evidence(door: Door) -> None:
-    door.admission = Admission(door.rig.peer, door.buffers, Longer())
+    door.admission = Admission(door.rig.peer, door.buffers, Longer().squared_norm)
     event, is_taken = door.take("a", 2)
     assert isinstance(event, BadBlocks)
     assert not is_taken
@@ -168,7 +168,7 @@ def test_an_average_that_is_longer_than_what_it_is_made_of_is_not_taken(
     """The members have committed to norms of 1."""
     codec = FakeWorkload()
     codec.squared_norm = lambda blocks, first_block, fragment=0: squares  # type: ignore[method-assign]
-    door.admission = Admission(door.rig.peer, door.buffers, codec)
+    door.admission = Admission(door.rig.peer, door.buffers, codec.squared_norm)
     assert door.take("c", 4, reduced=True).is_taken == is_taken
 
 
@@ -176,7 +176,7 @@ def test_all_averages_of_a_reducer_together_are_no_longer_than_what_they_are_mad
     """Else the more chunks a part has, the further its reducer could move theta."""
     codec = FakeWorkload()
     codec.squared_norm = lambda blocks, first_block, fragment=0: 2.5  # type: ignore[method-assign]
-    door.admission = Admission(door.rig.peer, door.buffers, codec)
+    door.admission = Admission(door.rig.peer, door.buffers, codec.squared_norm)
     assert door.take("c", 4, reduced=True).is_taken
     event, is_taken = door.take("c", 5, reduced=True)
     reason = "what its reducer gives is longer than what it can be made of"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from peers.transfer import download
@@ -31,7 +33,10 @@ def test_those_that_are_reached_alike_are_in_an_order_of_chance() -> None:
         assert (order[0], *order[-2:]) == ("peer39", "peer1", "peer0")
 
 
-def test_the_leading_one_is_always_asked_and_not_everybody_asks_the_same_others() -> None:
+def test_the_leading_one_is_always_asked_and_not_everybody_asks_the_same_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(download, "CHANCE", random.Random(0))
     asked = [to_ask(reached(), NAMES, 16) for _ in range(20)]
     assert all(names[0] == "peer0" and len(set(names)) == 16 for names in asked)
     assert set().union(*asked) == set(NAMES)
