@@ -22,12 +22,12 @@ from peers.driver.rounds import RoundCosts, Rounds
 from peers.driver.traffic import Scout
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.health import HEALTH
 from peers.log.folder import RunLog
 from peers.log.header import Header
 from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogError
+from peers.metrics import HEALTH
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import effects

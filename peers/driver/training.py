@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from peers.driver.host import Host
-from peers.health import HEALTH
+from peers.metrics import HEALTH
 from peers.protocol.effects import StopTraining, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
 from peers.protocol.slot import SlotState

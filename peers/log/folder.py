@@ -15,7 +15,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,19 +146,6 @@ def payload_path(folder: Path, index: int, digest: bytes) -> Path:
 def proof_path(folder: Path, digest: bytes) -> Path:
     """The file of what proves a fault, in a log's folder."""
     return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
-
-
-def _remove_partial(folder: Path) -> None:
-    """Remove what a process that was killed while it wrote has left of a log's files. Raises: OSError."""
-    patterns = (ENTRIES, f"{PAYLOADS}/*{SUFFIX}", f"{PROOFS}/*{PROOF_SUFFIX}")
-    for path in [path for pattern in patterns for path in folder.glob(f"{pattern}{PARTIAL}")]:
-        path.unlink()
-
-
-def _index_of(path: Path) -> int | None:
-    """The entry whose payload a file is; None if it is none."""
-    index = path.name.partition("-")[0]
-    return int(index) if index.isdecimal() and path.suffix == SUFFIX else None
 
 
 def read_payload(path: Path, block_bytes: int) -> Payload:
@@ -366,16 +353,13 @@ class RunLog:
             return
         log = self._chain.after(index - 1)
         assert log is not None
-        brief = list[Entry]()
-        for entry, header in zip(cycle, headers, strict=True):
-            brief.append(entry.brief(log, header))
+        for header in headers:  # before anything is dropped for them
             log = log.append(header)
         is_new = self._chain.entry(index) is None
         if not is_new:
             self._chain.cut(index)
-        for entry in brief:
-            self._chain.add(entry)
-        self._save(brief if is_new else ())
+        added = [self._chain.add(entry) for entry in cycle]
+        self._save(added if is_new else ())
 
 
 def _ending(cycle: Sequence[Entry]) -> list[Entry]:
@@ -404,9 +388,11 @@ class LogFolder(RunLog):
         `block_bytes` has each block of a payload but the last. Raises: LogFolderError.
         """
         file = path / ENTRIES
-        try:
+        with _usable(path):
             make_private_folder(path / PAYLOADS)
-            _remove_partial(path)
+            for pattern in (ENTRIES, f"{PAYLOADS}/*{SUFFIX}", f"{PROOFS}/*{PROOF_SUFFIX}"):
+                for partial in list(path.glob(f"{pattern}{PARTIAL}")):
+                    partial.unlink()
             file.touch()
             chain, problem = read_chain(file, empty_log)
             log = cls(path, chain, block_bytes)
@@ -415,8 +401,6 @@ class LogFolder(RunLog):
                 shutil.copyfile(file, damaged)
                 logger.warning("%s. The log ends before it; as it was, it is kept as %s", problem, damaged)
                 log._save()
-        except OSError as error:
-            raise _unusable(path, error) from error
         return log
 
     def payload(self, digest: bytes) -> Payload | None:
@@ -433,22 +417,18 @@ class LogFolder(RunLog):
         return None
 
     def prune(self, before: int) -> None:
-        try:
+        with _usable(self.path):
             for path in (self.path / PAYLOADS).glob(f"*{SUFFIX}"):
-                index = _index_of(path)
-                if index is not None and index < before:
+                index = path.name.partition("-")[0]
+                if index.isdecimal() and int(index) < before:
                     path.unlink(missing_ok=True)
-        except OSError as error:
-            raise _unusable(self.path, error) from error
 
     def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        try:
+        with _usable(self.path):
             for proof in proofs:
                 path = proof_path(self.path, digest_of(proof))
                 make_private_folder(path.parent)
                 write_whole(path, [proof])
-        except OSError as error:
-            raise _unusable(self.path, error) from error
 
     def has_proof(self, digest: bytes) -> bool:
         with suppress(OSError):
@@ -472,30 +452,31 @@ class LogFolder(RunLog):
 
     def _keep(self, index: int, payload: Payload) -> None:
         path = payload_path(self.path / PAYLOADS, index, payload.digest)
-        try:
+        with _usable(self.path):
             if not path.exists():
                 write_whole(path, [payload.data])
-        except OSError as error:
-            raise _unusable(self.path, error) from error
 
     def _save(self, appended: Sequence[Entry] = ()) -> None:
         file = self.path / ENTRIES
         whole = not appended or self._is_behind or len(self) == 1
         self._is_behind = True
-        try:
+        with _usable(self.path):
             if whole:
                 entries = map(_entry_line, self._chain.entries)
                 write_whole(file, (_first_line(self.empty_log), *entries))
             else:
                 with file.open("ab") as lines:
                     lines.write(b"".join(map(_entry_line, appended)))
-        except OSError as error:
-            raise _unusable(self.path, error) from error
         self._is_behind = False
 
 
-def _unusable(path: Path, error: OSError) -> LogFolderError:
-    return LogFolderError(
-        f"cannot keep the run's log in {path}: {error.strerror or error}.",
-        "Make room there, or name a folder that this user may write to.",
-    )
+@contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Raises: LogFolderError in place of an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise LogFolderError(
+            f"cannot keep the run's log in {folder}: {error.strerror or error}.",
+            "Make room there, or name a folder that this user may write to.",
+        ) from error

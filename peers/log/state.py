@@ -137,8 +137,6 @@ class LogState:
     @cached_property
     def voting_members(self) -> tuple[str, ...]:
         """Those of the roster that vote."""
-        if not self.probation:
-            return self.roster
         return tuple(peer for peer in self.roster if not self.is_on_probation(peer))
 
     @cached_property

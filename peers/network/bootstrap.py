@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from peers import metrics
 from peers.errors import LocalNetworkError, ManifestError, SwarmUnreachableError
-from peers.health import HEALTH
+from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.daemon import NETWORK_ERRORS, peer_id_of
 from peers.network.first_contact import RememberedPeers

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from peers import metrics
 from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
-from peers.health import HEALTH
+from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.dht_node import DhtNode
 from peers.presence.gossip import Gossip

@@ -202,7 +202,10 @@ class LineageFetch:
         while True:
             log = await asyncio.to_thread(self._ours.log_after, index)
             if log is not None:
-                stretch = await self._told(donor, index)
+                try:
+                    stretch = await self._stretch(donor, index)
+                except (PeerUnreachableError, RemoteProtocolError) as error:
+                    raise LineageError(str(error)) from error
                 if stretch.told and stretch.told[0][0].previous == log.position.head:
                     return await self._pass(donor, others, log, stretch)
             if index == 0:
@@ -243,12 +246,6 @@ class LineageFetch:
                 if stretch.told and stretch.told[0][0].previous == end.position.head:
                     return stretch
         return NO_STRETCH
-
-    async def _told(self, donor: str, index: int) -> Stretch:
-        try:
-            return await self._stretch(donor, index)
-        except (PeerUnreachableError, RemoteProtocolError) as error:
-            raise LineageError(str(error)) from error
 
     async def _stretch(self, donor: str, index: int) -> Stretch:
         run = self._ours.empty_log.run

@@ -215,13 +215,13 @@ class KeptPayloads:
         return self._payloads.get(digest)
 
     def _drop_what_is_too_much(self) -> None:
-        while self._bytes() > self._budget and (self._on_disk or len(self._payloads) > KEPT_AT_LEAST):
-            dropped = next(digest for digest in self._payloads if not self._on_disk or digest in self._on_disk)
-            del self._payloads[dropped]
+        payloads = self._payloads
+        while self._on_disk or len(payloads) > KEPT_AT_LEAST:
+            if sum(len(payload.data) for payload in payloads.values()) <= self._budget:
+                return
+            dropped = next(digest for digest in payloads if not self._on_disk or digest in self._on_disk)
+            del payloads[dropped]
             self._on_disk.discard(dropped)
-
-    def _bytes(self) -> int:
-        return sum(len(payload.data) for payload in self._payloads.values())
 
 
 @dataclass(frozen=True)
