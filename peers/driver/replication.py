@@ -36,8 +36,7 @@ from peers.transfer.download import Download, PullTransport, shuffled
 from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch, add_headers_before, serve_headers
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
 from peers.transfer.proofs import MissingProofs, serve_proofs
-from peers.transfer.snapshot_fetch import Vouched, fetch_snapshot
-from peers.transfer.snapshots import Freezer, serve_snapshots
+from peers.transfer.snapshots import Freezer, Vouched, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import Storage
 from peers.values.chunks import Payload
 from peers.values.system import now

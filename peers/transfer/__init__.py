@@ -9,7 +9,6 @@ following: CannotFollowError, Donors, Doubts, FollowTransport, Following, next_i
 lineage_fetch: Compared, LineageError, LineageFetch, Past, add_headers_before, serve_headers
 payloads: PayloadError, Payloads, serve_payloads
 proofs: MissingProofs, serve_proofs
-snapshot_fetch: Vouched, ask_size, fetch_snapshot
-snapshots: Freezer, FrozenSnapshot, Snapshot, SnapshotSource, serve_snapshots
+snapshots: Freezer, FrozenSnapshot, Snapshot, SnapshotSource, Vouched, ask_size, fetch_snapshot, serve_snapshots
 storage: FolderStorage, IN_MEMORY, Storage, empty
 """

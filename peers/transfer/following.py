@@ -30,7 +30,7 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import PullTransport
 from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch, fetch_stretch
 from peers.transfer.payloads import PayloadError, Payloads
-from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
+from peers.transfer.snapshots import Vouched, ask_size, fetch_snapshot
 from peers.transfer.storage import Storage
 from peers.values.identity import verify
 from peers.values.manifest import Amendment

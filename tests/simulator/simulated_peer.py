@@ -52,7 +52,7 @@ from peers.protocol.states import SHOWN_AS, State
 from peers.transfer.admission import Admission, Admitted, ChunkHeader
 from peers.transfer.averages import average_chunk
 from peers.transfer.buffers import PayloadBuffers, inspection
-from peers.transfer.snapshot_fetch import PATIENCE, PAUSE, NotYetVouchedError, Vouched
+from peers.transfer.snapshots import PATIENCE, PAUSE, NotYetVouchedError, Vouched
 from peers.values.wire import Reach
 from peers.values.workload import PayloadKind, Progress, SnapshotError, Trained
 from tests.simulator.history import InvariantError

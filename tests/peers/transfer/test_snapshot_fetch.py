@@ -14,18 +14,21 @@ from peers.log.header import UNKNOWN_STATE, Header
 from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.transfer import download, snapshot_fetch
+from peers.transfer import download, snapshots
 from peers.transfer.download import Download
-from peers.transfer.snapshot_fetch import (
+from peers.transfer.snapshots import (
     ASKED,
     OFFER_TIMEOUT,
     NotYetVouchedError,
     Offered,
+    Snapshot,
+    SnapshotOffer,
+    SnapshotRequest,
     Vouched,
     ask_size,
     fetch_snapshot,
+    serve_snapshots,
 )
-from peers.transfer.snapshots import Snapshot, SnapshotOffer, SnapshotRequest, serve_snapshots
 from peers.transfer.storage import FolderStorage, Storage
 from peers.values import chunks as state_chunks
 from peers.values.chunks import chunk_digests, digest_of_chunks
@@ -120,7 +123,7 @@ def test_a_liar_fills_no_memory_with_digests_of_a_state_of_any_size() -> None:
         await donors.add("a", ROUND[0])
         await donors.add("b", ROUND[0])
         await donors.add("liar", ROUND[0], bytes(100 * SIZE))
-        memory = snapshot_fetch.MEMORY_SHARE * DIGEST_BYTES * 2 * (SIZE // CHUNK)
+        memory = snapshots.MEMORY_SHARE * DIGEST_BYTES * 2 * (SIZE // CHUNK)
         assert await ask_size(donors.me, ["a", "b", "liar"], LOG, memory) == SIZE
         with pytest.raises(SnapshotError, match="exceeds the limit"):
             await ask_size(donors.me, ["liar"], LOG, memory)
@@ -231,7 +234,7 @@ def test_the_state_before_the_first_entry_is_of_every_lineage() -> None:
 
 
 def test_what_is_not_vouched_for_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_fetch, "PAUSE", 0.0)
+    monkeypatch.setattr(snapshots, "PAUSE", 0.0)
 
     async def scenario() -> None:
         donors = Donors(*[Vouched(branch_to(ROUND[1]), nobody_says)] * 3)
