@@ -34,8 +34,7 @@ from peers.protocol.peer import Peer
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import Download, PullTransport, shuffled
 from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch, add_headers_before, serve_headers
-from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
-from peers.transfer.proofs import MissingProofs, serve_proofs
+from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
 from peers.transfer.snapshots import Freezer, Vouched, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import Storage
 from peers.values.chunks import Payload
