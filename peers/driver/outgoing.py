@@ -18,7 +18,7 @@ from peers.network.throttle import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import ChunkSent, ChunksUnsent
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import ChunkHeader
+from peers.transfer.averages import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import Value, pack
 

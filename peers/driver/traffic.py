@@ -18,7 +18,7 @@ from peers.network.throttle import MOST, RateMeter
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import RateMeasured, ReachSeen
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import Admission, ChunkHeader
+from peers.transfer.averages import Admission, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.system import now
 from peers.values.wire import unpack_from

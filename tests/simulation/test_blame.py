@@ -10,7 +10,7 @@ import pytest
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.averages import Averages
 from peers.protocol.effects import Note, SendChunk
-from peers.transfer.admission import Admission
+from peers.transfer.averages import Admission
 from peers.transfer.buffers import inspection, offer
 from peers.values.chunks import Sum
 from peers.values.wire import digest_of

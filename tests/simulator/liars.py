@@ -22,8 +22,7 @@ from peers.protocol.messages import Message, Unread
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt, Held, Holder
-from peers.transfer.admission import Admitted, ChunkHeader
-from peers.transfer.averages import Average
+from peers.transfer.averages import Admitted, Average, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.chunks import Payload
 from peers.values.identity import Keys

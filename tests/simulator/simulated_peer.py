@@ -49,8 +49,7 @@ from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.protocol.states import SHOWN_AS, State
-from peers.transfer.admission import Admission, Admitted, ChunkHeader
-from peers.transfer.averages import average_chunk
+from peers.transfer.averages import Admission, Admitted, ChunkHeader, average_chunk
 from peers.transfer.buffers import PayloadBuffers, inspection
 from peers.transfer.snapshots import PATIENCE, PAUSE, NotYetVouchedError, Vouched
 from peers.values.wire import Reach

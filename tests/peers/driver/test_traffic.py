@@ -36,7 +36,7 @@ from peers.protocol.events import (
 from peers.protocol.messages import Abort
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import ChunkHeader
+from peers.transfer.averages import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers, offer
 from peers.values.wire import Buffer, pack, unpack
 from tests.peers.builders import SIZE, Rig, commitment

@@ -9,7 +9,7 @@ from peers.errors import RemoteProtocolError
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrived, ReducedArrived
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import Admission, Admitted, ChunkHeader
+from peers.transfer.averages import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.chunks import Sum
 from peers.values.wire import digest_of
