@@ -292,8 +292,7 @@ class Outgoing:
         return any(not task.done() for task in self._senders.get(to, ()) if task is not asyncio.current_task())
 
     def _data(self, send: SendChunk) -> memoryview:
-        read = self._buffers.averaged if send.reduced else self._buffers.contribution
-        return read(send.round_name, send.chunk)
+        return self._buffers.read(send.round_name, send.chunk, send.reduced)
 
     def _answered(self, send: SendChunk, is_taken: bool, seconds: float) -> None:
         flights = self._flights.get(send.to) if send.round_name == self._round else None

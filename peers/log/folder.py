@@ -53,13 +53,11 @@ def _first_line(log: LogState) -> bytes:
 
 def _read_first_line(line: bytes) -> LogState:
     """Return a run's log before its first entry. Raises: LogError unless `_first_line` has written the line."""
-    try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), **{name: fields[name] for name in RULES})
         if _first_line(log) == line:
             return log
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
     raise LogError("it is corrupt, cut short, or of an older version")
 
 
@@ -78,7 +76,7 @@ def _entry_line(entry: Entry) -> bytes:
 
 def _read_entry(line: bytes) -> Entry:
     """Raises: LogError unless the line is one that `_entry_line` has written, to the last bit."""
-    try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         is_whole = "header" in fields
         told, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
@@ -89,8 +87,6 @@ def _read_entry(line: bytes) -> Entry:
         _ = entry.proof
         if _entry_line(entry) == line:
             return entry
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
     raise LogError("it is corrupt, or cut short")
 
 
@@ -338,12 +334,15 @@ class RunLog:
         self._made[header.fragment] = entry, header  # a known one, too: two lineages may split in the midst of a cycle
         if len(self._made) == self._chain.fragments:
             made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}
-            headers = [header for _, header in made]
-            if self._chain.head(header.index) != cycle_head([header.digest for header in headers]):
-                self._add_cycle(header.index, _ending([entry for entry, _ in made]), headers)
+            if self._chain.head(header.index) != cycle_head([entry.digest for entry, _ in made]):
+                self._add_cycle(header.index, [entry for entry, _ in made], [header for _, header in made])
 
-    def _add_cycle(self, index: int, cycle: Sequence[Entry], headers: Sequence[Header]) -> None:
-        """Add the entries of one cycle, in the order of fragments."""
+    def _add_cycle(self, index: int, cycle: list[Entry], headers: Sequence[Header]) -> None:
+        """Add the entries of one cycle, in the order of fragments. Whichever of them brought the digest of the state
+        after it, the closing one gets that."""
+        state_digest = next((entry.state_digest for entry in cycle if entry.state_digest), None)
+        cycle = [replace(entry, state_digest=None) for entry in cycle]
+        cycle[-1] = replace(cycle[-1], state_digest=state_digest)
         if self._chain.head(index - 1) != headers[0].previous:
             chain = Chain(self.empty_log)
             for entry in cycle:
@@ -360,13 +359,6 @@ class RunLog:
             self._chain.cut(index)
         added = [self._chain.add(entry) for entry in cycle]
         self._save(added if is_new else ())
-
-
-def _ending(cycle: Sequence[Entry]) -> list[Entry]:
-    """Return a cycle's entries with the digest of the state after it where it belongs, whichever of them brought it."""
-    state_digest = next((entry.state_digest for entry in cycle if entry.state_digest), None)
-    *others, closing = cycle
-    return [*(replace(entry, state_digest=None) for entry in others), replace(closing, state_digest=state_digest)]
 
 
 class LogFolder(RunLog):

@@ -74,9 +74,6 @@ class Admitted(NamedTuple):
     is_taken: bool
 
 
-NOT_NOW = Admitted(None, is_taken=False)
-
-
 class Admission:
     """Checks the chunks that arrive at one peer, and puts those that are waited for into its buffers.
 
@@ -110,7 +107,7 @@ class Admission:
         not change; averaged ones are copied."""
         exchange, current = self._peer.exchange_of(round_name), self._buffers.round(round_name)
         if exchange is None or current is None or not exchange.is_with(sender):
-            return NOT_NOW
+            return Admitted(None, is_taken=False)
         chunk = header.chunk
         is_wanted = exchange.wants_reduced if header.reduced else exchange.wants_contribution
         if not is_wanted(sender, chunk):
@@ -126,19 +123,17 @@ class Admission:
     def _take_average(
         self, sender: str, round_name: Attempt, exchange: Exchange, header: ChunkHeader, data: Blocks
     ) -> Admitted:
-        chunk = header.chunk
+        chunk, digest = header.chunk, digest_of(data)
         try:
             squares = self._inspect(chunk, data)
             if header.absent and not exchange.may_lack(header.absent):
                 raise BadBlocksError("nobody is left in it")
+            if not exchange.is_vouched_for(chunk, digest, header.absent, header.origin):
+                raise BadBlocksError("its reducer has not signed it")
+            if exchange.is_too_long(header.origin.reducer if header.origin else sender, squares):
+                raise BadBlocksError("what its reducer gives is longer than what it can be made of")
         except BadBlocksError as error:
             return Admitted(BadBlocks(round_name, sender, chunk, str(error)), is_taken=False)
-        digest = digest_of(data)
-        if not exchange.is_vouched_for(chunk, digest, header.absent, header.origin):
-            return Admitted(BadBlocks(round_name, sender, chunk, "its reducer has not signed it"), is_taken=False)
-        if exchange.is_too_long(header.origin.reducer if header.origin else sender, squares):
-            reason = "what its reducer gives is longer than what it can be made of"
-            return Admitted(BadBlocks(round_name, sender, chunk, reason), is_taken=False)
         if not exchange.are_lost(header.absent):
             return Admitted(AverageTooEarly(round_name, sender, chunk), is_taken=False)
         self._buffers.store(round_name, chunk, data, digest)

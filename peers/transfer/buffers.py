@@ -124,11 +124,6 @@ class PayloadBuffers:
         """Byte offsets [start, stop) of chunks [first, last) in a payload."""
         return self.chunk_bytes(first)[0], self.chunk_bytes(last - 1)[1]
 
-    def contribution(self, name: Attempt, chunk: int) -> memoryview:
-        """Our own blocks of a chunk. Raises: KeyError when the round is over."""
-        self._open_round(name)
-        return self.own_chunk(chunk)
-
     def own_chunk(self, chunk: int) -> memoryview:
         """A chunk of what we trained last."""
         start, stop = self.chunk_bytes(chunk)
@@ -145,7 +140,7 @@ class PayloadBuffers:
     ) -> list[tuple[Blocks, float]]:
         """The blocks of a chunk with the members' weights, in their order. Raises: KeyError."""
         arrived = self._open_round(name).contributions[chunk]
-        mine = self.contribution(name, chunk)
+        mine = self.own_chunk(chunk)
         return [(mine if peer == me else arrived[peer], weight) for peer, weight in weights]
 
     def store(self, name: Attempt, chunk: int, data: Blocks, digest: bytes | None = None) -> bytes:
@@ -160,10 +155,10 @@ class PayloadBuffers:
         current.contributions.pop(chunk, None)
         return current.digests[chunk]
 
-    def averaged(self, name: Attempt, chunk: int) -> memoryview:
-        """An averaged chunk. Raises: KeyError when the round is over."""
-        start, stop = self.chunk_bytes(chunk)
-        return self._open_round(name).average[start:stop]
+    def read(self, name: Attempt, chunk: int, is_averaged: bool) -> memoryview:
+        """Return a chunk of the average, or of our own blocks. Raises: KeyError when the round is over."""
+        current, (start, stop) = self._open_round(name), self.chunk_bytes(chunk)
+        return current.average[start:stop] if is_averaged else self.own_chunk(chunk)
 
     def assemble(self, name: Attempt) -> bytes:
         """All chunks of the round are here: keep the payload. Returns its digest. Raises: KeyError."""

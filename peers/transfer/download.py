@@ -256,7 +256,8 @@ class Download:
             return self._missing.popleft()
         now = self._now()
         for wanted, requests in self._asked.items():
-            ours = self._pace.seconds(donor, self._size(wanted))
+            start, stop = self._wanted.bounds(*wanted)
+            ours = self._pace.seconds(donor, stop - start)
             if all(
                 request.donor != donor and self._pace.seconds_left(request, now) > ours for request in requests.values()
             ):
@@ -279,7 +280,10 @@ class Download:
                 self._take(donor, wanted, chunks)
         finally:
             await cancel_and_wait(pull)
-            self._withdraw(wanted, pull)
+            requests = self._asked.get(wanted, {})
+            if requests.pop(pull, None) and not requests:
+                del self._asked[wanted]
+                self._missing.appendleft(wanted)
 
     def _check(self, donor: str, wanted: Range, chunks: bytearray) -> None:
         """Raises: RemoteProtocolError unless these are the chunks that the digests name."""
@@ -296,12 +300,6 @@ class Download:
         for pull in self._asked.pop(wanted):
             pull.cancel()  # who else was asked for it; ours is done
 
-    def _withdraw(self, wanted: Range, pull: Pull) -> None:
-        requests = self._asked.get(wanted, {})
-        if requests.pop(pull, None) and not requests:
-            del self._asked[wanted]
-            self._missing.appendleft(wanted)
-
     def _wrong_chunks(self) -> list[int]:
         digests = self._wanted.digests
         return [
@@ -309,10 +307,6 @@ class Download:
             for chunk in range(len(digests))
             if digest_of(self._data[slice(*self._wanted.bounds(chunk, chunk + 1))]) != digests[chunk]
         ]
-
-    def _size(self, wanted: Range) -> int:
-        start, stop = self._wanted.bounds(*wanted)
-        return stop - start
 
     @property
     def _is_done(self) -> bool:

@@ -238,5 +238,4 @@ def _is_signed(text: bytes, signature: bytes, organiser: str) -> bool:
 
 def newest(*amendments: Amendment | None) -> Amendment | None:
     """Return the amendment with the highest number, the first of several; None: there is none."""
-    there = [amendment for amendment in amendments if amendment is not None]
-    return max(there, key=lambda amendment: amendment.number, default=None)
+    return max(filter(None, amendments), key=lambda amendment: amendment.number, default=None)

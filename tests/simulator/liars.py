@@ -244,8 +244,7 @@ class Liar(SimulatedPeer, Means):
         buffers = self._buffers(send.round_name)
         if not buffers.round(send.round_name):
             return
-        read = buffers.averaged if send.reduced else buffers.contribution
-        given: tuple[SendChunk, bytes] | None = send, bytes(read(send.round_name, send.chunk))
+        given: tuple[SendChunk, bytes] | None = send, bytes(buffers.read(send.round_name, send.chunk, send.reduced))
         for lie in self.lies:
             given = given and lie.gives(*given)
         if given:

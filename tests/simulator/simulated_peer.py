@@ -270,8 +270,7 @@ class SimulatedPeer:
     def _send_chunk(self, send: SendChunk) -> None:
         buffers = self._buffers(send.round_name)
         if buffers.round(send.round_name):
-            read = buffers.averaged if send.reduced else buffers.contribution
-            self.world.send_chunk(self, send, bytes(read(send.round_name, send.chunk)))
+            self.world.send_chunk(self, send, bytes(buffers.read(send.round_name, send.chunk, send.reduced)))
 
     def header(self, send: SendChunk) -> ChunkHeader:
         """What it says of a chunk that it sends."""

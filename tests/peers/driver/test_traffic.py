@@ -637,11 +637,11 @@ def test_averaged_blocks_come_from_who_reduces_them() -> None:
             assert host.events == []
             assert await c.send(4, b"4" * BLOCK, reduced=True)
             assert host.events == [ReducedArrived(host.round, "c", 4, ())]
-            assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
+            assert host.buffers.read(host.round, 4, is_averaged=True) == b"4" * BLOCK
             assert await c.send(4, b"5" * BLOCK, reduced=True), "it needs not come again"
-            assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
+            assert host.buffers.read(host.round, 4, is_averaged=True) == b"4" * BLOCK
             assert await a.send(4, b"5" * BLOCK, reduced=True)
-            assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
+            assert host.buffers.read(host.round, 4, is_averaged=True) == b"4" * BLOCK
 
     simulate(scenario())
 
@@ -656,7 +656,7 @@ def test_what_nobody_waits_for_is_not_stored(chunk: int, reduced: bool) -> None:
         async with Host.running() as host, sending(host, "a") as a:
             assert not await a.send(chunk, b"x" * BLOCK, reduced=reduced)
             assert (host.contributions, host.events) == ({}, [])
-            assert host.buffers.averaged(host.round, chunk) == bytes(BLOCK)
+            assert host.buffers.read(host.round, chunk, is_averaged=True) == bytes(BLOCK)
 
     simulate(scenario())
 
@@ -764,7 +764,7 @@ def test_garbage_is_dropped_and_its_sender_named() -> None:
             assert replace(mine, evidence=None) == BadBlocks(host.round, "a", 2, "code -128")
             assert theirs == BadBlocks(host.round, "c", 4, "code -128")
             assert host.contributions == {}
-            assert host.buffers.averaged(host.round, 4) == bytes(BLOCK)
+            assert host.buffers.read(host.round, 4, is_averaged=True) == bytes(BLOCK)
             assert await a.send(2, b"A" * BLOCK), "a may do better"
 
     simulate(scenario())

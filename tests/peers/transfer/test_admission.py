@@ -77,7 +77,7 @@ def test_blocks_that_are_waited_for_are_stored_as_they_are(door: Door) -> None:
 def test_an_average_that_is_waited_for_is_copied_to_its_place(door: Door) -> None:
     event = ReducedArrived(door.round, "c", 4, ())
     assert door.take("c", 4, reduced=True) == Admitted(event, is_taken=True)
-    assert door.buffers.averaged(door.round, 4) == DATA
+    assert door.buffers.read(door.round, 4, is_averaged=True) == DATA
 
 
 def test_an_average_may_lack_blocks_of_those_that_are_lost_and_of_nobody_else(door: Door) -> None:
@@ -135,7 +135,7 @@ def test_garbage_is_its_senders_fault(door: Door, reduced: bool) -> None:
     assert isinstance(event, BadBlocks)
     assert (event.sender, event.chunk, event.reason, is_taken) == (sender, chunk, "code -128", False)
     assert (event.evidence is None) == reduced, "of averages nothing is signed"
-    assert door.buffers.averaged(door.round, chunk) == bytes(BLOCK)
+    assert door.buffers.read(door.round, chunk, is_averaged=True) == bytes(BLOCK)
 
 
 @pytest.mark.parametrize("proof", [None, ChunkProof(squares=2.0, path=b"")], ids=["none", "another's"])
