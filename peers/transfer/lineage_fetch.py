@@ -23,8 +23,7 @@ from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError, Places
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.download import CHANCE, PullTransport, kept_for, shuffled
-from peers.values.identity import Verify
-from peers.values.identity import verify as verify_signature
+from peers.values.identity import verify
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
 from peers.values.wire import Buffer, Count, RunId, Value, pack, unpack_from
 
@@ -136,13 +135,11 @@ class LineageFetch:
         self,
         transport: PullTransport,
         ours: RunLog,
-        verify: Verify = verify_signature,
         recent: Callable[[Position], Told | None] = lambda position: None,
     ) -> None:
         """`recent` are entries that our state has and the log may lack yet."""
         self._transport = transport
         self._ours = ours
-        self._verify = verify
         self._recent = recent
         self._last: _Look | None = None
 
@@ -187,7 +184,7 @@ class LineageFetch:
         if last is not None and (last.donor, last.here) == (donor, here.position):
             return last, await self._next(donor, others, last.walk.end)
         start, stretch = await self._where_it_leaves(donor, others, here)
-        return _Look(donor, here.position, Walk(start, self._verify), Chain(self._ours.empty_log)), stretch
+        return _Look(donor, here.position, Walk(start, verify), Chain(self._ours.empty_log)), stretch
 
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
         """Both branches, with the places before their start as far as they are here."""
@@ -254,7 +251,7 @@ class LineageFetch:
     def _own_branch(self, start: LogState, here: LogState) -> Branch:
         """Of its entries only those of the first cycle are ever looked at; of the others their names, which archives
         may have signed."""
-        walk, index = Walk(start, self._verify), start.position.index
+        walk, index = Walk(start, verify), start.position.index
         with suppress(LogError):
             for told in self._own_entries(start) if index < here.position.index else ():
                 walk.take(*told)
