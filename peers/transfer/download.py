@@ -148,7 +148,6 @@ class Wanted:
 
 Range: TypeAlias = tuple[int, int]
 """Chunks [first, last)."""
-Pull: TypeAlias = asyncio.Task[tuple[bytes, bytearray]]
 
 
 class Download:
@@ -159,7 +158,7 @@ class Download:
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
-        self._asked: dict[Range, dict[Pull, _Request]] = {}  # longest ago first
+        self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}  # longest ago first
         self._reasons: dict[str, str] = {}  # why who failed us
         self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
         self._began: dict[str, float] = {}  # when who was first asked

@@ -64,8 +64,7 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[P
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, PayloadRequest, packed)
-        transport.check_admitted(request.run, sender)
-        fragments = kept.get(request.run, ())
+        fragments = kept_for(transport, kept, request.run, sender)
         buffers = fragments[request.fragment] if request.fragment < len(fragments) else None
         payload = await asyncio.to_thread(buffers.find, request.payload) if buffers else None
         if buffers is None or payload is None:

@@ -59,7 +59,10 @@ class Identity:
         try:
             key = load_pem_private_key(path.read_bytes(), password=None)
         except OSError as error:
-            raise _unreadable(path, error) from error
+            reason = error.strerror or str(error)
+            raise LocalNetworkError(
+                f"cannot read the identity file {path}: {reason}.", "Check the path and its permissions."
+            ) from error
         except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
             key = None
         if not isinstance(key, Ed25519PrivateKey):
@@ -72,12 +75,8 @@ class Identity:
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
         """The identity in `path`; if there is no such file, a new one is saved there. Raises: LocalNetworkError."""
-        try:
-            missing = not path.exists()
-        except OSError as error:  # such as a name that is too long
-            raise _unreadable(path, error) from error
-        if missing:
-            with suppress(FileExistsError):  # another process was faster: its key is the identity
+        with suppress(OSError):  # another process was faster, or no file can have this name: reading it says so
+            if not path.exists():
                 cls.generate().save(path)
         return cls.load(path)
 
@@ -164,11 +163,6 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         return Ed25519PublicKey.from_public_bytes(raw[len(PEER_ID_PREFIX) :])
     except ValueError:  # it is too short, or too long
         return None
-
-
-def _unreadable(path: Path, error: OSError) -> LocalNetworkError:
-    reason = error.strerror or str(error)
-    return LocalNetworkError(f"cannot read the identity file {path}: {reason}.", "Check the path and its permissions.")
 
 
 Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
