@@ -181,10 +181,6 @@ class _Shelf:
         """Whether the second one is at no chosen entry."""
         self._leaves_at = 0.0
 
-    @property
-    def is_empty(self) -> bool:
-        return self._first is None
-
     def held(self, head: bytes) -> Snapshot | None:
         return next((snapshot for at, snapshot in self._all if at == head), None)
 
@@ -334,7 +330,7 @@ class Freezer:
         Raises: OSError, SnapshotError.
         """
         log = self._peer.settled
-        if (self._is_chosen(log) or self._shelf.is_empty) and not await self._freeze(log.position):
+        if (self._is_chosen(log) or self._shelf.new_enough(0) is None) and not await self._freeze(log.position):
             logger.info("no snapshot of outer step %d: older ones are being fetched", log.position.index)
 
     async def _freeze(self, place: Position | None = None) -> bool:
