@@ -38,7 +38,7 @@ from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.transfer.following import Following
 from peers.transfer.snapshots import SNAPSHOT, FrozenSnapshot
-from peers.transfer.storage import FolderStorage, Storage
+from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.leases import sample_count
 from peers.values.manifest import Amendment
@@ -251,7 +251,7 @@ async def follow(transport: HivemindTransport, part: Part) -> None:
     ended = asyncio.Event()
     reading = asyncio.create_task(read_lines(lines, ended.set))
     state = LocalState(np.zeros(part.values, np.float32), run_config())
-    following = Following(transport, state, part.settings, Storage())
+    following = Following(transport, state, part.settings)
     await following.begin()
     say("restored", index=following.log.position.index)
     while not ended.is_set():

@@ -21,13 +21,58 @@ from prometheus_client import Counter, Gauge, Info, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from peers.errors import LocalNetworkError
-from peers.health import HEALTH
+from peers.values.system import now
 from peers.values.wire import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 logger = logging.getLogger(__name__)
+
+
+class Health:
+    """What the parts of a process say of themselves. May be read in another thread than that of the parts.
+
+    A part either gives signs of life, each of which says when the next one is due, or says what it fails at. One that
+    has not reported yet counts as healthy, so that a starting process is not reported as failing.
+    """
+
+    def __init__(self, clock: Callable[[], float] = now) -> None:
+        self._clock = clock
+        self._due: dict[str, tuple[float, float, str]] = {}  # when it was seen last, when it is due, what lacks then
+        self._failures: dict[str, str] = {}
+
+    def expect(self, part: str, within: float, lacking: str) -> None:
+        """Note a sign of life. Unless another one comes `within` so many seconds, the process is ill for what is
+        `lacking`: "no heartbeat was published"."""
+        seen = self._clock()
+        self._due[part] = seen, seen + within, lacking
+
+    def failing(self, part: str, reason: str) -> None:
+        """Note that a part fails, until it is `well` or `over`."""
+        self._failures[part] = reason
+
+    def well(self, part: str) -> None:
+        """Note that a part does not fail any more."""
+        self._failures.pop(part, None)
+
+    def over(self, part: str) -> None:
+        """Note that nothing is expected of a part any more."""
+        self._due.pop(part, None)
+        self._failures.pop(part, None)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Return why the process is ill; nothing: it is healthy."""
+        time = self._clock()
+        late = [
+            f"{lacking} for {time - seen:.0f} seconds" for seen, due, lacking in list(self._due.values()) if time > due
+        ]
+        return [*self._failures.copy().values(), *late]
+
+
+HEALTH = Health()
+"""This process's."""
 
 ENTRIES_APPLIED = Counter("diloco_peer_entries_applied", "Entries of the log applied by this peer")
 TOKENS_COUNTED = Counter("diloco_peer_tokens_counted", "Tokens that this peer trained, in entries applied here")
@@ -69,33 +114,26 @@ _metrics: Callable[..., Iterable[bytes]] = make_wsgi_app()
 
 
 class MetricsServer:
-    """Answers in a thread of its own, so that it can say that all else hangs."""
+    """Answers GET /metrics and /healthz on a port, in a thread of its own, so that it can say that all else hangs."""
 
-    def __init__(self, port: int, host: str) -> None:
-        """Raises: OSError."""
-        self._server = make_server(host, port, _answer, _Server, _SilentHandler)
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        """By default only this machine is answered. Raises: LocalNetworkError when the port is in use."""
+        try:
+            self._server = make_server(host, port, _answer, _Server, _SilentHandler)
+        except OSError as error:
+            raise LocalNetworkError(
+                f"metrics cannot be served on {host}, port {port}: {error.strerror}.",
+                "Choose another --metrics-port, and an address of this machine as --metrics-host.",
+            ) from error
         self.address: tuple[str, int] = self._server.server_address[:2]  # type: ignore[assignment]
         self._thread = Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
+        logger.info("metrics are at http://%s:%d/metrics, and what is ill at /healthz", *self.address)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsServer:
-    """Answer GET /metrics and /healthz on this port for as long as the process lives; by default to this machine
-    alone. Raises: LocalNetworkError when the port is in use."""
-    try:
-        server = MetricsServer(port, host)
-    except OSError as error:
-        raise LocalNetworkError(
-            f"metrics cannot be served on {host}, port {port}: {error.strerror}.",
-            "Choose another --metrics-port, and an address of this machine as --metrics-host.",
-        ) from error
-    logger.info("metrics are at http://%s:%d/metrics, and what is ill at /healthz", *server.address)
-    return server
 
 
 class _Server(ThreadingWSGIServer):

@@ -100,7 +100,7 @@ def modules_of(room: str) -> list[Path]:
 @pytest.mark.parametrize("room", IMPORTS)
 def test_rooms_of_peers_import_as_drawn(room: str) -> None:
     ours = {name.split(".")[1] for path in modules_of(room) for name in imports(path) if is_in(name, "peers")}
-    assert ours - {room, "errors"} - ({"metrics", "health"} if room in COUNTING else set()) == IMPORTS[room]
+    assert ours - {room, "errors"} - ({"metrics"} if room in COUNTING else set()) == IMPORTS[room]
 
 
 def test_every_room_of_peers_is_in_the_table() -> None:

@@ -88,14 +88,14 @@ def bootstrap(
     from opendiloco.volunteer.admission import read_ticket
     from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import Interrupts, run_interruptible
-    from peers.metrics import serve_metrics
+    from peers.metrics import MetricsServer
     from peers.network.bootstrap import run_bootstrap
     from peers.network.links import LinkSettings
     from peers.network.own_network import everywhere
 
     links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)
     if metrics_port is not None:
-        serve_metrics(metrics_port, metrics_host)
+        MetricsServer(metrics_port, metrics_host)
     shown = [read_ticket(ticket) for ticket in tickets]
     listening = open_dashboard(dashboard)
     others = spelled_out(initial_peers)

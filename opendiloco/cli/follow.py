@@ -168,7 +168,6 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
     from opendiloco.volunteer.local_workload import working
     from opendiloco.volunteer.tracking import Disagreement, retrying, state_for, states_until
     from peers.transfer.following import Following
-    from peers.transfer.storage import Storage
 
     poll = run.settings.timing.heartbeat
     total = run.config.total_outer_steps
@@ -182,7 +181,7 @@ async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, fold
         model = await stack.enter_async_context(working(run)) if plan.needs_model else None
         state: ReplicatedState
         state = await retrying(partial(state_for, run, transport), poll) if model is None else model
-        following = Following(transport, state, run.settings, Storage())
+        following = Following(transport, state, run.settings)
         async for news in states_until(last, following, audit, poll):
             if isinstance(news, Disagreement):
                 _show_disagreement(news, plan.as_json)

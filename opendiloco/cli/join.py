@@ -57,7 +57,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     from opendiloco.tools.doctor.machine import check_quickly
     from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import run_interruptible
-    from peers.metrics import serve_metrics
+    from peers.metrics import MetricsServer
 
     refuse_torchrun(os.environ)
     view = _view_for(log, is_plain=settings.plain)
@@ -68,7 +68,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     check_quickly(settings.state, settings.workers)
     watch = _owners_watch(settings, view)
     if settings.metrics_port is not None:
-        serve_metrics(settings.metrics_port, settings.metrics_host)
+        MetricsServer(settings.metrics_port, settings.metrics_host)
     page = open_dashboard(settings.dashboard)
     with hold_identity(settings.identity) as key:
         PLACE.peer = key.peer_id

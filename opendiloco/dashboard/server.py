@@ -25,6 +25,7 @@ from opendiloco.dashboard.watching import Board, RunWatch, Watching
 from peers.errors import LocalNetworkError
 from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of
+from peers.values.system import cancel_and_wait
 
 if TYPE_CHECKING:
     from opendiloco.storage.archive import Archive
@@ -199,8 +200,7 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
     try:
         yield
     finally:
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)
+        await cancel_and_wait(looking)
         await runner.cleanup()
 
 

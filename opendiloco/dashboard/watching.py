@@ -27,6 +27,7 @@ from peers.log.state import LogError
 from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.signed_heads import SignedHeads
+from peers.values.system import cancel_and_wait
 
 # What was seen of a run -----------------------------------------------------------------------------------------------
 Plain = dict[str, Any]
@@ -446,10 +447,8 @@ class Watching:
                     looking[run] = asyncio.create_task(watch.look())
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
-            for task in looking.values():
-                task.cancel()
             with suppress(asyncio.CancelledError):
-                await asyncio.gather(*looking.values(), return_exceptions=True)
+                await cancel_and_wait(*looking.values())
 
     def _update(self) -> None:
         """Take up which runs there are. While that fails, those that are known are shown."""

@@ -20,6 +20,7 @@ from opendiloco.owner.conditions import Condition
 from opendiloco.owner.controls import Answer, Request
 from opendiloco.owner.facts import Facts
 from opendiloco.quantities import duration
+from peers.values.system import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -259,6 +260,5 @@ async def watching(watch: OwnersWatch) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait(task)
         watch.end()

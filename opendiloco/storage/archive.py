@@ -45,10 +45,8 @@ from peers.protocol.packing import pack_message, unpack_message
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import Doubts, next_in_log
 from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_headers_before, serve_headers
-from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
-from peers.transfer.proofs import MissingProofs, serve_proofs
-from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
-from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
+from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
+from peers.transfer.snapshots import Snapshot, SnapshotSource, Vouched, ask_size, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest

@@ -42,7 +42,7 @@ from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
-from peers.values.system import make_private_folder
+from peers.values.system import cancel_and_wait, make_private_folder
 
 LINES_SHOWN = 10
 LOG_SECONDS = 0.1  # between two looks for a line
@@ -316,8 +316,7 @@ async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> Demo
             await _train(swarm, transport)
             return await _finish(swarm, transport, workload, before.loss)
         finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            await cancel_and_wait(starting)
 
 
 async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:

@@ -32,6 +32,7 @@ from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.states import State
+from peers.values.system import cancel_and_wait
 from peers.values.wire import Reach
 
 if TYPE_CHECKING:
@@ -431,9 +432,7 @@ class JoinView(ABC):
         try:
             yield
         finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+            await cancel_and_wait(*beside)
             self.phase, self._is_training = "starting", False
 
 

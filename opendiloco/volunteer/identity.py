@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from peers.errors import CopiedKeyError, DilocoPeerError, LocalNetworkError
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
-from peers.values.system import make_private_folder, now
+from peers.values.system import cancel_and_wait, make_private_folder, now
 
 if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
@@ -87,8 +87,7 @@ async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[
     try:
         yield task
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait(task)
 
 
 async def listen(transport: HivemindTransport, run_id: str) -> None:

@@ -29,7 +29,7 @@ from opendiloco.workers.options import WorkerOptions
 from opendiloco.workers.supervisor import WorkersRestartedError
 from opendiloco.workers.telemetry import Telemetry
 from peers.errors import DilocoPeerError
-from peers.health import HEALTH
+from peers.metrics import HEALTH
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.manifest import Amendment
 from peers.values.workload import Blocked, Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing

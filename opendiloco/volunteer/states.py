@@ -30,7 +30,6 @@ from peers.log.folder import ENTRIES, LogFolder, RunLog, read_chain
 from peers.log.header import Header
 from peers.network.transport import HivemindTransport
 from peers.transfer.following import CannotFollowError, Following, nobody_trains
-from peers.transfer.storage import Storage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
 from peers.values.system import make_private_folder
@@ -141,7 +140,7 @@ async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWor
 
     Raises: SwarmUnreachableError when no peer gives a state that holds up.
     """
-    following = Following(transport, workload, run.settings, Storage())
+    following = Following(transport, workload, run.settings)
     await following.begin()
     while True:
         try:

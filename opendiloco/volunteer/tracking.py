@@ -24,6 +24,7 @@ from peers.log.header import Position
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.transfer.following import CannotFollowError, Donors, Following, FollowTransport
+from peers.values.system import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +194,4 @@ async def unless_failed(work: Coroutine[Any, Any, T], failure: Coroutine[Any, An
             raise failing.result()
         return working.result()
     finally:
-        working.cancel()
-        failing.cancel()
-        await asyncio.gather(working, failing, return_exceptions=True)
+        await cancel_and_wait(working, failing)

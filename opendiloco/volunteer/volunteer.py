@@ -50,7 +50,7 @@ from peers.protocol.states import State
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import Invite
-from peers.values.system import now
+from peers.values.system import cancel_and_wait, now
 from peers.values.tickets import Ticket
 from peers.values.workload import SnapshotError
 
@@ -287,9 +287,7 @@ class Volunteer:
                     raise error
                 logger.debug("while leaving: %s", error)  # systemd, for one, ends a service's processes all at once
         finally:
-            for task in (driving, *beside, *failures):
-                task.cancel()
-            await asyncio.gather(driving, *beside, *failures, return_exceptions=True)
+            await cancel_and_wait(driving, *beside, *failures)
 
     async def _listen_for_losses(self) -> None:
         while True:

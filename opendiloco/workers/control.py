@@ -30,6 +30,7 @@ from opendiloco.workers.options import TEMPERATURE, WorkerOptions
 from peers.errors import DilocoPeerError, ManifestError
 from peers.network.signals import signals_held_back
 from peers.values.leases import SampleRange
+from peers.values.system import cancel_and_wait
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
@@ -451,9 +452,7 @@ class WorkerProcess:
             self.kill()
             await self._ended()
         await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
         self._end(self._describe_death())
 
     def _hear(self, line: bytes) -> None:

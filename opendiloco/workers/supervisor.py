@@ -42,7 +42,7 @@ from opendiloco.workers.control import (
 )
 from opendiloco.workers.options import WorkerOptions, choose_devices, choose_threads, needs_gpu_count
 from peers.errors import DilocoPeerError
-from peers.health import HEALTH
+from peers.metrics import HEALTH
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)

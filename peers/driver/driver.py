@@ -22,12 +22,12 @@ from peers.driver.rounds import RoundCosts, Rounds
 from peers.driver.traffic import Scout
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.health import HEALTH
 from peers.log.folder import RunLog
 from peers.log.header import Header
 from peers.log.lineage import Lineage
 from peers.log.settings import RunSettings
 from peers.log.state import LogError
+from peers.metrics import HEALTH
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss
 from peers.protocol import effects
@@ -37,7 +37,7 @@ from peers.protocol.events import Event, LeaveRequested, Received, Tick, Undeliv
 from peers.protocol.messages import Message
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
-from peers.transfer.buffers import PayloadBuffers, payload_kind
+from peers.transfer.buffers import PayloadBuffers, inspection
 from peers.transfer.download import Download
 from peers.transfer.snapshots import Freezer, FrozenSnapshot
 from peers.transfer.storage import Storage
@@ -45,7 +45,7 @@ from peers.values.chunks import KEPT_BYTES
 from peers.values.identity import Identity
 from peers.values.system import now
 from peers.values.wire import WireError
-from peers.values.workload import Workload
+from peers.values.workload import PayloadKind, Workload
 
 if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
@@ -164,7 +164,7 @@ class Driver:
         self.peer = Peer(
             identity.peer_id,
             settings,
-            [payload_kind(workload, each) for each in buffers],
+            [PayloadKind(each.size, inspection(workload.squared_norm, each)) for each in buffers],
             state_digest,
             now(),
             secrets.randbits(INCARNATION_BITS),

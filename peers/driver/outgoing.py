@@ -18,7 +18,7 @@ from peers.network.throttle import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import ChunkSent, ChunksUnsent
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import ChunkHeader
+from peers.transfer.averages import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import Value, pack
 
@@ -292,8 +292,7 @@ class Outgoing:
         return any(not task.done() for task in self._senders.get(to, ()) if task is not asyncio.current_task())
 
     def _data(self, send: SendChunk) -> memoryview:
-        read = self._buffers.averaged if send.reduced else self._buffers.contribution
-        return read(send.round_name, send.chunk)
+        return self._buffers.read(send.round_name, send.chunk, send.reduced)
 
     def _answered(self, send: SendChunk, is_taken: bool, seconds: float) -> None:
         flights = self._flights.get(send.to) if send.round_name == self._round else None

@@ -7,9 +7,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.health import HEALTH
 from peers.log.folder import RunLog
 from peers.log.lineage import RECENT_ENTRIES
+from peers.metrics import HEALTH
 from peers.network.links import EAGER
 from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
 from peers.presence.voice import Voice

@@ -32,12 +32,10 @@ from peers.protocol.events import (
 )
 from peers.protocol.peer import Peer
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.download import CHANCE, Download, PullTransport, shuffled
+from peers.transfer.download import Download, PullTransport, shuffled
 from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch, add_headers_before, serve_headers
-from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
-from peers.transfer.proofs import MissingProofs, serve_proofs
-from peers.transfer.snapshot_fetch import Vouched, fetch_snapshot
-from peers.transfer.snapshots import Freezer, serve_snapshots
+from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
+from peers.transfer.snapshots import Freezer, Vouched, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import Storage
 from peers.values.chunks import Payload
 from peers.values.system import now
@@ -121,7 +119,7 @@ class _Recorder:
         return list(self._peer.membership.live(now()))
 
     async def _add_headers_before(self) -> None:
-        for donor in shuffled(self._transport, self._donors, CHANCE):
+        for donor in shuffled(self._transport, self._donors):
             with suppress(PeerUnreachableError, RemoteProtocolError, LogError, LogFolderError):
                 if await add_headers_before(self._transport, donor, self._log):
                     return

@@ -49,7 +49,7 @@ class Rounds:
         self.traffic = Traffic(transport, workload, buffers, host)
         self._run = host.peer.settings.run
         self._members: dict[int, frozenset[str]] = {}  # of each fragment's last round
-        self._spot_check = SpotCheck(asking(transport, self._run), workload, buffers, host.peer.me)
+        self._spot_check = SpotCheck(asking(transport, self._run), workload.reduce, buffers, host.peer.me)
         self._reducing = asyncio.Semaphore(REDUCERS)
         self._rounds: dict[int, Round] = {}  # by fragment
         self._began_at: float | None = None
@@ -82,7 +82,8 @@ class Rounds:
 
     async def average(self, reduce: ReduceChunk) -> None:
         async with self._reducing:
-            event = await average_chunk(self._workload, self._buffers_of(reduce.round_name), self._host.peer.me, reduce)
+            buffers = self._buffers_of(reduce.round_name)
+            event = await average_chunk(self._workload.reduce, buffers, self._host.peer.me, reduce)
         if event is not None:
             self._host.handle(event)
 

@@ -18,7 +18,7 @@ from peers.network.throttle import MOST, RateMeter
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import RateMeasured, ReachSeen
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import Admission, ChunkHeader
+from peers.transfer.averages import Admission, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.system import now
 from peers.values.wire import unpack_from
@@ -48,7 +48,7 @@ class Traffic:
         self._downlink = RateMeter()
         self._transport = transport
         self._outgoing = [Outgoing(transport, each, host, self.uplink) for each in buffers]
-        self._admissions = [Admission(host.peer, each, workload) for each in buffers]
+        self._admissions = [Admission(host.peer, each, workload.squared_norm) for each in buffers]
         self._buffers = buffers
         self._host = host
         self._from: dict[str, RateMeter] = {}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from peers.driver.host import Host
-from peers.health import HEALTH
+from peers.metrics import HEALTH
 from peers.protocol.effects import StopTraining, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
 from peers.protocol.slot import SlotState
@@ -100,7 +100,7 @@ class Training:
         buffers = self._buffers[fragment]
         async with self._state:
             own = await self._workload.contribution(fragment)
-        return await asyncio.to_thread(offer, own, buffers, inspection(self._workload, buffers))
+        return await asyncio.to_thread(offer, own, buffers, inspection(self._workload.squared_norm, buffers))
 
     def _planned_tokens(self, train: Train) -> int:
         """Return how many tokens all of a training's inner steps have: by these a fragment counts in its round, which

@@ -173,7 +173,12 @@ def prove(certificate: Certificate, log: LogState, header: Header, verify: Verif
         if not verify(peer, ballot(header, certificate.attempt, incarnation).text, vote.signature):
             raise CertificateError(f"entry {header.index}: the signature of {peer} is not its own")
     for farewell in certificate.farewells:
-        _check_farewell(farewell, voters[farewell.place], header, verify)
+        peer, incarnation = voters[farewell.place]
+        if farewell.index > header.index:
+            raise CertificateError(f"entry {header.index}: {peer} left later, at {farewell.index}")
+        departure = Departure(run=header.run, peer=peer, incarnation=incarnation, index=farewell.index)
+        if not verify(peer, departure.text, farewell.signature):
+            raise CertificateError(f"entry {header.index}: the farewell of {peer} is not its own")
     return weigh(certificate, log, header)
 
 
@@ -181,13 +186,3 @@ def weigh(certificate: Certificate, log: LogState, header: Header) -> Proof:
     """Say what a certificate proves whose signatures have been checked."""
     signers, remaining = len(certificate.votes), len(electorate(log, header)) - len(certificate.farewells)
     return Proof(2 * signers > remaining > 0 and not certificate.alone, signers)
-
-
-def _check_farewell(farewell: Farewell, member: tuple[str, int], header: Header, verify: Verify) -> None:
-    """Raises: CertificateError unless the member has left before it could sign this entry."""
-    peer, incarnation = member
-    departure = Departure(run=header.run, peer=peer, incarnation=incarnation, index=farewell.index)
-    if farewell.index > header.index:
-        raise CertificateError(f"entry {header.index}: {peer} left later, at {farewell.index}")
-    if not verify(peer, departure.text, farewell.signature):
-        raise CertificateError(f"entry {header.index}: the farewell of {peer} is not its own")

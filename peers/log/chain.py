@@ -403,9 +403,7 @@ class Chain:
             return self.end
         if index == -1:
             return self.empty_log
-        if self.entry(index) is None:
-            return None
-        return next((state for at, state in self._states(index) if at == index and not state.made), None)
+        return next((state for _, state in self.states(index, index + 1) if not state.made), None)
 
     def headers(self, first: int, last: int) -> Iterator[Header]:
         """Those of the entries of the cycles [first, last) that are here."""
@@ -414,11 +412,21 @@ class Chain:
     def states(self, first: int, last: int) -> Iterator[tuple[int, LogState]]:
         """The log after each of the entries of the cycles [first, last) that are here, with their indices."""
         first, last = max(first, self.first), min(last, self.next_index)
-        for index, state in self._states(first) if first < last else ():
-            if index >= last:
-                return
-            if index >= first:
-                yield index, state
+        if first >= last:
+            return
+        start = first if self.fragments == 1 else first - 1  # a frame has no states within its cycle
+        start -= start % FRAMES
+        log = self.empty_log
+        if start in self._frames:
+            closing, ends = self._frames[start]
+            log = log.at(unpack(Header, closing, HEADER_LIMIT), ends)
+            if start == first:
+                yield start, log
+            start += 1
+        for entry in self.cycles(start, last):
+            log = entry.after(log)
+            if entry.index >= first:
+                yield entry.index, log
 
     def stretch(self, first: int, last: int, is_whole: bool) -> Stretch:
         """Return the cycles from `first` on, as many as may be told at once, before `last`; none if that is not here.
@@ -467,21 +475,6 @@ class Chain:
         chain._frames |= self._frames
         chain.end = self.end
         return chain
-
-    def _states(self, index: int) -> Iterator[tuple[int, LogState]]:
-        """The log after each entry, from the last cycle before `index` on that is kept whole. The states within that
-        cycle are not among them."""
-        start = index if self.fragments == 1 else index - 1
-        start -= start % FRAMES
-        log = self.empty_log
-        if start in self._frames:
-            closing, ends = self._frames[start]
-            log = log.at(unpack(Header, closing, HEADER_LIMIT), ends)
-            yield start, log
-            start += 1
-        for entry in self.cycles(start, self.next_index):
-            log = entry.after(log)
-            yield entry.index, log
 
 
 def _proven(first: Entry, log: LogState) -> Entry:

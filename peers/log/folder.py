@@ -15,7 +15,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,13 +53,11 @@ def _first_line(log: LogState) -> bytes:
 
 def _read_first_line(line: bytes) -> LogState:
     """Return a run's log before its first entry. Raises: LogError unless `_first_line` has written the line."""
-    try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), **{name: fields[name] for name in RULES})
         if _first_line(log) == line:
             return log
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
     raise LogError("it is corrupt, cut short, or of an older version")
 
 
@@ -78,7 +76,7 @@ def _entry_line(entry: Entry) -> bytes:
 
 def _read_entry(line: bytes) -> Entry:
     """Raises: LogError unless the line is one that `_entry_line` has written, to the last bit."""
-    try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
         is_whole = "header" in fields
         told, digest = (bytes.fromhex(fields[name]) for name in ("header" if is_whole else "outcome", "digest"))
@@ -89,8 +87,6 @@ def _read_entry(line: bytes) -> Entry:
         _ = entry.proof
         if _entry_line(entry) == line:
             return entry
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
     raise LogError("it is corrupt, or cut short")
 
 
@@ -146,19 +142,6 @@ def payload_path(folder: Path, index: int, digest: bytes) -> Path:
 def proof_path(folder: Path, digest: bytes) -> Path:
     """The file of what proves a fault, in a log's folder."""
     return folder / PROOFS / f"{digest.hex()}{PROOF_SUFFIX}"
-
-
-def _remove_partial(folder: Path) -> None:
-    """Remove what a process that was killed while it wrote has left of a log's files. Raises: OSError."""
-    patterns = (ENTRIES, f"{PAYLOADS}/*{SUFFIX}", f"{PROOFS}/*{PROOF_SUFFIX}")
-    for path in [path for pattern in patterns for path in folder.glob(f"{pattern}{PARTIAL}")]:
-        path.unlink()
-
-
-def _index_of(path: Path) -> int | None:
-    """The entry whose payload a file is; None if it is none."""
-    index = path.name.partition("-")[0]
-    return int(index) if index.isdecimal() and path.suffix == SUFFIX else None
 
 
 def read_payload(path: Path, block_bytes: int) -> Payload:
@@ -351,12 +334,15 @@ class RunLog:
         self._made[header.fragment] = entry, header  # a known one, too: two lineages may split in the midst of a cycle
         if len(self._made) == self._chain.fragments:
             made, self._made = [self._made[fragment] for fragment in sorted(self._made)], {}
-            headers = [header for _, header in made]
-            if self._chain.head(header.index) != cycle_head([header.digest for header in headers]):
-                self._add_cycle(header.index, _ending([entry for entry, _ in made]), headers)
+            if self._chain.head(header.index) != cycle_head([entry.digest for entry, _ in made]):
+                self._add_cycle(header.index, [entry for entry, _ in made], [header for _, header in made])
 
-    def _add_cycle(self, index: int, cycle: Sequence[Entry], headers: Sequence[Header]) -> None:
-        """Add the entries of one cycle, in the order of fragments."""
+    def _add_cycle(self, index: int, cycle: list[Entry], headers: Sequence[Header]) -> None:
+        """Add the entries of one cycle, in the order of fragments. Whichever of them brought the digest of the state
+        after it, the closing one gets that."""
+        state_digest = next((entry.state_digest for entry in cycle if entry.state_digest), None)
+        cycle = [replace(entry, state_digest=None) for entry in cycle]
+        cycle[-1] = replace(cycle[-1], state_digest=state_digest)
         if self._chain.head(index - 1) != headers[0].previous:
             chain = Chain(self.empty_log)
             for entry in cycle:
@@ -366,23 +352,13 @@ class RunLog:
             return
         log = self._chain.after(index - 1)
         assert log is not None
-        brief = list[Entry]()
-        for entry, header in zip(cycle, headers, strict=True):
-            brief.append(entry.brief(log, header))
+        for header in headers:  # before anything is dropped for them
             log = log.append(header)
         is_new = self._chain.entry(index) is None
         if not is_new:
             self._chain.cut(index)
-        for entry in brief:
-            self._chain.add(entry)
-        self._save(brief if is_new else ())
-
-
-def _ending(cycle: Sequence[Entry]) -> list[Entry]:
-    """Return a cycle's entries with the digest of the state after it where it belongs, whichever of them brought it."""
-    state_digest = next((entry.state_digest for entry in cycle if entry.state_digest), None)
-    *others, closing = cycle
-    return [*(replace(entry, state_digest=None) for entry in others), replace(closing, state_digest=state_digest)]
+        added = [self._chain.add(entry) for entry in cycle]
+        self._save(added if is_new else ())
 
 
 class LogFolder(RunLog):
@@ -404,9 +380,11 @@ class LogFolder(RunLog):
         `block_bytes` has each block of a payload but the last. Raises: LogFolderError.
         """
         file = path / ENTRIES
-        try:
+        with _usable(path):
             make_private_folder(path / PAYLOADS)
-            _remove_partial(path)
+            for pattern in (ENTRIES, f"{PAYLOADS}/*{SUFFIX}", f"{PROOFS}/*{PROOF_SUFFIX}"):
+                for partial in list(path.glob(f"{pattern}{PARTIAL}")):
+                    partial.unlink()
             file.touch()
             chain, problem = read_chain(file, empty_log)
             log = cls(path, chain, block_bytes)
@@ -415,8 +393,6 @@ class LogFolder(RunLog):
                 shutil.copyfile(file, damaged)
                 logger.warning("%s. The log ends before it; as it was, it is kept as %s", problem, damaged)
                 log._save()
-        except OSError as error:
-            raise _unusable(path, error) from error
         return log
 
     def payload(self, digest: bytes) -> Payload | None:
@@ -433,22 +409,18 @@ class LogFolder(RunLog):
         return None
 
     def prune(self, before: int) -> None:
-        try:
+        with _usable(self.path):
             for path in (self.path / PAYLOADS).glob(f"*{SUFFIX}"):
-                index = _index_of(path)
-                if index is not None and index < before:
+                index = path.name.partition("-")[0]
+                if index.isdecimal() and int(index) < before:
                     path.unlink(missing_ok=True)
-        except OSError as error:
-            raise _unusable(self.path, error) from error
 
     def keep_proofs(self, proofs: Iterable[bytes]) -> None:
-        try:
+        with _usable(self.path):
             for proof in proofs:
                 path = proof_path(self.path, digest_of(proof))
                 make_private_folder(path.parent)
                 write_whole(path, [proof])
-        except OSError as error:
-            raise _unusable(self.path, error) from error
 
     def has_proof(self, digest: bytes) -> bool:
         with suppress(OSError):
@@ -472,30 +444,31 @@ class LogFolder(RunLog):
 
     def _keep(self, index: int, payload: Payload) -> None:
         path = payload_path(self.path / PAYLOADS, index, payload.digest)
-        try:
+        with _usable(self.path):
             if not path.exists():
                 write_whole(path, [payload.data])
-        except OSError as error:
-            raise _unusable(self.path, error) from error
 
     def _save(self, appended: Sequence[Entry] = ()) -> None:
         file = self.path / ENTRIES
         whole = not appended or self._is_behind or len(self) == 1
         self._is_behind = True
-        try:
+        with _usable(self.path):
             if whole:
                 entries = map(_entry_line, self._chain.entries)
                 write_whole(file, (_first_line(self.empty_log), *entries))
             else:
                 with file.open("ab") as lines:
                     lines.write(b"".join(map(_entry_line, appended)))
-        except OSError as error:
-            raise _unusable(self.path, error) from error
         self._is_behind = False
 
 
-def _unusable(path: Path, error: OSError) -> LogFolderError:
-    return LogFolderError(
-        f"cannot keep the run's log in {path}: {error.strerror or error}.",
-        "Make room there, or name a folder that this user may write to.",
-    )
+@contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Raises: LogFolderError in place of an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise LogFolderError(
+            f"cannot keep the run's log in {folder}: {error.strerror or error}.",
+            "Make room there, or name a folder that this user may write to.",
+        ) from error

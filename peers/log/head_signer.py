@@ -14,8 +14,7 @@ from peers.errors import DilocoPeerError
 from peers.log.certificate import prove
 from peers.log.folder import RunLog
 from peers.log.state import LogError
-from peers.values.identity import Keys, Verify
-from peers.values.identity import verify as verify_signature
+from peers.values.identity import Keys
 from peers.values.signed_heads import HEADS_BYTES, SignedHead, SignedHeads
 from peers.values.system import make_private_folder, write_whole
 from peers.values.wire import WireError, pack, unpack
@@ -38,13 +37,12 @@ class CannotSignError(LogError):
 class HeadSigner:
     """One archive of one run. Its methods are for one thread at a time."""
 
-    def __init__(self, run: str, me: str, keys: Keys, folder: Path, verify: Verify = verify_signature) -> None:
+    def __init__(self, run: str, me: str, keys: Keys, folder: Path) -> None:
         """Raises: SignedFileError when what the archive signed last, in `folder`, can't be read."""
         self._run = run
         self._me = me
         self._keys = keys
         self._path = folder / SIGNED
-        self._verify = verify
         self.last = self._read()
         """The furthest head that it has signed, as far as this machine knows."""
 
@@ -99,7 +97,7 @@ class HeadSigner:
         index = first
         for header in log.headers(first, min(last, first + STRETCH)):
             certificate, at = log.certificate_at(header.index, header.fragment), before.of(header.fragment)
-            if certificate is None or not prove(certificate, at, header, self._verify).is_certified:
+            if certificate is None or not prove(certificate, at, header, self._keys.verify).is_certified:
                 break
             before = before.append(header)
             index = before.position.index
@@ -115,7 +113,7 @@ class HeadSigner:
             return None
         except (OSError, WireError) as error:
             raise self._unusable(str(error)) from error
-        if signed.archive != self._me or not signed.is_signed(self._run, self._verify):
+        if signed.archive != self._me or not signed.is_signed(self._run, self._keys.verify):
             raise self._unusable("it is of another key or run")
         return signed
 

@@ -112,7 +112,6 @@ class Exclusion(Value):
 
 
 Faults = Annotated[tuple[Fault, ...], Field(max_length=FAULT_LIMIT)]
-Exclusions = Annotated[tuple[Exclusion, ...], Field(max_length=EXCLUSION_LIMIT)]
 
 
 class Header(Value):
@@ -136,7 +135,7 @@ class Header(Value):
     payload: Digest
     tenures: Annotated[tuple[Tenure, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
     faults: Faults = ()
-    excluded: Exclusions = ()
+    excluded: Annotated[tuple[Exclusion, ...], Field(max_length=EXCLUSION_LIMIT)] = ()
     bystanders: Annotated[tuple[Bystander, ...], Field(max_length=BYSTANDER_LIMIT)] = ()
     amendment: Amendment | None = None
 

@@ -71,8 +71,7 @@ class Lineage:
 
     def lacks(self, index: int, head: bytes) -> bool:
         """Whether this lineage led to another place after so many cycles, or has not come so far."""
-        is_known = index >= self.known_from  # else it is too long ago
-        return is_known and self.head_at(index) != head
+        return index >= self.known_from and self.head_at(index) != head
 
     @property
     def known_from(self) -> int:

@@ -137,8 +137,6 @@ class LogState:
     @cached_property
     def voting_members(self) -> tuple[str, ...]:
         """Those of the roster that vote."""
-        if not self.probation:
-            return self.roster
         return tuple(peer for peer in self.roster if not self.is_on_probation(peer))
 
     @cached_property
@@ -189,12 +187,6 @@ class LogState:
     def excluded(self) -> dict[str, int]:
         """The peers that are excluded from the present cycle for a proven lie; the last cycle from which each is."""
         return {exclusion.peer: exclusion.until for exclusion in self.last.excluded} if self.last else {}
-
-    def bystanders_besides(self, peers: Collection[str]) -> tuple[Bystander, ...]:
-        """Return the voters besides these peers, as bystanders: of too many those that were in an entry last."""
-        besides = (peer for peer in self.voters if peer not in peers)
-        bystanders = tuple(Bystander(peer=peer, incarnation=self.incarnations[peer]) for peer in besides)
-        return bystanders[:BYSTANDER_LIMIT]
 
     # Amendments ---------------------------------------------------------------------------------------------------
     @property
@@ -289,19 +281,15 @@ class LogState:
         self.lease_of(member.peer, member.samples)
         if member.samples and not self.closes:
             raise LogError(f"{member.peer}: only the entry that closes a cycle says which samples were trained")
-        tokens = self._samples_behind(member) * self.tokens_per_sample
+        count = sample_count(member.samples)
+        if not self.closes:  # which samples it has trained is not said: all of its lease, or a whole grant at most
+            lease = self.leases.get(member.peer)
+            count = self.samples_per_lease if lease is None else sample_count(lease)
+        tokens = count * self.tokens_per_sample
         if member.tokens > tokens:
             raise LogError(f"{member.peer}: {member.tokens} tokens are more than the {tokens} in its samples")
         if member.wants > self.samples_per_lease:
             raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
-
-    def _samples_behind(self, member: Member) -> int:
-        """Return how many samples a member may have trained. Where the entry does not say which, that is all of its
-        lease, or a whole grant if it has none yet."""
-        if self.closes:
-            return sample_count(member.samples)
-        lease = self.leases.get(member.peer)
-        return self.samples_per_lease if lease is None else sample_count(lease)
 
     def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:
         """The leases of those who are not in the roster and may contribute to a later entry."""
@@ -399,6 +387,8 @@ def _closing(
     tenures, before = (log.last.tenures, log.last.excluded) if log.last else ((), ())
     excluded = _exclusions_after(before, faults, index, log.exclusion)
     liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
+    silent = {*peers, *gone, *(fault.peer for fault in faults)}
+    standing_by = [peer for peer in log.voters if peer not in silent][:BYSTANDER_LIMIT]  # those that were members last
     return {
         "leases": (*fresh, *log.carried(roster, faults)),
         "cursor": pool.cursor,
@@ -406,7 +396,7 @@ def _closing(
         "lineage_tokens": log.lineage_tokens + tokens,
         "tenures": _tenures_after(tenures, peers, log.probation, liars),
         "excluded": excluded,
-        "bystanders": log.bystanders_besides({*peers, *gone, *(fault.peer for fault in faults)}),
+        "bystanders": tuple(Bystander(peer=peer, incarnation=log.incarnations[peer]) for peer in standing_by),
     }
 
 

@@ -2,7 +2,7 @@
 
 Other rooms import:
 bootstrap: NodeTask, announce_manifest, keep_announced, listed_runs, run_bootstrap
-channel: BYTES_UNDER_WAY, Buffer, Channel, ChunkSender, Frame, LONGEST_HELD, PeerRefusedError, PeerUnreachableError,
+channel: BYTES_UNDER_WAY, Channel, ChunkSender, Frame, LONGEST_HELD, PeerRefusedError, PeerUnreachableError,
     Places, RefusalError, Serve, receive_chunks
 contacts: host_of, is_loopback, is_numeric, is_public
 daemon: peer_id_of, require_free_port, sweep_sockets

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from peers import metrics
 from peers.errors import LocalNetworkError, ManifestError, SwarmUnreachableError
-from peers.health import HEALTH
+from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.daemon import NETWORK_ERRORS, peer_id_of
 from peers.network.first_contact import RememberedPeers
@@ -32,7 +32,7 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import RUN_ID, SignedManifest
 from peers.values.signed_heads import SignedHeadsError, unpack_heads
-from peers.values.system import now
+from peers.values.system import cancel_and_wait, now
 from peers.values.tickets import Ticket, TicketError
 from peers.values.wire import printable
 
@@ -215,10 +215,7 @@ async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], 
         if publishing.done():
             publishing.result()
     finally:
-        tasks = (stopped, failed, publishing, living, *others)
-        for each in tasks:
-            each.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(stopped, failed, publishing, living, *others)
         HEALTH.over("publishing")
 
 

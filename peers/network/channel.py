@@ -24,10 +24,9 @@ from blake3 import blake3
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
 from peers.network.direct_io import DirectReads
 from peers.network.throttle import UNLIMITED, LinkTime, Throttle
-from peers.values.system import now
-from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable
+from peers.values.system import cancel_and_wait, now
+from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
 MAGIC = b"DLCP"
@@ -350,9 +349,7 @@ class ChunkSender(Generic[Item]):
             await reading
             self._channel.is_finished = True
         finally:
-            for task in (reading, writing):
-                task.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)
+            await cancel_and_wait(reading, writing)
 
     async def _write(self, header: bytes, following: Callable[[], Awaitable[Frame[Item] | None]]) -> None:
         """The first frame goes with the prelude in one packet. When BBR has not measured a delay for ten seconds, and

@@ -23,7 +23,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.data_port import CERTIFICATE_BYTES, Hello, pack_opening, send
 from peers.network.direct_io import DirectReads, TlsTransport, start_tls
 from peers.network.sockets import closed_on_failure, endpoint_of_peer, parse_endpoint
-from peers.values.identity import Identity, peer_id_of_key
+from peers.values.identity import Identity, peer_id_of_bytes
 from peers.values.wire import Reach
 
 CONTEXTS = 1024  # kept, one per peer
@@ -165,7 +165,7 @@ def _peer_of(certificate: bytes) -> str:
         raise _unproven(f"not a certificate: {error}") from error
     if not isinstance(key, Ed25519PublicKey):
         raise _unproven("its certificate is not of an Ed25519 key")
-    return peer_id_of_key(key)
+    return peer_id_of_bytes(key.public_bytes_raw())
 
 
 def _unproven(reason: object) -> RemoteProtocolError:

@@ -34,6 +34,7 @@ from peers.network.sockets import (
 )
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import Endpoint
+from peers.values.system import cancel_and_wait
 from peers.values.wire import PeerId, Value, WireError, pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -172,10 +173,7 @@ class Listener:
             listener = self._listeners.pop()
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
-        strangers = list(self._strangers)
-        for task in strangers:
-            task.cancel()
-        await asyncio.gather(*strangers, return_exceptions=True)
+        await cancel_and_wait(*self._strangers)
 
     def _watch(self, listener: socket.socket) -> None:
         # Not by sock_accept: what that has accepted in the moment when it is cancelled stays open.

@@ -21,6 +21,7 @@ from peers.network.first_contact import endpoint, which_answer
 from peers.network.known_runs import Admissions
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
+from peers.values.system import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +178,7 @@ class DhtMembership:
         self._keeping = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        await cancel_and_wait(self._keeping)
 
     def network_changed(self) -> None:
         """Begin anew: what was connected is not any more, and what is being waited for does not come."""

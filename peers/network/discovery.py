@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from peers import metrics
 from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
-from peers.health import HEALTH
+from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.dht_node import DhtNode
 from peers.presence.gossip import Gossip
@@ -20,7 +20,7 @@ from peers.presence.life_signs import LifeSign
 from peers.presence.meeting_place import MeetingPlace
 from peers.presence.news import Request
 from peers.presence.voice import Pace
-from peers.values.system import now
+from peers.values.system import cancel_and_wait, now
 
 if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
@@ -136,10 +136,7 @@ class PeerDiscovery:
 
     async def close(self) -> None:
         HEALTH.over(f"dht {self._run}")
-        tasks = [*self._exchanging, *([self._telling] if self._telling else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*self._exchanging, *([self._telling] if self._telling else []))
 
     # What is known --------------------------------------------------------------------------------------------
     async def heartbeats(self) -> list[Heartbeat]:

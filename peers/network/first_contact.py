@@ -21,7 +21,7 @@ from peers.network.contacts import is_public
 from peers.presence.heartbeat import ADDRESS_LENGTH, Heartbeat, PeerState
 from peers.values.identity import is_peer_id
 from peers.values.manifest import ADDRESS
-from peers.values.system import write_whole
+from peers.values.system import cancel_and_wait, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -207,9 +207,7 @@ async def which_answer(addresses: Sequence[str]) -> set[str]:
                             limit.reschedule(min(soon, limit.when() or soon))
                         found.add(address)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_and_wait(*tasks)
     return found
 
 

@@ -24,6 +24,7 @@ from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import Amendment, SignedManifest, newest
 from peers.values.signed_heads import SignedHead, SignedHeads, SignedHeadsError, pack_heads, unpack_heads
+from peers.values.system import cancel_and_wait
 from peers.values.tickets import LIST_BYTES, TicketError
 from peers.values.wire import RunId, Value, pack, unpack_from
 
@@ -217,9 +218,7 @@ class Admissions:
             logger.warning("dropped %s", error)
 
     async def close(self) -> None:
-        for task in filter(None, (self._asking, self._seeking)):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait(*filter(None, (self._asking, self._seeking)))
 
 
 def _is_busy(task: asyncio.Task[None] | None) -> bool:

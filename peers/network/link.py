@@ -21,6 +21,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection
 from peers.network.throttle import MOST, UNLIMITED, Throttle
+from peers.values.system import cancel_and_wait
 from peers.values.wire import MESSAGE_LIMIT, Count, Reach, Value, pack, printable, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -377,10 +378,7 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
             task.add_done_callback(replies.pop)
         raise EOFError("the asker ended it")
     finally:
-        unfinished = list(replies)
-        for task in unfinished:
-            task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await cancel_and_wait(*replies)
 
 
 async def _read(channel: Channel, length: int) -> bytes:

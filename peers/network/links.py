@@ -23,6 +23,7 @@ from peers.network.relays import LINK_INFO, AskInfo, LinkInfo, Splicer
 from peers.network.sockets import dial, raise_file_limit
 from peers.network.throttle import Throttle
 from peers.values.identity import Identity
+from peers.values.system import cancel_and_wait
 from peers.values.wire import Reach, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -109,9 +110,7 @@ class Links:
             await self._listener.close()
         if self.arranging.splicer:
             await self.arranging.splicer.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_and_wait(*self._tasks)
         for way in list(self._ways.values()):
             way.link.close()
 
@@ -393,9 +392,7 @@ class _Way:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 has_answered = has_answered or any(attempt.result() for attempt in done)
         finally:
-            for attempt in pending:
-                attempt.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await cancel_and_wait(*pending)
         if has_answered:
             await self.complete()
 

@@ -20,6 +20,7 @@ from peers.network.contacts import host_of
 from peers.network.data_port import TOKEN_BYTES, Splice, probe
 from peers.network.sockets import endpoint_of, parse_endpoint
 from peers.network.throttle import Throttle
+from peers.values.system import cancel_and_wait
 from peers.values.wire import Count, Value
 
 logger = logging.getLogger(__name__)
@@ -165,10 +166,7 @@ class Splicer:
     async def close(self) -> None:
         for token in list(self._meetings):
             self.cancel(token)
-        pumps = list(self._pumps)
-        for pump in pumps:
-            pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await cancel_and_wait(*self._pumps)
 
     async def _join(self, one: socket.socket, other: socket.socket) -> None:
         with metrics.RELAYED_CONNECTIONS.track_inprogress(), one, other:
@@ -176,9 +174,7 @@ class Splicer:
             try:
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for pump in pumps:
-                    pump.cancel()
-                await asyncio.gather(*pumps, return_exceptions=True)
+                await cancel_and_wait(*pumps)
 
     async def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         loop, piece = asyncio.get_running_loop(), memoryview(bytearray(min(SPLICED_PIECE, self._throttle.piece)))

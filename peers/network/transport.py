@@ -43,6 +43,7 @@ from peers.presence.voice import Pace
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment, SignedManifest
 from peers.values.signed_heads import SignedHeads
+from peers.values.system import cancel_and_wait
 from peers.values.wire import MESSAGE_LIMIT, Reach, printable, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -163,10 +164,8 @@ class HivemindTransport:
         for discovery in self._discoveries.values():
             await discovery.close()
         await self._links.close()
-        for task in self._serving:
-            task.cancel()
         try:
-            await asyncio.gather(*self._serving, return_exceptions=True)
+            await cancel_and_wait(*self._serving)
             await self.runs.admissions.close()
             if self._membership is not None:
                 await self._membership.close()

@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol, Self
+from typing import Self, TypeAlias
 
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.rounds import Attempt
 from peers.transfer.storage import empty
 from peers.values.chunks import Chunking, KeptPayloads, Payload, PayloadSize, Sum, SumTree
 from peers.values.wire import digest_of
-from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect, PayloadKind
+from peers.values.workload import BadBlocksError, Blocked, Blocks, Inspect
 
 SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
 
@@ -124,11 +124,6 @@ class PayloadBuffers:
         """Byte offsets [start, stop) of chunks [first, last) in a payload."""
         return self.chunk_bytes(first)[0], self.chunk_bytes(last - 1)[1]
 
-    def contribution(self, name: Attempt, chunk: int) -> memoryview:
-        """Our own blocks of a chunk. Raises: KeyError when the round is over."""
-        self._open_round(name)
-        return self.own_chunk(chunk)
-
     def own_chunk(self, chunk: int) -> memoryview:
         """A chunk of what we trained last."""
         start, stop = self.chunk_bytes(chunk)
@@ -142,15 +137,13 @@ class PayloadBuffers:
 
     def contributions(
         self, name: Attempt, chunk: int, me: str, weights: Sequence[tuple[str, float]]
-    ) -> list[tuple[bytes | bytearray | memoryview, float]]:
+    ) -> list[tuple[Blocks, float]]:
         """The blocks of a chunk with the members' weights, in their order. Raises: KeyError."""
         arrived = self._open_round(name).contributions[chunk]
-        mine = self.contribution(name, chunk)
+        mine = self.own_chunk(chunk)
         return [(mine if peer == me else arrived[peer], weight) for peer, weight in weights]
 
-    def store(
-        self, name: Attempt, chunk: int, data: bytes | bytearray | memoryview, digest: bytes | None = None
-    ) -> bytes:
+    def store(self, name: Attempt, chunk: int, data: Blocks, digest: bytes | None = None) -> bytes:
         """An averaged chunk is here; what was sent to average it is not needed any more. Returns its digest.
 
         Raises: KeyError.
@@ -162,10 +155,10 @@ class PayloadBuffers:
         current.contributions.pop(chunk, None)
         return current.digests[chunk]
 
-    def averaged(self, name: Attempt, chunk: int) -> memoryview:
-        """An averaged chunk. Raises: KeyError when the round is over."""
-        start, stop = self.chunk_bytes(chunk)
-        return self._open_round(name).average[start:stop]
+    def read(self, name: Attempt, chunk: int, is_averaged: bool) -> memoryview:
+        """Return a chunk of the average, or of our own blocks. Raises: KeyError when the round is over."""
+        current, (start, stop) = self._open_round(name), self.chunk_bytes(chunk)
+        return current.average[start:stop] if is_averaged else self.own_chunk(chunk)
 
     def assemble(self, name: Attempt) -> bytes:
         """All chunks of the round are here: keep the payload. Returns its digest. Raises: KeyError."""
@@ -182,28 +175,20 @@ class PayloadBuffers:
         return current
 
 
-class Measuring(Protocol):
-    """What this needs of the training side."""
-
-    def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
-        """See `Workload.squared_norm`."""
+Measure: TypeAlias = Callable[[Blocks, int, int], float]
+"""`Workload.squared_norm`."""
 
 
-def inspection(codec: Measuring, buffers: PayloadBuffers) -> Inspect:
+def inspection(measure: Measure, buffers: PayloadBuffers) -> Inspect:
     """Return what measures one chunk, and refuses bytes that are none."""
 
     def inspect(chunk: int, data: Blocks) -> float:
         start, stop = buffers.chunk_bytes(chunk)
         if len(data) != stop - start:
             raise BadBlocksError(f"chunk {chunk} has {len(data)} bytes, not {stop - start}")
-        return codec.squared_norm(data, buffers.chunking.blocks(chunk)[0], buffers.fragment)
+        return measure(data, buffers.chunking.blocks(chunk)[0], buffers.fragment)
 
     return inspect
-
-
-def payload_kind(codec: Measuring, buffers: PayloadBuffers) -> PayloadKind:
-    """Return what the protocol is to know of a fragment's payloads."""
-    return PayloadKind(buffers.size, inspection(codec, buffers))
 
 
 def offer(own: Blocks, buffers: PayloadBuffers, inspect: Inspect) -> Sum:

@@ -19,13 +19,15 @@ from typing import Protocol, TypeAlias, TypeVar
 from peers.errors import RemoteProtocolError
 from peers.network.channel import LONGEST_HELD as LONGEST
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
+from peers.values.system import cancel_and_wait
 from peers.values.wire import Reach, digest_of
 
 CHANCE = random.Random()
+"""Decides which of many donors are asked, and in which order."""
 PLACES: Mapping[Reach | None, int] = {Reach.OPEN: 4, Reach.PUNCHED: 4, None: 4, Reach.RELAYED: 2, Reach.NONE: 1}
 """Donors that give at once: one of this reach is added to fewer than so many. So a relay carries bulk data only where
 direct donors are too few to replace one another, and an unreachable donor is tried when nobody else is left."""
-ORDER: Sequence[Reach | None] = (Reach.OPEN, Reach.PUNCHED, None, Reach.RELAYED, Reach.NONE)
+RANK: Mapping[Reach | None, int] = {Reach.OPEN: 0, Reach.PUNCHED: 0, None: 1, Reach.RELAYED: 2, Reach.NONE: 3}
 LEAST = 60.0  # seconds that a donor has for what it was asked, however fast others are: it may be in a round
 MOST = LONGEST  # seconds after which it is given up, however slow all are
 SLOWER = 8  # times as slow as the others on average is too slow
@@ -45,25 +47,20 @@ class PullTransport(Protocol):
 
 def _best_first(transport: PullTransport, donors: Collection[str]) -> list[str]:
     """Return the donors with direct ones first and unreachable ones last; otherwise in the order that they have."""
-
-    def rank(donor: str) -> int:
-        reach = transport.reach_of(donor)
-        return 0 if reach is not None and reach.is_direct else ORDER.index(reach)
-
-    return sorted(donors, key=rank)
+    return sorted(donors, key=lambda donor: RANK[transport.reach_of(donor)])
 
 
-def shuffled(transport: PullTransport, donors: Collection[str], chance: random.Random) -> list[str]:
+def shuffled(transport: PullTransport, donors: Collection[str]) -> list[str]:
     """Return the donors with direct ones first and unreachable ones last; otherwise in an order of chance."""
-    return _best_first(transport, chance.sample(list(donors), len(donors)))
+    return _best_first(transport, CHANCE.sample(list(donors), len(donors)))
 
 
-def to_ask(transport: PullTransport, donors: Sequence[str], most: int, chance: random.Random) -> list[str]:
+def to_ask(transport: PullTransport, donors: Sequence[str], most: int) -> list[str]:
     """Return whom to ask what it has: the first donor, which leads, and others by reach and chance, `most` in all.
 
     Those that cannot be reached are left out, unless nobody else is there.
     """
-    ordered = [*donors[:1], *shuffled(transport, donors[1:], chance)]
+    ordered = [*donors[:1], *shuffled(transport, donors[1:])]
     reachable = [donor for donor in ordered if transport.reach_of(donor) is not Reach.NONE]
     return (reachable or ordered)[:most]
 
@@ -151,7 +148,6 @@ class Wanted:
 
 Range: TypeAlias = tuple[int, int]
 """Chunks [first, last)."""
-Pull: TypeAlias = asyncio.Task[tuple[bytes, bytearray]]
 
 
 class Download:
@@ -162,7 +158,7 @@ class Download:
         self._wanted = wanted
         self._data = data
         self._missing = deque(_ranges(range(len(wanted.digests)), wanted.range))
-        self._asked: dict[Range, dict[Pull, _Request]] = {}  # longest ago first
+        self._asked: dict[Range, dict[asyncio.Task[tuple[bytes, bytearray]], _Request]] = {}  # longest ago first
         self._reasons: dict[str, str] = {}  # why who failed us
         self._workers: dict[asyncio.Task[None], str] = {}  # each asks its donor for one range after another
         self._began: dict[str, float] = {}  # when who was first asked
@@ -201,9 +197,7 @@ class Download:
                     raise DownloadError("; ".join(self._reasons.values()) or "nobody has it")
                 await self._change_or_look()
         finally:
-            for worker in self._workers:
-                worker.cancel()
-            await asyncio.gather(*self._workers, return_exceptions=True)
+            await cancel_and_wait(*self._workers)
             self._data = memoryview(b"")  # the tracebacks of pulls that failed hold us, and it is large
 
     def _ask_more_of(self, waiting: deque[str]) -> None:
@@ -248,14 +242,12 @@ class Download:
                 await self._fetch(donor, wanted)
             except (PeerUnreachableError, RemoteProtocolError) as error:
                 logger.debug("%s", error)
-                if isinstance(error, PeerRefusedError) and self._has_other_workers(donor):
+                workers = sum(other == donor and not worker.done() for worker, other in self._workers.items())
+                if isinstance(error, PeerRefusedError) and workers > 1:
                     return  # it gives fewer at once
                 self._reasons[donor] = str(error)
             finally:
                 self._notify()
-
-    def _has_other_workers(self, donor: str) -> bool:
-        return sum(other == donor and not worker.done() for worker, other in self._workers.items()) > 1
 
     def _choose(self, donor: str) -> Range | None:
         """The next range; when all are asked for, one that this donor will have given before those who were asked."""
@@ -263,7 +255,8 @@ class Download:
             return self._missing.popleft()
         now = self._now()
         for wanted, requests in self._asked.items():
-            ours = self._pace.seconds(donor, self._size(wanted))
+            start, stop = self._wanted.bounds(*wanted)
+            ours = self._pace.seconds(donor, stop - start)
             if all(
                 request.donor != donor and self._pace.seconds_left(request, now) > ours for request in requests.values()
             ):
@@ -285,9 +278,11 @@ class Download:
                 self._pace.answered(request, self._now())
                 self._take(donor, wanted, chunks)
         finally:
-            pull.cancel()
-            await asyncio.gather(pull, return_exceptions=True)
-            self._withdraw(wanted, pull)
+            await cancel_and_wait(pull)
+            requests = self._asked.get(wanted, {})
+            if requests.pop(pull, None) and not requests:
+                del self._asked[wanted]
+                self._missing.appendleft(wanted)
 
     def _check(self, donor: str, wanted: Range, chunks: bytearray) -> None:
         """Raises: RemoteProtocolError unless these are the chunks that the digests name."""
@@ -304,12 +299,6 @@ class Download:
         for pull in self._asked.pop(wanted):
             pull.cancel()  # who else was asked for it; ours is done
 
-    def _withdraw(self, wanted: Range, pull: Pull) -> None:
-        requests = self._asked.get(wanted, {})
-        if requests.pop(pull, None) and not requests:
-            del self._asked[wanted]
-            self._missing.appendleft(wanted)
-
     def _wrong_chunks(self) -> list[int]:
         digests = self._wanted.digests
         return [
@@ -317,10 +306,6 @@ class Download:
             for chunk in range(len(digests))
             if digest_of(self._data[slice(*self._wanted.bounds(chunk, chunk + 1))]) != digests[chunk]
         ]
-
-    def _size(self, wanted: Range) -> int:
-        start, stop = self._wanted.bounds(*wanted)
-        return stop - start
 
     @property
     def _is_done(self) -> bool:

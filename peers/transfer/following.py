@@ -30,7 +30,7 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import PullTransport
 from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch, fetch_stretch
 from peers.transfer.payloads import PayloadError, Payloads
-from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
+from peers.transfer.snapshots import Vouched, ask_size, fetch_snapshot
 from peers.transfer.storage import Storage
 from peers.values.identity import verify
 from peers.values.manifest import Amendment
@@ -183,9 +183,7 @@ def _no_state_given(reasons: str) -> SwarmUnreachableError:
 class Following:
     """The state of a run on this machine. `log` is where in it `state` is, whose digest is `state_digest`."""
 
-    def __init__(
-        self, transport: FollowTransport, state: ReplicatedState, settings: RunSettings, storage: Storage
-    ) -> None:
+    def __init__(self, transport: FollowTransport, state: ReplicatedState, settings: RunSettings) -> None:
         self.log = settings.empty_log
         self.state_digest = b""
         self.donors = Donors(transport, self.log)
@@ -194,7 +192,6 @@ class Following:
         self._doubts = Doubts(settings.timing.partition_grace)
         self._transport = transport
         self._state = state
-        self._storage = storage
 
     @property
     def _signed(self) -> SignedHeads:
@@ -205,14 +202,6 @@ class Following:
         """What our log has where archives have signed."""
         end = self.log.position.index
         return self.past.heads_at(index for index in self._signed.indices if index <= end)
-
-    def _check_signed(self) -> None:
-        """Raises: CannotFollowError when the run's archives have signed another log than we follow."""
-        if (head := self._signed.contradiction(self._heads)) is not None:
-            message = (
-                f"the archive {head.archive} has signed another outer step {head.index} than the one followed here."
-            )
-            raise CannotFollowError(message, 0)
 
     async def begin(self, least: int = 0) -> None:
         """Take over a snapshot, at index `least` or later.
@@ -234,7 +223,7 @@ class Following:
         while donors:
             try:
                 snapshot = await fetch_snapshot(
-                    self._transport, donors, self.log, least, vouch, self._storage, self._state.state_size
+                    self._transport, donors, self.log, least, vouch, Storage(), self._state.state_size
                 )
                 await self._state.restore(snapshot.data, snapshot.state_digest)
             except (SnapshotError, LineageError, OSError) as error:
@@ -252,7 +241,9 @@ class Following:
         have does not.
         """
         live = await self.donors.live()
-        self._check_signed()
+        if (head := self._signed.contradiction(self._heads)) is not None:
+            signed = f"the archive {head.archive} has signed another outer step {head.index}"
+            raise CannotFollowError(f"{signed} than the one followed here.", 0)
         index, tokens = self.log.position.index, self.log.lineage_tokens
         beats = [beat for beat in live if beat.index > index or beat.lineage_tokens > tokens]
         donors, reasons, followers = [beat.peer for beat in beats if beat.index > index], list[str](), list[_Next]()

@@ -20,13 +20,12 @@ from peers.log.folder import RunLog
 from peers.log.header import Header, Position
 from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
-from peers.network.channel import Buffer, PeerUnreachableError, Places
+from peers.network.channel import PeerUnreachableError, Places
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer.download import CHANCE, PullTransport, kept_for, shuffled
-from peers.values.identity import Verify
-from peers.values.identity import verify as verify_signature
+from peers.values.identity import verify
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
-from peers.values.wire import Count, RunId, Value, pack, unpack_from
+from peers.values.wire import Buffer, Count, RunId, Value, pack, unpack_from
 
 HEADERS = "headers"
 READERS = 8  # pulls of members of the log that are served at once; each may take megabytes meanwhile
@@ -136,13 +135,11 @@ class LineageFetch:
         self,
         transport: PullTransport,
         ours: RunLog,
-        verify: Verify = verify_signature,
         recent: Callable[[Position], Told | None] = lambda position: None,
     ) -> None:
         """`recent` are entries that our state has and the log may lack yet."""
         self._transport = transport
         self._ours = ours
-        self._verify = verify
         self._recent = recent
         self._last: _Look | None = None
 
@@ -187,7 +184,7 @@ class LineageFetch:
         if last is not None and (last.donor, last.here) == (donor, here.position):
             return last, await self._next(donor, others, last.walk.end)
         start, stretch = await self._where_it_leaves(donor, others, here)
-        return _Look(donor, here.position, Walk(start, self._verify), Chain(self._ours.empty_log)), stretch
+        return _Look(donor, here.position, Walk(start, verify), Chain(self._ours.empty_log)), stretch
 
     def _compared(self, theirs: Branch, here: LogState, chain: Chain) -> Compared:
         """Both branches, with the places before their start as far as they are here."""
@@ -202,7 +199,10 @@ class LineageFetch:
         while True:
             log = await asyncio.to_thread(self._ours.log_after, index)
             if log is not None:
-                stretch = await self._told(donor, index)
+                try:
+                    stretch = await self._stretch(donor, index)
+                except (PeerUnreachableError, RemoteProtocolError) as error:
+                    raise LineageError(str(error)) from error
                 if stretch.told and stretch.told[0][0].previous == log.position.head:
                     return await self._pass(donor, others, log, stretch)
             if index == 0:
@@ -237,18 +237,12 @@ class LineageFetch:
 
     async def _next(self, donor: str, others: Sequence[str], end: LogState) -> Stretch:
         """What follows an entry, from whoever knows it; nothing, if nobody does."""
-        for asked in (donor, *shuffled(self._transport, others, CHANCE)[:ASKED]):
+        for asked in (donor, *shuffled(self._transport, others)[:ASKED]):
             with suppress(PeerUnreachableError, RemoteProtocolError):
                 stretch = await self._stretch(asked, end.position.index)
                 if stretch.told and stretch.told[0][0].previous == end.position.head:
                     return stretch
         return NO_STRETCH
-
-    async def _told(self, donor: str, index: int) -> Stretch:
-        try:
-            return await self._stretch(donor, index)
-        except (PeerUnreachableError, RemoteProtocolError) as error:
-            raise LineageError(str(error)) from error
 
     async def _stretch(self, donor: str, index: int) -> Stretch:
         run = self._ours.empty_log.run
@@ -257,7 +251,7 @@ class LineageFetch:
     def _own_branch(self, start: LogState, here: LogState) -> Branch:
         """Of its entries only those of the first cycle are ever looked at; of the others their names, which archives
         may have signed."""
-        walk, index = Walk(start, self._verify), start.position.index
+        walk, index = Walk(start, verify), start.position.index
         with suppress(LogError):
             for told in self._own_entries(start) if index < here.position.index else ():
                 walk.take(*told)

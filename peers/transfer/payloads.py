@@ -1,21 +1,30 @@
-"""Payloads of past entries: served to who fell behind, and fetched from several peers at once, each chunk checked."""
+"""What entries name by its digest and lies beside them: payloads, and proofs of faults. Served and fetched.
+
+A payload comes from several peers at once, each chunk checked. Whoever signs an entry has seen the proofs of its annex;
+whoever takes it over later has not: it joined, followed, or keeps an archive. Any peer may give it these.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+import logging
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 from peers.errors import RemoteProtocolError
+from peers.log.folder import LogFolderError, RunLog
 from peers.log.header import Header
-from peers.network.channel import Buffer, PeerUnreachableError, Places, RefusalError
+from peers.network.channel import PeerUnreachableError, Places, RefusalError
+from peers.protocol.faults import PROOF_LIMIT
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.download import CHANCE, RANGES, Download, DownloadError, PullTransport, Wanted, shuffled
+from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted, kept_for, shuffled
 from peers.values.chunks import Payload, chunks_of
-from peers.values.wire import DIGEST_BYTES, Count, Digest, RunId, Value, pack, unpack_from
+from peers.values.system import cancel_and_wait
+from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value, digest_of, pack, unpack_from
+
+logger = logging.getLogger(__name__)
 
 PAYLOAD = "payload"
 READERS = 16  # pulls that are served at once
@@ -24,6 +33,14 @@ RANGE = 16  # chunks asked for at once, at most
 RANGES_AT_LEAST = 32  # if there are as many chunks, so that several donors give
 DIGESTS_TIMEOUT = 60.0  # seconds for the digests of a payload's chunks
 STAGGER = 3.0  # seconds after which another donor is asked for them, too
+
+PROOF = "proof"
+PROOF_READERS = 4  # pulls that are served at once; each takes up to a megabyte meanwhile
+PROOF_TIMEOUT = 60.0  # seconds for an answer: a megabyte at 1 Mbit/s takes 8, and the donor may be in a round
+AT_ONCE = 16  # proofs that are asked for after an entry
+ASKED = 4  # peers that are asked for one of them
+TIMES = 4  # that one peer is asked for a proof: it may have had no place, or have got it since
+PATIENCE = 16  # peers without it after which a proof is not asked for any more
 
 
 class PayloadRequest(Value):
@@ -47,8 +64,7 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[P
     @asynccontextmanager
     async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
         request = unpack_from(sender, PayloadRequest, packed)
-        transport.check_admitted(request.run, sender)
-        fragments = kept.get(request.run, ())
+        fragments = kept_for(transport, kept, request.run, sender)
         buffers = fragments[request.fragment] if request.fragment < len(fragments) else None
         payload = await asyncio.to_thread(buffers.find, request.payload) if buffers else None
         if buffers is None or payload is None:
@@ -68,14 +84,11 @@ async def serve_payloads(transport: PullTransport, kept: Mapping[str, Sequence[P
 class Payloads:
     """Fetches payloads of one run for one peer."""
 
-    def __init__(
-        self, transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], chance: random.Random = CHANCE
-    ) -> None:
-        """`buffers` are of each fragment; `chance` decides in which order donors are asked."""
+    def __init__(self, transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers]) -> None:
+        """`buffers` are of each fragment."""
         self._transport = transport
         self._run = run
         self._buffers = buffers
-        self._chance = chance
         self._fetches: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def fetch(self, header: Header, donors: Sequence[str]) -> None:
@@ -113,7 +126,7 @@ class Payloads:
 
         Donors are asked one after another, without waiting long for any.
         """
-        waiting = deque(shuffled(self._transport, donors, self._chance))
+        waiting = deque(shuffled(self._transport, donors))
         asking: dict[asyncio.Task[tuple[bytes, ...]], str] = {}
         reasons = []
         try:
@@ -131,9 +144,7 @@ class Payloads:
                     except (PeerUnreachableError, RemoteProtocolError) as error:
                         reasons.append(str(error))
         finally:
-            for question in asking:
-                question.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await cancel_and_wait(*asking)
         raise PayloadError("; ".join(reasons) or "nobody has it")
 
     async def _ask_digests(self, buffers: PayloadBuffers, donor: str, payload: bytes) -> tuple[bytes, ...]:
@@ -141,3 +152,82 @@ class Payloads:
         count, request = buffers.size.chunks, self._request(buffers.fragment, payload, 0, 0)
         _, packed = await self._transport.pull(donor, PAYLOAD, request, DIGEST_BYTES * count, DIGESTS_TIMEOUT)
         return chunks_of(donor, PAYLOAD, packed, count, payload)
+
+
+# Proofs ---------------------------------------------------------------------------------------------------------------
+class ProofRequest(Value):
+    """The proof with this digest, which an entry's annex names."""
+
+    run: RunId
+    proof: Digest
+
+
+async def serve_proofs(transport: PullTransport, logs: Mapping[str, RunLog]) -> None:
+    """Give the proofs that are kept of these runs to whoever asks, from now on."""
+    places = Places(PROOF_READERS, 1)
+
+    @asynccontextmanager
+    async def serve(sender: str, packed: bytes) -> AsyncIterator[tuple[bytes, Buffer]]:
+        request = unpack_from(sender, ProofRequest, packed)
+        log = kept_for(transport, logs, request.run, sender)
+        async with places.one_for(sender):
+            proof = await asyncio.to_thread(log.proof, request.proof)
+            if proof is None:
+                raise RefusalError("that proof is not kept here")
+            yield b"", proof
+
+    await transport.on_pull(PROOF, serve, gives_way=True)
+
+
+class MissingProofs:
+    """Finds the proofs that a log on the disk lacks, and fetches them. Nobody looks for those of a log in memory."""
+
+    def __init__(self, transport: PullTransport, log: RunLog) -> None:
+        self._transport = transport
+        self._log = log
+        self._lacking: dict[bytes, None] = {}
+        self._asked: defaultdict[bytes, Counter[str]] = defaultdict(Counter)  # by proof: whom in vain, and how often
+        self._looked = (0, 0, b"")  # at entries [first, stop) of the lineage with this digest at its end
+        self._turn = asyncio.Lock()
+
+    def look(self) -> None:
+        """Note what lacks of the entries that have come since the last look: after those that were here, or before."""
+        log, (first, stop, head) = self._log, self._looked
+        if not log.is_on_disk:
+            return
+        if log.heads(stop - 1, stop) != [head]:  # another lineage
+            first = stop = log.next_index
+        faults = [*log.faults(log.first, first), *log.faults(stop, log.next_index)]
+        proofs = [fault.proof for fault in faults]
+        self._lacking |= dict.fromkeys(proof for proof in proofs if not log.has_proof(proof))
+        self._looked = log.first, log.next_index, b"".join(log.heads(log.next_index - 1, log.next_index))
+
+    async def fetch(self, donors: Collection[str]) -> None:
+        """Fetch a few of those that lack, unless that is under way."""
+        if self._turn.locked():
+            return
+        async with self._turn:
+            for proof in list(self._lacking)[:AT_ONCE]:
+                asked = self._asked[proof]
+                left = [donor for donor in shuffled(self._transport, donors) if asked[donor] < TIMES]
+                for donor in left[:ASKED]:
+                    if await self._fetch(proof, donor):
+                        break
+
+    async def _fetch(self, proof: bytes, donor: str) -> bool:
+        """Ask one peer for a proof. Returns whether none is to be asked for it now."""
+        try:
+            request = pack(ProofRequest(run=self._log.empty_log.run, proof=proof))
+            _, data = await self._transport.pull(donor, PROOF, request, PROOF_LIMIT, PROOF_TIMEOUT)
+            if digest_of(data) != proof:
+                raise RemoteProtocolError(donor, "it has another proof")
+            await asyncio.to_thread(self._log.keep_proofs, [bytes(data)])
+        except (PeerUnreachableError, RemoteProtocolError):
+            asked = self._asked[proof]
+            asked[donor] += 1
+            if sum(times == TIMES for times in asked.values()) < PATIENCE:
+                return False
+        except LogFolderError as error:
+            logger.warning("a proof is not kept: %s", error)
+        del self._lacking[proof], self._asked[proof]
+        return True

@@ -1,22 +1,22 @@
 """What everything else is made of: plain values, how they become bytes, and what is promised to whom.
 
-Nothing here waits, and nothing knows of another peer.
+Nothing here knows of another peer.
 
 Other rooms import:
 chunks: Chunking, KEPT_BYTES, KeptPayloads, MOST_LEVELS, NODE, Payload, PayloadSize, StateChunking, Sum, SumTree,
     chunk_digests, chunks_of, digest_of_chunks, digest_of_state, parts_of, payloads_moved, root_of, split_by_rate
-identity: Identity, Keys, SIGNATURE_BYTES, Signature, Verify, is_peer_id, peer_id_of_key, verify
+identity: Identity, Keys, SIGNATURE_BYTES, Signature, Verify, is_peer_id, peer_id_of_bytes, verify
 leases: Grants, Lease, PIECE_LIMIT, SamplePool, SampleRange, prefix, sample_count
 manifest: ADDRESS, Amendment, Invite, RUN_ID, SignedManifest, check_momentum, newest
 signed_heads: HEADS_BYTES, KEYS_LIMIT, NOTHING_SIGNED, SignedHead, SignedHeads, SignedHeadsError, pack_heads,
     unpack_heads
-system: PARTIAL, make_private_folder, next_sequence, now, open_private, sweep_folders, sync_folder, temporary_folder,
-    write_whole
+system: PARTIAL, cancel_and_wait, make_private_folder, next_sequence, now, open_private, sweep_folders, sync_folder,
+    temporary_folder, write_whole
 tickets: ANOTHER_TICKET, GRACE, ID_BYTES, LIST_BYTES, REVOKED_LIMIT, Revocations, SHOWN_BYTES, Ticket, TicketError,
     check_ticket
-wire: Count, DIGEST_BYTES, Digest, MESSAGE_LIMIT, PROTOCOL_VERSION, PeerId, Reach, Reason, RunId, Samples, Seconds,
-    TEAM, TEAM_LENGTH, Value, WireError, check_team, decode, digest_of, field_names, from_plain, pack, pack_plain,
-    printable, unpack, unpack_from
+wire: Buffer, Count, DIGEST_BYTES, Digest, MESSAGE_LIMIT, PROTOCOL_VERSION, PeerId, Reach, Reason, RunId, Samples,
+    Seconds, TEAM, TEAM_LENGTH, Value, WireError, check_team, decode, digest_of, field_names, from_plain, pack,
+    pack_plain, printable, unpack, unpack_from
 workload: BadBlocksError, Blocked, Blocks, InnerLoop, Inspect, OnCaptured, PayloadKind, Progress, Reduction,
     ReplicatedState, SnapshotError, Trained, Workload, captures_nothing
 """

@@ -15,13 +15,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import TypeAlias
+from itertools import accumulate, pairwise
 
 from blake3 import blake3
 
 from peers.errors import RemoteProtocolError
-from peers.values.wire import DIGEST_BYTES, digest_of
+from peers.values.wire import DIGEST_BYTES, Buffer, digest_of
 
 CHUNK_BLOCKS = 512  # blocks at most: half a MiB of int8, the size at which hivemind's streams are fastest
 CHUNKS = 64  # at least, if there are as many blocks, so that small payloads can be pipelined, too
@@ -69,16 +68,7 @@ def digest_of_chunks(digests: Iterable[bytes]) -> bytes:
 
 def parts_of(shares: Sequence[int]) -> list[range]:
     """The chunks of each part: consecutive, `shares` of them each."""
-    parts, start = list[range](), 0
-    for share in shares:
-        parts.append(range(start, start + share))
-        start += share
-    return parts
-
-
-def _split_evenly(chunk_count: int, reducers: int) -> list[int]:
-    """Chunks per part, as equal as can be."""
-    return [chunk_count * (place + 1) // reducers - chunk_count * place // reducers for place in range(reducers)]
+    return [range(start, stop) for start, stop in pairwise(accumulate(shares, initial=0))]
 
 
 def payloads_moved(members: int, share: float) -> float:
@@ -90,7 +80,8 @@ def payloads_moved(members: int, share: float) -> float:
 
 
 def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> list[int]:
-    """Chunks per reducer, such that the slowest link of all is done as early as can be.
+    """Chunks per reducer, such that the slowest link of all is done as early as can be; as equal as can be where that
+    makes no difference, or no rate is known.
 
     With n members, one that reduces a share x of the payload sends and receives 1 + (n - 2) x payloads; one that
     reduces nothing sends and receives one, however the others share. So the time T that all reducers need is the one at
@@ -103,7 +94,8 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
     reducers = len(rates)
     known = sorted(rate for rate in rates if rate > 0)
     if members < 3 or not known:
-        return _split_evenly(chunk_count, reducers)
+        bounds = [chunk_count * place // reducers for place in range(reducers + 1)]
+        return [after - before for before, after in pairwise(bounds)]
     rates = [(rate or known[0]) / known[-1] for rate in rates]
     shares = [0.0] * reducers
     fastest = sorted(rates, reverse=True)
@@ -112,15 +104,9 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
         if count == reducers or time * fastest[count] <= 1:
             shares = [max(0.0, (time * rate - 1) / (members - 2)) for rate in rates]
             break
-    return _round(chunk_count, shares)
-
-
-def _round(chunk_count: int, shares: Sequence[float]) -> list[int]:
-    """Whole chunks that add up; cumulative, so that no part is more than one chunk off."""
-    bounds, total = [0], 0.0
-    for share in shares:
-        total += share
-        bounds.append(min(chunk_count, round(chunk_count * total / max(sum(shares), 1e-9))))
+    whole = max(sum(shares), 1e-9)
+    # Rounded are the sums, so that the parts add up and none is more than one chunk off.
+    bounds = [min(chunk_count, round(chunk_count * total / whole)) for total in accumulate(shares, initial=0.0)]
     return [after - before for before, after in pairwise(bounds)]
 
 
@@ -229,16 +215,13 @@ class KeptPayloads:
         return self._payloads.get(digest)
 
     def _drop_what_is_too_much(self) -> None:
-        while self._bytes() > self._budget and (self._on_disk or len(self._payloads) > KEPT_AT_LEAST):
-            dropped = next(digest for digest in self._payloads if not self._on_disk or digest in self._on_disk)
-            del self._payloads[dropped]
+        payloads = self._payloads
+        while self._on_disk or len(payloads) > KEPT_AT_LEAST:
+            if sum(len(payload.data) for payload in payloads.values()) <= self._budget:
+                return
+            dropped = next(digest for digest in payloads if not self._on_disk or digest in self._on_disk)
+            del payloads[dropped]
             self._on_disk.discard(dropped)
-
-    def _bytes(self) -> int:
-        return sum(len(payload.data) for payload in self._payloads.values())
-
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,7 @@ from typing import Annotated, Protocol, TypeAlias
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from pydantic import Field
 
 from peers.errors import LocalNetworkError, quoted
@@ -42,8 +36,8 @@ class Identity:
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
         self.private_key = private_key
-        self.public_bytes = private_key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
-        self.peer_id = peer_id_of_key(private_key.public_key())
+        self.public_bytes = private_key.public_key().public_bytes_raw()
+        self.peer_id = peer_id_of_bytes(self.public_bytes)
 
     @classmethod
     def generate(cls) -> Identity:
@@ -57,7 +51,7 @@ class Identity:
     @property
     def seed(self) -> bytes:
         """The private key, 32 bytes."""
-        return self.private_key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
+        return self.private_key.private_bytes_raw()
 
     @classmethod
     def load(cls, path: Path) -> Identity:
@@ -65,22 +59,24 @@ class Identity:
         try:
             key = load_pem_private_key(path.read_bytes(), password=None)
         except OSError as error:
-            raise _unreadable(path, error) from error
-        except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key is encrypted
-            raise _not_a_key(path) from error
+            reason = error.strerror or str(error)
+            raise LocalNetworkError(
+                f"cannot read the identity file {path}: {reason}.", "Check the path and its permissions."
+            ) from error
+        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
+            key = None
         if not isinstance(key, Ed25519PrivateKey):
-            raise _not_a_key(path)
+            raise LocalNetworkError(
+                f"{path} is not an identity file: it holds no unencrypted Ed25519 private key in PEM form.",
+                "Name another file, or one that does not exist yet to have a new identity made.",
+            )
         return cls(key)
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
         """The identity in `path`; if there is no such file, a new one is saved there. Raises: LocalNetworkError."""
-        try:
-            missing = not path.exists()
-        except OSError as error:  # such as a name that is too long
-            raise _unreadable(path, error) from error
-        if missing:
-            with suppress(FileExistsError):  # another process was faster: its key is the identity
+        with suppress(OSError):  # another process was faster, or no file can have this name: reading it says so
+            if not path.exists():
                 cls.generate().save(path)
         return cls.load(path)
 
@@ -134,11 +130,6 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
     return True
 
 
-def peer_id_of_key(key: Ed25519PublicKey) -> str:
-    """Return the peer id that contains this key."""
-    return peer_id_of_bytes(key.public_bytes(Encoding.Raw, PublicFormat.Raw))
-
-
 @lru_cache(maxsize=4096)
 def peer_id_of_bytes(key: bytes) -> str:
     """Return the peer id that contains this public key, given as 32 bytes."""
@@ -172,18 +163,6 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
         return Ed25519PublicKey.from_public_bytes(raw[len(PEER_ID_PREFIX) :])
     except ValueError:  # it is too short, or too long
         return None
-
-
-def _unreadable(path: Path, error: OSError) -> LocalNetworkError:
-    reason = error.strerror or str(error)
-    return LocalNetworkError(f"cannot read the identity file {path}: {reason}.", "Check the path and its permissions.")
-
-
-def _not_a_key(path: Path) -> LocalNetworkError:
-    return LocalNetworkError(
-        f"{path} is not an identity file: it holds no unencrypted Ed25519 private key in PEM form.",
-        "Name another file, or one that does not exist yet to have a new identity made.",
-    )
 
 
 Signature = Annotated[bytes, Field(strict=True, min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]

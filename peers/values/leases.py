@@ -7,9 +7,9 @@ handed out again before anything fresh, so that a dead peer's samples are traine
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from pydantic import StrictInt
 
@@ -122,7 +122,7 @@ class SamplePool:
         return SamplePool(self.cursor, _merge((*self.free, *returned)))
 
 
-class Grants(Sequence[Lease]):
+class Grants:
     """Whole leases that a pool can give, disjoint and in its order.
 
     Each is made when somebody looks at it: of a thousand all but a few are fresh samples that nobody ever asks for.
@@ -141,13 +141,10 @@ class Grants(Sequence[Lease]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, place: int) -> Lease: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Lease]: ...
-    def __getitem__(self, place: int | slice) -> Lease | Sequence[Lease]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(self._count)[place]]
+    def __iter__(self) -> Iterator[Lease]:
+        return map(self.__getitem__, range(self._count))
+
+    def __getitem__(self, place: int) -> Lease:
         number = range(self._count)[place]
         if number < len(self._dealt):
             return self._dealt[number]

@@ -187,9 +187,6 @@ def _signed_bytes(name: str, organiser: str, content: bytes) -> bytes:
     return SIGNING_CONTEXT + lengths + name.encode() + organiser.encode() + content
 
 
-Number = Annotated[int, Field(strict=True, ge=1, lt=2**62)]
-
-
 def check_momentum(value: float) -> float:
     """Return the momentum; 0 for -0, which is equal to it, and has other bytes. Raises: ValueError."""
     if 0 < value < LEAST_MOMENTUM:
@@ -197,17 +194,13 @@ def check_momentum(value: float) -> float:
     return value + 0.0
 
 
-LearningRate = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]
-Momentum = Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False), AfterValidator(check_momentum)]
-
-
 class Amendment(Value):
     """The outer optimizer's learning rate, which a schedule goes on multiplying, and its momentum. Both stand in place
     of the manifest's, whatever earlier amendments said."""
 
-    number: Number
-    learning_rate: LearningRate
-    momentum: Momentum
+    number: Annotated[int, Field(strict=True, ge=1, lt=2**62)]
+    learning_rate: Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]
+    momentum: Annotated[float, Field(strict=True, ge=0, lt=1, allow_inf_nan=False), AfterValidator(check_momentum)]
     signature: Signature
 
     @classmethod
@@ -238,5 +231,4 @@ def _is_signed(text: bytes, signature: bytes, organiser: str) -> bool:
 
 def newest(*amendments: Amendment | None) -> Amendment | None:
     """Return the amendment with the highest number, the first of several; None: there is none."""
-    there = [amendment for amendment in amendments if amendment is not None]
-    return max(there, key=lambda amendment: amendment.number, default=None)
+    return max(filter(None, amendments), key=lambda amendment: amendment.number, default=None)

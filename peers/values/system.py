@@ -1,9 +1,10 @@
-"""The operating system, as the swarm uses it: a clock that runs on while the machine sleeps, folders that only this
-user may enter whatever the umask, and files that are there whole or not at all.
+"""The operating system and the event loop, as the swarm uses them: a clock that runs on while the machine sleeps,
+folders that only this user may enter whatever the umask, files that are there whole or not at all, and tasks that end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 PARTIAL = ".partial"
 """What the name of a file ends in while it is written. A process that is killed leaves it behind."""
@@ -20,6 +22,13 @@ PARTIAL = ".partial"
 def now() -> float:
     """Return the time. A laptop's lid stops the monotonic clock, while for all others time goes on."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel these tasks, and return when all have ended. What they raise is dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def next_sequence(*last: int) -> int:

@@ -46,11 +46,6 @@ def _grant(run: str, key: bytes, is_for_bearers: bool, expires: int) -> bytes:
     return GRANT_CONTEXT + pack_plain([run, key, is_for_bearers, expires])
 
 
-def _id_of(grant: bytes) -> bytes:
-    """Return the name of a ticket in lists of revoked ones."""
-    return digest_of(grant)[:ID_BYTES]
-
-
 class ShownTicket(Value):
     """A ticket as the heartbeats of one peer show it. Only bearers show a signature of the peer's id."""
 
@@ -81,9 +76,9 @@ def check_ticket(shown: bytes, peer: str, run: str, organiser: str) -> _CheckedT
     if ticket.bearer_signature is None:
         if holder != peer:
             raise TicketError(f"it is for {holder}")
-    elif not verify(holder, _bearer_text(peer), ticket.bearer_signature):
+    elif not verify(holder, BEARER_CONTEXT + peer.encode(), ticket.bearer_signature):
         raise TicketError("its bearer has not signed the id of this peer")
-    return _CheckedTicket(_id_of(grant), ticket.expires)
+    return _CheckedTicket(digest_of(grant)[:ID_BYTES], ticket.expires)
 
 
 class Ticket(Value):
@@ -106,7 +101,7 @@ class Ticket(Value):
     @property
     def id(self) -> bytes:
         """The name of the ticket in lists of revoked ones."""
-        return _id_of(_grant(self.run, self.key, self.secret is not None, self.expires))
+        return digest_of(_grant(self.run, self.key, self.secret is not None, self.expires))[:ID_BYTES]
 
     @property
     def peer(self) -> str | None:
@@ -120,7 +115,7 @@ class Ticket(Value):
                 f"the ticket is for the peer {self.peer}; this machine is {peer}.",
                 "Join with --identity and the key file of that peer, or ask for a ticket for this one.",
             )
-        signed = None if self.secret is None else Identity.of_seed(self.secret).sign(_bearer_text(peer))
+        signed = None if self.secret is None else Identity.of_seed(self.secret).sign(BEARER_CONTEXT + peer.encode())
         shown = ShownTicket(key=self.key, expires=self.expires, signature=self.signature, bearer_signature=signed)
         return pack(shown)
 
@@ -170,7 +165,3 @@ class Revocations(Value):
 def _revocation(run: str, number: int, revoked: tuple[bytes, ...]) -> bytes:
     """Return the bytes of a list of revoked tickets that the organiser signs."""
     return REVOCATION_CONTEXT + pack_plain([run, number, revoked])
-
-
-def _bearer_text(peer: str) -> bytes:
-    return BEARER_CONTEXT + peer.encode()

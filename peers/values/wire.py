@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgpack
 from blake3 import blake3
@@ -91,7 +91,10 @@ class Value(BaseModel):
 ValueT = TypeVar("ValueT", bound=Value)
 
 
-def digest_of(data: bytes | bytearray | memoryview) -> bytes:
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+def digest_of(data: Buffer) -> bytes:
     """BLAKE3, 32 bytes."""
     return blake3(data).digest()
 

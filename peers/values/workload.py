@@ -9,8 +9,9 @@ from typing import Protocol, TypeAlias
 from peers.values.chunks import PayloadSize, Sum
 from peers.values.leases import SampleRange
 from peers.values.manifest import Amendment
+from peers.values.wire import Buffer
 
-Blocks: TypeAlias = bytes | bytearray | memoryview
+Blocks: TypeAlias = Buffer
 """Whole blocks of a payload."""
 Inspect: TypeAlias = Callable[[int, Blocks], float]
 """Returns the squared norm of a chunk. Raises: BadBlocksError when these bytes are no such chunk."""

@@ -99,7 +99,7 @@ def test_promtool_finds_nothing_wrong(arguments: tuple[str, ...]) -> None:
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Prometheus that scrapes this process: its address."""
     folder = tmp_path_factory.mktemp("prometheus")
-    server = metrics.serve_metrics(0)
+    server = metrics.MetricsServer(0)
     set_gauges(1.0)
     something_has_happened()
     config = {

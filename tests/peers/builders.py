@@ -47,7 +47,7 @@ from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt, Held, Holder, Round, Share, Stance
 from peers.protocol.showings import Showings
 from peers.protocol.states import State
-from peers.values.chunks import PayloadSize, Sum, SumTree, _split_evenly
+from peers.values.chunks import PayloadSize, Sum, SumTree, split_by_rate
 from peers.values.leases import Lease, SampleRange
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, PayloadKind, Trained
@@ -121,7 +121,8 @@ def round_of(
 ) -> Round:
     """A round in which `chunks` says how many each member reduces; by default all with tokens reduce as much."""
     if chunks is None:
-        parts = iter(_split_evenly(SIZE.chunks, sum(one.tokens > 0 for one in roster)))
+        reducers = sum(one.tokens > 0 for one in roster)
+        parts = iter(split_by_rate(SIZE.chunks, [0.0] * reducers, reducers))
         chunks = [next(parts) if one.tokens else 0 for one in roster]
     shares = tuple(Share(member=one, chunks=count) for one, count in zip(roster, chunks, strict=True))
     committed = digest_of_all([CONTRIBUTED] * sum(one.tokens > 0 for one in roster))

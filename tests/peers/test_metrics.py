@@ -24,8 +24,7 @@ import opendiloco.storage.checkpointer
 import opendiloco.workers.telemetry  # noqa: F401  (both count)
 from peers import metrics
 from peers.errors import LocalNetworkError
-from peers.health import Health
-from peers.metrics import DROPPED, MetricsServer, serve_metrics
+from peers.metrics import DROPPED, Health, MetricsServer
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 UNUSUAL = "diloco_peer_held_out_bits_per_byte use base unit"
@@ -42,7 +41,7 @@ def health(monkeypatch: pytest.MonkeyPatch) -> Health:
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    server = serve_metrics(0)
+    server = MetricsServer(0)
     yield server
     server.close()
 
@@ -73,7 +72,7 @@ def test_counts_are_served_to_this_machine_and_a_port_in_use_is_a_clear_error(se
     address, port = server.address
     assert address == "127.0.0.1", "regression: anybody in the network could read them"
     with pytest.raises(LocalNetworkError, match=f"port {port}"):
-        serve_metrics(port)
+        MetricsServer(port)
     status, said = get(server, "/metrics")
     assert status == 200
     assert f'diloco_peer_dropped_total{{what="message"}} {before + 1}' in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peers.protocol.effects import Dropped
+from peers.transfer.averages import Average
 from peers.values.workload import BadBlocksError, Blocks, Reduction, Trained
 from tests.simulation.test_schedules import swarm_of, the_honest_go_on
 from tests.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
@@ -34,15 +35,14 @@ class Spoiling(SimulatedWorkload):
 def cannot_average_what_is_spoilt(swarm: Swarm) -> None:
     """Nobody can but the liar, who makes no mistake that would be its own."""
     for one in (one for one in swarm.living if one.name != LIAR):
-        reduce = one.workload.reduce
+        average = one.workload.reduce
 
-        async def fail(reduction: Reduction, reduce: object = reduce) -> bytes:
+        async def fail(reduction: Reduction, average: Average = average) -> Blocks:
             if any(bytes(data).startswith(SPOILT) for data, _ in reduction.contributions):
                 raise BadBlocksError("the weighted values overflow")
-            average: bytes = await reduce(reduction)  # type: ignore[operator]
-            return average
+            return await average(reduction)
 
-        one.workload.reduce = fail  # type: ignore[method-assign]
+        one.fragments[0].average = fail
 
 
 def dropped(swarm: Swarm) -> set[tuple[str, str]]:

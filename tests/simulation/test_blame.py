@@ -10,6 +10,7 @@ import pytest
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.averages import Averages
 from peers.protocol.effects import Note, SendChunk
+from peers.transfer.averages import Admission
 from peers.transfer.buffers import inspection, offer
 from peers.values.chunks import Sum
 from peers.values.wire import digest_of
@@ -43,7 +44,7 @@ def two_averages(swarm: Swarm) -> None:
 def understates(swarm: Swarm) -> None:
     """Commit to a hundredth of the norm that its blocks have."""
     mine = swarm.peers[LIAR].fragments[0]
-    inspect = inspection(mine.workload, mine.buffers)
+    inspect = inspection(mine.workload.squared_norm, mine.buffers)
 
     def commit_to(trained: Trained) -> Sum:
         return offer(mine.workload.contribution(trained), mine.buffers, lambda *blocks: inspect(*blocks) / 10000)
@@ -64,9 +65,10 @@ def accuses_falsely(swarm: Swarm) -> None:
         return root
 
     mine.commit_to = commit  # type: ignore[method-assign]
-    mine.workload.squared_norm = (  # type: ignore[method-assign]
-        lambda blocks, first_block, fragment=0: honest(blocks, first_block) if is_own[0] else 1.0
-    )
+    liar = swarm.peers[LIAR]
+    liar._admissions = [
+        Admission(liar.peer, mine.buffers, lambda blocks, first, _: honest(blocks, first) if is_own[0] else 1.0)
+    ]
 
 
 def other_blocks(swarm: Swarm) -> None:

@@ -11,7 +11,7 @@ from peers.protocol.effects import SendChunk
 from peers.protocol.events import Event, HeartbeatsSeen
 from peers.protocol.messages import Inquire, Message
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import Admitted, ChunkHeader
+from peers.transfer.averages import Admitted, ChunkHeader
 from tests.simulation.test_schedules import SETTINGS
 from tests.simulator.schedules import EVENLY
 from tests.simulator.simulated_peer import SimulatedPeer

@@ -15,7 +15,7 @@ from peers.log import state as electorate
 from peers.log.settings import Timing
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.protocol.schedule import Schedule
-from peers.transfer.snapshot_fetch import Offered, Vouched
+from peers.transfer.snapshots import Offered, Vouched
 from tests.simulation.test_schedules import SETTINGS
 from tests.simulator.history import InvariantError
 from tests.simulator.leading_lies import LEADERS_LIES, GivesNoLease

@@ -22,8 +22,7 @@ from peers.protocol.events import Event, HeartbeatsSeen, PayloadFetched, Receive
 from peers.protocol.messages import Accuse, Begin, Commit, Complete, Message, Ready
 from peers.protocol.rounds import Attempt, Held
 from peers.protocol.states import State
-from peers.transfer.snapshot_fetch import Offered, Vouched
-from peers.transfer.snapshots import SnapshotOffer
+from peers.transfer.snapshots import Offered, SnapshotOffer, Vouched
 from peers.values.chunks import Payload
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of

@@ -314,7 +314,11 @@ class OtherContributions(Lie):
         if to == self.liar.name:
             return fragment.buffers
         own, buffers = bytes(fragment.buffers.own), PayloadBuffers(fragment.workload)
-        offer((digest_of(to.encode() + own) * len(own))[: len(own)], buffers, inspection(fragment.workload, buffers))
+        offer(
+            (digest_of(to.encode() + own) * len(own))[: len(own)],
+            buffers,
+            inspection(fragment.workload.squared_norm, buffers),
+        )
         return buffers
 
 

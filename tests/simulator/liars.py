@@ -22,8 +22,7 @@ from peers.protocol.messages import Message, Unread
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt, Held, Holder
-from peers.transfer.admission import Admitted, ChunkHeader
-from peers.transfer.averages import Reducing
+from peers.transfer.averages import Admitted, Average, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.chunks import Payload
 from peers.values.identity import Keys
@@ -138,18 +137,16 @@ class Lie:
         return frozen
 
 
-class LiarsCodec:
-    """What a liar averages with."""
+def lying(average: Average, lies: Callable[[], Sequence[Lie]]) -> Average:
+    """Return what a liar averages with."""
 
-    def __init__(self, codec: Reducing, lies: Callable[[], Sequence[Lie]]) -> None:
-        self._codec = codec
-        self._lies = lies
+    async def averaged(reduction: Reduction) -> Blocks:
+        made = await average(reduction)
+        for lie in lies():
+            made = lie.reduces(made)
+        return made
 
-    async def reduce(self, reduction: Reduction) -> Blocks:
-        average = await self._codec.reduce(reduction)
-        for lie in self._lies():
-            average = lie.reduces(average)
-        return average
+    return averaged
 
 
 class LiarsPacker(Packer):
@@ -189,7 +186,7 @@ class Liar(SimulatedPeer, Means):
         self._lies = tuple(lie(self, draw) for lie in lies)
         self._is_time = is_time
         for fragment in self.fragments:
-            fragment.codec = LiarsCodec(fragment.workload, lambda: self.lies)
+            fragment.average = lying(fragment.workload.reduce, lambda: self.lies)
 
     @property
     def lies(self) -> tuple[Lie, ...]:
@@ -247,8 +244,7 @@ class Liar(SimulatedPeer, Means):
         buffers = self._buffers(send.round_name)
         if not buffers.round(send.round_name):
             return
-        read = buffers.averaged if send.reduced else buffers.contribution
-        given: tuple[SendChunk, bytes] | None = send, bytes(read(send.round_name, send.chunk))
+        given: tuple[SendChunk, bytes] | None = send, bytes(buffers.read(send.round_name, send.chunk, send.reduced))
         for lie in self.lies:
             given = given and lie.gives(*given)
         if given:

@@ -10,8 +10,7 @@ from peers.log.header import Header, Position
 from peers.log.lineage import RECENT_ENTRIES, Branch, Walk
 from peers.log.state import LogError, LogState
 from peers.protocol.events import SnapshotRestored
-from peers.transfer.snapshot_fetch import Offered
-from peers.transfer.snapshots import SnapshotOffer
+from peers.transfer.snapshots import Offered, SnapshotOffer
 from peers.values.identity import Verify
 from tests.simulator.simulated_workload import digest_of_states
 

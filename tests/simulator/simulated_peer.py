@@ -49,12 +49,11 @@ from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
 from peers.protocol.states import SHOWN_AS, State
-from peers.transfer.admission import Admission, Admitted, ChunkHeader
-from peers.transfer.averages import average_chunk
-from peers.transfer.buffers import PayloadBuffers, payload_kind
-from peers.transfer.snapshot_fetch import PATIENCE, PAUSE, NotYetVouchedError, Vouched
+from peers.transfer.averages import Admission, Admitted, ChunkHeader, average_chunk
+from peers.transfer.buffers import PayloadBuffers, inspection
+from peers.transfer.snapshots import PATIENCE, PAUSE, NotYetVouchedError, Vouched
 from peers.values.wire import Reach
-from peers.values.workload import Progress, SnapshotError, Trained
+from peers.values.workload import PayloadKind, Progress, SnapshotError, Trained
 from tests.simulator.history import InvariantError
 from tests.simulator.simulated_keys import SimulatedKeys
 from tests.simulator.simulated_log import Frozen, SimulatedLog, SimulatedShelf, restored
@@ -103,7 +102,10 @@ class SimulatedPeer:
         self.peer = Peer(
             name,
             world.settings,
-            [payload_kind(fragment.workload, fragment.buffers) for fragment in self.fragments],
+            [
+                PayloadKind(one.buffers.size, inspection(one.workload.squared_norm, one.buffers))
+                for one in self.fragments
+            ],
             self.state,
             self.time(0.0),
             next(world.incarnations),
@@ -126,7 +128,7 @@ class SimulatedPeer:
         self._last_of_cycle: Header | None = None  # the entry that was applied last in it
         self._postponed: deque[Apply | FetchSnapshot] = deque()
         self.entries = SimulatedLog(world.settings.empty_log)
-        self._admissions = [Admission(self.peer, one.buffers, one.workload) for one in self.fragments]
+        self._admissions = [Admission(self.peer, one.buffers, one.workload.squared_norm) for one in self.fragments]
         self._effects = self._table()
 
     @property
@@ -268,8 +270,7 @@ class SimulatedPeer:
     def _send_chunk(self, send: SendChunk) -> None:
         buffers = self._buffers(send.round_name)
         if buffers.round(send.round_name):
-            read = buffers.averaged if send.reduced else buffers.contribution
-            self.world.send_chunk(self, send, bytes(read(send.round_name, send.chunk)))
+            self.world.send_chunk(self, send, bytes(buffers.read(send.round_name, send.chunk, send.reduced)))
 
     def header(self, send: SendChunk) -> ChunkHeader:
         """What it says of a chunk that it sends."""
@@ -284,7 +285,7 @@ class SimulatedPeer:
 
     def _average(self, reduce: ReduceChunk) -> None:
         fragment = self.fragments[reduce.round_name.position.fragment]
-        if event := run_now(average_chunk(fragment.codec, fragment.buffers, self.name, reduce)):
+        if event := run_now(average_chunk(fragment.average, fragment.buffers, self.name, reduce)):
             self.world.soon(self, event)
 
     def _assemble(self, assemble: AssemblePayload) -> None:

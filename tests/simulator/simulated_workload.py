@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from peers.log.settings import RunSettings
 from peers.protocol.effects import Train
-from peers.transfer.averages import Reducing
+from peers.transfer.averages import Average
 from peers.transfer.buffers import PayloadBuffers, inspection, offer
 from peers.values.chunks import Sum
 from peers.values.leases import prefix, sample_count
@@ -94,12 +94,14 @@ class Fragment:
     def __init__(self, name: str, block_count: int, kept_bytes: int) -> None:
         self.workload = SimulatedWorkload(name, block_count)
         self.buffers = PayloadBuffers(self.workload, kept_bytes)
-        self.codec: Reducing = self.workload
+        self.average: Average = self.workload.reduce
         """What averages."""
 
     def commit_to(self, trained: Trained) -> Sum:
         """Make a contribution. Return its root."""
-        return offer(self.workload.contribution(trained), self.buffers, inspection(self.workload, self.buffers))
+        return offer(
+            self.workload.contribution(trained), self.buffers, inspection(self.workload.squared_norm, self.buffers)
+        )
 
 
 def run_now(work: Coroutine[None, None, T]) -> T:

@@ -29,7 +29,7 @@ class SimulatedSpotCheck(SpotCheck):
             raise PeerUnreachableError(donor, "it is gone")
 
         buffers = [fragment.buffers for fragment in peer.fragments]
-        super().__init__(ask, peer.workload, buffers, peer.name, chance)
+        super().__init__(ask, peer.workload.reduce, buffers, peer.name, chance)
 
     async def _all(self, asked: Sequence[Coroutine[None, None, Blocks | None]]) -> Sequence[Blocks | None]:
         return [await one for one in asked]

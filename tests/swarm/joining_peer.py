@@ -22,7 +22,7 @@ import click
 from benchmarks.processes import say
 from peers.driver.driver import Driver
 from peers.log.settings import RunSettings, Timing
-from peers.network.channel import Buffer, PeerUnreachableError, Serve
+from peers.network.channel import PeerUnreachableError, Serve
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.protocol.peer import Peer
@@ -31,7 +31,7 @@ from peers.transfer.snapshots import SNAPSHOT, SnapshotRequest
 from peers.transfer.storage import FolderStorage, Storage
 from peers.values.chunks import StateChunking
 from peers.values.identity import Identity
-from peers.values.wire import digest_of, unpack
+from peers.values.wire import Buffer, digest_of, unpack
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.swarm.vector_workload import VectorWorkload
 

@@ -23,7 +23,7 @@ from benchmarks.processes import read_lines, say
 from peers.driver.driver import Driver
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.network.channel import Buffer, Serve
+from peers.network.channel import Serve
 from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
@@ -33,7 +33,7 @@ from peers.protocol.messages import Message
 from peers.values.chunks import Payload
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
-from peers.values.wire import digest_of
+from peers.values.wire import Buffer, digest_of
 from peers.values.workload import Blocks, Reduction
 from tests.simulator.liars import LiarsPacker, Lie, Means
 from tests.swarm import terms
@@ -131,7 +131,8 @@ class LyingDriver(Driver, Means):
         self._messenger._packer = LiarsPacker(self.peer)
         self._carry_out, self._effects.carry_out = self._effects.carry_out, self.carry_out  # type: ignore[method-assign]
         self._honest_beat, self._pulse.heartbeat = self._pulse.heartbeat, self._beat  # type: ignore[method-assign]
-        self._rounds._spot_check._codec = HonestWorkload(0.0)  # with its own it would find that others are wrong
+        honest = HonestWorkload(0.0)  # with its own it would find that others are wrong
+        self._rounds._spot_check._average = honest.reduce
         [outgoing] = self._rounds.traffic._outgoing
         self._honest_data, outgoing._data = outgoing._data, self._data  # type: ignore[method-assign]
 

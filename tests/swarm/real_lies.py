@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from peers.network.channel import Buffer, PeerUnreachableError, Serve
+from peers.network.channel import PeerUnreachableError, Serve
 from peers.network.dht_storage import heartbeats_key
 from peers.network.discovery import GOSSIP
 from peers.presence.heartbeat import Heartbeat
@@ -23,7 +23,7 @@ from peers.transfer.payloads import PAYLOAD, PayloadRequest
 from peers.transfer.snapshots import SNAPSHOT, SnapshotOffer, SnapshotRequest
 from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.identity import Identity
-from peers.values.wire import digest_of, pack, unpack
+from peers.values.wire import Buffer, digest_of, pack, unpack
 from tests.simulator.leading_lies import HandsOnItsOwn, RefusesAll
 from tests.simulator.liars import Lie
 from tests.simulator.lies import Accuser, AllAbsent, FalseRate, FalseState, InventedHeld, InventedLog

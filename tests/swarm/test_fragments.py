@@ -17,7 +17,6 @@ from peers.log.header import UNKNOWN_STATE
 from peers.network.transport import HivemindTransport
 from peers.protocol.events import AmendmentSeen
 from peers.transfer.following import Following
-from peers.transfer.storage import Storage
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from tests.swarm.test_driver import LOCAL, SETTINGS, Swarm, Volunteer, digests_by_position
@@ -198,7 +197,7 @@ def test_a_run_of_fragments_is_followed_from_outside(tmp_path: Path) -> None:
             transport = await HivemindTransport.create(Identity.generate(), run.bootstrap.addresses, LOCAL)
             try:
                 state = VectorWorkload(fragments=FRAGMENTS)
-                following = Following(transport, state, STREAMING, Storage())
+                following = Following(transport, state, STREAMING)
                 await following.begin()
                 began = following.log.position.index
                 await past(volunteers, 2)

@@ -28,7 +28,7 @@ from peers.errors import (
     SwarmUnreachableError,
 )
 from peers.network import dht_node, introductions
-from peers.network.channel import Buffer, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.contacts import Contact
 from peers.network.daemon import NETWORK_ERRORS, sweep_sockets, to_peer_id
 from peers.network.dht_storage import heartbeats_key
@@ -38,7 +38,7 @@ from peers.network.transport import PROTOCOL_PREFIX, HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
-from peers.values.wire import MESSAGE_LIMIT, Reach
+from peers.values.wire import MESSAGE_LIMIT, Buffer, Reach
 from tests.child_processes import child_processes
 from tests.peers.network.test_chunk_streams import Inbox, Outbox
 

@@ -15,12 +15,12 @@ import pytest
 
 from benchmarks.processes import PeerProcess, gone
 from peers.driver.driver import Driver
-from peers.network.channel import Buffer
 from peers.network.daemon import sweep_sockets
 from peers.network.transport import HivemindTransport
 from peers.transfer.download import RANGES
 from peers.transfer.storage import FolderStorage, Storage
 from peers.values.identity import Identity
+from peers.values.wire import Buffer
 from tests.swarm.joining_peer import (
     CHUNKS,
     LOCAL,

@@ -44,7 +44,7 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     served: list[tuple[int, str]] = []
     monkeypatch.setattr(peers.network.bootstrap, "run_bootstrap", run_bootstrap)
-    monkeypatch.setattr(metrics, "serve_metrics", lambda port, host: served.append((port, host)))
+    monkeypatch.setattr(metrics, "MetricsServer", lambda port, host: served.append((port, host)))
     arguments = ["bootstrap", "--identity", str(tmp_path / "key.pem"), "--metrics-port", "9000"]
     assert CliRunner().invoke(main, arguments).exit_code == 0
     assert CliRunner().invoke(main, [*arguments, "--metrics-host", "0.0.0.0"]).exit_code == 0

@@ -35,8 +35,7 @@ from peers.presence.voice import Pace
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
 from peers.transfer.lineage_fetch import LineageFetch
-from peers.transfer.payloads import Payloads
-from peers.transfer.proofs import serve_proofs
+from peers.transfer.payloads import Payloads, serve_proofs
 from peers.transfer.snapshots import Snapshot
 from peers.values.chunks import Payload
 from peers.values.identity import Identity

@@ -5,7 +5,7 @@ import pytest
 
 from opendiloco.kernels import FORMATS, INT8, Format, quantize_difference
 from opendiloco.training.codec import BlockCodec
-from peers.values.chunks import _split_evenly, parts_of
+from peers.values.chunks import parts_of, split_by_rate
 from peers.values.workload import BadBlocksError
 
 VALUES = 5000  # four whole blocks and a short one
@@ -29,7 +29,7 @@ def test_parts_averaged_apart_are_the_whole_averaged_at_once(owners: int, format
     tokens = [100, 250, 7]
     whole = codec.average(list(zip(payloads, tokens, strict=True)), 0)
     parts = []
-    for blocks in parts_of(_split_evenly(codec.block_count, owners)):
+    for blocks in parts_of(split_by_rate(codec.block_count, [0.0] * owners, owners)):
         start, stop = codec.byte_range(blocks.start, blocks.stop)
         parts.append(codec.average([(p[start:stop], t) for p, t in zip(payloads, tokens, strict=True)], blocks.start))
     assert b"".join(parts) == whole

@@ -340,7 +340,7 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
             said = first, ours, third
             round = begin.round.model_copy(update={"committed": digest_of_all(said)})
             driver.handle(Received("a", begin.model_copy(update={"commitments": said, "round": round})))
-            assert driver.buffers.contribution(driver.round, 0) == quantized[:BLOCK]
+            assert driver.buffers.read(driver.round, 0, is_averaged=False) == quantized[:BLOCK]
             await quiet()
             assert transport.streams == {("a", driver.round), ("c", driver.round)}
 

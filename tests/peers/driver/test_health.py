@@ -14,7 +14,7 @@ import peers.driver.training
 from peers.driver.host import Host
 from peers.driver.pulse import Pulse
 from peers.driver.training import STEP_LIMIT, STUCK, Training
-from peers.health import Health
+from peers.metrics import Health
 from peers.network.transport import HivemindTransport
 from peers.protocol.effects import Train
 from peers.protocol.events import Applied, PayloadFetched

@@ -15,7 +15,7 @@ from peers.log.folder import LogFolder, LogFolderError, RunLog, proof_path
 from peers.log.header import Header
 from peers.protocol.effects import Apply
 from peers.transfer.lineage_fetch import Past, serve_headers
-from peers.transfer.proofs import serve_proofs
+from peers.transfer.payloads import serve_proofs
 from peers.values.chunks import Payload
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import LOG, RUN, STATE, Rig, chain_of

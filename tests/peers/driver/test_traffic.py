@@ -19,7 +19,7 @@ from peers.driver import outgoing
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
-from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Buffer, Channel, PeerRefusedError, PeerUnreachableError
+from peers.network.channel import FRAME, FRAMES_UNDER_WAY, Channel, PeerRefusedError, PeerUnreachableError
 from peers.network.throttle import FEWEST, MOST, Caps
 from peers.network.transport import HivemindTransport
 from peers.protocol.effects import OpenRound, SendChunk
@@ -36,9 +36,9 @@ from peers.protocol.events import (
 from peers.protocol.messages import Abort
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import ChunkHeader
+from peers.transfer.averages import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers, offer
-from peers.values.wire import pack, unpack
+from peers.values.wire import Buffer, pack, unpack
 from tests.peers.builders import SIZE, Rig, commitment
 from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
 from tests.peers.network.test_channel import BROKEN, rest_of, send_raw
@@ -637,11 +637,11 @@ def test_averaged_blocks_come_from_who_reduces_them() -> None:
             assert host.events == []
             assert await c.send(4, b"4" * BLOCK, reduced=True)
             assert host.events == [ReducedArrived(host.round, "c", 4, ())]
-            assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
+            assert host.buffers.read(host.round, 4, is_averaged=True) == b"4" * BLOCK
             assert await c.send(4, b"5" * BLOCK, reduced=True), "it needs not come again"
-            assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
+            assert host.buffers.read(host.round, 4, is_averaged=True) == b"4" * BLOCK
             assert await a.send(4, b"5" * BLOCK, reduced=True)
-            assert host.buffers.averaged(host.round, 4) == b"4" * BLOCK
+            assert host.buffers.read(host.round, 4, is_averaged=True) == b"4" * BLOCK
 
     simulate(scenario())
 
@@ -656,7 +656,7 @@ def test_what_nobody_waits_for_is_not_stored(chunk: int, reduced: bool) -> None:
         async with Host.running() as host, sending(host, "a") as a:
             assert not await a.send(chunk, b"x" * BLOCK, reduced=reduced)
             assert (host.contributions, host.events) == ({}, [])
-            assert host.buffers.averaged(host.round, chunk) == bytes(BLOCK)
+            assert host.buffers.read(host.round, chunk, is_averaged=True) == bytes(BLOCK)
 
     simulate(scenario())
 
@@ -764,7 +764,7 @@ def test_garbage_is_dropped_and_its_sender_named() -> None:
             assert replace(mine, evidence=None) == BadBlocks(host.round, "a", 2, "code -128")
             assert theirs == BadBlocks(host.round, "c", 4, "code -128")
             assert host.contributions == {}
-            assert host.buffers.averaged(host.round, 4) == bytes(BLOCK)
+            assert host.buffers.read(host.round, 4, is_averaged=True) == bytes(BLOCK)
             assert await a.send(2, b"A" * BLOCK), "a may do better"
 
     simulate(scenario())

@@ -13,12 +13,11 @@ from tests.peers.builders import LOG, RUN
 from tests.peers.transfer.test_lineage_fetch import Past
 from tests.simulator.simulated_keys import SimulatedKeys
 
-VERIFY = SimulatedKeys("any").verify
 NOBODY = SignedHeads(RUN, ("z", "y"))
 
 
 def signer(folder: Path, me: str = "z") -> HeadSigner:
-    return HeadSigner(RUN, me, SimulatedKeys(me), folder, VERIFY)
+    return HeadSigner(RUN, me, SimulatedKeys(me), folder)
 
 
 def signed(past: Past, index: int, by: str = "z") -> SignedHead:

@@ -300,7 +300,9 @@ def test_free_ranges_are_bounded_and_nothing_is_trained_twice(monkeypatch: pytes
     for index in range(40):
         leases = log.leases or dict(zip("abcdef", log.grants, strict=False))
         present = draw.sample(sorted(leases), draw.randint(1, len(leases)))
-        joining = dict(zip("xyz"[: draw.randint(0, 3) if index else 0], log.grants[draw.randint(0, 2) :], strict=False))
+        joining = dict(
+            zip("xyz"[: draw.randint(0, 3) if index else 0], list(log.grants)[draw.randint(0, 2) :], strict=False)
+        )
         offers = {peer: leases[peer] for peer in present} | {p: g for p, g in joining.items() if p not in leases}
         roster = []
         for peer, lease in offers.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peers.health import Health
+from peers.metrics import Health
 from peers.network import bootstrap
 from peers.network.bootstrap import ANNOUNCEMENTS_BURST, _BootstrapNode
 from peers.network.channel import RefusalError

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.network import channel as streams
-from peers.network.channel import Buffer, Channel, PeerRefusedError, RefusalError
+from peers.network.channel import Channel, PeerRefusedError, RefusalError
 from peers.network.throttle import PIECE, UNLIMITED, LinkTime, Throttle
+from peers.values.wire import Buffer
 from tests.peers.network.test_throttle import simulate
 
 DEADLINE = 120.0  # seconds; nothing here waits for anything but the other end of a socket pair

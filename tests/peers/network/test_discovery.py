@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from peers.errors import LocalProtocolError
-from peers.health import Health
+from peers.metrics import Health
 from peers.network import discovery as module
 from peers.network.channel import PeerUnreachableError
 from peers.network.dht_node import DhtNode

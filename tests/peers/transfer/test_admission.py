@@ -9,7 +9,7 @@ from peers.errors import RemoteProtocolError
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrived, ReducedArrived
 from peers.protocol.rounds import Attempt
-from peers.transfer.admission import Admission, Admitted, ChunkHeader
+from peers.transfer.averages import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.chunks import Sum
 from peers.values.wire import digest_of
@@ -30,7 +30,7 @@ class Door:
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.admission = Admission(rig.peer, self.buffers, FakeWorkload())
+        self.admission = Admission(rig.peer, self.buffers, FakeWorkload().squared_norm)
         if rig.peer.exchange:
             self.buffers.open(self.round)
             self.buffers.own = bytes(SIZE.bytes)
@@ -77,7 +77,7 @@ def test_blocks_that_are_waited_for_are_stored_as_they_are(door: Door) -> None:
 def test_an_average_that_is_waited_for_is_copied_to_its_place(door: Door) -> None:
     event = ReducedArrived(door.round, "c", 4, ())
     assert door.take("c", 4, reduced=True) == Admitted(event, is_taken=True)
-    assert door.buffers.averaged(door.round, 4) == DATA
+    assert door.buffers.read(door.round, 4, is_averaged=True) == DATA
 
 
 def test_an_average_may_lack_blocks_of_those_that_are_lost_and_of_nobody_else(door: Door) -> None:
@@ -135,7 +135,7 @@ def test_garbage_is_its_senders_fault(door: Door, reduced: bool) -> None:
     assert isinstance(event, BadBlocks)
     assert (event.sender, event.chunk, event.reason, is_taken) == (sender, chunk, "code -128", False)
     assert (event.evidence is None) == reduced, "of averages nothing is signed"
-    assert door.buffers.averaged(door.round, chunk) == bytes(BLOCK)
+    assert door.buffers.read(door.round, chunk, is_averaged=True) == bytes(BLOCK)
 
 
 @pytest.mark.parametrize("proof", [None, ChunkProof(squares=2.0, path=b"")], ids=["none", "another's"])
@@ -145,7 +145,7 @@ def test_blocks_that_nobody_committed_to_are_not_taken_and_show_nothing(door: Do
 
 
 def test_blocks_with_another_norm_than_was_committed_to_are_evidence(door: Door) -> None:
-    door.admission = Admission(door.rig.peer, door.buffers, Longer())
+    door.admission = Admission(door.rig.peer, door.buffers, Longer().squared_norm)
     event, is_taken = door.take("a", 2)
     assert isinstance(event, BadBlocks)
     assert not is_taken
@@ -168,7 +168,7 @@ def test_an_average_that_is_longer_than_what_it_is_made_of_is_not_taken(
     """The members have committed to norms of 1."""
     codec = FakeWorkload()
     codec.squared_norm = lambda blocks, first_block, fragment=0: squares  # type: ignore[method-assign]
-    door.admission = Admission(door.rig.peer, door.buffers, codec)
+    door.admission = Admission(door.rig.peer, door.buffers, codec.squared_norm)
     assert door.take("c", 4, reduced=True).is_taken == is_taken
 
 
@@ -176,7 +176,7 @@ def test_all_averages_of_a_reducer_together_are_no_longer_than_what_they_are_mad
     """Else the more chunks a part has, the further its reducer could move theta."""
     codec = FakeWorkload()
     codec.squared_norm = lambda blocks, first_block, fragment=0: 2.5  # type: ignore[method-assign]
-    door.admission = Admission(door.rig.peer, door.buffers, codec)
+    door.admission = Admission(door.rig.peer, door.buffers, codec.squared_norm)
     assert door.take("c", 4, reduced=True).is_taken
     event, is_taken = door.take("c", 5, reduced=True)
     reason = "what its reducer gives is longer than what it can be made of"

@@ -41,10 +41,10 @@ def test_a_round() -> None:
     assert (mine.size.chunks, mine.size.bytes) == (7, 56)
     assert mine.chunk_bytes(1) == (8, 16)
     assert mine.chunks_bytes(1, 4) == (8, 32)
-    assert mine.contribution(AT, 1) == OWN[8:16]
+    assert mine.read(AT, 1, is_averaged=False) == OWN[8:16]
     for number in (3, 0, 6, 2, 1, 5, 4):
         mine.store(AT, number, chunk(number))
-        assert mine.averaged(AT, number) == chunk(number)
+        assert mine.read(AT, number, is_averaged=True) == chunk(number)
     payload = b"".join(map(chunk, range(7)))
     digest = mine.assemble(AT)
     assert digest == digest_of_chunks([digest_of(chunk(number)) for number in range(7)])
@@ -82,7 +82,7 @@ def test_the_average_can_come_in_while_it_goes_out() -> None:
     """What is being sent is a view of the payload; storing more of it must not need a copy."""
     mine = open_round()
     mine.store(AT, 0, chunk(0))
-    going_out = mine.averaged(AT, 0)
+    going_out = mine.read(AT, 0, is_averaged=True)
     mine.store(AT, 1, chunk(1))
     assert going_out == chunk(0)
 
@@ -102,8 +102,8 @@ def test_a_round_that_is_over_has_no_blocks() -> None:
         end()
         assert mine.round(AT) is None
         reads: tuple[Callable[[], object], ...] = (
-            lambda: mine.contribution(AT, 0),
-            lambda: mine.averaged(AT, 0),
+            lambda: mine.read(AT, 0, is_averaged=False),
+            lambda: mine.read(AT, 0, is_averaged=True),
             lambda: mine.assemble(AT),
             lambda: mine.contributions(AT, 0, "a", [("a", 1)]),
             lambda: mine.store(AT, 0, bytes(8)),
@@ -239,7 +239,7 @@ def test_what_we_trained_outlives_a_round_that_came_to_nothing() -> None:
     mine = open_round()
     mine.close()
     mine.open(NEXT)
-    assert mine.contribution(NEXT, 1) == OWN[8:16]
+    assert mine.read(NEXT, 1, is_averaged=False) == OWN[8:16]
 
 
 def test_an_empty_payload_can_be_had() -> None:

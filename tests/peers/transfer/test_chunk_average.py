@@ -51,7 +51,7 @@ def test_the_first_that_spoils_the_average(
     contributions: list[tuple[bytes, int]], place: int, error: Exception
 ) -> None:
     workload = Fussy(error)
-    assert asyncio.run(_find_spoiler(workload, contributions, 0)) == place
+    assert asyncio.run(_find_spoiler(workload.reduce, contributions, 0)) == place
     assert workload.calls <= 10
 
 
@@ -71,6 +71,6 @@ def test_who_is_clipped_weighs_less_and_all_tokens_are_divided_by() -> None:
     assert current is not None
     current.contributions[2] = {"b": b"b" * BLOCK, "c": b"c" * BLOCK}
     reduce = ReduceChunk(AT, 2, (("a", 10), ("b", 20), ("c", 40)), (), {"b": 0.25})
-    done = asyncio.run(average_chunk(codec, buffers, "a", reduce))
+    done = asyncio.run(average_chunk(codec.reduce, buffers, "a", reduce))
     assert done == ReducedArrived(AT, "a", 2, ())
     assert codec.asked == ([(b"a" * BLOCK, 10), (b"b" * BLOCK, 5.0), (b"c" * BLOCK, 40)], 70)

@@ -17,9 +17,7 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import CannotFollowError, Following, step
 from peers.transfer.lineage_fetch import serve_headers
 from peers.transfer.payloads import PAYLOAD, PayloadRequest, serve_payloads
-from peers.transfer.snapshot_fetch import DIGESTS_LIMIT, _ask_offer
-from peers.transfer.snapshots import Snapshot, serve_snapshots
-from peers.transfer.storage import Storage
+from peers.transfer.snapshots import DIGESTS_LIMIT, Snapshot, _ask_offer, serve_snapshots
 from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest_of_state
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, pack
@@ -149,7 +147,7 @@ class Swarm(FakeTransport):
         super().__init__("follower")
         self.ends: dict[str, tuple[LogState, bytes]] = {}
         self.workload = FragmentedWorkload()
-        self.following = Following(self, self.workload, STREAMING, Storage())
+        self.following = Following(self, self.workload, STREAMING)
 
     async def add(self, name: str, donor: Donor) -> Donor:
         self.donors[name] = await donor.serve()

@@ -19,7 +19,6 @@ from peers.transfer.following import CannotFollowError, Following
 from peers.transfer.lineage_fetch import serve_headers
 from peers.transfer.payloads import PAYLOAD, serve_payloads
 from peers.transfer.snapshots import Snapshot, serve_snapshots
-from peers.transfer.storage import Storage
 from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest_of_state
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
@@ -133,7 +132,7 @@ class Swarm(FakeTransport):
         self.beats: dict[str, Heartbeat] = {}
         self.connected: list[str] = []
         self.workload = FollowedWorkload(GENESIS)
-        self.following = Following(self, self.workload, settings, Storage())
+        self.following = Following(self, self.workload, settings)
 
     async def add(self, name: str, donor: Donor, state: PeerState = PeerState.TRAINING) -> Donor:
         self.donors[name] = await donor.serve()

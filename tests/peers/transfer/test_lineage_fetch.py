@@ -40,6 +40,11 @@ def _short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lineage_fetch, "STRETCH_LIMIT", FEW)
 
 
+@pytest.fixture(autouse=True)
+def _simulated_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lineage_fetch, "verify", SimulatedKeys("me").verify)
+
+
 class Past:
     """A log of a, b and c: some entries, each signed by these."""
 
@@ -86,7 +91,7 @@ class Donors:
     async def compare(
         self, ours: RunLog, here: LogState, others: Sequence[str] = (), index: int = 100
     ) -> tuple[Branch, Branch, Chain]:
-        fetch = LineageFetch(self.me, ours, SimulatedKeys("me").verify, self.recent)
+        fetch = LineageFetch(self.me, ours, self.recent)
         found = await fetch.compare("donor", index, others, here)
         return found.theirs, found.ours, found.chain
 
@@ -150,7 +155,7 @@ def test_nobody_is_asked_for_the_log_of_one_that_is_where_ours_has_led() -> None
 
     async def scenario() -> None:
         here, place = COMMON.end, COMMON.logs[4].position
-        fetch = LineageFetch(FakeTransport("me"), COMMON.kept(), SimulatedKeys("me").verify)
+        fetch = LineageFetch(FakeTransport("me"), COMMON.kept())
         found = await fetch.compare("donor", place.index, (), here, place.head)
         assert not found.theirs.splits_from(found.ours)
         assert not found.theirs.is_better_than(found.ours)
@@ -270,9 +275,8 @@ def test_a_log_that_is_not_where_the_state_is(kept: Callable[[], RunLog]) -> Non
     asyncio.run(scenario())
 
 
-def test_whoever_has_no_log_compares_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_has_no_log_compares_those_of_others() -> None:
     """The one that says it has trained most has gone on alone, and lies."""
-    monkeypatch.setattr(LineageFetch.__init__, "__defaults__", (SimulatedKeys("me").verify, lambda position: None))
 
     async def scenario() -> None:
         donors, longest = Donors(), Past(5, after=COMMON, by="c", name=b"alone")
@@ -291,11 +295,8 @@ def test_whoever_has_no_log_compares_those_of_others(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("end", "is_taken"), [(COMMON.end, True), (THEIRS.end, False)])
-def test_whoever_has_no_log_takes_none_that_lacks_what_is_signed(
-    monkeypatch: pytest.MonkeyPatch, end: LogState, is_taken: bool
-) -> None:
+def test_whoever_has_no_log_takes_none_that_lacks_what_is_signed(end: LogState, is_taken: bool) -> None:
     """A founding that has not come so far may be another one."""
-    monkeypatch.setattr(LineageFetch.__init__, "__defaults__", (SimulatedKeys("me").verify, lambda position: None))
     place = end.position
     head = SignedHead.sign(LOG.run, place.index, place.head, "z", SimulatedKeys("z"))
     signed = SignedHeads(LOG.run, ("z",)).with_heads([head])
@@ -320,7 +321,7 @@ def test_a_second_look_goes_on_where_the_first_has_ended() -> None:
     async def scenario() -> None:
         donors = Donors()
         await donors.add("donor", COMMON)
-        fetch = LineageFetch(donors.me, RunLog(LOG, 0), SimulatedKeys("me").verify)
+        fetch = LineageFetch(donors.me, RunLog(LOG, 0))
         await fetch.compare("donor", 100, (), LOG)
         await donors.add("donor", THEIRS)
         donors.me.pulls.clear()

@@ -13,6 +13,7 @@ from peers.errors import RemoteProtocolError
 from peers.log.header import Header
 from peers.network import channel
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
+from peers.transfer import download
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import LOOK
 from peers.transfer.payloads import (
@@ -38,6 +39,11 @@ SIZE = CHUNK_BLOCKS * BLOCK_BYTES  # of each chunk
 
 Meddle = Callable[[PayloadRequest, bytearray], bytearray]
 """What becomes of a donor's answer; PeerUnreachableError if none."""
+
+
+@pytest.fixture(autouse=True)
+def _donors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "CHANCE", NoChance())
 
 
 def some_payload(seed: bytes = b"payload") -> Payload:
@@ -119,7 +125,7 @@ class Transport:
 async def fetch(network: Network, donors: Sequence[str], header: Header = HEADER) -> PayloadBuffers:
     """What a peer has that fetched the payload."""
     mine = buffers()
-    await Payloads(Transport(network, "me"), RUN, [mine], NoChance()).fetch(header, donors)
+    await Payloads(Transport(network, "me"), RUN, [mine]).fetch(header, donors)
     return mine
 
 
@@ -234,7 +240,7 @@ def test_of_a_fetch_that_fails_nothing_is_kept() -> None:
         await network.donor("a", meddle=dies_after(3, "a"))
         await network.donor("b", meddle=lies_in(100))
         with pytest.raises(PayloadError, match=r"peer a did not answer.*; .*peer b|peer b.*; .*peer a"):
-            await Payloads(Transport(network, "me"), RUN, [mine], NoChance()).fetch(HEADER, ["a", "b"])
+            await Payloads(Transport(network, "me"), RUN, [mine]).fetch(HEADER, ["a", "b"])
         assert mine.kept.get(THE_PAYLOAD.digest) is None
 
     asyncio.run(scenario())
@@ -297,7 +303,7 @@ def test_donors_that_stall_hold_nobody_up(stalled: list[str], monkeypatch: pytes
     simulate(scenario())
 
 
-def test_not_everybody_asks_the_same_donor_first() -> None:
+def test_not_everybody_asks_the_same_donor_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         network, names = Network(), [f"donor{number}" for number in range(20)]
         for name in names:
@@ -305,7 +311,8 @@ def test_not_everybody_asks_the_same_donor_first() -> None:
         first = set()
         for seed in range(10):
             network.asked.clear()
-            await Payloads(Transport(network, "me"), RUN, [buffers()], random.Random(seed)).fetch(HEADER, names)
+            monkeypatch.setattr(download, "CHANCE", random.Random(seed))
+            await Payloads(Transport(network, "me"), RUN, [buffers()]).fetch(HEADER, names)
             first.add(network.asked[0][0])
         assert len(first) > 3
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from peers.errors import RemoteProtocolError
 from peers.log.folder import LogFolder, RunLog, proof_path
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, RefusalError
-from peers.transfer.proofs import ASKED, PATIENCE, PROOF, TIMES, MissingProofs, ProofRequest, _fetch_proof, serve_proofs
+from peers.transfer.payloads import ASKED, PATIENCE, PROOF, TIMES, MissingProofs, ProofRequest, serve_proofs
 from peers.values.wire import digest_of, pack
 from tests.peers.builders import LOG, PAYLOAD, RUN, chain_of, first_log
 from tests.peers.fakes import FakeTransport
@@ -70,12 +69,16 @@ def test_a_proof_comes_from_a_peer_that_keeps_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         place = Place(tmp_path)
         await place.donor("a", DATA)
-        assert await _fetch_proof(place.me, "a", RUN, DIGEST) == DATA
+
+        async def ask(run: str, wanted: bytes) -> tuple[bytes, bytearray]:
+            return await place.me.pull("a", PROOF, pack(ProofRequest(run=run, proof=wanted)), len(DATA), 1.0)
+
+        assert await ask(RUN, DIGEST) == (b"", bytearray(DATA))
         assert place.me.donors["a"].giving_way == {PROOF}
         with pytest.raises(PeerRefusedError, match="not kept here"):
-            await _fetch_proof(place.me, "a", RUN, bytes(32))
+            await ask(RUN, bytes(32))
         with pytest.raises(PeerRefusedError, match="run another is not here"):
-            await _fetch_proof(place.me, "a", "another", DIGEST)
+            await ask("another", DIGEST)
 
     asyncio.run(scenario())
 
@@ -102,8 +105,16 @@ def test_other_bytes_than_the_named_ones_are_refused(tmp_path: Path) -> None:
         place = Place(tmp_path)
         await place.donor("a", DATA)
         place.me.donors["a"].meddle = meddle
-        with pytest.raises(RemoteProtocolError, match="another proof"):
-            await _fetch_proof(place.me, "a", RUN, DIGEST)
+        log = place.log()
+        taken(log, ENTRIES)
+        missing = MissingProofs(place.me, log)
+        missing.look()
+        await missing.fetch(["a"])
+        assert place.asked() == ["a"]
+        assert log.proof(DIGEST) is None
+        place.me.donors["a"].meddle = None
+        await missing.fetch(["a"])
+        assert log.proof(DIGEST) == DATA
 
     asyncio.run(scenario())
 

@@ -14,18 +14,21 @@ from peers.log.header import UNKNOWN_STATE, Header
 from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.transfer import snapshot_fetch
+from peers.transfer import download, snapshots
 from peers.transfer.download import Download
-from peers.transfer.snapshot_fetch import (
+from peers.transfer.snapshots import (
     ASKED,
     OFFER_TIMEOUT,
     NotYetVouchedError,
     Offered,
+    Snapshot,
+    SnapshotOffer,
+    SnapshotRequest,
     Vouched,
     ask_size,
     fetch_snapshot,
+    serve_snapshots,
 )
-from peers.transfer.snapshots import Snapshot, SnapshotOffer, SnapshotRequest, serve_snapshots
 from peers.transfer.storage import FolderStorage, Storage
 from peers.values import chunks as state_chunks
 from peers.values.chunks import chunk_digests, digest_of_chunks
@@ -45,6 +48,11 @@ FORK = log_at(8, "ab")
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_chunks, "STATE_CHUNK", CHUNK)
+
+
+@pytest.fixture(autouse=True)
+def _donors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "CHANCE", NoChance())
 
 
 def state_at(log: LogState) -> bytes:
@@ -92,15 +100,13 @@ class Donors:
         self.me.donors[name] = donor
         return donor
 
-    async def fetch(
-        self, least: int = 0, storage: Storage | None = None, log: LogState = LOG, chance: random.Random | None = None
-    ) -> Snapshot:
+    async def fetch(self, least: int = 0, storage: Storage | None = None, log: LogState = LOG) -> Snapshot:
         names, storage = list(self.me.donors), storage or Storage()
 
         async def vouch() -> Vouched:
             return self.vouched.pop(0) if self.vouched else Vouched(branch_to(ROUND[1]), least=least)
 
-        snapshot = await fetch_snapshot(self.me, names, log, least, vouch, storage, SIZE, chance or NoChance())
+        snapshot = await fetch_snapshot(self.me, names, log, least, vouch, storage, SIZE)
         assert bytes(snapshot.data) == state_at(LOG.at(snapshot.last))
         return snapshot
 
@@ -117,7 +123,7 @@ def test_a_liar_fills_no_memory_with_digests_of_a_state_of_any_size() -> None:
         await donors.add("a", ROUND[0])
         await donors.add("b", ROUND[0])
         await donors.add("liar", ROUND[0], bytes(100 * SIZE))
-        memory = snapshot_fetch.MEMORY_SHARE * DIGEST_BYTES * 2 * (SIZE // CHUNK)
+        memory = snapshots.MEMORY_SHARE * DIGEST_BYTES * 2 * (SIZE // CHUNK)
         assert await ask_size(donors.me, ["a", "b", "liar"], LOG, memory) == SIZE
         with pytest.raises(SnapshotError, match="exceeds the limit"):
             await ask_size(donors.me, ["liar"], LOG, memory)
@@ -228,7 +234,7 @@ def test_the_state_before_the_first_entry_is_of_every_lineage() -> None:
 
 
 def test_what_is_not_vouched_for_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_fetch, "PAUSE", 0.0)
+    monkeypatch.setattr(snapshots, "PAUSE", 0.0)
 
     async def scenario() -> None:
         donors = Donors(*[Vouched(branch_to(ROUND[1]), nobody_says)] * 3)
@@ -273,7 +279,7 @@ def test_only_so_many_are_asked_what_they_have() -> None:
     asyncio.run(scenario())
 
 
-def test_not_everybody_asks_the_same_donors() -> None:
+def test_not_everybody_asks_the_same_donors(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         donors = Donors()
         for number in range(2 * ASKED):
@@ -281,7 +287,8 @@ def test_not_everybody_asks_the_same_donors() -> None:
         asked = []
         for seed in range(5):
             donors.me.pulls.clear()
-            await donors.fetch(chance=random.Random(seed))
+            monkeypatch.setattr(download, "CHANCE", random.Random(seed))
+            await donors.fetch()
             asked.append({donor for donor, _, _ in donors.me.pulls})
         assert all("donor0" in names for names in asked), "it leads"
         assert len(set.union(*asked)) > 1.5 * ASKED

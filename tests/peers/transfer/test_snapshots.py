@@ -11,7 +11,7 @@ import pytest
 from peers.errors import RemoteProtocolError
 from peers.log.state import LogState
 from peers.network import channel
-from peers.network.channel import Buffer, RefusalError, Serve
+from peers.network.channel import RefusalError, Serve
 from peers.transfer import snapshots as snapshots_module
 from peers.transfer.snapshots import (
     PULLS,
@@ -23,7 +23,7 @@ from peers.transfer.snapshots import (
     serve_snapshots,
 )
 from peers.values.chunks import STATE_CHUNK, chunk_digests, digest_of_chunks
-from peers.values.wire import Reach, pack, unpack
+from peers.values.wire import Buffer, Reach, pack, unpack
 from tests.peers.builders import LOG, RUN, first_log
 
 STATE = b"".join(bytes([number]) * STATE_CHUNK for number in range(3)) + b"the rest"

@@ -70,7 +70,7 @@ class Circle:
 
     def contribute(self, name: str, byte: int) -> Sum:
         buffers = self.buffers[name]
-        return offer(bytes([byte]) * SIZE.bytes, buffers, inspection(FakeWorkload(), buffers))
+        return offer(bytes([byte]) * SIZE.bytes, buffers, inspection(FakeWorkload().squared_norm, buffers))
 
     def averaged(self, byte: int, absent: tuple[str, ...] = ()) -> None:
         """a has signed that this is what came out."""
@@ -85,7 +85,7 @@ class Circle:
                 await serve_contributions(
                     self.network[name], RUN, [self.buffers[name]], lambda fragment, peer: peer in self.names
                 )
-            spot_check = SpotCheck(asking(me, RUN), Codec(), [self.buffers["b"]], "b", Chance(chance))
+            spot_check = SpotCheck(asking(me, RUN), Codec().reduce, [self.buffers["b"]], "b", Chance(chance))
             return await spot_check.check(self.exchange)
 
         return asyncio.run(scenario())

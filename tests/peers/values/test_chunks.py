@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.values.chunks import CHUNK_BLOCKS, CHUNKS, Chunking, _split_evenly, digest_of_chunks, parts_of, split_by_rate
+from peers.values.chunks import CHUNK_BLOCKS, CHUNKS, Chunking, digest_of_chunks, parts_of, split_by_rate
 from peers.values.wire import digest_of
 
 CHUNK_COUNTS = st.integers(1, 2000)
@@ -57,7 +57,7 @@ def test_parts_are_consecutive_and_as_large_as_said(shares: list[int]) -> None:
 
 @given(CHUNK_COUNTS, st.integers(1, 40))
 def test_an_even_split_differs_by_one_chunk_at_most(chunk_count: int, reducers: int) -> None:
-    shares = _split_evenly(chunk_count, reducers)
+    shares = split_by_rate(chunk_count, [0.0] * reducers, reducers)
     assert sum(shares) == chunk_count
     assert max(shares) - min(shares) <= 1
 
@@ -81,7 +81,7 @@ def test_a_faster_link_carries_no_less(chunk_count: int, rates: list[float]) -> 
 def test_no_link_is_busy_for_longer_than_in_an_even_split(rates: list[float]) -> None:
     chunks = 10_000  # so many that rounding to whole ones is nothing
     assert busiest(split_by_rate(chunks, rates, len(rates)), rates) <= 1.01 * busiest(
-        _split_evenly(chunks, len(rates)), rates
+        split_by_rate(chunks, [0.0] * len(rates), len(rates)), rates
     )
 
 
