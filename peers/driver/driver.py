@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host
 from peers.driver.pulse import Pulse
 from peers.driver.replication import Replication
 from peers.driver.rounds import RoundCosts, Rounds
@@ -39,7 +38,7 @@ from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.transfer.buffers import PayloadBuffers, payload_kind
 from peers.transfer.download import Download
-from peers.transfer.snapshots import Freezer, FrozenSnapshot
+from peers.transfer.snapshots import FrozenSnapshot
 from peers.transfer.storage import Storage
 from peers.values.chunks import KEPT_BYTES
 from peers.values.identity import Identity
@@ -62,7 +61,7 @@ FAREWELL_TIMEOUT = 3.0  # seconds
 class _Messenger:
     """Sends one peer's messages, and takes in those of others."""
 
-    def __init__(self, transport: HivemindTransport, host: Host) -> None:
+    def __init__(self, transport: HivemindTransport, host: Driver) -> None:
         self._transport = transport
         self._host = host
         self._packer = Packer(host.peer)
@@ -159,7 +158,6 @@ class Driver:
             team: is told to others with each heartbeat.
         """
         self.entries = RunLog(settings.empty_log, 0) if log is None else log
-        storage = storage or Storage()
         buffers = PayloadBuffers.of_each(workload.fragments, KEPT_BYTES, self.entries.payload)
         self.peer = Peer(
             identity.peer_id,
@@ -175,17 +173,14 @@ class Driver:
         self._running: set[asyncio.Task[None]] = set()
         self._waiting: list[asyncio.Future[None]] = []
         self._stopped = asyncio.Event()
-        worker = asyncio.Lock()
         self._messenger = _Messenger(transport, self)
-        self._pulse = Pulse(self.peer, identity, transport, self.start, team)
+        self._pulse = Pulse(identity, transport, self, team)
         self._rounds = Rounds(transport, workload, buffers, self)
         self._scout = Scout(transport, self._rounds.traffic, self)
-        freezer = Freezer(self.peer, workload, storage, self, on_snapshot)
         self._replication = Replication(
-            transport, workload, buffers, self.entries, storage, freezer, worker, self, on_entry
+            transport, workload, buffers, self.entries, storage or Storage(), self, on_entry, on_snapshot
         )
-        locks = worker, freezer.state_lock
-        self._training = Training(workload, buffers, *locks, self, self._replication.is_applying)
+        self._training = Training(workload, buffers, self._replication, self)
         self._effects = self._table()
 
     def _table(self) -> EffectTable:
@@ -221,7 +216,7 @@ class Driver:
                 for clock in clocks:  # nothing after the last words
                     clock.cancel()
                 await self._say_goodbye()
-                await self._replication.finish()
+                await self._replication.recorder.finish()
                 for task in self._running:
                     task.cancel()
         except* DilocoPeerError as group:
@@ -244,10 +239,8 @@ class Driver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timing.heartbeat_expiry):
                     seen = await self._pulse.beat()
-                    self.handle(self._pulse.signed_heads(self.entries))
-                    for told in (self._pulse.amendment(), self._pulse.heads(self.entries)):
-                        if told is not None:
-                            self.handle(told)
+                    for event in self._pulse.known():
+                        self.handle(event)
                     self.handle(seen)
             self._scout.look()
             await asyncio.sleep(timing.heartbeat)

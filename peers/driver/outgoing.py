@@ -11,7 +11,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host
 from peers.network.channel import BYTES_UNDER_WAY, ChunkSender, Frame, PeerUnreachableError
 from peers.network.sockets import has_bbr
 from peers.network.throttle import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes, RateMeter
@@ -23,6 +22,7 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import Value, pack
 
 if TYPE_CHECKING:
+    from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
 CHUNKS = "chunks"
@@ -166,7 +166,7 @@ class Uplink:
 class Outgoing:
     """Sends the chunks of one fragment's present round."""
 
-    def __init__(self, transport: HivemindTransport, buffers: PayloadBuffers, host: Host, uplink: Uplink) -> None:
+    def __init__(self, transport: HivemindTransport, buffers: PayloadBuffers, host: Driver, uplink: Uplink) -> None:
         self._transport = transport
         self._buffers = buffers
         self._host = host
@@ -225,7 +225,8 @@ class Outgoing:
 
     async def _carry(self, round_name: Attempt, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
         """One stream to a member, from the first chunk for it until it breaks or the round is over."""
-        flights, stream = self._flights_to(to), object()
+        usual, stream = self._usual.get(to, 0.0), object()
+        flights = self._flights.setdefault(to, _Flights(asyncio.get_running_loop().time, usual))
         waiting = [await self._next(to, queue, flights, stream)]  # until the stream is open, and it is our turn
         if waiting == [None]:
             return
@@ -272,11 +273,6 @@ class Outgoing:
             patience = self._uplink.patience(self._streams, self._buffers.chunk_bytes(0)[1])
             if late := flights.late(stream, patience):
                 return late
-
-    def _flights_to(self, to: str) -> _Flights:
-        if to not in self._flights:
-            self._flights[to] = _Flights(asyncio.get_running_loop().time, self._usual.get(to, 0.0))
-        return self._flights[to]
 
     def has_more(self, to: str) -> bool:
         """Whether anything waits to be sent to a member."""
