@@ -166,7 +166,7 @@ class ArchivedRun:
     async def publish(self) -> None:
         """Say that the run is kept here, up to where."""
         end = self.end
-        self._sequence = next_sequence(self._sequence, self._transport.pace(self.run.run_id).after)
+        self._sequence = next_sequence(self._sequence, self._transport.discovery_of(self.run.run_id).pace().after)
         ticket, revocations = self._transport.credentials(self.run.run_id)
         heartbeat = Heartbeat(
             run=self.run.run_id,

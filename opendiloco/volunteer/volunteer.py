@@ -310,7 +310,7 @@ class Volunteer:
             log=self.log,
             state=self._driver.peer.state,
             trains_on=under_way is not None and under_way.has_rest,
-            reach=self._transport.reach(),
+            reach=self._transport.links.reach(),
             caps=self._transport.caps,
             sent=self._transport.upload.passed,
             received=self._transport.download.passed,

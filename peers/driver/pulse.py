@@ -41,7 +41,7 @@ class Pulse:
         self._beats = 0
         self.held_out: HeldOutLoss | None = None
         self._connected: set[str] = set()
-        transport.expect_answers_within(SHARE_FOR_SILENCE * host.peer.settings.timing.heartbeat_expiry)
+        transport.dht.expect_answers_within(SHARE_FOR_SILENCE * host.peer.settings.timing.heartbeat_expiry)
 
     def known(self) -> Iterator[Event]:
         """Yield what the run's archives have signed, what its organiser has given to this machine, and what our log has
@@ -66,7 +66,7 @@ class Pulse:
         heartbeats = await self._transport.heartbeats(run)
         self._connect_to_new(heartbeats)
         self._measure()
-        return HeartbeatsSeen(tuple(heartbeats), self._transport.silences(run))
+        return HeartbeatsSeen(tuple(heartbeats), self._transport.discovery_of(run).silences())
 
     def _connect_to_new(self, heartbeats: Sequence[Heartbeat]) -> None:
         """Begin to connect to strangers; in a large swarm to nobody, before there is something to say to it."""
@@ -79,7 +79,7 @@ class Pulse:
     async def publish(self) -> None:
         """Say that we are here, and how we are if that is due."""
         run = self._peer.settings.run
-        signed, sign = self._voice.say(self.heartbeat(), self._transport.pace(run), now())
+        signed, sign = self._voice.say(self.heartbeat(), self._transport.discovery_of(run).pace(), now())
         await self._transport.publish(signed, run, sign)
         metrics.HEARTBEATS.inc()
         HEALTH.expect("heartbeat", self._peer.settings.timing.heartbeat_expiry, "no heartbeat was published")
@@ -109,7 +109,7 @@ class Pulse:
             roster_size=len(log.roster),
             held_out=self.held_out,
             endpoints=self._transport.endpoints,
-            relays=self._transport.relays,
+            relays=self._transport.links.arranging.addresses,
             relayed=name_peers(peer.presence.reachability.relayed),
             unreached=name_peers(peer.presence.unreached),
             vote=(peer.presence.vote or "")[-TAIL:],

@@ -193,8 +193,9 @@ class Scout:
 
     def look(self) -> None:
         """Tell the protocol how we reach others, and what our link carries."""
-        reach = self._transport.reach()
-        self._host.handle(ReachSeen(reach, self._traffic.rates, self._transport.sought()))
+        links = self._transport.links
+        reach = links.reach()
+        self._host.handle(ReachSeen(reach, self._traffic.rates, links.sought()))
         direct = [peer for peer, way in reach.items() if way.is_direct]
         if self._traffic.rate:
             self._host.handle(RateMeasured(self._traffic.rate))

@@ -137,7 +137,7 @@ class _BootstrapNode:
     async def on_announcement(self, sender: str, payload: bytes) -> bytes:
         """Remember an announced run. Raises: RefusalError."""
         _spend(self._of_peers, sender, "you have")
-        network = await self.transport.network_of(sender)
+        network = await self.transport.daemon.network_of(sender)
         _spend(self._of_networks, network, f"your network, {network}, has")
         try:
             manifest = SignedManifest.unpack(payload)

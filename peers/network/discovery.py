@@ -72,7 +72,8 @@ class PeerDiscovery:
         said = None if signed is None else Heartbeat.verify(signed, self._run)
         if said is not None and said.sequence <= self._published:
             raise LocalProtocolError(f"heartbeat {said.sequence} does not follow {self._published}")
-        self.gossip.partners.avoided = self._network.hard_to_reach()
+        reach = self._network.links.reach()
+        self.gossip.partners.avoided = {peer for peer, way in reach.items() if not way.is_direct}
         self.gossip.say(signed, sign, now(), time.time())
         self._tell()
         if self._telling is None:

@@ -76,8 +76,8 @@ class Network:
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"ticket", 7
 
-    def pace(self, run_id: str) -> Pace:
-        return Pace(after=self.heard)
+    def discovery_of(self, run_id: str) -> Any:
+        return SimpleNamespace(pace=lambda: Pace(after=self.heard))
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         self.published.append(Heartbeat.verify(heartbeat, run_id))
@@ -179,8 +179,8 @@ class ManyRuns(Network):
     def signed_heads_of(self, run_id: str) -> SignedHeads:
         return SignedHeads(run_id)
 
-    def pace(self, run_id: str) -> Pace:
-        return Pace()
+    def discovery_of(self, run_id: str) -> Any:
+        return SimpleNamespace(pace=Pace)
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         if run_id == self.poison:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -75,9 +76,7 @@ class SlowTransport(FakeTransport):
         self._packer = Packer(rig.peer)
         self.streaming: Counter[tuple[str, Attempt]] = Counter()
         self.too_large = False
-
-    def expect_answers_within(self, seconds: float) -> None:
-        pass  # everybody answers at once
+        self.dht = SimpleNamespace(expect_answers_within=lambda seconds: None)  # everybody answers at once
 
     @property
     def streams(self) -> set[tuple[str, Attempt]]:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from prometheus_client import REGISTRY
@@ -25,7 +25,6 @@ from peers.protocol.peer import Peer
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
-from peers.values.wire import Reach
 from peers.values.workload import Progress
 from tests.peers.builders import LOG, PAYLOAD, PAYLOADS, RUN, SETTINGS, STATE, beat, chain_of, first_log
 
@@ -39,11 +38,11 @@ class Network:
     def __init__(self) -> None:
         self.addresses: tuple[str, ...] = (EARLY,)
         self.endpoints: tuple[str, ...] = ()
-        self.relays: tuple[str, ...] = ()
+        self.links = SimpleNamespace(arranging=SimpleNamespace(addresses=()))
+        self.dht = SimpleNamespace(expect_answers_within=self.expect)
         self.signs: list[LifeSign] = []
         self.slowly = Pace()
         self.silent: dict[str, float] = {}
-        self.reaches: dict[str, Reach] = {}
         self.asked = 0
         self.published: list[Heartbeat] = []
         self.present: list[Heartbeat] = []
@@ -52,7 +51,7 @@ class Network:
         self.signed = NOTHING_SIGNED
         self.amendment: Amendment | None = None
 
-    def expect_answers_within(self, seconds: float) -> None:
+    def expect(self, seconds: float) -> None:
         self.patience = seconds
 
     async def refresh_addresses(self) -> tuple[str, ...]:
@@ -64,17 +63,14 @@ class Network:
         self.connected.append(peer_id)
         return True
 
-    def pace(self, run_id: str) -> Pace:
-        return self.slowly
+    def discovery_of(self, run_id: str) -> Any:
+        return SimpleNamespace(pace=lambda: self.slowly, silences=lambda: self.silent)
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
         if heartbeat is not None:
             self.published.append(Heartbeat.verify(heartbeat, run_id))
         self.signs += [sign] if sign is not None else []
         return True
-
-    def reach(self) -> dict[str, Reach]:
-        return self.reaches
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return self.present
@@ -87,9 +83,6 @@ class Network:
 
     def amendment_of(self, run_id: str) -> Amendment | None:
         return self.amendment
-
-    def silences(self, run_id: str) -> dict[str, float]:
-        return self.silent
 
 
 def pulse_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,12 +115,12 @@ def test_one_network_announces_no_more_than_its_share(monkeypatch: pytest.Monkey
     seconds, lookups = 1000.0, list[str]()
     monkeypatch.setattr(bootstrap, "now", lambda: seconds)
 
-    class Transport:
+    class Daemon:
         async def network_of(self, peer: str) -> str:
             lookups.append(peer)
             return peer.partition("-")[0]
 
-    transport: Any = Transport()
+    transport: Any = SimpleNamespace(daemon=Daemon())
     node = _BootstrapNode(transport, Store(FIRST), {})  # type: ignore[arg-type]
 
     async def announce(peer: str) -> str:

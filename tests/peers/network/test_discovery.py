@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -50,6 +50,7 @@ class Node:
         self.identity = identity or Identity.generate()
         self.peer_id = self.identity.peer_id
         world.nodes[self.peer_id] = self
+        self.links = SimpleNamespace(reach=dict)
         self.stored = self.searched = 0
         self.takes = True
         self.connected: list[str] = []
@@ -76,9 +77,6 @@ class Node:
     async def find_heartbeats(self, run_id: str) -> list[bytes]:
         self.searched += 1
         return [signed for heartbeat, signed in self.world.dht.values() if heartbeat.expires > self.world.wall]
-
-    def hard_to_reach(self) -> Collection[str]:
-        return ()
 
     def prepare(self, peer_id: str) -> None:
         pass
