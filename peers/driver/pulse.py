@@ -47,9 +47,9 @@ class Pulse:
         """Yield what the run's archives have signed, what its organiser has given to this machine, and what our log has
         of the time before the peer's lineage, where that lacks anything."""
         run, log, lineage = self._peer.settings.run, self._host.entries, self._peer.lineage
-        signed = self._transport.signed_heads_of(run)
+        signed = self._transport.runs.signed_heads_of(run)
         yield SignedHeadsSeen(signed, log.heads_at(signed.indices))
-        if (given := self._transport.amendment_of(run)) is not None:
+        if (given := self._transport.runs.amendment_of(run)) is not None:
             yield AmendmentSeen(given)
         last = lineage.known_from
         heads = log.heads(last - RECENT_ENTRIES, last) if lineage.is_short else []

@@ -106,7 +106,7 @@ class _BootstrapNode:
     async def begin(self) -> None:
         """Learn all runs in the store, answer peers, and put the manifests into the DHT."""
         self.transport.runs.admissions.on_revoked = partial(self.store.keep, REVOKED_SUFFIX)
-        self.transport.runs.heads.on_news = partial(self.store.keep, SIGNED_SUFFIX)
+        self.transport.runs.on_heads = partial(self.store.keep, SIGNED_SUFFIX)
         for manifest in self.store:
             with self._failures.caught(manifest.run_id):
                 self._learn(manifest)
@@ -121,7 +121,7 @@ class _BootstrapNode:
         self.transport.learn(manifest)
         try:
             if packed := self.store.kept(SIGNED_SUFFIX, run):
-                runs.heads.take(run, unpack_heads(packed))
+                runs.take_heads(run, unpack_heads(packed))
         except SignedHeadsError as error:
             logger.warning("what the archives of %s have signed: %s", run, error)
         admission = runs.admissions.of(run)

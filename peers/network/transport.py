@@ -40,7 +40,7 @@ from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.news import Request
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment, SignedManifest
+from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
 from peers.values.wire import MESSAGE_LIMIT, Reach, printable, unpack_from
 
@@ -252,10 +252,7 @@ class HivemindTransport:
         return (admission.ticket, admission.number) if admission else (b"", 0)
 
     def signed_heads_of(self, run_id: str) -> SignedHeads:
-        return self.runs.heads.of(run_id)
-
-    def amendment_of(self, run_id: str) -> Amendment | None:
-        return self.runs.amendments.of(run_id)
+        return self.runs.signed_heads_of(run_id)
 
     # Who is there ---------------------------------------------------------------------------------------------
     def discovery_of(self, run_id: str) -> PeerDiscovery:
@@ -273,7 +270,7 @@ class HivemindTransport:
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
         found = await self.discovery_of(run_id).heartbeats()
         self.runs.admissions.catch_up(self.call, run_id, found)
-        self.runs.heads.hear(run_id, found)
+        self.runs.hear_heads(run_id, found)
         self.links.observe(contacts_of(found), self._is_eager)
         self.links.arranging.volunteers = open_volunteers(found, self.peer_id)
         self._unmet = {one.peer: one.addresses for one in found} if self._is_eager and len(found) > EAGER else {}

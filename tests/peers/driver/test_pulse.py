@@ -23,7 +23,6 @@ from peers.presence.voice import Pace
 from peers.protocol.events import HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
 from peers.values.workload import Progress
 from tests.peers.builders import LOG, PAYLOAD, PAYLOADS, RUN, SETTINGS, STATE, beat, chain_of, first_log
@@ -49,7 +48,7 @@ class Network:
         self.connected: list[str] = []
         self.patience = math.inf
         self.signed = NOTHING_SIGNED
-        self.amendment: Amendment | None = None
+        self.runs = SimpleNamespace(signed_heads_of=lambda run: self.signed, amendment_of=lambda run: None)
 
     def expect(self, seconds: float) -> None:
         self.patience = seconds
@@ -77,12 +76,6 @@ class Network:
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"", 0
-
-    def signed_heads_of(self, run_id: str) -> SignedHeads:
-        return self.signed
-
-    def amendment_of(self, run_id: str) -> Amendment | None:
-        return self.amendment
 
 
 def pulse_of(

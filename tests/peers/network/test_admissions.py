@@ -121,7 +121,7 @@ class TestRevocations:
             kept: list[tuple[str, bytes]] = []
             both[knows].revoke(RUN, pack(LIST))
             both[1 - knows].on_revoked = lambda run, packed, kept=kept: kept.append((run, packed))  # type: ignore[misc]
-            asyncio.run(both[0].exchange(Network("a", {"b": both[1]}).call, RUN, "b"))
+            asyncio.run(both[0].exchange(Network("a", {"b": both[1].answer}).call, RUN, "b"))
             assert [one.of(RUN).number for one in both] == [1, 1]  # type: ignore[union-attr]
             assert kept == [(RUN, pack(LIST))]
 
@@ -130,7 +130,7 @@ class TestRevocations:
         one, other = admissions(BY_INVITATION), admissions(BY_INVITATION)
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
             asyncio.run(one.answer("b", pack(_RevocationsRequest(run=RUN, known=false))))
-        network = Network("a", {"b": other})
+        network = Network("a", {"b": other.answer})
         network.meddle = lambda answer: false
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
             asyncio.run(one.exchange(network.call, RUN, "b"))
@@ -152,7 +152,7 @@ class TestRevocations:
             one, other = admissions(BY_INVITATION), admissions(BY_INVITATION)
             other.revoke(RUN, pack(LIST))
             liar, honest = beat_of(STRANGER, revocations=99), beat_of(FRIEND, revocations=1)
-            network = Network("a", {STRANGER.peer_id: admissions(BY_INVITATION), FRIEND.peer_id: other})
+            network = Network("a", {STRANGER.peer_id: admissions(BY_INVITATION).answer, FRIEND.peer_id: other.answer})
             for _ in range(20):
                 one.catch_up(network.call, RUN, [liar, honest])
                 await asyncio.sleep(0)
