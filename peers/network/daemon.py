@@ -270,7 +270,8 @@ async def start_daemon(
         daemon.opened = opened.pop_all()
     control = daemon._client.control
     for task in (control._read_task, control._write_task):
-        task.add_done_callback(_take_exception)
+        # asyncio prints a traceback for a failed task whose exception nobody takes.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     control._handler = _until_it_breaks(control._handler)
     return daemon
 
@@ -291,7 +292,10 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
             raise
         except (HIVEMIND.p2p.P2PDaemonError, OSError, ValueError) as error:
             for attempt in attempts:
-                await _to_the_end(_wait_for_end(attempt))
+                # So that its end is not reported to an event loop that is closed. It ends by itself. A signal to a
+                # process that is just ending would have asyncio (before 3.12.8) warn of a child that it does not know.
+                if attempt._child is not None:
+                    await _to_the_end(_end(attempt, attempt._child.wait()))
             raise _start_error(str(error), initial_peers) from error
 
 
@@ -308,43 +312,24 @@ def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., A
     return serve
 
 
-def _take_exception(task: asyncio.Task[None]) -> None:
-    """Log why the control connection ended: asyncio prints a traceback for a failed task that is not awaited."""
-    if not task.cancelled() and task.exception() is not None:
-        logger.debug("the control connection to libp2p's daemon broke: %r", task.exception())
-
-
 async def _give_up(starting: asyncio.Future[Daemon]) -> None:
     """hivemind loses a daemon whose start is cancelled: it is awaited, and ended."""
     with suppress(Exception):
-        await _stop(await starting)
-
-
-async def _wait_for_end(failed: Daemon) -> None:
-    """Wait until the process is gone, so that its end is not reported to an event loop that is closed.
-
-    It ends by itself. A signal to a process that is just ending would have asyncio (before 3.12.8) warn of a child that
-    it does not know: `Popen.send_signal` and asyncio's own watcher both want to be told its exit status.
-    """
-    if failed._child is not None:
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT):
-                await failed._child.wait()
-        except TimeoutError:
-            failed._child.kill()
-            await failed._child.wait()
+        daemon = await starting
+        await _end(daemon, daemon.shutdown())
 
 
 async def stop_daemon(daemon: Daemon) -> None:
     """End p2pd and wait until it is gone, even when we are cancelled meanwhile; its sockets are removed."""
     with daemon.opened:
-        await _to_the_end(_stop(daemon))
+        await _to_the_end(_end(daemon, daemon.shutdown()))
 
 
-async def _stop(daemon: Daemon) -> None:
+async def _end(daemon: Daemon, ending: Awaitable[object]) -> None:
+    """Wait until the process is gone; kill it when that takes too long."""
     try:
         async with asyncio.timeout(STOP_TIMEOUT):
-            await daemon.shutdown()
+            await ending
     except TimeoutError:
         logger.warning("libp2p's daemon did not end in %.0f s and is killed", STOP_TIMEOUT)
         daemon._child.kill()
@@ -352,7 +337,7 @@ async def _stop(daemon: Daemon) -> None:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Whoever is cancelled while this goes on hears of it afterwards."""
+    """Do the work whole: a cancellation meanwhile is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
