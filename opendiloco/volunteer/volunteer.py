@@ -270,7 +270,7 @@ class Volunteer:
         peer = self._driver.peer
         ends = [
             self._workload.trainer.wait_for_death(),
-            self._transport.failure(),
+            self._transport.daemon.failure(),
             doubled(self._transport, self.run.run_id, peer),
         ]
         if self._admission is not None:

@@ -249,7 +249,8 @@ class Outgoing:
                 await sender.run(pack(StreamHeader(round_name=round_name)), following, self._answered)
         except PeerUnreachableError:
             unsent = [send for send in waiting if send] + list(sender.pending if sender else ())
-            if not self._is_carried_by_others(to):
+            others = [task for task in self._senders.get(to, ()) if task is not asyncio.current_task()]
+            if all(task.done() for task in others):  # nobody else takes what waits for this member
                 while not queue.empty():
                     if send := queue.get_nowait():
                         unsent.append(send)
@@ -282,10 +283,6 @@ class Outgoing:
     def _streams(self) -> int:
         """Return how many streams our round has."""
         return sum(len(tasks) for tasks in self._senders.values())
-
-    def _is_carried_by_others(self, to: str) -> bool:
-        """Whether other streams than the one of this task take what waits for a member."""
-        return any(not task.done() for task in self._senders.get(to, ()) if task is not asyncio.current_task())
 
     def _data(self, send: SendChunk) -> memoryview:
         read = self._buffers.averaged if send.reduced else self._buffers.contribution

@@ -203,7 +203,7 @@ def _is_publishing() -> None:
 
 async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], stop: asyncio.Event) -> None:
     """Publish the runs and do the work beside that, until `stop` is set. Raises: LocalNetworkError."""
-    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(node.transport.failure())
+    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(node.transport.daemon.failure())
     publishing, living = asyncio.create_task(node.keep_publishing()), asyncio.create_task(_give_life_signs())
     others = [asyncio.create_task(work(node.transport, node.store)) for work in beside]
     for task in others:

@@ -20,7 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any
 
 from peers.errors import (
     DilocoPeerError,
@@ -53,10 +54,10 @@ START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
 STOP_TIMEOUT = 5.0  # seconds
 REQUEST_TIMEOUT = 5.0  # seconds for one request to the daemon
 ADDRESS_LIMIT = 8
-UNKNOWN_NETWORK = "unknown"
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
 NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format error")
+AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")  # how a peer id begins
 GO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """That p2pd computes on: the others are for training, and on two cores two of them take a third more time than one."""
 IN_OWN_SESSION = (
@@ -130,7 +131,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
             parsed = parse_addresses(addresses, needs_peer_id=False)
             async with asyncio.timeout(timeout):
-                encoded = [_EncodedAddress.of(address.decapsulate(suffix)) for address in parsed]
+                encoded = [_encoded(address.decapsulate(suffix)) for address in parsed]
                 await self._client.connect(to_peer_id(peer_id), encoded)
         except (*NETWORK_ERRORS, ManifestError, PeerUnreachableError, ValueError) as error:
             logger.debug("no connection to %s: %r", peer_id, error)
@@ -156,22 +157,15 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             return {}
 
     async def network_of(self, peer_id: str) -> str:
-        """Return the network from which a peer has connected with us; UNKNOWN_NETWORK where it came through a relay."""
+        """Return the network from which a peer has connected with us; "unknown" where it came through a relay."""
         networks = map(network_at, (await self.connections()).get(peer_id, ()))
-        return min(filter(None, networks), default=UNKNOWN_NETWORK)
+        return min(filter(None, networks), default="unknown")
 
 
-class _EncodedAddress(bytes):
-    """A multiaddr as p2pd reads it: hivemind encodes peer ids inside (those of relays) as CIDs, p2pd wants hashes."""
-
-    AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")
-
-    @classmethod
-    def of(cls, address: Any) -> Self:
-        return cls(address.to_bytes().replace(cls.AS_CID, cls.AS_HASH))
-
-    def to_bytes(self) -> bytes:  # which hivemind calls
-        return self
+def _encoded(address: Any) -> Any:
+    """Return a multiaddr as p2pd reads it: hivemind encodes peer ids inside (relays') as CIDs, not as hashes."""
+    encoded = address.to_bytes().replace(AS_CID, AS_HASH)
+    return SimpleNamespace(to_bytes=lambda: encoded)
 
 
 def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError
+from peers.errors import LocalNetworkError, ManifestError
 from peers.network.channel import PeerUnreachableError
 from peers.network.daemon import HIVEMIND, NETWORK_ERRORS, Daemon, peer_id_of, to_peer_id, unreachable
 from peers.network.dht_storage import RecordValidator, bounded, heartbeats_key, manifest_key
@@ -21,6 +21,9 @@ from peers.network.first_contact import endpoint, which_answer
 from peers.network.known_runs import Admissions
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,13 @@ class DhtNode:
                 **DHT_OPTIONS,
             )
         except HIVEMIND.protocol.ValidationError as error:
-            raise _not_admitted(str(error)) from error
+            if "local time" in str(error):
+                raise LocalNetworkError(
+                    "this machine's clock is more than 3 seconds off.", "Switch on time synchronisation (NTP)."
+                ) from error
+            raise LocalNetworkError(
+                "the bootstrap node cannot reach this machine.", "Check the firewall, then try again."
+            ) from error
         except RuntimeError as error:
             if "none of the initial_peers" in str(error):
                 raise unreachable(contacts) from error
@@ -140,39 +149,25 @@ class DhtNode:
         return [entry.value for entry in entries.values() if isinstance(entry.value, bytes)]
 
 
-def _not_admitted(reason: str) -> DilocoPeerError:
-    """Return the error for a bootstrap node that answered, where hivemind found something wrong with us."""
-    if "local time" in reason:
-        return LocalNetworkError(
-            "this machine's clock is more than 3 seconds off.", "Switch on time synchronisation (NTP)."
-        )
-    return LocalNetworkError("the bootstrap node cannot reach this machine.", "Check the firewall, then try again.")
-
-
 class DhtMembership:
     """A node's place in the DHT: found again when it is lost, and served once others can dial us.
 
-    Unless it `may_serve`, the node stays what it is. `can_be_dialled` says whether others can dial us; None while that
-    is not known. `on_move` is called when this machine is in another network, where all connections are broken.
+    Unless it `may_serve`, the node stays what it is.
     """
 
     def __init__(
         self,
-        daemon: Daemon,
-        protocol: Any,
+        network: HivemindTransport,
         initial_peers: Sequence[str],
         remembered: Callable[[], Sequence[str]],
         may_serve: bool,
-        can_be_dialled: Callable[[], Awaitable[bool | None]],
-        on_move: Callable[[], None],
     ) -> None:
-        self._daemon = daemon
-        self._protocol = protocol
+        self._network = network
+        self._daemon = network.daemon
+        self._protocol = network.dht.protocol
         self._initial_peers = initial_peers
         self._remembered = remembered
         self._may_serve = may_serve
-        self._can_be_dialled = can_be_dialled
-        self._on_move = on_move
         self._is_settled = not may_serve
         self._keeping = asyncio.create_task(self._keep())
 
@@ -182,7 +177,7 @@ class DhtMembership:
 
     def network_changed(self) -> None:
         """Begin anew: what was connected is not any more, and what is being waited for does not come."""
-        self._on_move()
+        self._network.links.drop_all()
         self._keeping.cancel()
         self._keeping = asyncio.create_task(self._keep_anew(self._keeping))
 
@@ -233,7 +228,7 @@ class DhtMembership:
 
     async def _settle(self) -> None:
         """Serve the DHT if others can dial us. A server that they can't would cost each of them seconds."""
-        answer = await self._can_be_dialled()
+        answer = await self._network.can_be_dialled()
         if answer is not None:
             self._is_settled = True
             await self._serve(answer)

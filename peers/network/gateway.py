@@ -124,7 +124,9 @@ class Gateway:
 
     async def _open_by_nat_pmp(self, where: Where, port: int, lifetime: int, suggested: int) -> Mapping | int | None:
         """Raises: OSError."""
-        address = await self._ask(where, lambda client: NAT_PMP_ADDRESS_REQUEST, _read_nat_pmp_address)
+        address: IPv4Address | int | None = await self._ask(
+            where, lambda client: NAT_PMP_ADDRESS_REQUEST, _read_nat_pmp_address
+        )
         if not isinstance(address, IPv4Address):
             return address
         request, external = _pack_nat_pmp_map(port, lifetime, suggested), address

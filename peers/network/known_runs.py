@@ -124,22 +124,13 @@ class Admissions:
             self.learn(manifest, is_ours=False)
 
     # Revoked tickets ------------------------------------------------------------------------------------------
-    def revoke(self, run: str, packed: bytes) -> bool:
-        """Take in a list of revoked tickets. Returns whether it is new here. Raises: TicketError."""
-        admission = self.of(run)
-        is_new = admission is not None and admission.revoke(packed)
-        if is_new:
-            logger.info("run %s: its organiser has revoked tickets", run)
-            self.on_revoked(run, packed)
-        return is_new
-
     async def answer(self, sender: str, payload: bytes) -> bytes:
         """Answer a _RevocationsRequest, and take in what it tells. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, _RevocationsRequest, payload, LIST_BYTES + 256)
         admission = self.of(request.run)
         if admission is None:
             raise RefusalError(f"no run by invitation called {request.run} is known here")
-        self._take_in(sender, request.run, request.known)
+        self._take_in(admission, sender, request.known)
         return pack(admission.revocations) if admission.revocations else b""
 
     async def exchange(self, call: Call, run: str, peer: str) -> None:
@@ -152,15 +143,16 @@ class Admissions:
             return
         known = pack(admission.revocations) if admission.revocations else b""
         answer = await call(peer, REVOCATIONS, pack(_RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
-        self._take_in(peer, run, answer)
+        self._take_in(admission, peer, answer)
 
-    def _take_in(self, peer: str, run: str, packed: bytes) -> None:
+    def _take_in(self, admission: RunAdmission, peer: str, packed: bytes) -> None:
         """Take in the list that a peer has told us, if it has any. Raises: RemoteProtocolError."""
-        if packed:
-            try:
-                self.revoke(run, packed)
-            except TicketError as error:
-                raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
+        try:
+            if packed and admission.revoke(packed):
+                logger.info("run %s: its organiser has revoked tickets", admission.run)
+                self.on_revoked(admission.run, packed)
+        except TicketError as error:
+            raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
 
     def catch_up(self, call: Call, run: str, heartbeats: Iterable[Heartbeat]) -> None:
         """Begin to ask one of the peers that know of later revocations, unless another one is being asked. A peer that

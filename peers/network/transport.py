@@ -118,7 +118,11 @@ class HivemindTransport:
             local = all(is_loopback(host_of(address)) for address in initial_peers or listen)
         parse_addresses(initial_peers, needs_peer_id=True)
         contacts = await first_contacts(initial_peers, remembered())
-        exposure = _exposure(local, public)
+        exposure = Exposure.PUBLIC if public else Exposure.PRIVATE
+        if local:
+            exposure = Exposure.LOCAL
+        elif public is None and not is_behind_nat():
+            exposure = Exposure.UNKNOWN
         waits = bool(initial_peers) and exposure in (Exposure.PRIVATE, Exposure.UNKNOWN)
         start = partial(start_daemon, identity, contacts, listen, announce, client_mode, exposure)
         daemon = await reach(start, contacts)
@@ -140,15 +144,7 @@ class HivemindTransport:
             await transport.close()
             raise
         transport.links.start(transport.links.arranging.keep(initial_peers))
-        transport._membership = DhtMembership(
-            daemon,
-            dht.protocol,
-            initial_peers,
-            remembered,
-            waits and not client_mode,
-            transport.can_be_dialled,
-            transport.links.drop_all,
-        )
+        transport._membership = DhtMembership(transport, initial_peers, remembered, waits and not client_mode)
         if exposure is not Exposure.LOCAL:
             transport.links.start(watch_network(transport._membership.network_changed))
         return transport
@@ -174,16 +170,13 @@ class HivemindTransport:
         finally:
             await stop_daemon(self.daemon)
 
-    async def failure(self) -> LocalNetworkError:
-        return await self.daemon.failure()
-
     # Addresses and links --------------------------------------------------------------------------------------
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where others can reach us over libp2p."""
         return self.daemon.addresses
 
-    async def refresh_addresses(self) -> tuple[str, ...]:
+    async def refresh_addresses(self) -> None:
         """Ask the daemon where others can reach us now (relays and port mappings come with time).
 
         When it does not say, we keep to what it said before.
@@ -192,15 +185,9 @@ class HivemindTransport:
             await self.daemon.refresh_addresses()
         except (*NETWORK_ERRORS, LocalNetworkError) as error:
             logger.debug("addresses not refreshed: %r", error)
-        return self.addresses
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> bool:
         return await self.daemon.connect(peer_id, addresses)
-
-    @property
-    def _is_eager(self) -> bool:
-        """Whether links are made before they are needed: a client, which accepts none, makes none either."""
-        return self.links.port > 0
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -209,11 +196,6 @@ class HivemindTransport:
 
     def reach_of(self, peer_id: str) -> Reach | None:
         return self.links.reach_of(peer_id)
-
-    def prepare(self, peer_id: str) -> None:
-        """Begin to make a link with a peer that will be told something again and again."""
-        if self._is_eager:
-            self.links.prepare(peer_id)
 
     # Runs -----------------------------------------------------------------------------------------------------
     def learn(self, manifest: SignedManifest) -> None:
@@ -258,7 +240,7 @@ class HivemindTransport:
     def discovery_of(self, run_id: str) -> PeerDiscovery:
         """Return what finds the peers of a run, with the admission that is known now."""
         if run_id not in self._discoveries:
-            self._discoveries[run_id] = PeerDiscovery(run_id, self, self.dht)
+            self._discoveries[run_id] = PeerDiscovery(run_id, self)
         self._discoveries[run_id].gossip.admission = self.runs.admissions.of(run_id)
         return self._discoveries[run_id]
 
@@ -271,9 +253,10 @@ class HivemindTransport:
         found = await self.discovery_of(run_id).heartbeats()
         self.runs.admissions.catch_up(self.call, run_id, found)
         self.runs.hear_heads(run_id, found)
-        self.links.observe(contacts_of(found), self._is_eager)
+        is_eager = self.links.port > 0  # a client, which accepts no links, makes none before they are needed either
+        self.links.observe(contacts_of(found), is_eager)
         self.links.arranging.volunteers = open_volunteers(found, self.peer_id)
-        self._unmet = {one.peer: one.addresses for one in found} if self._is_eager and len(found) > EAGER else {}
+        self._unmet = {one.peer: one.addresses for one in found} if is_eager and len(found) > EAGER else {}
         return found
 
     async def _hear(self, sender: str, payload: bytes) -> bytes:
@@ -309,7 +292,7 @@ class HivemindTransport:
         return True
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
-        """Serve a stream that another peer has opened on a link. Raises what breaks it."""
+        """Serve a stream that another peer has opened. Raises what breaks it."""
         conversation = self._conversations.get(protocol)
         if conversation is None:
             raise RemoteProtocolError(channel.peer, f"there is no conversation {protocol!r:.40}")
@@ -436,8 +419,7 @@ class HivemindTransport:
             self._serving.add(task)
             channel = Channel(str(info.peer_id), reader, writer, self.upload, self.download)
             try:
-                async with asyncio.timeout(CONVERSATION_TIMEOUT):
-                    await conversation(channel)
+                await self._converse(protocol, channel)
             except asyncio.CancelledError:  # by close(); asyncio 3.11 logs a traceback for cancelled stream handlers
                 logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
             except RemoteProtocolError as error:
@@ -452,11 +434,3 @@ class HivemindTransport:
                 self._serving.discard(task)
 
         await self.daemon.add_binary_stream_handler(f"{PROTOCOL_PREFIX}/{protocol}", serve)
-
-
-def _exposure(local: bool, public: bool | None) -> Exposure:
-    if local:
-        return Exposure.LOCAL
-    if public is None:
-        return Exposure.PRIVATE if is_behind_nat() else Exposure.UNKNOWN
-    return Exposure.PUBLIC if public else Exposure.PRIVATE

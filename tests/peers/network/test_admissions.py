@@ -119,7 +119,7 @@ class TestRevocations:
         for knows in (0, 1):
             both = admissions(BY_INVITATION), admissions(BY_INVITATION)
             kept: list[tuple[str, bytes]] = []
-            both[knows].revoke(RUN, pack(LIST))
+            both[knows].of(RUN).revoke(pack(LIST))  # type: ignore[union-attr]
             both[1 - knows].on_revoked = lambda run, packed, kept=kept: kept.append((run, packed))  # type: ignore[misc]
             asyncio.run(both[0].exchange(Network("a", {"b": both[1].answer}).call, RUN, "b"))
             assert [one.of(RUN).number for one in both] == [1, 1]  # type: ignore[union-attr]
@@ -150,7 +150,7 @@ class TestRevocations:
 
         async def scenario() -> None:
             one, other = admissions(BY_INVITATION), admissions(BY_INVITATION)
-            other.revoke(RUN, pack(LIST))
+            other.of(RUN).revoke(pack(LIST))  # type: ignore[union-attr]
             liar, honest = beat_of(STRANGER, revocations=99), beat_of(FRIEND, revocations=1)
             network = Network("a", {STRANGER.peer_id: admissions(BY_INVITATION).answer, FRIEND.peer_id: other.answer})
             for _ in range(20):

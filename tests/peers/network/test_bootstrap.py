@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from peers.health import Health
-from peers.network import bootstrap
+from peers.network import bootstrap, run_failures
 from peers.network.bootstrap import ANNOUNCEMENTS_BURST, _BootstrapNode
 from peers.network.channel import RefusalError
-from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -59,7 +58,9 @@ class Store(list[SignedManifest]):
         self.touched.append(run_id)
 
 
-def test_a_run_that_cannot_be_published_keeps_no_other_from_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_cannot_be_published_keeps_no_other_from_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is named once, and tried again later and later."""
     seconds, tried = 0.0, list[str]()
 
@@ -75,7 +76,7 @@ def test_a_run_that_cannot_be_published_keeps_no_other_from_it(caplog: pytest.Lo
     store: Any = Store(FIRST, SECOND)
     transport: Any = Transport()
     node = _BootstrapNode(transport, store, {})
-    node._failures = RunFailures("publishing", lambda: seconds)
+    monkeypatch.setattr(run_failures, "now", lambda: seconds)
     for pause in (0.0, 4.0, 1.0, 9.0, 1.0):
         seconds += pause
         asyncio.run(node.publish())
