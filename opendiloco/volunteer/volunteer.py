@@ -248,7 +248,7 @@ class Volunteer:
         self._remembered = remembered
         self._leaving = False
         self._curves = Curves(workload.trainer.telemetry, HeldOutCurve(folder.held_out if folder else None))
-        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.round_costs)
+        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.rounds.costs)
 
     @property
     def log(self) -> RunLog:
@@ -314,7 +314,7 @@ class Volunteer:
             caps=self._transport.caps,
             sent=self._transport.upload.passed,
             received=self._transport.download.passed,
-            download=self._driver.download,
+            download=self._driver.replication.download,
             fragments=self._fragments(),
             bytes_per_token=self._workload.trainer.telemetry.bytes_per_token,
         )

@@ -43,10 +43,6 @@ class StreamHeader(Value):
     round_name: Attempt
 
 
-Key = tuple[int, bool]
-"""A chunk's number, and whether it is averaged."""
-
-
 @dataclass(frozen=True)
 class _Flight:
     """A chunk that is not answered: when it was sent first, and last; on which stream, and how often."""
@@ -70,7 +66,8 @@ class _Flights:
         self.usual = usual
         """Seconds from when a chunk is sent until it is answered; 0: not known."""
         self._clock = clock
-        self._flights: dict[Key, _Flight] = {}  # the one that was sent first comes first
+        # By a chunk's number, and whether it is averaged; the one that was sent first comes first.
+        self._flights: dict[tuple[int, bool], _Flight] = {}
 
     def begin(self, send: SendChunk, stream: object) -> None:
         """A chunk is sent on a stream, maybe once more."""

@@ -202,8 +202,10 @@ class DhtMembership:
             lost = {address for address in self._initial_peers if to_peer_id(peer_id_of(address)) not in table}
             others = set() if table.uid_to_peer_id else await which_answer(self._remembered())
             await self._greet(lost | others)
-            if not self._is_settled:
-                await self._settle()
+            # Serve the DHT if others can dial us. A server that they can't would cost each of them seconds.
+            if not self._is_settled and (can_be_dialled := await self._network.can_be_dialled()) is not None:
+                self._is_settled = True
+                await self._serve(can_be_dialled)
 
     async def _greet(self, addresses: Iterable[str]) -> None:
         by_peer: dict[str, list[str]] = {}
@@ -225,13 +227,6 @@ class DhtMembership:
         answering = [address for address in addresses if address not in silent]
         if answering and await self._daemon.connect(peer, answering):
             await self._protocol.call_ping(peer_id)
-
-    async def _settle(self) -> None:
-        """Serve the DHT if others can dial us. A server that they can't would cost each of them seconds."""
-        answer = await self._network.can_be_dialled()
-        if answer is not None:
-            self._is_settled = True
-            await self._serve(answer)
 
     async def _serve(self, serves: bool) -> None:
         """Become a server of the DHT, or a client, which no node asks for anything."""

@@ -121,8 +121,7 @@ class _Search:
 
     async def run(self, traverse: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, **options: Any) -> Any:
         tell = self._found and partial(self._unless_ended, self._found)
-        callbacks = {"get_neighbors": self._ask, "found_callback": tell}
-        searching = asyncio.create_task(traverse(*arguments, **callbacks, **options))
+        searching = asyncio.create_task(traverse(*arguments, get_neighbors=self._ask, found_callback=tell, **options))
         try:
             return await asyncio.shield(searching)
         except asyncio.CancelledError:

@@ -231,7 +231,6 @@ class KnownRuns:
         """Called with all packed heads of a run whenever there are new ones, so that they are kept."""
 
     def learn(self, manifest: SignedManifest) -> None:
-        """Take in the run of a manifest, until told to `forget` it."""
         run = manifest.run_id
         self.admissions.learn(manifest)
         self._known.setdefault(run, _KnownRun(manifest.organiser, SignedHeads(run, manifest.archives)))

@@ -285,11 +285,10 @@ class HivemindTransport:
 
     async def _is_there(self, peer_id: str) -> bool:
         """Return whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""
-        try:
+        with suppress(PeerUnreachableError):
             await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
-        except PeerUnreachableError:
-            return False
-        return True
+            return True
+        return False
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
         """Serve a stream that another peer has opened. Raises what breaks it."""
@@ -310,10 +309,8 @@ class HivemindTransport:
         if self.links.is_up(peer_id):
             try:
                 return await self.links.link(peer_id).call(name, payload, timeout)
-            except PeerRefusedError:
-                raise
             except PeerUnreachableError as error:
-                if self.links.is_up(peer_id):
+                if isinstance(error, PeerRefusedError) or self.links.is_up(peer_id):
                     raise
                 logger.debug("%s; over libp2p, then", error)
         await self._meet(peer_id, min(CALL_TIMEOUT, timeout))

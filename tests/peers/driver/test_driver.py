@@ -151,7 +151,7 @@ class DriverOf(Driver):
     def __init__(self, transport: SlowTransport) -> None:
         self.workload = FussyWorkload()
         super().__init__(Identity.generate(), cast(HivemindTransport, transport), self.workload, SETTINGS, STATE)
-        [self.buffers] = self._rounds._buffers
+        [self.buffers] = self.rounds._buffers
         offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
 
     def carry_on(self, rig: Rig) -> None:
@@ -159,7 +159,7 @@ class DriverOf(Driver):
         for effect in rig.effects:
             if isinstance(effect, OpenRound | SendChunk):
                 self._effects.carry_out(effect)
-        self._rounds.follow()
+        self.rounds.follow()
 
     @property
     def round(self) -> Attempt:
