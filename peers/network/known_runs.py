@@ -130,7 +130,7 @@ class Admissions:
         admission = self.of(request.run)
         if admission is None:
             raise RefusalError(f"no run by invitation called {request.run} is known here")
-        self._take_in(admission, sender, request.known)
+        self._take_in(sender, request.run, request.known)
         return pack(admission.revocations) if admission.revocations else b""
 
     async def exchange(self, call: Call, run: str, peer: str) -> None:
@@ -143,14 +143,15 @@ class Admissions:
             return
         known = pack(admission.revocations) if admission.revocations else b""
         answer = await call(peer, REVOCATIONS, pack(_RevocationsRequest(run=run, known=known)), ASK_TIMEOUT)
-        self._take_in(admission, peer, answer)
+        self._take_in(peer, run, answer)
 
-    def _take_in(self, admission: RunAdmission, peer: str, packed: bytes) -> None:
+    def _take_in(self, peer: str, run: str, packed: bytes) -> None:
         """Take in the list that a peer has told us, if it has any. Raises: RemoteProtocolError."""
+        admission = self.of(run)
         try:
-            if packed and admission.revoke(packed):
-                logger.info("run %s: its organiser has revoked tickets", admission.run)
-                self.on_revoked(admission.run, packed)
+            if packed and admission is not None and admission.revoke(packed):
+                logger.info("run %s: its organiser has revoked tickets", run)
+                self.on_revoked(run, packed)
         except TicketError as error:
             raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
 
@@ -220,7 +221,7 @@ class _KnownRun:
 class KnownRuns:
     """What this node knows of the runs whose manifests it has, until told to `forget` them.
 
-    A limit of our own would let a stranger who announces many runs push out what the archives of another signed.
+    All are remembered: with a limit, a stranger who announces many runs would push out what archives of another signed.
     """
 
     def __init__(self) -> None:
