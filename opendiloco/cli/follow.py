@@ -158,7 +158,7 @@ async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path
         if plan.needs_model:
             run = run.with_data(plan.data).with_own(plan.own)
         await ask_for_signed_heads(transport, run, invite.addresses)
-        await unless_failed(_track(run, transport, plan, folder, audit), transport.failure())
+        await unless_failed(_track(run, transport, plan, folder, audit), transport.daemon.failure())
 
 
 async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:

@@ -164,7 +164,7 @@ class ArchivedRun:
     async def publish(self) -> None:
         """Say that the run is kept here, up to where."""
         end = self.end
-        self._sequence = next_sequence(self._sequence, self._transport.pace(self.run.run_id).after)
+        self._sequence = next_sequence(self._sequence, self._transport.discovery_of(self.run.run_id).pace().after)
         ticket, revocations = self._transport.credentials(self.run.run_id)
         heartbeat = Heartbeat(
             run=self.run.run_id,
@@ -224,16 +224,16 @@ class ArchivedRun:
         """Sign the newest head that we have checked, if we are one of the run's archives, at most once a minute."""
         if self._signer is None or self.log.first or now() < self._signs_at or not (self._peers or self._has_asked):
             return
-        run, store = self.run.run_id, self._transport.runs.heads
+        run, runs = self.run.run_id, self._transport.runs
         self._signs_at = now() + SIGNING_RETRY
         if not self._has_asked:  # a disk that was set back knows less than others do of what this key has signed
-            self._has_asked = await store.ask(self._transport.call, run, sorted(self._peers)[:ASKED]) > 0
+            self._has_asked = await runs.ask_for_heads(self._transport.call, run, sorted(self._peers)[:ASKED]) > 0
         if not self._has_asked:
             logger.info("run %s: nobody says what this archive has signed before: it signs nothing yet", run)
             return
         self._signs_at = now() + SIGNING_PAUSE
         try:
-            signed = await asyncio.to_thread(self._signer.sign, self.log, store.of(run))
+            signed = await asyncio.to_thread(self._signer.sign, self.log, runs.signed_heads_of(run))
         except (CannotSignError, SignedFileError) as error:
             logger.warning("run %s: this archive does not sign the log that is kept here: %s", run, error)
             return
@@ -241,7 +241,7 @@ class ArchivedRun:
             self._signs_at = 0.0  # at once when there is something
             return
         self._last_signed = signed
-        store.take(run, [signed])
+        runs.take_heads(run, [signed])
         logger.info("run %s: outer step %d is signed", run, signed.index)
 
     # Keeping --------------------------------------------------------------------------------------------------

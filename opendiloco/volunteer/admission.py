@@ -136,15 +136,15 @@ async def ask_for_signed_heads(
     if folder is not None:
         path = folder.signed_heads
         try:
-            transport.runs.heads.take(run.run_id, unpack_heads(path.read_bytes()))
+            transport.runs.take_heads(run.run_id, unpack_heads(path.read_bytes()))
         except FileNotFoundError:
             pass
         except (OSError, SignedHeadsError) as error:
             logger.warning("%s is passed over: %s", path, error)
-        transport.runs.heads.on_news = _kept_in(path, run.run_id)
+        transport.runs.on_heads = _kept_in(path, run.run_id)
     with suppress(TimeoutError):
         async with asyncio.timeout(ASK_LIMIT):
-            await transport.runs.heads.ask(transport.call, run.run_id, map(peer_id_of, addresses))
+            await transport.runs.ask_for_heads(transport.call, run.run_id, map(peer_id_of, addresses))
 
 
 def _kept_in(path: Path, run_id: str) -> Callable[[str, bytes], None]:

@@ -248,7 +248,7 @@ class Volunteer:
         self._remembered = remembered
         self._leaving = False
         self._curves = Curves(workload.trainer.telemetry, HeldOutCurve(folder.held_out if folder else None))
-        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.round_costs)
+        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.rounds.costs)
 
     @property
     def log(self) -> RunLog:
@@ -270,7 +270,7 @@ class Volunteer:
         peer = self._driver.peer
         ends = [
             self._workload.trainer.wait_for_death(),
-            self._transport.failure(),
+            self._transport.daemon.failure(),
             doubled(self._transport, self.run.run_id, peer),
         ]
         if self._admission is not None:
@@ -308,11 +308,11 @@ class Volunteer:
             log=self.log,
             state=self._driver.peer.state,
             trains_on=under_way is not None and under_way.has_rest,
-            reach=self._transport.reach(),
+            reach=self._transport.links.reach(),
             caps=self._transport.caps,
             sent=self._transport.upload.passed,
             received=self._transport.download.passed,
-            download=self._driver.download,
+            download=self._driver.replication.download,
             fragments=self._fragments(),
             bytes_per_token=self._workload.trainer.telemetry.bytes_per_token,
         )

@@ -10,15 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host
 from peers.driver.pulse import Pulse
 from peers.driver.replication import Replication
-from peers.driver.rounds import RoundCosts, Rounds
+from peers.driver.rounds import Rounds
 from peers.driver.traffic import Scout
 from peers.driver.training import Training
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
@@ -34,12 +33,10 @@ from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.effects import Dropped, Note, Send, TokensLost, Trouble
 from peers.protocol.events import Event, LeaveRequested, Received, Tick, Undelivered
-from peers.protocol.messages import Message
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
 from peers.transfer.buffers import PayloadBuffers, inspection
-from peers.transfer.download import Download
-from peers.transfer.snapshots import Freezer, FrozenSnapshot
+from peers.transfer.snapshots import FrozenSnapshot
 from peers.transfer.storage import Storage
 from peers.values.chunks import KEPT_BYTES
 from peers.values.identity import Identity
@@ -62,7 +59,7 @@ FAREWELL_TIMEOUT = 3.0  # seconds
 class _Messenger:
     """Sends one peer's messages, and takes in those of others."""
 
-    def __init__(self, transport: HivemindTransport, host: Host) -> None:
+    def __init__(self, transport: HivemindTransport, host: Driver) -> None:
         self._transport = transport
         self._host = host
         self._packer = Packer(host.peer)
@@ -75,10 +72,11 @@ class _Messenger:
         with suppress(LogError):
             self._host.start(self._send(send.to, self._packer.pack(send.message)))
 
-    def last_words(self, message: Message, to: Iterable[str], timeout: float) -> list[Awaitable[object]]:
-        """Return what tells this to each of these peers. Failures are of no consequence."""
-        packed = self._packer.pack(message)
-        return [self._transport.call(peer, CALL, packed, timeout) for peer in to]
+    def farewells(self) -> list[Awaitable[object]]:
+        """Return the calls that say goodbye to everybody we know to be alive. Failures are of no consequence."""
+        peer = self._host.peer
+        packed = self._packer.pack(peer.goodbye)
+        return [self._transport.call(other, CALL, packed, FAREWELL_TIMEOUT) for other in peer.membership.live(now())]
 
     async def _send(self, to: str, packed: bytes) -> None:
         try:
@@ -159,7 +157,6 @@ class Driver:
             team: is told to others with each heartbeat.
         """
         self.entries = RunLog(settings.empty_log, 0) if log is None else log
-        storage = storage or Storage()
         buffers = PayloadBuffers.of_each(workload.fragments, KEPT_BYTES, self.entries.payload)
         self.peer = Peer(
             identity.peer_id,
@@ -175,17 +172,14 @@ class Driver:
         self._running: set[asyncio.Task[None]] = set()
         self._waiting: list[asyncio.Future[None]] = []
         self._stopped = asyncio.Event()
-        worker = asyncio.Lock()
         self._messenger = _Messenger(transport, self)
-        self._pulse = Pulse(self.peer, identity, transport, self.start, team)
-        self._rounds = Rounds(transport, workload, buffers, self)
-        self._scout = Scout(transport, self._rounds.traffic, self)
-        freezer = Freezer(self.peer, workload, storage, self, on_snapshot)
-        self._replication = Replication(
-            transport, workload, buffers, self.entries, storage, freezer, worker, self, on_entry
+        self._pulse = Pulse(identity, transport, self, team)
+        self.rounds = Rounds(transport, workload, buffers, self)
+        self._scout = Scout(transport, self.rounds.traffic, self)
+        self.replication = Replication(
+            transport, workload, buffers, self.entries, storage or Storage(), self, on_entry, on_snapshot
         )
-        locks = worker, freezer.state_lock
-        self._training = Training(workload, buffers, *locks, self, self._replication.is_applying)
+        self._training = Training(workload, buffers, self.replication, self)
         self._effects = self._table()
 
     def _table(self) -> EffectTable:
@@ -194,14 +188,14 @@ class Driver:
             row(effects.Send, self._messenger.send),
             row(effects.Train, self._training.begin),
             row(effects.StopTraining, self._training.stop),
-            row(effects.OpenRound, self._rounds.open),
-            row(effects.SendChunk, self._rounds.traffic.send),
-            row(effects.ReduceChunk, lambda reduce: self.start(self._rounds.average(reduce))),
-            row(effects.AssemblePayload, self._rounds.assemble),
-            row(effects.Apply, self._replication.apply),
-            row(effects.FetchPayload, lambda fetch: self.start(self._replication.fetch_payload(fetch))),
-            row(effects.FetchLineage, self._replication.fetch_lineage),
-            row(effects.FetchSnapshot, lambda fetch: self.start(self._replication.fetch_snapshot(fetch))),
+            row(effects.OpenRound, self.rounds.open),
+            row(effects.SendChunk, self.rounds.traffic.send),
+            row(effects.ReduceChunk, lambda reduce: self.start(self.rounds.average(reduce))),
+            row(effects.AssemblePayload, self.rounds.assemble),
+            row(effects.Apply, self.replication.apply),
+            row(effects.FetchPayload, lambda fetch: self.start(self.replication.fetch_payload(fetch))),
+            row(effects.FetchLineage, self.replication.fetch_lineage),
+            row(effects.FetchSnapshot, lambda fetch: self.start(self.replication.fetch_snapshot(fetch))),
             row(effects.Note, _note),
             row(effects.Dropped, _dropped),
             row(effects.TokensLost, _tokens_lost),
@@ -214,14 +208,14 @@ class Driver:
         """Take part until asked to leave. Raises: DilocoPeerError, the first that any task met."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for part in (self._messenger, self._rounds, self._scout, self._replication):
+                for part in (self._messenger, self.rounds, self._scout, self.replication):
                     await part.serve()
                 clocks = [self.start(self._tick()), self.start(self._keep_pulse())]
                 await self._stopped.wait()
                 for clock in clocks:  # nothing after the last words
                     clock.cancel()
                 await self._say_goodbye()
-                await self._replication.finish()
+                await self.replication.recorder.finish()
                 for task in self._running:
                     task.cancel()
         except* DilocoPeerError as group:
@@ -244,19 +238,15 @@ class Driver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timing.heartbeat_expiry):
                     seen = await self._pulse.beat()
-                    self.handle(self._pulse.signed_heads(self.entries))
-                    for told in (self._pulse.amendment(), self._pulse.heads(self.entries)):
-                        if told is not None:
-                            self.handle(told)
+                    for event in self._pulse.known():
+                        self.handle(event)
                     self.handle(seen)
             self._scout.look()
             await asyncio.sleep(timing.heartbeat)
 
     async def _say_goodbye(self) -> None:
         """The deathrattle: a word to everybody we know to be alive, and a last heartbeat; then nothing more."""
-        others = self.peer.membership.live(now())
-        last_words = self._messenger.last_words(self.peer.goodbye, others, FAREWELL_TIMEOUT)
-        last_words.append(self._pulse.publish())
+        last_words = [*self._messenger.farewells(), self._pulse.publish()]
         with suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_TIMEOUT):
                 await asyncio.gather(*last_words, return_exceptions=True)
@@ -270,7 +260,7 @@ class Driver:
         """Let the protocol take in an event, and begin what it wants done."""
         for effect in self.peer.handle(event, now()):
             self._effects.carry_out(effect)
-        self._rounds.follow()
+        self.rounds.follow()
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
             if not waiter.done():
@@ -295,15 +285,6 @@ class Driver:
         """Tell others from now on what this peer found about theta."""
         self._pulse.held_out = held_out
         metrics.HELD_OUT_LOSS.set(held_out.loss)
-
-    @property
-    def round_costs(self) -> RoundCosts:
-        return self._rounds.costs
-
-    @property
-    def download(self) -> Download | None:
-        """The newest one of a snapshot."""
-        return self._replication.download
 
     def heartbeat(self) -> Heartbeat:
         return self._pulse.heartbeat()

@@ -11,7 +11,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host
 from peers.network.channel import BYTES_UNDER_WAY, ChunkSender, Frame, PeerUnreachableError
 from peers.network.sockets import has_bbr
 from peers.network.throttle import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes, RateMeter
@@ -23,6 +22,7 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import Value, pack
 
 if TYPE_CHECKING:
+    from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
 CHUNKS = "chunks"
@@ -41,10 +41,6 @@ class StreamHeader(Value):
     """The round that a stream's chunks are of."""
 
     round_name: Attempt
-
-
-Key = tuple[int, bool]
-"""A chunk's number, and whether it is averaged."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,8 @@ class _Flights:
         self.usual = usual
         """Seconds from when a chunk is sent until it is answered; 0: not known."""
         self._clock = clock
-        self._flights: dict[Key, _Flight] = {}  # the one that was sent first comes first
+        # By a chunk's number, and whether it is averaged; the one that was sent first comes first.
+        self._flights: dict[tuple[int, bool], _Flight] = {}
 
     def begin(self, send: SendChunk, stream: object) -> None:
         """A chunk is sent on a stream, maybe once more."""
@@ -166,7 +163,7 @@ class Uplink:
 class Outgoing:
     """Sends the chunks of one fragment's present round."""
 
-    def __init__(self, transport: HivemindTransport, buffers: PayloadBuffers, host: Host, uplink: Uplink) -> None:
+    def __init__(self, transport: HivemindTransport, buffers: PayloadBuffers, host: Driver, uplink: Uplink) -> None:
         self._transport = transport
         self._buffers = buffers
         self._host = host
@@ -225,7 +222,8 @@ class Outgoing:
 
     async def _carry(self, round_name: Attempt, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
         """One stream to a member, from the first chunk for it until it breaks or the round is over."""
-        flights, stream = self._flights_to(to), object()
+        usual, stream = self._usual.get(to, 0.0), object()
+        flights = self._flights.setdefault(to, _Flights(asyncio.get_running_loop().time, usual))
         waiting = [await self._next(to, queue, flights, stream)]  # until the stream is open, and it is our turn
         if waiting == [None]:
             return
@@ -248,7 +246,8 @@ class Outgoing:
                 await sender.run(pack(StreamHeader(round_name=round_name)), following, self._answered)
         except PeerUnreachableError:
             unsent = [send for send in waiting if send] + list(sender.pending if sender else ())
-            if not self._is_carried_by_others(to):
+            others = [task for task in self._senders.get(to, ()) if task is not asyncio.current_task()]
+            if all(task.done() for task in others):  # nobody else takes what waits for this member
                 while not queue.empty():
                     if send := queue.get_nowait():
                         unsent.append(send)
@@ -273,11 +272,6 @@ class Outgoing:
             if late := flights.late(stream, patience):
                 return late
 
-    def _flights_to(self, to: str) -> _Flights:
-        if to not in self._flights:
-            self._flights[to] = _Flights(asyncio.get_running_loop().time, self._usual.get(to, 0.0))
-        return self._flights[to]
-
     def has_more(self, to: str) -> bool:
         """Whether anything waits to be sent to a member."""
         return to in self._queues and not self._queues[to].empty()
@@ -286,10 +280,6 @@ class Outgoing:
     def _streams(self) -> int:
         """Return how many streams our round has."""
         return sum(len(tasks) for tasks in self._senders.values())
-
-    def _is_carried_by_others(self, to: str) -> bool:
-        """Whether other streams than the one of this task take what waits for a member."""
-        return any(not task.done() for task in self._senders.get(to, ()) if task is not asyncio.current_task())
 
     def _data(self, send: SendChunk) -> memoryview:
         return self._buffers.read(send.round_name, send.chunk, send.reduced)

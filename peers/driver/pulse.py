@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.log.folder import RunLog
 from peers.log.lineage import RECENT_ENTRIES
 from peers.metrics import HEALTH
 from peers.network.links import EAGER
 from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
 from peers.presence.voice import Voice
-from peers.protocol.events import AmendmentSeen, HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
-from peers.protocol.peer import Peer
+from peers.protocol.events import AmendmentSeen, Event, HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.states import SHOWN_AS, State
 from peers.values.identity import Identity
 from peers.values.system import next_sequence, now
 from peers.values.wire import printable
 
 if TYPE_CHECKING:
+    from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
 REFRESH_BEATS = 15  # heartbeats after which we ask again where others can reach us
@@ -32,42 +31,30 @@ and others must still see it in time: one machine that is frozen must not make a
 class Pulse:
     """Makes, signs and publishes one peer's heartbeats, and collects everybody's."""
 
-    def __init__(
-        self,
-        peer: Peer,
-        identity: Identity,
-        transport: HivemindTransport,
-        start: Callable[[Coroutine[None, None, None]], object],
-        team: str = "",
-    ) -> None:
-        """`start` runs something beside us: connecting to a peer that is gone takes long, and a beat must not wait."""
-        self._peer = peer
+    def __init__(self, identity: Identity, transport: HivemindTransport, host: Driver, team: str = "") -> None:
+        self._peer = host.peer
+        self._host = host
         self._voice = Voice(identity)
         self._transport = transport
-        self._start = start
         self._team = team
         self._sequence = 0
         self._beats = 0
         self.held_out: HeldOutLoss | None = None
         self._connected: set[str] = set()
-        transport.expect_answers_within(SHARE_FOR_SILENCE * peer.settings.timing.heartbeat_expiry)
+        transport.dht.expect_answers_within(SHARE_FOR_SILENCE * host.peer.settings.timing.heartbeat_expiry)
 
-    def signed_heads(self, log: RunLog) -> SignedHeadsSeen:
-        """Return what is known of the run's archives, and what `log` has in these places."""
-        signed = self._transport.signed_heads_of(self._peer.settings.run)
-        return SignedHeadsSeen(signed, log.heads_at(signed.indices))
-
-    def amendment(self) -> AmendmentSeen | None:
-        """Return what the run's organiser has given to this machine; None: nothing."""
-        given = self._transport.amendment_of(self._peer.settings.run)
-        return None if given is None else AmendmentSeen(given)
-
-    def heads(self, log: RunLog) -> HeadsSeen | None:
-        """Return what `log` has of the time before the peer's lineage; None where nothing lacks there."""
-        lineage = self._peer.lineage
+    def known(self) -> Iterator[Event]:
+        """Yield what the run's archives have signed, what its organiser has given to this machine, and what our log has
+        of the time before the peer's lineage, where that lacks anything."""
+        run, log, lineage = self._peer.settings.run, self._host.entries, self._peer.lineage
+        signed = self._transport.runs.signed_heads_of(run)
+        yield SignedHeadsSeen(signed, log.heads_at(signed.indices))
+        if (given := self._transport.runs.amendment_of(run)) is not None:
+            yield AmendmentSeen(given)
         last = lineage.known_from
         heads = log.heads(last - RECENT_ENTRIES, last) if lineage.is_short else []
-        return HeadsSeen(last, tuple(heads)) if len(heads) > 1 else None
+        if len(heads) > 1:
+            yield HeadsSeen(last, tuple(heads))
 
     async def beat(self) -> HeartbeatsSeen:
         """Publish ours; returns what is known of every peer, and begins to connect to those that are new."""
@@ -79,7 +66,7 @@ class Pulse:
         heartbeats = await self._transport.heartbeats(run)
         self._connect_to_new(heartbeats)
         self._measure()
-        return HeartbeatsSeen(tuple(heartbeats), self._transport.silences(run))
+        return HeartbeatsSeen(tuple(heartbeats), self._transport.discovery_of(run).silences())
 
     def _connect_to_new(self, heartbeats: Sequence[Heartbeat]) -> None:
         """Begin to connect to strangers; in a large swarm to nobody, before there is something to say to it."""
@@ -87,12 +74,12 @@ class Pulse:
         for stranger in heartbeats if len(heartbeats) <= EAGER else ():
             if stranger.peer not in self._connected | {self._peer.me}:
                 self._connected.add(stranger.peer)
-                self._start(self._connect(stranger))
+                self._host.start(self._connect(stranger))  # which takes long where the peer is gone
 
     async def publish(self) -> None:
         """Say that we are here, and how we are if that is due."""
         run = self._peer.settings.run
-        signed, sign = self._voice.say(self.heartbeat(), self._transport.pace(run), now())
+        signed, sign = self._voice.say(self.heartbeat(), self._transport.discovery_of(run).pace(), now())
         await self._transport.publish(signed, run, sign)
         metrics.HEARTBEATS.inc()
         HEALTH.expect("heartbeat", self._peer.settings.timing.heartbeat_expiry, "no heartbeat was published")
@@ -122,7 +109,7 @@ class Pulse:
             roster_size=len(log.roster),
             held_out=self.held_out,
             endpoints=self._transport.endpoints,
-            relays=self._transport.relays,
+            relays=self._transport.links.arranging.addresses,
             relayed=name_peers(peer.presence.reachability.relayed),
             unreached=name_peers(peer.presence.unreached),
             vote=(peer.presence.vote or "")[-TAIL:],

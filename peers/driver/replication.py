@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.log.chain import Chain
 from peers.log.folder import LogFolderError, RunLog
@@ -30,16 +30,18 @@ from peers.protocol.events import (
     SnapshotFailed,
     SnapshotRestored,
 )
-from peers.protocol.peer import Peer
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import Download, PullTransport, shuffled
 from peers.transfer.lineage_fetch import Compared, LineageError, LineageFetch, add_headers_before, serve_headers
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
-from peers.transfer.snapshots import Freezer, Vouched, fetch_snapshot, serve_snapshots
+from peers.transfer.snapshots import Freezer, FrozenSnapshot, Vouched, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import Storage
 from peers.values.chunks import Payload
 from peers.values.system import now
 from peers.values.workload import SnapshotError, Workload
+
+if TYPE_CHECKING:
+    from peers.driver.driver import Driver
 
 logger = logging.getLogger(__name__)
 FINISH_TIMEOUT = 10.0  # seconds
@@ -48,20 +50,12 @@ FINISH_TIMEOUT = 10.0  # seconds
 class _Recorder:
     """Writes beside everything else, one entry after another."""
 
-    def __init__(
-        self,
-        log: RunLog,
-        peer: Peer,
-        transport: PullTransport,
-        start: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
-        lies_on_disk: Callable[[Header], None] = lambda header: None,
-    ) -> None:
-        """`lies_on_disk` is told of every entry whose payload has been written there."""
+    def __init__(self, log: RunLog, transport: PullTransport, buffers: Sequence[PayloadBuffers], host: Driver) -> None:
+        """`buffers` are of each fragment: they are told which of their payloads lie on the disk."""
         self._log = log
-        self._peer = peer
         self._transport = transport
-        self._start = start
-        self._lies_on_disk = lies_on_disk
+        self._buffers = buffers
+        self._host = host
         self._proofs = MissingProofs(transport, log)
         self._turn = asyncio.Lock()
         self._last: asyncio.Task[None] | None = None
@@ -71,7 +65,7 @@ class _Recorder:
     def add(self, made: Apply, state_digest: bytes | None, payload: Payload | None) -> None:
         """Write down an entry that was applied, with what proves it and its annex. The digest is that of the state
         after its cycle, if the entry is the last one of it to be applied."""
-        self._last = self._start(self._add(made, state_digest, payload))
+        self._last = self._host.start(self._add(made, state_digest, payload))
 
     async def follow(self, chain: Chain, end: int) -> None:
         """Take over what leads up to a snapshot."""
@@ -82,7 +76,7 @@ class _Recorder:
                 logger.warning("the entries before %d are not kept: %s", end, error)
 
     async def finish(self) -> None:
-        """Wait for what has been added, within seconds."""
+        """Wait until what was added is on the disk, within seconds."""
         if self._last is not None:
             await asyncio.wait([self._last], timeout=FINISH_TIMEOUT)
 
@@ -98,11 +92,11 @@ class _Recorder:
             else:
                 self._note("", header.index)
                 if self._log.is_on_disk:
-                    self._lies_on_disk(header)
+                    self._buffers[header.fragment].kept.lies_on_disk(header.payload)
             if self._log.first:
                 await self._add_headers_before()
             await asyncio.to_thread(self._proofs.look)
-        self._start(self._proofs.fetch(self._donors))
+        self._host.start(self._proofs.fetch(self._donors))
 
     def _note(self, trouble: str, index: int) -> None:
         """Say what keeps entries from being kept: once, again when it changes, and when it is over."""
@@ -116,7 +110,7 @@ class _Recorder:
 
     @property
     def _donors(self) -> list[str]:
-        return list(self._peer.membership.live(now()))
+        return list(self._host.peer.membership.live(now()))
 
     async def _add_headers_before(self) -> None:
         for donor in shuffled(self._transport, self._donors):
@@ -126,7 +120,7 @@ class _Recorder:
 
 
 class Replication:
-    """Momentum and theta, and what is kept of how they came about. See `Driver` for `on_entry`."""
+    """Momentum and theta, and what is kept of how they came about. See `Driver` for `on_entry` and `on_snapshot`."""
 
     def __init__(
         self,
@@ -135,28 +129,27 @@ class Replication:
         buffers: Sequence[PayloadBuffers],
         log: RunLog,
         storage: Storage,
-        freezer: Freezer,
-        worker: asyncio.Lock,
-        host: Host,
+        host: Driver,
         on_entry: Callable[[Header, bytes], None],
+        on_snapshot: Callable[[FrozenSnapshot], None],
     ) -> None:
-        """`buffers` are of each fragment. `worker` is held while another state is fetched, so that nobody trains from
-        this one."""
+        """`buffers` are of each fragment."""
+        self.worker = asyncio.Lock()
+        """Held while the worker is at work, and while another state is fetched, so that nobody trains from this one."""
+        self.freezer = Freezer(host.peer, workload, storage, host, on_snapshot)
+        self.recorder = _Recorder(log, transport, buffers, host)
         self._on_entry = on_entry
         self._transport = transport
         self._workload = workload
         self._buffers = buffers
         self._log = log
         self._storage = storage
-        self._freezer = freezer
-        self._worker = worker
         self._host = host
         self._payloads = Payloads(transport, host.peer.settings.run, buffers)
         self._lineages = LineageFetch(transport, log, recent=host.peer.lineage.after)
         self._looking: asyncio.Task[None] | None = None
         self.download: Download | None = None
         """The newest one of a snapshot."""
-        self._recorder = _Recorder(log, host.peer, transport, host.start, self._lies_on_disk)
         self._applying: set[int] = set()
 
     async def serve(self) -> None:
@@ -166,14 +159,7 @@ class Replication:
             self._transport, {run: self._log.stretch}, lambda _, peer: peer in self._host.peer.log.known
         )
         await serve_proofs(self._transport, {run: self._log})
-        await serve_snapshots(self._transport, {run: self._freezer})
-
-    async def finish(self) -> None:
-        """Wait until what was applied is on the disk, within seconds."""
-        await self._recorder.finish()
-
-    def _lies_on_disk(self, header: Header) -> None:
-        self._buffers[header.fragment].kept.lies_on_disk(header.payload)
+        await serve_snapshots(self._transport, {run: self.freezer})
 
     def is_applying(self, fragment: int) -> bool:
         """Whether an entry of this fragment is yet to be applied."""
@@ -188,7 +174,7 @@ class Replication:
         kept = self._buffers[header.fragment].kept.get(header.payload)
         if kept is None and header.payload != NO_PAYLOAD:
             raise LocalProtocolError(f"the payload of entry {header.index} is to be applied and not here")
-        async with self._freezer.changing():
+        async with self.freezer.changing():
             me, log = self._host.peer.me, self._host.peer.log
             if kept is None:
                 await self._workload.unchanged(header.index, header.fragment)
@@ -205,14 +191,14 @@ class Replication:
             if log.last is not None and not log.made:  # a cycle is whole
                 state_digest = await self._workload.state_digest()
                 self._host.handle(Digested(log.last, state_digest))
-        self._recorder.add(apply, state_digest, kept)
+        self.recorder.add(apply, state_digest, kept)
         if log.last is not None and state_digest is not None:
             self._on_entry(log.last, state_digest)
             self._host.start(self._freeze())
 
     async def _freeze(self) -> None:
         try:
-            await self._freezer.freeze_if_due()
+            await self.freezer.freeze_if_due()
         except (OSError, SnapshotError) as error:
             logger.error("no snapshot of outer step %d: %s", self._host.peer.log.position.index, error)
 
@@ -253,24 +239,24 @@ class Replication:
             return Vouched(vouching.theirs, told, fetch.least)
 
         try:
-            async with self._worker:  # a training that was stopped needs a moment to end
+            async with self.worker:  # a training that was stopped needs a moment to end
                 snapshot = await fetch_snapshot(
                     *(self._transport, donors, self._host.peer.log, fetch.least, vouch, self._storage, size),
                     on_download=self._downloads,
                 )
-                async with self._freezer.changing():
+                async with self.freezer.changing():
                     await self._workload.restore(snapshot.data, snapshot.state_digest)
         except (SnapshotError, LineageError, OSError) as error:
             self._host.handle(SnapshotFailed(fetch.donor, str(error)))
             return
         metrics.STATES_FETCHED.inc()
         theirs = vouching.theirs
-        await self._recorder.follow(vouching.chain, max(snapshot.index, theirs.start.position.index))
+        await self.recorder.follow(vouching.chain, max(snapshot.index, theirs.start.position.index))
         heads = tuple(self._log.heads(snapshot.index - RECENT_ENTRIES, snapshot.index))
         doubt = theirs.doubt_before(snapshot.index, self._host.peer.lineage.doubt)
         state = snapshot.last, snapshot.state_digest, heads, snapshot.ends, doubt
         self._host.handle(SnapshotRestored(fetch.donor, *state))
-        self._freezer.hold(snapshot)
+        self.freezer.hold(snapshot)
 
     def _downloads(self, download: Download) -> None:
         self.download = download

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from peers import metrics
-from peers.driver.host import Host
 from peers.driver.traffic import Traffic
 from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk
 from peers.protocol.events import PayloadAssembled
@@ -19,6 +18,7 @@ from peers.values.system import now
 from peers.values.workload import Workload
 
 if TYPE_CHECKING:
+    from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
 REDUCERS = 2  # chunks averaged at once
@@ -39,7 +39,7 @@ class Rounds:
     """One peer's rounds, of which one is under way at a time for each fragment."""
 
     def __init__(
-        self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
+        self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
         """`buffers` are of each fragment."""
         self._transport = transport

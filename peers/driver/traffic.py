@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.driver.host import Host
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, Outgoing, StreamHeader, Uplink
 from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError, receive_chunks
@@ -25,6 +24,7 @@ from peers.values.wire import unpack_from
 from peers.values.workload import Workload
 
 if TYPE_CHECKING:
+    from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Traffic:
     protocol waits for."""
 
     def __init__(
-        self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Host
+        self, transport: HivemindTransport, workload: Workload, buffers: Sequence[PayloadBuffers], host: Driver
     ) -> None:
         """`buffers` are of each fragment."""
         self.uplink = Uplink()
@@ -48,8 +48,8 @@ class Traffic:
         self._downlink = RateMeter()
         self._transport = transport
         self._outgoing = [Outgoing(transport, each, host, self.uplink) for each in buffers]
-        self._admissions = [Admission(host.peer, each, workload.squared_norm) for each in buffers]
-        self._buffers = buffers
+        self.admissions = [Admission(host.peer, each, workload.squared_norm) for each in buffers]
+        self.buffers = buffers
         self._host = host
         self._from: dict[str, RateMeter] = {}
         self._receivers: dict[asyncio.Task[None], tuple[Attempt, str]] = {}
@@ -119,9 +119,9 @@ class Traffic:
         """
         round_name = unpack_from(sender, StreamHeader, packed).round_name
         fragment = round_name.position.fragment
-        if fragment >= len(self._admissions):
+        if fragment >= len(self.admissions):
             raise RemoteProtocolError(sender, f"there is no fragment {fragment}")
-        admission = self._admissions[fragment]
+        admission = self.admissions[fragment]
         try:
             async with asyncio.timeout(ADMISSION_TIMEOUT if self._host.peer.is_live(sender) else 0):
                 await self._host.until(lambda peer: admission.is_shared(round_name, sender))
@@ -135,7 +135,7 @@ class Traffic:
         if sender not in self._from:
             self._from[sender] = RateMeter()
             self._from[sender].begin_round()
-        return _StreamArrivals(self, sender, round_name, admission, self._buffers[fragment])
+        return _StreamArrivals(self, sender, round_name)
 
     def take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray, seconds: float) -> bool:
         """Take in a chunk that took so many seconds to come. Return whether the sender is rid of it."""
@@ -143,7 +143,7 @@ class Traffic:
         self._from[sender].passed(len(data), seconds)
         self.received_bytes += len(data)
         metrics.ROUND_BYTES.labels("received").inc(len(data))
-        event, is_taken = self._admissions[round_name.position.fragment].take(sender, round_name, header, data)
+        event, is_taken = self.admissions[round_name.position.fragment].take(sender, round_name, header, data)
         if event is not None:
             self._host.handle(event)
         return is_taken
@@ -152,14 +152,12 @@ class Traffic:
 class _StreamArrivals:
     """The chunks that come on one stream: what is announced, and the memory for it."""
 
-    def __init__(
-        self, traffic: Traffic, sender: str, round_name: Attempt, admission: Admission, buffers: PayloadBuffers
-    ) -> None:
+    def __init__(self, traffic: Traffic, sender: str, round_name: Attempt) -> None:
         self._traffic = traffic
         self._sender = sender
         self._round = round_name
-        self._admission = admission
-        self._buffers = buffers
+        self._admission = traffic.admissions[round_name.position.fragment]
+        self._buffers = traffic.buffers[round_name.position.fragment]
         self._spare = bytearray()
 
     def expect(self, header: bytes, length: int) -> bytearray:
@@ -183,7 +181,7 @@ class Scout:
     slow link.
     """
 
-    def __init__(self, transport: HivemindTransport, traffic: Traffic, host: Host) -> None:
+    def __init__(self, transport: HivemindTransport, traffic: Traffic, host: Driver) -> None:
         self._transport = transport
         self._traffic = traffic
         self._host = host
@@ -195,8 +193,9 @@ class Scout:
 
     def look(self) -> None:
         """Tell the protocol how we reach others, and what our link carries."""
-        reach = self._transport.reach()
-        self._host.handle(ReachSeen(reach, self._traffic.rates, self._transport.sought()))
+        links = self._transport.links
+        reach = links.reach()
+        self._host.handle(ReachSeen(reach, self._traffic.rates, links.sought()))
         direct = [peer for peer, way in reach.items() if way.is_direct]
         if self._traffic.rate:
             self._host.handle(RateMeasured(self._traffic.rate))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from peers.driver.host import Host
+from peers.driver.replication import Replication
 from peers.metrics import HEALTH
 from peers.protocol.effects import StopTraining, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
@@ -17,6 +18,9 @@ from peers.transfer.buffers import PayloadBuffers, inspection, offer
 from peers.values.chunks import Sum
 from peers.values.leases import sample_count
 from peers.values.workload import Progress, Trained, Workload
+
+if TYPE_CHECKING:
+    from peers.driver.driver import Driver
 
 FIRST_STEP_LIMIT = 1800.0  # seconds; a compiler may be at work
 STEP_LIMIT = 600.0  # seconds from one inner step to the next
@@ -28,22 +32,13 @@ class Training:
     """Has the worker train once at a time."""
 
     def __init__(
-        self,
-        workload: Workload,
-        buffers: Sequence[PayloadBuffers],
-        worker: asyncio.Lock,
-        state: asyncio.Lock,
-        host: Host,
-        is_applying: Callable[[int], bool] = lambda fragment: False,
+        self, workload: Workload, buffers: Sequence[PayloadBuffers], replication: Replication, host: Driver
     ) -> None:
-        """`worker` is held while the worker is at work, `state` while theta and momentum are read. `buffers` are of
-        each fragment; `is_applying` says whether an entry of one is yet to be applied."""
+        """`buffers` are of each fragment."""
         self._workload = workload
         self._buffers = buffers
-        self._worker = worker
-        self._state = state
+        self._replication = replication
         self._host = host
-        self._is_applying = is_applying
         self._training: asyncio.Task[None] | None = None
         self._loss = 0.0
         self._longest_step = 0.0  # seconds
@@ -58,7 +53,7 @@ class Training:
             self._training.cancel()
 
     async def _run(self, train: Train) -> None:
-        async with self._worker:  # a training that was stopped needs a moment to end
+        async with self._replication.worker:  # a training that was stopped needs a moment to end
             for buffers in self._buffers:
                 await asyncio.to_thread(buffers.prepare)
             trained = await self._watched(train)
@@ -92,13 +87,13 @@ class Training:
         root = await self._quantize(fragment)
         trained = Trained((), self._planned_tokens(train), self._loss, contribution=root)
         self._host.handle(Captured(fragment, trained))
-        if not self._host.peer.keeps(fragment) and not self._is_applying(fragment):
+        if not self._host.peer.keeps(fragment) and not self._replication.is_applying(fragment):
             await self._workload.unchanged(train.index, fragment)
 
     async def _quantize(self, fragment: int) -> Sum:
         """Take a fragment's pseudo-gradient for our contribution. Return the root over its chunks."""
         buffers = self._buffers[fragment]
-        async with self._state:
+        async with self._replication.freezer.state_lock:
             own = await self._workload.contribution(fragment)
         return await asyncio.to_thread(offer, own, buffers, inspection(self._workload.squared_norm, buffers))
 

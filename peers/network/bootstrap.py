@@ -106,7 +106,7 @@ class _BootstrapNode:
     async def begin(self) -> None:
         """Learn all runs in the store, answer peers, and put the manifests into the DHT."""
         self.transport.runs.admissions.on_revoked = partial(self.store.keep, REVOKED_SUFFIX)
-        self.transport.runs.heads.on_news = partial(self.store.keep, SIGNED_SUFFIX)
+        self.transport.runs.on_heads = partial(self.store.keep, SIGNED_SUFFIX)
         for manifest in self.store:
             with self._failures.caught(manifest.run_id):
                 self._learn(manifest)
@@ -121,7 +121,7 @@ class _BootstrapNode:
         self.transport.learn(manifest)
         try:
             if packed := self.store.kept(SIGNED_SUFFIX, run):
-                runs.heads.take(run, unpack_heads(packed))
+                runs.take_heads(run, unpack_heads(packed))
         except SignedHeadsError as error:
             logger.warning("what the archives of %s have signed: %s", run, error)
         admission = runs.admissions.of(run)
@@ -137,7 +137,7 @@ class _BootstrapNode:
     async def on_announcement(self, sender: str, payload: bytes) -> bytes:
         """Remember an announced run. Raises: RefusalError."""
         _spend(self._of_peers, sender, "you have")
-        network = await self.transport.network_of(sender)
+        network = await self.transport.daemon.network_of(sender)
         _spend(self._of_networks, network, f"your network, {network}, has")
         try:
             manifest = SignedManifest.unpack(payload)
@@ -203,7 +203,7 @@ def _is_publishing() -> None:
 
 async def _work_until_stopped(node: _BootstrapNode, beside: Sequence[NodeTask], stop: asyncio.Event) -> None:
     """Publish the runs and do the work beside that, until `stop` is set. Raises: LocalNetworkError."""
-    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(node.transport.failure())
+    stopped, failed = asyncio.create_task(stop.wait()), asyncio.create_task(node.transport.daemon.failure())
     publishing, living = asyncio.create_task(node.keep_publishing()), asyncio.create_task(_give_life_signs())
     others = [asyncio.create_task(work(node.transport, node.store)) for work in beside]
     for task in others:

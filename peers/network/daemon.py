@@ -20,7 +20,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any
 
 from peers.errors import (
     DilocoPeerError,
@@ -53,10 +54,10 @@ START_TIMEOUT = 30.0  # seconds; 0.2 on an idle machine
 STOP_TIMEOUT = 5.0  # seconds
 REQUEST_TIMEOUT = 5.0  # seconds for one request to the daemon
 ADDRESS_LIMIT = 8
-UNKNOWN_NETWORK = "unknown"
 LISTENER = re.compile(r"/(?P<family>ip4|ip6)/(?P<host>[^/]+)/(?P<kind>tcp|udp)/(?P<port>\d+)")
 IN_USE = re.compile(r"listen (?:tcp|udp)\d? (?P<where>\S+): bind: address already in use")
 NOT_RUNNABLE = re.compile(r"binary|No such file|Permission denied|Exec format error")
+AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")  # how a peer id begins
 GO_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """That p2pd computes on: the others are for training, and on two cores two of them take a third more time than one."""
 IN_OWN_SESSION = (
@@ -130,7 +131,7 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             suffix = HIVEMIND.multiaddr.Multiaddr(f"/p2p/{peer_id}")
             parsed = parse_addresses(addresses, needs_peer_id=False)
             async with asyncio.timeout(timeout):
-                encoded = [_EncodedAddress.of(address.decapsulate(suffix)) for address in parsed]
+                encoded = [_encoded(address.decapsulate(suffix)) for address in parsed]
                 await self._client.connect(to_peer_id(peer_id), encoded)
         except (*NETWORK_ERRORS, ManifestError, PeerUnreachableError, ValueError) as error:
             logger.debug("no connection to %s: %r", peer_id, error)
@@ -156,22 +157,15 @@ class Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
             return {}
 
     async def network_of(self, peer_id: str) -> str:
-        """Return the network from which a peer has connected with us; UNKNOWN_NETWORK where it came through a relay."""
+        """Return the network from which a peer has connected with us; "unknown" where it came through a relay."""
         networks = map(network_at, (await self.connections()).get(peer_id, ()))
-        return min(filter(None, networks), default=UNKNOWN_NETWORK)
+        return min(filter(None, networks), default="unknown")
 
 
-class _EncodedAddress(bytes):
-    """A multiaddr as p2pd reads it: hivemind encodes peer ids inside (those of relays) as CIDs, p2pd wants hashes."""
-
-    AS_CID, AS_HASH = bytes.fromhex("a503280172 00240801"), bytes.fromhex("a50326 00240801")
-
-    @classmethod
-    def of(cls, address: Any) -> Self:
-        return cls(address.to_bytes().replace(cls.AS_CID, cls.AS_HASH))
-
-    def to_bytes(self) -> bytes:  # which hivemind calls
-        return self
+def _encoded(address: Any) -> Any:
+    """Return a multiaddr as p2pd reads it: hivemind encodes peer ids inside (relays') as CIDs, not as hashes."""
+    encoded = address.to_bytes().replace(AS_CID, AS_HASH)
+    return SimpleNamespace(to_bytes=lambda: encoded)
 
 
 def parse_addresses(addresses: Sequence[str], needs_peer_id: bool) -> list[Any]:
@@ -270,7 +264,8 @@ async def start_daemon(
         daemon.opened = opened.pop_all()
     control = daemon._client.control
     for task in (control._read_task, control._write_task):
-        task.add_done_callback(_take_exception)
+        # asyncio prints a traceback for a failed task whose exception nobody takes.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     control._handler = _until_it_breaks(control._handler)
     return daemon
 
@@ -291,7 +286,10 @@ async def _start(folder: Path, initial_peers: list[str], **options: Any) -> Daem
             raise
         except (HIVEMIND.p2p.P2PDaemonError, OSError, ValueError) as error:
             for attempt in attempts:
-                await _to_the_end(_wait_for_end(attempt))
+                # So that its end is not reported to an event loop that is closed. It ends by itself. A signal to a
+                # process that is just ending would have asyncio (before 3.12.8) warn of a child that it does not know.
+                if attempt._child is not None:
+                    await _to_the_end(_end(attempt, attempt._child.wait()))
             raise _start_error(str(error), initial_peers) from error
 
 
@@ -308,43 +306,24 @@ def _until_it_breaks(handler: Callable[..., Awaitable[None]]) -> Callable[..., A
     return serve
 
 
-def _take_exception(task: asyncio.Task[None]) -> None:
-    """Log why the control connection ended: asyncio prints a traceback for a failed task that is not awaited."""
-    if not task.cancelled() and task.exception() is not None:
-        logger.debug("the control connection to libp2p's daemon broke: %r", task.exception())
-
-
 async def _give_up(starting: asyncio.Future[Daemon]) -> None:
     """hivemind loses a daemon whose start is cancelled: it is awaited, and ended."""
     with suppress(Exception):
-        await _stop(await starting)
-
-
-async def _wait_for_end(failed: Daemon) -> None:
-    """Wait until the process is gone, so that its end is not reported to an event loop that is closed.
-
-    It ends by itself. A signal to a process that is just ending would have asyncio (before 3.12.8) warn of a child that
-    it does not know: `Popen.send_signal` and asyncio's own watcher both want to be told its exit status.
-    """
-    if failed._child is not None:
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT):
-                await failed._child.wait()
-        except TimeoutError:
-            failed._child.kill()
-            await failed._child.wait()
+        daemon = await starting
+        await _end(daemon, daemon.shutdown())
 
 
 async def stop_daemon(daemon: Daemon) -> None:
     """End p2pd and wait until it is gone, even when we are cancelled meanwhile; its sockets are removed."""
     with daemon.opened:
-        await _to_the_end(_stop(daemon))
+        await _to_the_end(_end(daemon, daemon.shutdown()))
 
 
-async def _stop(daemon: Daemon) -> None:
+async def _end(daemon: Daemon, ending: Awaitable[object]) -> None:
+    """Wait until the process is gone; kill it when that takes too long."""
     try:
         async with asyncio.timeout(STOP_TIMEOUT):
-            await daemon.shutdown()
+            await ending
     except TimeoutError:
         logger.warning("libp2p's daemon did not end in %.0f s and is killed", STOP_TIMEOUT)
         daemon._child.kill()
@@ -352,7 +331,7 @@ async def _stop(daemon: Daemon) -> None:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Whoever is cancelled while this goes on hears of it afterwards."""
+    """Do the work whole: a cancellation meanwhile is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from peers.errors import DilocoPeerError, LocalNetworkError, ManifestError
+from peers.errors import LocalNetworkError, ManifestError
 from peers.network.channel import PeerUnreachableError
 from peers.network.daemon import HIVEMIND, NETWORK_ERRORS, Daemon, peer_id_of, to_peer_id, unreachable
 from peers.network.dht_storage import RecordValidator, bounded, heartbeats_key, manifest_key
@@ -22,6 +22,9 @@ from peers.network.known_runs import Admissions
 from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import SignedManifest
 from peers.values.system import cancel_and_wait
+
+if TYPE_CHECKING:
+    from peers.network.transport import HivemindTransport
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +63,13 @@ class DhtNode:
                 **DHT_OPTIONS,
             )
         except HIVEMIND.protocol.ValidationError as error:
-            raise _not_admitted(str(error)) from error
+            if "local time" in str(error):
+                raise LocalNetworkError(
+                    "this machine's clock is more than 3 seconds off.", "Switch on time synchronisation (NTP)."
+                ) from error
+            raise LocalNetworkError(
+                "the bootstrap node cannot reach this machine.", "Check the firewall, then try again."
+            ) from error
         except RuntimeError as error:
             if "none of the initial_peers" in str(error):
                 raise unreachable(contacts) from error
@@ -141,39 +150,25 @@ class DhtNode:
         return [entry.value for entry in entries.values() if isinstance(entry.value, bytes)]
 
 
-def _not_admitted(reason: str) -> DilocoPeerError:
-    """Return the error for a bootstrap node that answered, where hivemind found something wrong with us."""
-    if "local time" in reason:
-        return LocalNetworkError(
-            "this machine's clock is more than 3 seconds off.", "Switch on time synchronisation (NTP)."
-        )
-    return LocalNetworkError("the bootstrap node cannot reach this machine.", "Check the firewall, then try again.")
-
-
 class DhtMembership:
     """A node's place in the DHT: found again when it is lost, and served once others can dial us.
 
-    Unless it `may_serve`, the node stays what it is. `can_be_dialled` says whether others can dial us; None while that
-    is not known. `on_move` is called when this machine is in another network, where all connections are broken.
+    Unless it `may_serve`, the node stays what it is.
     """
 
     def __init__(
         self,
-        daemon: Daemon,
-        protocol: Any,
+        network: HivemindTransport,
         initial_peers: Sequence[str],
         remembered: Callable[[], Sequence[str]],
         may_serve: bool,
-        can_be_dialled: Callable[[], Awaitable[bool | None]],
-        on_move: Callable[[], None],
     ) -> None:
-        self._daemon = daemon
-        self._protocol = protocol
+        self._network = network
+        self._daemon = network.daemon
+        self._protocol = network.dht.protocol
         self._initial_peers = initial_peers
         self._remembered = remembered
         self._may_serve = may_serve
-        self._can_be_dialled = can_be_dialled
-        self._on_move = on_move
         self._is_settled = not may_serve
         self._keeping = asyncio.create_task(self._keep())
 
@@ -182,7 +177,7 @@ class DhtMembership:
 
     def network_changed(self) -> None:
         """Begin anew: what was connected is not any more, and what is being waited for does not come."""
-        self._on_move()
+        self._network.links.drop_all()
         self._keeping.cancel()
         self._keeping = asyncio.create_task(self._keep_anew(self._keeping))
 
@@ -207,8 +202,10 @@ class DhtMembership:
             lost = {address for address in self._initial_peers if to_peer_id(peer_id_of(address)) not in table}
             others = set() if table.uid_to_peer_id else await which_answer(self._remembered())
             await self._greet(lost | others)
-            if not self._is_settled:
-                await self._settle()
+            # Serve the DHT if others can dial us. A server that they can't would cost each of them seconds.
+            if not self._is_settled and (can_be_dialled := await self._network.can_be_dialled()) is not None:
+                self._is_settled = True
+                await self._serve(can_be_dialled)
 
     async def _greet(self, addresses: Iterable[str]) -> None:
         by_peer: dict[str, list[str]] = {}
@@ -230,13 +227,6 @@ class DhtMembership:
         answering = [address for address in addresses if address not in silent]
         if answering and await self._daemon.connect(peer, answering):
             await self._protocol.call_ping(peer_id)
-
-    async def _settle(self) -> None:
-        """Serve the DHT if others can dial us. A server that they can't would cost each of them seconds."""
-        answer = await self._can_be_dialled()
-        if answer is not None:
-            self._is_settled = True
-            await self._serve(answer)
 
     async def _serve(self, serves: bool) -> None:
         """Become a server of the DHT, or a client, which no node asks for anything."""

@@ -46,7 +46,7 @@ def _key_digest(key: bytes) -> bytes:
 
 
 def _record_is_valid(
-    key: bytes, subkey: bytes, value: bytes, expiration: float, now: float, admissions: Admissions | None = None
+    key: bytes, subkey: bytes, value: bytes, expiration: float, now: float, admissions: Admissions
 ) -> bool:
     """Whether a node may keep a record.
 
@@ -60,7 +60,7 @@ def _record_is_valid(
         if owner is None:
             manifest = SignedManifest.unpack(data)
             is_there = key == _key_digest(manifest_key(manifest.run_id))
-            if is_there and admissions is not None:
+            if is_there:
                 admissions.learn(manifest, is_ours=False)
             return is_there and expiration <= now + MANIFEST_LIFETIME_LIMIT
         heartbeat = Heartbeat.verify(data)
@@ -69,7 +69,7 @@ def _record_is_valid(
     # The DHT prefers what expires later: past the signed expiration, an old heartbeat could displace a newer one.
     timely = expiration <= heartbeat.expires <= now + CLOCK_TOLERANCE + heartbeat.lifetime
     is_its_own = key == _key_digest(heartbeats_key(heartbeat.run)) and owner == heartbeat.peer
-    return is_its_own and timely and (admissions is None or admissions.admits(heartbeat, now))
+    return is_its_own and timely and admissions.admits(heartbeat, now)
 
 
 class _RecordBudget:
@@ -157,41 +157,31 @@ class _BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         if subkey is not None:
             return self.store_subkey(key, subkey, value, expiration_time)
-        budget = self._budget(key)
+        budget = self._favoured.get(key, self._others)
         is_admitted = budget.admit((key, None), len(value), expiration_time, time.time())
         return is_admitted and super().store(key, value, expiration_time)
 
     def store_subkey(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
-        under = self._under(key)
+        held, budget = self.get(key), self._favoured.get(key, self._others)
+        is_dictionary = held is not None and isinstance(held.value, HIVEMIND.protocol.DictionaryDHTValue)
+        under: Any = held.value if is_dictionary else {}
         leaving = self._leaving(key, under) if subkey not in under and len(under) >= RECORDS else None
         instead_of = None if leaving is None else (key, leaving)
-        if not self._budget(key).admit((key, subkey), len(value), expiration_time, time.time(), instead_of):
+        if not budget.admit((key, subkey), len(value), expiration_time, time.time(), instead_of):
             return False
         if leaving is not None:
             del under[leaving]
-            _forget_what_was_replaced(under)
+            # hivemind would keep a heap entry of each record until it had expired.
+            if len(under.expiration_heap) > 2 * len(under.key_to_heap) + SLACK:
+                under.expiration_heap[:] = under.key_to_heap.values()
+                heapq.heapify(under.expiration_heap)
         is_stored: bool = super().store_subkey(key, subkey, value, expiration_time)
         return is_stored
-
-    def _under(self, key: Any) -> Any:
-        held = self.get(key)
-        is_dictionary = held is not None and isinstance(held.value, HIVEMIND.protocol.DictionaryDHTValue)
-        return held.value if is_dictionary else {}
 
     def _leaving(self, key: Any, under: Any) -> Any:
         """Return whose record a new one replaces. hivemind keeps them in the order in which they came."""
         newer = [subkey for subkey, _ in under.items()][RECORDS // 2 :]
         return self._chance.choice([one for one in newer if one not in self._named.get(key, ())])
-
-    def _budget(self, key: Any) -> _RecordBudget:
-        return self._favoured.get(key, self._others)
-
-
-def _forget_what_was_replaced(under: Any) -> None:
-    """hivemind would keep a heap entry of each record until it had expired."""
-    if len(under.expiration_heap) > 2 * len(under.key_to_heap) + SLACK:
-        under.expiration_heap[:] = under.key_to_heap.values()
-        heapq.heapify(under.expiration_heap)
 
 
 def bounded(storage: Any) -> _BoundedStorage:

@@ -13,7 +13,6 @@ from peers import metrics
 from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
 from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.network.dht_node import DhtNode
 from peers.presence.gossip import Gossip
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.life_signs import LifeSign
@@ -39,11 +38,10 @@ NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not fin
 class PeerDiscovery:
     """The peers of one run, as far as they are known, and the exchanges that make them known."""
 
-    def __init__(self, run: str, network: HivemindTransport, dht: DhtNode) -> None:
+    def __init__(self, run: str, network: HivemindTransport) -> None:
         self._network = network
         self.gossip = Gossip(network.peer_id, run, os.urandom(16), time.time())
         self.copies = self.gossip.copies
-        self._dht = dht
         self.meeting_place = MeetingPlace(self.gossip, LIFETIME)
         self._run = run
         self._published = 0
@@ -72,7 +70,8 @@ class PeerDiscovery:
         said = None if signed is None else Heartbeat.verify(signed, self._run)
         if said is not None and said.sequence <= self._published:
             raise LocalProtocolError(f"heartbeat {said.sequence} does not follow {self._published}")
-        self.gossip.partners.avoided = self._network.hard_to_reach()
+        reach = self._network.links.reach()
+        self.gossip.partners.avoided = {peer for peer, way in reach.items() if not way.is_direct}
         self.gossip.say(signed, sign, now(), time.time())
         self._tell()
         if self._telling is None:
@@ -82,20 +81,18 @@ class PeerDiscovery:
         self._published, self.meeting_place.lifetime = said.sequence, said.lifetime
         is_farewell = said.state is PeerState.LEAVING
         is_for_dht = is_farewell or self.meeting_place.is_to_be_stored(now(), time.time())
-        is_stored = not is_for_dht or await self._store(said, signed)
+        is_stored = True
+        if is_for_dht:
+            self.meeting_place.stored(now())
+            is_stored = await self._network.dht.store_heartbeat(said, signed)
+            if is_stored:
+                HEALTH.well(f"dht {self._run}")
+            else:
+                HEALTH.failing(f"dht {self._run}", NO_NODE)
         if is_farewell:
             await asyncio.gather(*self._exchanging)
             self._tell()  # those that were being told something else
             await asyncio.gather(*self._exchanging)
-        return is_stored
-
-    async def _store(self, said: Heartbeat, signed: bytes) -> bool:
-        self.meeting_place.stored(now())
-        is_stored = await self._dht.store_heartbeat(said, signed)
-        if is_stored:
-            HEALTH.well(f"dht {self._run}")
-        else:
-            HEALTH.failing(f"dht {self._run}", NO_NODE)
         return is_stored
 
     # Gossip ---------------------------------------------------------------------------------------------------
@@ -114,7 +111,8 @@ class PeerDiscovery:
     async def _exchange(self, peer: str) -> None:
         try:
             request = self.gossip.request(peer, now())
-            self._network.prepare(peer)
+            if self._network.links.port:  # it will be told something again and again
+                self._network.links.prepare(peer)
             answer = await self._network.call(peer, GOSSIP, request, ANSWER_SHARE * self.meeting_place.lifetime / 2)
             self.gossip.answer_of(peer, answer, now(), time.time())
         except asyncio.CancelledError:
@@ -160,7 +158,7 @@ class PeerDiscovery:
         """Take in what the DHT has of the run's peers."""
         self.meeting_place.searched(now())
         self.gossip.heard.forget(time.time())
-        for signed in await self._dht.find_heartbeats(self._run):
+        for signed in await self._network.dht.find_heartbeats(self._run):
             try:
                 self.gossip.found(signed, now(), time.time())
             except RemoteProtocolError as error:

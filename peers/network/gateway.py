@@ -12,6 +12,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -106,11 +107,10 @@ class Gateway:
         if where is None:
             return None
         suggested = self._external_port or port
-        answer = await _ask(
+        answer = await self._ask(
             where,
             lambda client: _pack_pcp_map(self._nonce, client, port, int(lifetime), suggested),
             lambda data: _read_pcp_map(data, self._nonce, port),
-            self._waits,
         )
         self._speaks_pcp = isinstance(answer, Mapping)
         if not self._speaks_pcp:
@@ -124,15 +124,13 @@ class Gateway:
 
     async def _open_by_nat_pmp(self, where: Where, port: int, lifetime: int, suggested: int) -> Mapping | int | None:
         """Raises: OSError."""
-        address: IPv4Address | int | None = await _ask(
-            where, lambda client: NAT_PMP_ADDRESS_REQUEST, _read_nat_pmp_address, self._waits
+        address: IPv4Address | int | None = await self._ask(
+            where, lambda client: NAT_PMP_ADDRESS_REQUEST, _read_nat_pmp_address
         )
         if not isinstance(address, IPv4Address):
             return address
         request, external = _pack_nat_pmp_map(port, lifetime, suggested), address
-        return await _ask(
-            where, lambda client: request, lambda data: _read_nat_pmp_map(data, port, external), self._waits
-        )
+        return await self._ask(where, lambda client: request, lambda data: _read_nat_pmp_map(data, port, external))
 
     async def close(self, port: int) -> None:
         """End the mapping, if there is one. Raises: OSError."""
@@ -144,33 +142,29 @@ class Gateway:
         def request(client: Address) -> bytes:
             return _pack_pcp_map(self._nonce, client, port, 0, 0) if self._speaks_pcp else _pack_nat_pmp_map(port, 0, 0)
 
-        await _ask(where, request, bool, self._waits)
+        await self._ask(where, request, bool)
 
+    async def _ask(
+        self, where: Where, request: Callable[[Address], bytes], read: Callable[[bytes], Answer | None]
+    ) -> Answer | None:
+        """Return what `read` makes of the first datagram that it makes anything of; None when no such datagram comes.
 
-async def _ask(
-    where: Where, request: Callable[[Address], bytes], read: Callable[[bytes], Answer | None], waits: Sequence[float]
-) -> Answer | None:
-    """Return what `read` makes of the first datagram that it makes anything of; None when no such datagram comes.
-
-    `request` gets our own address as the other side sees it where there is no NAT between us. Raises: OSError.
-    """
-    transport, arrivals = await asyncio.get_running_loop().create_datagram_endpoint(Arrivals, remote_addr=where)
-    try:
-        packed = request(ip_address(transport.get_extra_info("sockname")[0]))
-        for wait in waits:
-            transport.sendto(packed)
-            try:
-                async with asyncio.timeout(wait):
-                    while (arrived := await arrivals.queue.get()) is not None:
-                        answer = read(arrived[0])
-                        if answer:
-                            return answer
-                return None  # no program listens there
-            except TimeoutError:
-                continue
-        return None
-    finally:
-        transport.abort()
+        `request` gets our own address as the other side sees it where there is no NAT between us. Raises: OSError.
+        """
+        transport, arrivals = await asyncio.get_running_loop().create_datagram_endpoint(Arrivals, remote_addr=where)
+        try:
+            packed = request(ip_address(transport.get_extra_info("sockname")[0]))
+            for wait in self._waits:
+                transport.sendto(packed)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait):
+                        while (arrived := await arrivals.queue.get()) is not None:
+                            if answer := read(arrived[0]):
+                                return answer
+                    return None  # no program listens there
+            return None
+        finally:
+            transport.abort()
 
 
 class Arrivals(asyncio.DatagramProtocol):

@@ -102,10 +102,8 @@ def _enter_unrun(name: str) -> None:
 def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
     """Return hivemind's `traverse_dht` as a function whose cancellation ends all that it began."""
 
-    async def search(*arguments: Any, **options: Any) -> Any:
-        return await _Search(options.pop("get_neighbors"), options.pop("found_callback", None)).run(
-            traverse, *arguments, **options
-        )
+    async def search(*arguments: Any, get_neighbors: Any, found_callback: Any = None, **options: Any) -> Any:
+        return await _Search(get_neighbors, found_callback).run(traverse, *arguments, **options)
 
     return search
 
@@ -123,8 +121,7 @@ class _Search:
 
     async def run(self, traverse: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, **options: Any) -> Any:
         tell = self._found and partial(self._unless_ended, self._found)
-        callbacks = {"get_neighbors": self._ask, "found_callback": tell}
-        searching = asyncio.create_task(traverse(*arguments, **callbacks, **options))
+        searching = asyncio.create_task(traverse(*arguments, get_neighbors=self._ask, found_callback=tell, **options))
         try:
             return await asyncio.shield(searching)
         except asyncio.CancelledError:

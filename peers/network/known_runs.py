@@ -12,6 +12,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import Field
@@ -42,38 +43,6 @@ SIGNED_HEADS = "signed-heads"  # name of the call; payload: a _HeadsRequest, ans
 Call: TypeAlias = Callable[[str, str, bytes, float], Awaitable[bytes]]
 """(peer, name, payload, timeout) -> answer: `HivemindTransport.call`."""
 Thing = TypeVar("Thing")
-
-
-class KnownRuns:
-    """What this node knows of the runs whose manifests it has."""
-
-    def __init__(self) -> None:
-        self.admissions = Admissions()
-        """Which peers are admitted."""
-        self.heads = HeadStore()
-        """What archives have signed."""
-        self.amendments = Amendments()
-        """What organisers have given us to put into the logs."""
-
-    def learn(self, manifest: SignedManifest) -> None:
-        """Take in the run of a manifest, until told to `forget` it."""
-        self.admissions.learn(manifest)
-        self.heads.learn(manifest)
-        self.amendments.learn(manifest)
-
-    def forget(self, run: str) -> None:
-        self.admissions.forget(run)
-        self.heads.forget(run)
-        self.amendments.forget(run)
-
-    @property
-    def answers(self) -> dict[str, Callable[[str, bytes], Awaitable[bytes]]]:
-        """What answers the calls about these runs, by the call's name."""
-        return {
-            REVOCATIONS: self.admissions.answer,
-            SIGNED_HEADS: self.heads.answer,
-            AMENDMENTS: self.amendments.answer,
-        }
 
 
 class _RevocationsRequest(Value):
@@ -156,15 +125,6 @@ class Admissions:
             self.learn(manifest, is_ours=False)
 
     # Revoked tickets ------------------------------------------------------------------------------------------
-    def revoke(self, run: str, packed: bytes) -> bool:
-        """Take in a list of revoked tickets. Returns whether it is new here. Raises: TicketError."""
-        admission = self.of(run)
-        is_new = admission is not None and admission.revoke(packed)
-        if is_new:
-            logger.info("run %s: its organiser has revoked tickets", run)
-            self.on_revoked(run, packed)
-        return is_new
-
     async def answer(self, sender: str, payload: bytes) -> bytes:
         """Answer a _RevocationsRequest, and take in what it tells. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, _RevocationsRequest, payload, LIST_BYTES + 256)
@@ -188,11 +148,13 @@ class Admissions:
 
     def _take_in(self, peer: str, run: str, packed: bytes) -> None:
         """Take in the list that a peer has told us, if it has any. Raises: RemoteProtocolError."""
-        if packed:
-            try:
-                self.revoke(run, packed)
-            except TicketError as error:
-                raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
+        admission = self.of(run)
+        try:
+            if packed and admission is not None and admission.revoke(packed):
+                logger.info("run %s: its organiser has revoked tickets", run)
+                self.on_revoked(run, packed)
+        except TicketError as error:
+            raise RemoteProtocolError(peer, f"a list of revoked tickets: {error}") from error
 
     def catch_up(self, call: Call, run: str, heartbeats: Iterable[Heartbeat]) -> None:
         """Begin to ask one of the peers that know of later revocations, unless another one is being asked. A peer that
@@ -240,39 +202,118 @@ class _AmendmentRequest(Value):
     amendment: Amendment
 
 
-class Amendments:
-    """The newest amendments that were given to this node, of those runs whose manifests are known here."""
+class _HeadsRequest(Value):
+    """A question: what have the archives of this run signed?"""
+
+    run: RunId
+
+
+@dataclass
+class _KnownRun:
+    """A run: who may amend it, what its archives have signed, and the newest amendment that was given to this node."""
+
+    organiser: str
+    heads: SignedHeads
+    amendment: Amendment | None = None
+
+
+class KnownRuns:
+    """What this node knows of the runs whose manifests it has, until told to `forget` them.
+
+    All are remembered: with a limit, a stranger who announces many runs would push out what archives of another signed.
+    """
 
     def __init__(self) -> None:
-        self._organisers: dict[str, str] = {}
-        self._given: dict[str, Amendment] = {}
+        self.admissions = Admissions()
+        """Which peers are admitted."""
+        self._known: dict[str, _KnownRun] = {}
+        self.on_heads: Callable[[str, bytes], None] = lambda run, packed: None
+        """Called with all packed heads of a run whenever there are new ones, so that they are kept."""
 
     def learn(self, manifest: SignedManifest) -> None:
-        """Take in who may amend a run, until told to `forget` it."""
-        self._organisers[manifest.run_id] = manifest.organiser
+        run = manifest.run_id
+        self.admissions.learn(manifest)
+        self._known.setdefault(run, _KnownRun(manifest.organiser, SignedHeads(run, manifest.archives)))
 
     def forget(self, run: str) -> None:
-        self._organisers.pop(run, None)
-        self._given.pop(run, None)
+        self.admissions.forget(run)
+        self._known.pop(run, None)
 
-    def of(self, run: str) -> Amendment | None:
-        return self._given.get(run)
+    @property
+    def answers(self) -> dict[str, Callable[[str, bytes], Awaitable[bytes]]]:
+        """What answers the calls about these runs, by the call's name."""
+        return {
+            REVOCATIONS: self.admissions.answer,
+            SIGNED_HEADS: self.answer_heads,
+            AMENDMENTS: self.answer_amendment,
+        }
 
-    async def answer(self, sender: str, payload: bytes) -> bytes:
+    def _find(self, run: str) -> _KnownRun:
+        """Raises: RefusalError."""
+        if run not in self._known:
+            raise RefusalError(f"no run called {run} is known here")
+        return self._known[run]
+
+    # Amendments -----------------------------------------------------------------------------------------------
+    def amendment_of(self, run: str) -> Amendment | None:
+        """Return the newest amendment that an organiser has given us to put into the log."""
+        return self._known[run].amendment if run in self._known else None
+
+    async def answer_amendment(self, sender: str, payload: bytes) -> bytes:
         """Take in an _AmendmentRequest. Raises: RemoteProtocolError, RefusalError."""
         request = unpack_from(sender, _AmendmentRequest, payload, REQUEST_BYTES)
-        organiser = self._organisers.get(request.run)
-        if organiser is None:
-            raise RefusalError(f"no run called {request.run} is known here")
-        if not request.amendment.is_signed(request.run, organiser):
+        known, given = self._find(request.run), request.amendment
+        if not given.is_signed(request.run, known.organiser):
             raise RefusalError(f"the organiser of {request.run} has not signed that amendment")
-        known = self._given.get(request.run)
-        if known is not None and known.number == request.amendment.number and known != request.amendment:
-            raise RefusalError(f"{known} was given here already")
-        if newest(known, request.amendment) is not known:
-            self._given[request.run] = request.amendment
-            logger.info("run %s: its organiser gives us %s", request.run, request.amendment)
+        before = known.amendment
+        if before is not None and before.number == given.number and before != given:
+            raise RefusalError(f"{before} was given here already")
+        if newest(before, given) is not before:
+            known.amendment = given
+            logger.info("run %s: its organiser gives us %s", request.run, given)
         return b""
+
+    # Signed heads ---------------------------------------------------------------------------------------------
+    def signed_heads_of(self, run: str) -> SignedHeads:
+        return self._known[run].heads if run in self._known else SignedHeads(run)
+
+    def take_heads(self, run: str, heads: Iterable[SignedHead]) -> None:
+        """Take in heads of a run. Raises: SignedHeadsError."""
+        if run not in self._known:
+            return
+        known = self._known[run].heads
+        taken = self._known[run].heads = known.taking(heads)
+        for key, index in taken.disbelieved.items():
+            if known.disbelieved.get(key) != index:
+                text = "run %s: outer step %d is signed in two ways: the archive %s is not believed from there on"
+                logger.error(text, run, index, key)
+        if taken is not known:
+            self.on_heads(run, pack_heads(taken.heads))
+
+    def hear_heads(self, run: str, heartbeats: Iterable[Heartbeat]) -> None:
+        """Take in what archives say in their heartbeats that they have signed."""
+        for beat in heartbeats:
+            if beat.signed is not None:
+                try:
+                    self.take_heads(run, [beat.signed])
+                except SignedHeadsError as error:
+                    logger.debug("a signed head in a heartbeat of %s: %s", beat.peer, error)
+
+    async def answer_heads(self, sender: str, payload: bytes) -> bytes:
+        """Answer a _HeadsRequest. Raises: RemoteProtocolError, RefusalError."""
+        request = unpack_from(sender, _HeadsRequest, payload, REQUEST_BYTES)
+        return pack_heads(self._find(request.run).heads.heads)
+
+    async def ask_for_heads(self, call: Call, run: str, peers: Iterable[str]) -> int:
+        """Ask these peers what a run's archives have signed. Return how many answered."""
+        taken = 0
+        for peer, answer in (await _ask_all(call, SIGNED_HEADS, pack(_HeadsRequest(run=run)), peers)).items():
+            try:
+                self.take_heads(run, unpack_heads(answer))
+                taken += 1
+            except SignedHeadsError as error:
+                logger.warning("dropped the signed heads that %s tells: %s", peer, error)
+        return taken
 
 
 async def give(call: Call, run: str, amendment: Amendment, peers: Iterable[str]) -> int:
@@ -292,71 +333,3 @@ async def _ask_all(call: Call, name: str, request: bytes, peers: Iterable[str]) 
 
     answers = await asyncio.gather(*map(ask, peers))
     return {peer: answer for peer, answer in answers if answer is not None}
-
-
-class _HeadsRequest(Value):
-    """A question: what have the archives of this run signed?"""
-
-    run: RunId
-
-
-class HeadStore:
-    """The signed heads of those runs whose manifests are known here."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, SignedHeads] = {}
-        self.on_news: Callable[[str, bytes], None] = lambda run, packed: None
-        """Called with all packed heads of a run whenever there are new ones, so that they are kept."""
-
-    def learn(self, manifest: SignedManifest) -> None:
-        """Take in which archives a run has, and remember them until told to `forget`.
-
-        A limit of our own would let a stranger who announces many runs push out what the archives of another signed.
-        """
-        self._known.setdefault(manifest.run_id, SignedHeads(manifest.run_id, manifest.archives))
-
-    def forget(self, run: str) -> None:
-        self._known.pop(run, None)
-
-    def of(self, run: str) -> SignedHeads:
-        return self._known.get(run, SignedHeads(run))
-
-    def take(self, run: str, heads: Iterable[SignedHead]) -> None:
-        """Take in heads of a run. Raises: SignedHeadsError."""
-        if run not in self._known:
-            return
-        known = self._known[run]
-        taken = self._known[run] = known.taking(heads)
-        for key, index in taken.disbelieved.items():
-            if known.disbelieved.get(key) != index:
-                text = "run %s: outer step %d is signed in two ways: the archive %s is not believed from there on"
-                logger.error(text, run, index, key)
-        if taken is not known:
-            self.on_news(run, pack_heads(taken.heads))
-
-    def hear(self, run: str, heartbeats: Iterable[Heartbeat]) -> None:
-        """Take in what archives say in their heartbeats that they have signed."""
-        for beat in heartbeats:
-            if beat.signed is not None:
-                try:
-                    self.take(run, [beat.signed])
-                except SignedHeadsError as error:
-                    logger.debug("a signed head in a heartbeat of %s: %s", beat.peer, error)
-
-    async def answer(self, sender: str, payload: bytes) -> bytes:
-        """Answer a _HeadsRequest. Raises: RemoteProtocolError, RefusalError."""
-        request = unpack_from(sender, _HeadsRequest, payload, REQUEST_BYTES)
-        if request.run not in self._known:
-            raise RefusalError(f"no run called {request.run} is known here")
-        return pack_heads(self.of(request.run).heads)
-
-    async def ask(self, call: Call, run: str, peers: Iterable[str]) -> int:
-        """Ask these peers what a run's archives have signed. Return how many answered."""
-        taken = 0
-        for peer, answer in (await _ask_all(call, SIGNED_HEADS, pack(_HeadsRequest(run=run)), peers)).items():
-            try:
-                self.take(run, unpack_heads(answer))
-                taken += 1
-            except SignedHeadsError as error:
-                logger.warning("dropped the signed heads that %s tells: %s", peer, error)
-        return taken

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from peers.network.gateway import Gateway, Mapping
 from peers.network.upnp import Upnp
@@ -20,25 +19,14 @@ LOOK_AGAIN = 1800.0  # seconds between looks for a router that maps ports
 CLOSING_SECONDS = 2.0
 
 
-class _Router(Protocol):
-    """One way of asking the router. It remembers what it was given, so that asking again renews that."""
-
-    name: str
-
-    async def open(self, port: int, lifetime: float) -> Mapping | None:
-        """Map a port; None when the router does not offer it. Raises: OSError when the network fails."""
-
-    async def close(self, port: int) -> None:
-        """End the mapping, if there is one. Raises: OSError when the network fails."""
-
-
 class PortMapper:
     """A TCP port of ours, mapped while `run` goes on. `endpoint` is the external one; None: there is none now."""
 
-    def __init__(self, port: int, routers: Sequence[_Router] = ()) -> None:
+    def __init__(self, port: int, routers: Sequence[Gateway | Upnp] = ()) -> None:
+        """`routers` are ways of asking the router; each remembers what it was given, so that asking again renews it."""
         self._port = port
-        self._routers: Sequence[_Router] = routers or (Gateway(), Upnp())
-        self._router: _Router | None = None
+        self._routers = routers or (Gateway(), Upnp())
+        self._router: Gateway | Upnp | None = None
         self._again = asyncio.Event()
         self.endpoint: str | None = None
 

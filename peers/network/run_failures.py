@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from peers.errors import DilocoPeerError
@@ -18,15 +18,14 @@ RETRY_FIRST, RETRY_LAST = 5.0, 600.0  # seconds
 class RunFailures:
     """The runs for which a piece of work has failed. Each failure is logged once, until the work succeeds again."""
 
-    def __init__(self, work: str, clock: Callable[[], float] = now) -> None:
+    def __init__(self, work: str) -> None:
         self._work = work
-        self._clock = clock
         self._failed: dict[str, tuple[int, float]] = {}  # how often in a row, and when it may be tried again
 
     def is_due(self, run: str) -> bool:
         """Return whether the work may be tried: after each failure later than after the one before."""
         _, retry_at = self._failed.get(run, (0, -math.inf))
-        return self._clock() >= retry_at
+        return now() >= retry_at
 
     @contextmanager
     def caught(self, run: str) -> Iterator[None]:
@@ -35,7 +34,7 @@ class RunFailures:
             yield
         except Exception as error:  # of any kind: a stranger may have made the run
             count, _ = self._failed.get(run, (0, 0.0))
-            self._failed[run] = count + 1, self._clock() + min(RETRY_LAST, RETRY_FIRST * 2**count)
+            self._failed[run] = count + 1, now() + min(RETRY_LAST, RETRY_FIRST * 2**count)
             if count:
                 logger.debug("run %s: %s: %r", run, self._work, error)
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 LEAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -14,9 +14,8 @@ class _Holds(threading.local):
     """Holds of one thread (a signal mask is a thread's), which overlap when it starts two processes at once:
     the mask from before the first comes back after the last, whichever that is."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.before: set[signal.Signals | int] = set()
+    count = 0
+    before: Collection[signal.Signals | int] = ()
 
 
 _holds = _Holds()

@@ -39,9 +39,8 @@ from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign
 from peers.presence.news import Request
-from peers.presence.voice import Pace
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment, SignedManifest
+from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
 from peers.values.system import cancel_and_wait
 from peers.values.wire import MESSAGE_LIMIT, Reach, printable, unpack_from
@@ -73,11 +72,11 @@ class HivemindTransport:
         self.cap(Caps())
         self.no_round = LinkTime()
         """Whether bulk data that is in no hurry may have the link to itself."""
-        self._daemon = daemon
+        self.daemon = daemon
         self._serving: set[asyncio.Task[None]] = set()
         self._conversations: dict[str, Conversation] = {}
         self._answers: dict[str, CallHandler] = {}
-        self._links = Links(
+        self.links = Links(
             identity,
             self._converse,
             self._answer,
@@ -120,7 +119,11 @@ class HivemindTransport:
             local = all(is_loopback(host_of(address)) for address in initial_peers or listen)
         parse_addresses(initial_peers, needs_peer_id=True)
         contacts = await first_contacts(initial_peers, remembered())
-        exposure = _exposure(local, public)
+        exposure = Exposure.PUBLIC if public else Exposure.PRIVATE
+        if local:
+            exposure = Exposure.LOCAL
+        elif public is None and not is_behind_nat():
+            exposure = Exposure.UNKNOWN
         waits = bool(initial_peers) and exposure in (Exposure.PRIVATE, Exposure.UNKNOWN)
         start = partial(start_daemon, identity, contacts, listen, announce, client_mode, exposure)
         daemon = await reach(start, contacts)
@@ -135,24 +138,16 @@ class HivemindTransport:
         try:
             if not client_mode:
                 hosts = [host for address in listen if (host := host_of(address))]
-                transport._links.listen(hosts, links or LinkSettings())
-            for name, answer in (transport._links.handlers | runs.answers | {GOSSIP: transport._hear}).items():
+                transport.links.listen(hosts, links or LinkSettings())
+            for name, answer in (transport.links.handlers | runs.answers | {GOSSIP: transport._hear}).items():
                 await transport.on_call(name, answer)
         except BaseException:
             await transport.close()
             raise
-        transport._links.start(transport._links.arranging.keep(initial_peers))
-        transport._membership = DhtMembership(
-            daemon,
-            dht.protocol,
-            initial_peers,
-            remembered,
-            waits and not client_mode,
-            transport.can_be_dialled,
-            transport._links.drop_all,
-        )
+        transport.links.start(transport.links.arranging.keep(initial_peers))
+        transport._membership = DhtMembership(transport, initial_peers, remembered, waits and not client_mode)
         if exposure is not Exposure.LOCAL:
-            transport._links.start(watch_network(transport._membership.network_changed))
+            transport.links.start(watch_network(transport._membership.network_changed))
         return transport
 
     def cap(self, caps: Caps) -> None:
@@ -163,77 +158,43 @@ class HivemindTransport:
         """Leave the DHT and end the daemon; nothing of it is left. When cancelled, it leaves without a word."""
         for discovery in self._discoveries.values():
             await discovery.close()
-        await self._links.close()
+        await self.links.close()
         try:
             await cancel_and_wait(*self._serving)
             await self.runs.admissions.close()
             if self._membership is not None:
                 await self._membership.close()
-            if self._daemon.is_running:  # a dead daemon would leave the DHT node waiting for answers
+            if self.daemon.is_running:  # a dead daemon would leave the DHT node waiting for answers
                 await self.dht.close()
         finally:
-            await stop_daemon(self._daemon)
-
-    async def failure(self) -> LocalNetworkError:
-        return await self._daemon.failure()
+            await stop_daemon(self.daemon)
 
     # Addresses and links --------------------------------------------------------------------------------------
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where others can reach us over libp2p."""
-        return self._daemon.addresses
+        return self.daemon.addresses
 
-    async def refresh_addresses(self) -> tuple[str, ...]:
+    async def refresh_addresses(self) -> None:
         """Ask the daemon where others can reach us now (relays and port mappings come with time).
 
         When it does not say, we keep to what it said before.
         """
         try:
-            await self._daemon.refresh_addresses()
+            await self.daemon.refresh_addresses()
         except (*NETWORK_ERRORS, LocalNetworkError) as error:
             logger.debug("addresses not refreshed: %r", error)
-        return self.addresses
 
-    async def connect(self, peer_id: str, addresses: Sequence[str], timeout: float = 10.0) -> bool:
-        return await self._daemon.connect(peer_id, addresses, timeout)
-
-    async def network_of(self, peer_id: str) -> str:
-        return await self._daemon.network_of(peer_id)
-
-    @property
-    def _is_eager(self) -> bool:
-        """Whether links are made before they are needed: a client, which accepts none, makes none either."""
-        return self._links.port > 0
+    async def connect(self, peer_id: str, addresses: Sequence[str]) -> bool:
+        return await self.daemon.connect(peer_id, addresses)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
         """Where others may dial bulk connections to us."""
-        return self._links.endpoints(self.addresses)
-
-    @property
-    def relays(self) -> tuple[str, ...]:
-        """Addresses of the nodes that introduce us to others."""
-        return self._links.arranging.addresses
-
-    def reach(self) -> dict[str, Reach]:
-        """Return how each peer is reached, as far as that is known."""
-        return self._links.reach()
-
-    def sought(self) -> frozenset[str]:
-        """Return the peers to which a way is still looked for."""
-        return self._links.sought()
+        return self.links.endpoints(self.addresses)
 
     def reach_of(self, peer_id: str) -> Reach | None:
-        return self._links.reach_of(peer_id)
-
-    def hard_to_reach(self) -> set[str]:
-        """Return the peers that are reached through a relay only, or not at all."""
-        return {peer for peer, reach in self.reach().items() if not reach.is_direct}
-
-    def prepare(self, peer_id: str) -> None:
-        """Begin to make a link with a peer that will be told something again and again."""
-        if self._is_eager:
-            self._links.prepare(peer_id)
+        return self.links.reach_of(peer_id)
 
     # Runs -----------------------------------------------------------------------------------------------------
     def learn(self, manifest: SignedManifest) -> None:
@@ -272,24 +233,15 @@ class HivemindTransport:
         return (admission.ticket, admission.number) if admission else (b"", 0)
 
     def signed_heads_of(self, run_id: str) -> SignedHeads:
-        return self.runs.heads.of(run_id)
-
-    def amendment_of(self, run_id: str) -> Amendment | None:
-        return self.runs.amendments.of(run_id)
-
-    def expect_answers_within(self, seconds: float) -> None:
-        self.dht.expect_answers_within(seconds)
+        return self.runs.signed_heads_of(run_id)
 
     # Who is there ---------------------------------------------------------------------------------------------
     def discovery_of(self, run_id: str) -> PeerDiscovery:
         """Return what finds the peers of a run, with the admission that is known now."""
         if run_id not in self._discoveries:
-            self._discoveries[run_id] = PeerDiscovery(run_id, self, self.dht)
+            self._discoveries[run_id] = PeerDiscovery(run_id, self)
         self._discoveries[run_id].gossip.admission = self.runs.admissions.of(run_id)
         return self._discoveries[run_id]
-
-    def pace(self, run_id: str) -> Pace:
-        return self.discovery_of(run_id).pace()
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
         """Send a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
@@ -299,14 +251,12 @@ class HivemindTransport:
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
         found = await self.discovery_of(run_id).heartbeats()
         self.runs.admissions.catch_up(self.call, run_id, found)
-        self.runs.heads.hear(run_id, found)
-        self._links.observe(contacts_of(found), self._is_eager)
-        self._links.arranging.volunteers = open_volunteers(found, self.peer_id)
-        self._unmet = {one.peer: one.addresses for one in found} if self._is_eager and len(found) > EAGER else {}
+        self.runs.hear_heads(run_id, found)
+        is_eager = self.links.port > 0  # a client, which accepts no links, makes none before they are needed either
+        self.links.observe(contacts_of(found), is_eager)
+        self.links.arranging.volunteers = open_volunteers(found, self.peer_id)
+        self._unmet = {one.peer: one.addresses for one in found} if is_eager and len(found) > EAGER else {}
         return found
-
-    def silences(self, run_id: str) -> dict[str, float]:
-        return self.discovery_of(run_id).silences()
 
     async def _hear(self, sender: str, payload: bytes) -> bytes:
         request = Request.unpack(sender, payload)
@@ -318,30 +268,29 @@ class HivemindTransport:
     async def _meet(self, peer_id: str, timeout: float) -> None:
         """Connect to a peer of a large run, where peers do not connect to all others beforehand."""
         if addresses := self._unmet.pop(peer_id, ()):
-            await self._daemon.connect(peer_id, addresses, timeout)
+            await self.daemon.connect(peer_id, addresses, timeout)
 
     async def _ask_link_info(self, peer_id: str, address: str) -> LinkInfo:
-        await self._daemon.connect(peer_id, [address])
+        await self.daemon.connect(peer_id, [address])
         return unpack_from(peer_id, LinkInfo, await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT))
 
     async def can_be_dialled(self) -> bool | None:
         """Return whether a node that introduces us can dial our libp2p port; None while there is none to try."""
         ports = {port for address in self.addresses if (where := endpoint(address)) for port in where[1:]}
-        for node in self._links.arranging.nodes:
+        for node in self.links.arranging.nodes:
             with suppress(OSError, RemoteProtocolError):
                 return bool((await probe(node, tuple(ports)[:PROBED_PORTS])).open)
         return None
 
     async def _is_there(self, peer_id: str) -> bool:
         """Return whether a peer answers over libp2p, which may have punched a hole or found a relay of its own."""
-        try:
+        with suppress(PeerUnreachableError):
             await self._call_over_libp2p(peer_id, LINK_INFO, b"", CALL_TIMEOUT)
-        except PeerUnreachableError:
-            return False
-        return True
+            return True
+        return False
 
     async def _converse(self, protocol: str, channel: Channel) -> None:
-        """Serve a stream that another peer has opened on a link. Raises what breaks it."""
+        """Serve a stream that another peer has opened. Raises what breaks it."""
         conversation = self._conversations.get(protocol)
         if conversation is None:
             raise RemoteProtocolError(channel.peer, f"there is no conversation {protocol!r:.40}")
@@ -356,13 +305,11 @@ class HivemindTransport:
         """
         if len(payload) > MESSAGE_LIMIT:
             raise LocalProtocolError(f"a message of {len(payload)} bytes exceeds the limit of {MESSAGE_LIMIT}")
-        if self._links.is_up(peer_id):
+        if self.links.is_up(peer_id):
             try:
-                return await self._links.link(peer_id).call(name, payload, timeout)
-            except PeerRefusedError:
-                raise
+                return await self.links.link(peer_id).call(name, payload, timeout)
             except PeerUnreachableError as error:
-                if self._links.is_up(peer_id):
+                if isinstance(error, PeerRefusedError) or self.links.is_up(peer_id):
                     raise
                 logger.debug("%s; over libp2p, then", error)
         await self._meet(peer_id, min(CALL_TIMEOUT, timeout))
@@ -371,7 +318,7 @@ class HivemindTransport:
     async def _call_over_libp2p(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
         with peer_errors(peer_id):
             async with asyncio.timeout(timeout):
-                answer: bytes = await self._daemon._client.call_unary_handler(
+                answer: bytes = await self.daemon._client.call_unary_handler(
                     to_peer_id(peer_id), f"{PROTOCOL_PREFIX}/call/{name}", payload
                 )
         verdict, content = answer[:1], answer[1:]
@@ -391,7 +338,7 @@ class HivemindTransport:
             except RefusalError as refusal:
                 return REFUSAL + str(refusal).encode(errors="replace")
 
-        await self._daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer)
+        await self.daemon._client.add_unary_handler(f"{PROTOCOL_PREFIX}/call/{name}", answer)
 
     async def _answer(self, sender: str, name: str, payload: bytes) -> bytes:
         """Answer a call. An error becomes a refusal to the sender and a line in our log. Raises: RefusalError."""
@@ -439,7 +386,7 @@ class HivemindTransport:
 
         Raises: PeerUnreachableError, PeerRefusedError, also for what goes wrong inside.
         """
-        link = await self._links.link_with(peer_id)
+        link = await self.links.link_with(peer_id)
         if link is None:
             await self._meet(peer_id, CALL_TIMEOUT)
         with peer_errors(peer_id):
@@ -449,7 +396,7 @@ class HivemindTransport:
     @asynccontextmanager
     async def _libp2p_stream(self, peer_id: str, protocol: str) -> AsyncIterator[Channel]:
         async with asyncio.timeout(OPEN_TIMEOUT):
-            _, reader, writer = await self._daemon.call_binary_stream_handler(
+            _, reader, writer = await self.daemon.call_binary_stream_handler(
                 to_peer_id(peer_id), f"{PROTOCOL_PREFIX}/{protocol}"
             )
         channel = Channel(peer_id, reader, writer, self.upload, self.download)
@@ -468,8 +415,7 @@ class HivemindTransport:
             self._serving.add(task)
             channel = Channel(str(info.peer_id), reader, writer, self.upload, self.download)
             try:
-                async with asyncio.timeout(CONVERSATION_TIMEOUT):
-                    await conversation(channel)
+                await self._converse(protocol, channel)
             except asyncio.CancelledError:  # by close(); asyncio 3.11 logs a traceback for cancelled stream handlers
                 logger.debug("stopped serving a %s stream of %s", protocol, channel.peer)
             except RemoteProtocolError as error:
@@ -483,12 +429,4 @@ class HivemindTransport:
                 channel.close()
                 self._serving.discard(task)
 
-        await self._daemon.add_binary_stream_handler(f"{PROTOCOL_PREFIX}/{protocol}", serve)
-
-
-def _exposure(local: bool, public: bool | None) -> Exposure:
-    if local:
-        return Exposure.LOCAL
-    if public is None:
-        return Exposure.PRIVATE if is_behind_nat() else Exposure.UNKNOWN
-    return Exposure.PUBLIC if public else Exposure.PRIVATE
+        await self.daemon.add_binary_stream_handler(f"{PROTOCOL_PREFIX}/{protocol}", serve)

@@ -12,7 +12,7 @@ events: AmendmentSeen, Applied, AverageRefuted, AverageTooEarly, BadBlocks, Capt
     SignedHeadsSeen, SnapshotFailed, SnapshotRestored, Tick, TrainingDone, TrainingProgress, Undelivered
 exchange: Exchange
 faults: BadContribution, Court, PROOF_LIMIT, read_proof
-messages: Commit, Elsewhere, Inquire, Message
+messages: Commit, Elsewhere, Inquire
 pace: Pace
 packing: Packer, pack_message, unpack_message
 peer: Peer

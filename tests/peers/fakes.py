@@ -77,7 +77,6 @@ class FakeTransport:
         self.reach: dict[str, Reach] = {}
         self.meddle: Meddle | None = None  # with what we give
         self.signed = NOTHING_SIGNED
-        self.amendment: Amendment | None = None
 
     async def on_pull(self, name: str, serve: Serve, gives_way: bool = False) -> None:
         self.serve[name] = serve
@@ -89,9 +88,6 @@ class FakeTransport:
 
     def signed_heads_of(self, run_id: str) -> SignedHeads:
         return self.signed
-
-    def amendment_of(self, run_id: str) -> Amendment | None:
-        return self.amendment
 
     def reach_of(self, peer_id: str) -> Reach | None:
         return self.reach.get(peer_id)

@@ -132,8 +132,8 @@ class LyingDriver(Driver, Means):
         self._carry_out, self._effects.carry_out = self._effects.carry_out, self.carry_out  # type: ignore[method-assign]
         self._honest_beat, self._pulse.heartbeat = self._pulse.heartbeat, self._beat  # type: ignore[method-assign]
         honest = HonestWorkload(0.0)  # with its own it would find that others are wrong
-        self._rounds._spot_check._average = honest.reduce
-        [outgoing] = self._rounds.traffic._outgoing
+        self.rounds._spot_check._average = honest.reduce
+        [outgoing] = self.rounds.traffic._outgoing
         self._honest_data, outgoing._data = outgoing._data, self._data  # type: ignore[method-assign]
 
     # As it is told --------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class LyingDriver(Driver, Means):
         [fragment] = self.workload.fragments
         start, stop = fragment.byte_range(0, fragment.block_count)
         payload = Payload.cut(memoryview(b"\x07" * (stop - start)), fragment.byte_range(0, 1)[1])
-        self._replication._buffers[0].kept.keep(payload)
+        self.replication._buffers[0].kept.keep(payload)
         return payload
 
 

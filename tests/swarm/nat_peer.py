@@ -36,7 +36,7 @@ class TellingDriver(Driver):
         self, identity: Identity, transport: HivemindTransport, settings: RunSettings, workload: UnhurriedWorkload
     ) -> None:
         super().__init__(identity, transport, workload, settings, workload.state.digest(), on_entry=self._tell)
-        self._reaching = transport.reach
+        self._reaching = transport.links.reach
         self._averaged = 0
 
     def handle(self, event: Event) -> None:

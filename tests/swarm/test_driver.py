@@ -203,7 +203,7 @@ def entries_of(volunteer: Volunteer) -> dict[int, tuple[Header, bytes]]:
     def remember(header: Header, state_digest: bytes) -> None:
         entries[header.index] = header, state_digest
 
-    volunteer.driver._replication._on_entry = remember
+    volunteer.driver.replication._on_entry = remember
     return entries
 
 

@@ -148,7 +148,7 @@ def test_a_run_goes_on_from_its_volunteers_disks(tmp_path: Path) -> None:
             await settle(before)
             reached, states = before[0].index, {one.workload.state.digest() for one in before}
             for one in before:
-                await one.driver._replication.finish()  # until the last entry is on the disk
+                await one.driver.replication.recorder.finish()  # until the last entry is on the disk
                 await one.die()
             for name in NAMES:
                 chain, problem = read_chain(tmp_path / name / ENTRIES, STREAMING.empty_log)
@@ -179,7 +179,7 @@ def test_an_amendment_is_in_force_for_all_fragments_and_after_a_restart(tmp_path
             await past(volunteers, 2)
             await settle(volunteers)
             for one in volunteers:
-                await one.driver._replication.finish()  # until the last entry is on the disk
+                await one.driver.replication.recorder.finish()  # until the last entry is on the disk
             for name in NAMES:
                 log, replayed = run.log(name), VectorWorkload(fragments=FRAGMENTS)
                 assert await resume(replayed, log) == volunteers[0].driver.peer.log.in_state(UNKNOWN_STATE)

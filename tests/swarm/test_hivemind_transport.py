@@ -69,9 +69,9 @@ async def swarm(size: int, identities: Sequence[Identity] = ()) -> AsyncIterator
 
 
 def assert_gone(node: HivemindTransport) -> None:
-    assert not Path(f"/proc/{node._daemon._child.pid}").exists()
-    assert not Path(node._daemon._daemon_listen_maddr["unix"]).exists()
-    assert not Path(node._daemon._client_listen_maddr["unix"]).exists()
+    assert not Path(f"/proc/{node.daemon._child.pid}").exists()
+    assert not Path(node.daemon._daemon_listen_maddr["unix"]).exists()
+    assert not Path(node.daemon._client_listen_maddr["unix"]).exists()
 
 
 def alive(process: int) -> bool:
@@ -128,7 +128,9 @@ def test_daemon_is_the_identity_and_leaves_no_key_behind(tmp_path: Path, monkeyp
             assert node.peer_id == identity.peer_id
             assert node.addresses[0].startswith("/ip4/127.0.0.1/tcp/")
             assert node.addresses[0].endswith(f"/p2p/{identity.peer_id}")
-            assert await node.refresh_addresses() == node.addresses
+            before = node.addresses
+            await node.refresh_addresses()
+            assert node.addresses == before
             assert os.listdir(tmp_path) == []
         finally:
             await node.close()
@@ -218,14 +220,14 @@ def test_a_frozen_node_makes_nobody_deaf() -> None:
 
         async with swarm(3, (identity, silent)) as (other, one, frozen):
             for node in (one, other):
-                node.expect_answers_within(expiry / 4)
-            os.kill(frozen._daemon._child.pid, signal.SIGSTOP)
+                node.dht.expect_answers_within(expiry / 4)
+            os.kill(frozen.daemon._child.pid, signal.SIGSTOP)
             try:
                 async with asyncio.timeout(2 * TIMEOUT):  # two beats; more, where the machine is busy for a whole one
                     while not await beat(one, other):
                         pass
             finally:
-                os.kill(frozen._daemon._child.pid, signal.SIGCONT)
+                os.kill(frozen.daemon._child.pid, signal.SIGCONT)
 
     asyncio.run(main())
 
@@ -340,17 +342,17 @@ async def linked(*nodes: HivemindTransport) -> None:
     """Have each know of the others where their bulk connections are dialled, and wait until all links are up."""
     contacts = {node.peer_id: Contact(node.peer_id, node.endpoints) for node in nodes}
     for node in nodes:
-        node._links.observe(contacts, eagerly=True)
+        node.links.observe(contacts, eagerly=True)
     for node in nodes:
         await eventually(lambda node=node: are_open(node, len(nodes) - 1), "there is a way to all")  # type: ignore[misc]
 
 
 async def has_been_seen(node: HivemindTransport) -> bool:
-    return bool(node._links.arranging.seen)
+    return bool(node.links.arranging.seen)
 
 
 async def are_open(node: HivemindTransport, count: int) -> bool:
-    return list(node.reach().values()) == [Reach.OPEN] * count
+    return list(node.links.reach().values()) == [Reach.OPEN] * count
 
 
 @pytest.mark.thorough
@@ -369,13 +371,13 @@ def test_in_a_large_run_a_peer_is_dialled_when_there_is_something_to_say_to_it(m
             await right.publish(said.sign(identities[1]), RUN)
             await left.publish(heartbeat(identities[0], milliseconds()).sign(identities[0]), RUN)
             dialled: list[str] = []
-            connect = left._daemon.connect
+            connect = left.daemon.connect
 
             async def count(peer_id: str, addresses: Sequence[str], timeout: float = TIMEOUT) -> bool:
                 dialled.append(peer_id)
                 return await connect(peer_id, addresses, timeout)
 
-            monkeypatch.setattr(left._daemon, "connect", count)
+            monkeypatch.setattr(left.daemon, "connect", count)
 
             async def knows() -> bool:
                 return len(await left.heartbeats(RUN)) == 2
@@ -412,8 +414,8 @@ def test_where_there_is_a_link_everything_goes_over_it(monkeypatch: pytest.Monke
                 await node.on_pull("snapshot", serve)
             await linked(left, right)
             for node in (left, right):
-                monkeypatch.setattr(node._daemon, "call_binary_stream_handler", never)
-                monkeypatch.setattr(node._daemon._client, "call_unary_handler", never)
+                monkeypatch.setattr(node.daemon, "call_binary_stream_handler", never)
+                monkeypatch.setattr(node.daemon._client, "call_unary_handler", never)
             for here, there in ((left, right), (right, left)):
                 outbox = await send_chunks(here, there.peer_id, Outbox([os.urandom(500_000)] * 8))
                 assert all(is_taken for _, is_taken in outbox.answers)
@@ -445,13 +447,13 @@ def test_when_a_link_breaks_libp2p_is_used_until_it_is_there_again(monkeypatch: 
             await linked(left, right)
             # A look at its bootstrap node that is still under way would link it again.
             await eventually(lambda: has_been_seen(right), "the right one knows how the left one sees it")
-            left._links.observe({}, eagerly=False)  # nobody knows where to dial
-            right._links.observe({}, eagerly=False)
-            left._links.drop_all()
-            assert not left._links.is_up(right.peer_id)
+            left.links.observe({}, eagerly=False)  # nobody knows where to dial
+            right.links.observe({}, eagerly=False)
+            left.links.drop_all()
+            assert not left.links.is_up(right.peer_id)
             assert await left.call(right.peer_id, "echo", b"over libp2p", TIMEOUT) == b"over libp2p"
             await send_chunks(left, right.peer_id, Outbox([b"data"]))
-            assert not left._links.is_up(right.peer_id)
+            assert not left.links.is_up(right.peer_id)
             await linked(left, right)
 
     asyncio.run(main())
@@ -466,7 +468,7 @@ def test_clients_accept_no_bulk_connections() -> None:
                 assert client.endpoints == ()
                 await node.on_stream("chunks", Inbox().receive)
                 await send_chunks(client, node.peer_id, Outbox([b"data"]))
-                assert client.reach() == {}
+                assert client.links.reach() == {}
             finally:
                 await client.close()
             assert_gone(client)
@@ -546,7 +548,7 @@ def test_garbage_on_a_stream_is_dropped(caplog: pytest.LogCaptureFixture) -> Non
             inbox = Inbox()
             await victim.on_stream("chunks", inbox.receive)
             for garbage in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(1000)):
-                _, reader, writer = await attacker._daemon.call_binary_stream_handler(
+                _, reader, writer = await attacker.daemon.call_binary_stream_handler(
                     to_peer_id(victim.peer_id), f"{PROTOCOL_PREFIX}/chunks"
                 )
                 writer.write(garbage)
@@ -575,7 +577,7 @@ def test_chunks_to_a_peer_that_dies_are_known_to_be_lost() -> None:
             class Mortal(Inbox):
                 def arrived(self, peer: str, header: bytes, frame: bytes, data: bytearray) -> bool:
                     if len(self.received) == 3:
-                        os.kill(victim._daemon._child.pid, signal.SIGKILL)
+                        os.kill(victim.daemon._child.pid, signal.SIGKILL)
                     return super().arrived(peer, header, frame, data)
 
             await victim.on_stream("chunks", Mortal().receive)
@@ -616,7 +618,7 @@ def test_close_can_be_cancelled_at_any_moment(step: str, monkeypatch: pytest.Mon
 
     async def main() -> None:
         node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
-        ending, reached = node.dht._node if step == "node" else node._daemon, asyncio.Event()
+        ending, reached = node.dht._node if step == "node" else node.daemon, asyncio.Event()
         shutdown = ending.shutdown
 
         async def watched() -> None:
@@ -641,7 +643,7 @@ def test_connect_is_best_effort() -> None:
             stranger = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
             try:
                 assert await node.connect(stranger.peer_id, stranger.addresses)
-                assert stranger.peer_id in [str(info.peer_id) for info in await node._daemon.list_peers()]
+                assert stranger.peer_id in [str(info.peer_id) for info in await node.daemon.list_peers()]
                 assert not await node.connect(Identity.generate().peer_id, stranger.addresses)
                 assert not await node.connect(stranger.peer_id, ("nonsense",))
             finally:
@@ -743,8 +745,8 @@ def test_lost_bootstrap_node_is_greeted_when_it_is_back(monkeypatch: pytest.Monk
 def test_death_of_the_daemon_is_noticed() -> None:
     async def main() -> None:
         node = await HivemindTransport.create(Identity.generate(), listen=LOOPBACK)
-        os.kill(node._daemon._child.pid, signal.SIGKILL)
-        error = await asyncio.wait_for(node.failure(), TIMEOUT)
+        os.kill(node.daemon._child.pid, signal.SIGKILL)
+        error = await asyncio.wait_for(node.daemon.failure(), TIMEOUT)
         assert isinstance(error, LocalNetworkError)
         with pytest.raises(PeerUnreachableError):
             await node.call(Identity.generate().peer_id, "echo", b"", 1.0)
@@ -763,7 +765,7 @@ from peers.values.identity import Identity
 async def main():
     node = await HivemindTransport.create(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",))
     await node.on_stream("chunks", lambda channel: channel.refuse("no"))
-    print(node._daemon._child.pid, node._daemon._client_listen_maddr["unix"], flush=True)
+    print(node.daemon._child.pid, node.daemon._client_listen_maddr["unix"], flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -797,7 +799,7 @@ def test_a_stream_that_is_taken_back_at_once_leaves_no_traceback(caplog: pytest.
                 raise AssertionError
 
             await node.on_stream("never", never)  # from then on there is a socket for it
-            path = Path(node._daemon._client_listen_maddr["unix"])
+            path = Path(node.daemon._client_listen_maddr["unix"])
 
             async def is_there() -> bool:
                 return path.exists()

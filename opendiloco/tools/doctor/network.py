@@ -282,9 +282,9 @@ async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[
     The transport makes links with all peers that it has heard of, unless there are too many.
     """
     end = time.monotonic() + LINK_SECONDS
-    while (sought := transport.sought() & peers) and time.monotonic() < end:
+    while (sought := transport.links.sought() & peers) and time.monotonic() < end:
         await asyncio.sleep(LOOK)
-    return {peer: way for peer, way in transport.reach().items() if peer in peers}, len(sought)
+    return {peer: way for peer, way in transport.links.reach().items() if peer in peers}, len(sought)
 
 
 async def _rating(transport: HivemindTransport, peer: str) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from opendiloco.run import Run
 from opendiloco.view.run_view import Amended
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.network.channel import PeerUnreachableError
-from peers.network.known_runs import Amendments
+from peers.network.known_runs import KnownRuns
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment, Invite
@@ -131,7 +131,7 @@ class Network:
     peer_id = ORGANISER.peer_id
 
     def __init__(self, run: Run, beats: list[Heartbeat], gone: str = "") -> None:
-        self.beats, self.gone, self.nodes = beats, gone, {one.peer: Amendments() for one in beats}
+        self.beats, self.gone, self.nodes = beats, gone, {one.peer: KnownRuns() for one in beats}
         for node in self.nodes.values():
             node.learn(run.manifest)
 
@@ -144,7 +144,7 @@ class Network:
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
         if peer_id == "b":
             raise PeerUnreachableError(peer_id, "no answer in time")
-        return await self.nodes[peer_id].answer(self.peer_id, payload)
+        return await self.nodes[peer_id].answer_amendment(self.peer_id, payload)
 
 
 def amended(network: Network, run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[Amendment, int]:
@@ -172,7 +172,7 @@ def test_it_is_given_to_all_peers_that_train(run: Run, monkeypatch: pytest.Monke
     network = Network(run, beats, gone="e")
     signed, told = amended(network, run, monkeypatch)
     assert told == 2
-    assert {name for name, node in network.nodes.items() if node.of(run.run_id) == signed} == {"a", "f"}
+    assert {name for name, node in network.nodes.items() if node.amendment_of(run.run_id) == signed} == {"a", "f"}
 
 
 def test_it_is_an_error_where_nobody_takes_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

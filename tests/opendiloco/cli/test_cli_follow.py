@@ -10,6 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,7 @@ class Network(FakeTransport):
         self.beats: list[Heartbeat] = []
         self.published: list[bytes] = []
         self.runs = KnownRuns()
+        self.daemon = SimpleNamespace(failure=self.failure)
 
     def learn(self, manifest: SignedManifest) -> None:
         """Everybody may come in."""

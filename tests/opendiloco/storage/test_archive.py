@@ -58,7 +58,7 @@ class Network:
     def __init__(self, manifest: SignedManifest) -> None:
         self.published: list[Heartbeat] = []
         self.runs = KnownRuns()
-        self.runs.heads.learn(manifest)
+        self.runs.learn(manifest)
         self.heard = 0
         """The latest sequence of our own key that others have."""
         self.told: bytes | None = pack_heads([])
@@ -70,13 +70,13 @@ class Network:
         return self.told
 
     def signed_heads_of(self, run_id: str) -> SignedHeads:
-        return self.runs.heads.of(run_id)
+        return self.runs.signed_heads_of(run_id)
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"ticket", 7
 
-    def pace(self, run_id: str) -> Pace:
-        return Pace(after=self.heard)
+    def discovery_of(self, run_id: str) -> Any:
+        return SimpleNamespace(pace=lambda: Pace(after=self.heard))
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         self.published.append(Heartbeat.verify(heartbeat, run_id))
@@ -178,8 +178,8 @@ class ManyRuns(Network):
     def signed_heads_of(self, run_id: str) -> SignedHeads:
         return SignedHeads(run_id)
 
-    def pace(self, run_id: str) -> Pace:
-        return Pace()
+    def discovery_of(self, run_id: str) -> Any:
+        return SimpleNamespace(pace=Pace)
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         if run_id == self.poison:
@@ -533,11 +533,11 @@ def test_an_archive_goes_by_what_others_have_signed_until_it_has_signed_itself(
     run = Run.sign(RunConfig.from_manifest_content(content), Identity.generate())
     kept = archive(run, tmp_path)
     head = positions(kept, 2)[1].position.head
-    store = cast(Any, kept._transport).runs.heads
+    store = cast(Any, kept._transport).runs
     assert not kept._is_astray
-    store.take(run.run_id, [SignedHead.sign(run.run_id, 2, bytes(32), other.peer_id, other)])
+    store.take_heads(run.run_id, [SignedHead.sign(run.run_id, 2, bytes(32), other.peer_id, other)])
     assert kept._is_astray
-    store.take(run.run_id, [SignedHead.sign(run.run_id, 1, head, NODE.peer_id, NODE)])
+    store.take_heads(run.run_id, [SignedHead.sign(run.run_id, 1, head, NODE.peer_id, NODE)])
     assert not kept._is_astray
 
 

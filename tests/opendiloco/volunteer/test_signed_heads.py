@@ -16,7 +16,7 @@ from opendiloco.view.run_view import plain_signed, signed_lines
 from opendiloco.volunteer import admission as module
 from opendiloco.volunteer.admission import ask_for_signed_heads
 from peers.network.channel import PeerUnreachableError
-from peers.network.known_runs import HeadStore, KnownRuns
+from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
 from peers.values.signed_heads import SignedHead
@@ -30,7 +30,7 @@ class Network:
 
     peer_id = "me"
 
-    def __init__(self, node: HeadStore | None = None) -> None:
+    def __init__(self, node: KnownRuns | None = None) -> None:
         self.runs = KnownRuns()
         self.node = node
         self.is_silent = False
@@ -40,7 +40,7 @@ class Network:
             await asyncio.Event().wait()
         if self.node is None:
             raise PeerUnreachableError(peer_id, "no answer in time")
-        return await self.node.answer(self.peer_id, payload)
+        return await self.node.answer_heads(self.peer_id, payload)
 
 
 @pytest.fixture
@@ -53,15 +53,15 @@ def head(run: Run, index: int) -> SignedHead:
 
 
 def begin(network: Network, run: Run, folder: RunFolder | None = None) -> list[int]:
-    network.runs.heads.learn(run.manifest)
+    network.runs.learn(run.manifest)
     asyncio.run(ask_for_signed_heads(cast(HivemindTransport, network), run, [ADDRESS], folder))
-    return [one.index for one in network.runs.heads.of(run.run_id).heads]
+    return [one.index for one in network.runs.signed_heads_of(run.run_id).heads]
 
 
 def test_nodes_that_remember_the_run_are_asked(run: Run) -> None:
-    node = HeadStore()
+    node = KnownRuns()
     node.learn(run.manifest)
-    node.take(run.run_id, [head(run, 3)])
+    node.take_heads(run.run_id, [head(run, 3)])
     assert begin(Network(node), run) == [3]
     assert begin(Network(), run) == []
 
@@ -69,8 +69,8 @@ def test_nodes_that_remember_the_run_are_asked(run: Run) -> None:
 def test_what_was_heard_is_there_at_the_next_start(run: Run, tmp_path: Path) -> None:
     folder, network = RunFolder.open(run, "me", tmp_path), Network()
     assert begin(network, run, folder) == []
-    network.runs.heads.take(run.run_id, [head(run, 3)])
-    network.runs.heads.take(run.run_id, [head(run, 5)])
+    network.runs.take_heads(run.run_id, [head(run, 3)])
+    network.runs.take_heads(run.run_id, [head(run, 5)])
     assert begin(Network(), run, folder) == [3, 5]
 
 
@@ -91,10 +91,10 @@ def test_a_node_that_does_not_answer_is_not_waited_for(run: Run, monkeypatch: py
 
 def test_the_newest_in_words_and_as_json(run: Run) -> None:
     network = Network()
-    network.runs.heads.learn(run.manifest)
-    known = network.runs.heads.of(run.run_id)
+    network.runs.learn(run.manifest)
+    known = network.runs.signed_heads_of(run.run_id)
     assert (signed_lines(known), plain_signed(known)) == ([], None)
-    network.runs.heads.take(run.run_id, [head(run, 3), head(run, 5)])
-    known = network.runs.heads.of(run.run_id)
+    network.runs.take_heads(run.run_id, [head(run, 3), head(run, 5)])
+    known = network.runs.signed_heads_of(run.run_id)
     assert signed_lines(known) == ["archives have signed outer step 5 (00000000)"]
     assert plain_signed(known) == {"outer_step": 5, "log_digest": "00" * 32}

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -75,9 +76,7 @@ class SlowTransport(FakeTransport):
         self._packer = Packer(rig.peer)
         self.streaming: Counter[tuple[str, Attempt]] = Counter()
         self.too_large = False
-
-    def expect_answers_within(self, seconds: float) -> None:
-        pass  # everybody answers at once
+        self.dht = SimpleNamespace(expect_answers_within=lambda seconds: None)  # everybody answers at once
 
     @property
     def streams(self) -> set[tuple[str, Attempt]]:
@@ -152,7 +151,7 @@ class DriverOf(Driver):
     def __init__(self, transport: SlowTransport) -> None:
         self.workload = FussyWorkload()
         super().__init__(Identity.generate(), cast(HivemindTransport, transport), self.workload, SETTINGS, STATE)
-        [self.buffers] = self._rounds._buffers
+        [self.buffers] = self.rounds._buffers
         offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
 
     def carry_on(self, rig: Rig) -> None:
@@ -160,7 +159,7 @@ class DriverOf(Driver):
         for effect in rig.effects:
             if isinstance(effect, OpenRound | SendChunk):
                 self._effects.carry_out(effect)
-        self._rounds.follow()
+        self.rounds.follow()
 
     @property
     def round(self) -> Attempt:

@@ -11,22 +11,22 @@ import pytest
 
 import peers.driver.pulse
 import peers.driver.training
-from peers.driver.host import Host
-from peers.driver.pulse import Pulse
+from peers.driver.driver import Driver
+from peers.driver.replication import Replication
 from peers.driver.training import STEP_LIMIT, STUCK, Training
 from peers.metrics import Health
-from peers.network.transport import HivemindTransport
 from peers.protocol.effects import Train
 from peers.protocol.events import Applied, PayloadFetched
 from peers.protocol.slot import SlotState
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.peers.builders import SETTINGS
-from tests.peers.driver.test_pulse import ME, Network, new_peer
+from tests.peers.driver.test_pulse import Network, new_peer, pulse_of
 from tests.peers.fakes import Clock, FakeWorkload
 from tests.peers.protocol.test_fragments import told_of_an_entry
 
 STEP = Progress(inner_step=1, loss=2.0, tokens_per_second=10.0)
+REPLICATION = cast(Replication, SimpleNamespace(worker=asyncio.Lock()))
 
 
 class Worker(FakeWorkload):
@@ -63,7 +63,7 @@ def health(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Health:
 
 
 def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health, clock: Clock) -> None:
-    pulse = Pulse(new_peer(), ME, cast(HivemindTransport, Network()), lambda work: work.close())
+    pulse = pulse_of(new_peer(), Network())
     asyncio.run(pulse.publish())
     clock.now += SETTINGS.timing.heartbeat_expiry
     assert health.reasons == []
@@ -88,7 +88,7 @@ def test_a_late_worker_waits_for_no_average(health: Health, clock: Clock) -> Non
         assert health.reasons == [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]
 
     workload = Worker(look)
-    training = Training(workload, [PayloadBuffers(workload, 0)], asyncio.Lock(), asyncio.Lock(), host)
+    training = Training(workload, [PayloadBuffers(workload, 0)], REPLICATION, host)
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
 
 
@@ -110,7 +110,7 @@ def test_a_worker_that_waits_for_an_average_is_well(awaited: SlotState, health: 
         seen.append(health.reasons)
 
     workload = Worker(wait)
-    training = Training(workload, [PayloadBuffers(workload, 0)], asyncio.Lock(), asyncio.Lock(), host)
+    training = Training(workload, [PayloadBuffers(workload, 0)], REPLICATION, host)
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
     assert seen == [[], [], [], [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]]
 
@@ -131,8 +131,8 @@ def test_a_worker_whose_entries_wait_for_another_fragments_payload_is_well(healt
         training.look()
         seen.append(health.reasons)
 
-    workload, host = Worker(wait), cast(Host, SimpleNamespace(peer=rig.peer, handle=lambda event: None))
-    training = Training(workload, [PayloadBuffers(workload, 0)], asyncio.Lock(), asyncio.Lock(), host)
+    workload, host = Worker(wait), cast(Driver, SimpleNamespace(peer=rig.peer, handle=lambda event: None))
+    training = Training(workload, [PayloadBuffers(workload, 0)], REPLICATION, host)
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
     assert seen == [[]] * 4
 
@@ -148,7 +148,7 @@ def test_a_worker_that_does_no_inner_step_for_long_is_told_of_until_training_end
 
     workload = Worker(look)
     buffers = PayloadBuffers(workload, 0)
-    training = Training(workload, [buffers], asyncio.Lock(), asyncio.Lock(), cast(Host, Silent()))
+    training = Training(workload, [buffers], REPLICATION, cast(Driver, Silent()))
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
     assert seen == [[], [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]]
     assert health.reasons == []

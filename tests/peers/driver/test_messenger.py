@@ -9,7 +9,7 @@ from typing import cast
 import msgpack
 import pytest
 
-from peers.driver.driver import CALL, CALL_TIMEOUT, _Messenger
+from peers.driver.driver import CALL, CALL_TIMEOUT, Driver, _Messenger
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.network.transport import HivemindTransport
@@ -17,7 +17,6 @@ from peers.protocol.effects import Send
 from peers.protocol.events import Event, Received, Undelivered
 from peers.protocol.messages import Inquire
 from peers.protocol.packing import pack_message, unpack_message
-from peers.protocol.peer import Peer
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION
 from tests.peers.builders import LOG, RUN, Rig
 
@@ -39,9 +38,6 @@ class Host:
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         self.tasks.append(asyncio.create_task(work))
         return self.tasks[-1]
-
-    async def until(self, condition: Callable[[Peer], bool]) -> None:
-        raise NotImplementedError
 
 
 class Wire:
@@ -71,7 +67,7 @@ def hear(data: bytes) -> list[Event]:
 
     async def scenario() -> list[Event]:
         host, wire = Host(), Wire()
-        await _Messenger(cast(HivemindTransport, wire), host).serve()
+        await _Messenger(cast(HivemindTransport, wire), cast(Driver, host)).serve()
         assert await wire.receive("c", data) == b""
         return host.events
 
@@ -116,7 +112,7 @@ def test_the_protocol_hears_of_a_peer_that_cannot_be_reached(failure: Exception 
     async def scenario() -> None:
         host, wire = Host(), Wire()
         wire.failure = failure
-        _Messenger(cast(HivemindTransport, wire), host).send(Send("c", MESSAGE))
+        _Messenger(cast(HivemindTransport, wire), cast(Driver, host)).send(Send("c", MESSAGE))
         await asyncio.gather(*host.tasks)
         [(to, name, payload, timeout)] = wire.calls
         assert (to, name, unpack_message(RUN, payload, None), timeout) == ("c", CALL, MESSAGE, CALL_TIMEOUT)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import cast
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from prometheus_client import REGISTRY
 
+from peers.driver.driver import Driver
 from peers.driver.pulse import REFRESH_BEATS, Pulse
 from peers.log.folder import RunLog
 from peers.log.lineage import Lineage
@@ -20,9 +23,7 @@ from peers.presence.voice import Pace
 from peers.protocol.events import HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
 from peers.values.identity import Identity
-from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
-from peers.values.wire import Reach
 from peers.values.workload import Progress
 from tests.peers.builders import LOG, PAYLOAD, PAYLOADS, RUN, SETTINGS, STATE, beat, chain_of, first_log
 
@@ -36,20 +37,20 @@ class Network:
     def __init__(self) -> None:
         self.addresses: tuple[str, ...] = (EARLY,)
         self.endpoints: tuple[str, ...] = ()
-        self.relays: tuple[str, ...] = ()
+        self.links = SimpleNamespace(arranging=SimpleNamespace(addresses=()))
+        self.dht = SimpleNamespace(expect_answers_within=self.expect)
         self.signs: list[LifeSign] = []
         self.slowly = Pace()
         self.silent: dict[str, float] = {}
-        self.reaches: dict[str, Reach] = {}
         self.asked = 0
         self.published: list[Heartbeat] = []
         self.present: list[Heartbeat] = []
         self.connected: list[str] = []
         self.patience = math.inf
         self.signed = NOTHING_SIGNED
-        self.amendment: Amendment | None = None
+        self.runs = SimpleNamespace(signed_heads_of=lambda run: self.signed, amendment_of=lambda run: None)
 
-    def expect_answers_within(self, seconds: float) -> None:
+    def expect(self, seconds: float) -> None:
         self.patience = seconds
 
     async def refresh_addresses(self) -> tuple[str, ...]:
@@ -61,8 +62,8 @@ class Network:
         self.connected.append(peer_id)
         return True
 
-    def pace(self, run_id: str) -> Pace:
-        return self.slowly
+    def discovery_of(self, run_id: str) -> Any:
+        return SimpleNamespace(pace=lambda: self.slowly, silences=lambda: self.silent)
 
     async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
         if heartbeat is not None:
@@ -70,28 +71,26 @@ class Network:
         self.signs += [sign] if sign is not None else []
         return True
 
-    def reach(self) -> dict[str, Reach]:
-        return self.reaches
-
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         return self.present
 
     def credentials(self, run_id: str) -> tuple[bytes, int]:
         return b"", 0
 
-    def signed_heads_of(self, run_id: str) -> SignedHeads:
-        return self.signed
 
-    def amendment_of(self, run_id: str) -> Amendment | None:
-        return self.amendment
-
-    def silences(self, run_id: str) -> dict[str, float]:
-        return self.silent
+def pulse_of(
+    peer: Peer,
+    network: Network,
+    start: Callable[[Coroutine[None, None, None]], object] = lambda work: work.close(),
+    log: RunLog | None = None,
+) -> Pulse:
+    host = SimpleNamespace(peer=peer, entries=RunLog(LOG, 0) if log is None else log, start=start)
+    return Pulse(ME, cast(HivemindTransport, network), cast(Driver, host))
 
 
 async def beats(network: Network, peer: Peer, count: int) -> None:
     async with asyncio.TaskGroup() as tasks:
-        pulse = Pulse(peer, ME, cast(HivemindTransport, network), tasks.create_task)
+        pulse = pulse_of(peer, network, tasks.create_task)
         for _ in range(count):
             await pulse.beat()
 
@@ -108,9 +107,9 @@ def test_what_the_runs_archives_have_signed_is_held_against_the_log() -> None:
     head = SignedHead.sign(RUN, 1, bytes(32), OTHER.peer_id, OTHER)
     later = SignedHead.sign(RUN, 2, bytes(32), OTHER.peer_id, OTHER)
     network.signed = SignedHeads(RUN, (OTHER.peer_id,)).with_heads([head, later])
-    pulse = Pulse(peer, ME, cast(HivemindTransport, network), lambda work: work.close())
+    pulse = pulse_of(peer, network, log=log)
     assert pulse.heartbeat().signed is None, "a volunteer never signs"
-    assert pulse.signed_heads(log) == SignedHeadsSeen(network.signed, {1: first_log().position.head})
+    assert next(pulse.known()) == SignedHeadsSeen(network.signed, {1: first_log().position.head})
 
 
 def test_a_peer_that_began_in_the_middle_is_told_what_its_log_has_of_the_time_before() -> None:
@@ -120,14 +119,16 @@ def test_a_peer_that_began_in_the_middle_is_told_what_its_log_has_of_the_time_be
         headers.append(before.next_header([before.expected(peer) for peer in before.roster], PAYLOAD))
     *_, last = headers
     peer = Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, 5, ME, lineage=Lineage(LOG.at(last)))
-    pulse = Pulse(peer, ME, cast(HivemindTransport, Network()), lambda work: work.close())
-    assert pulse.heads(log) is None, "it has nothing yet"
+    pulse = pulse_of(peer, Network(), log=log)
+    nothing_signed = SignedHeadsSeen(NOTHING_SIGNED, {})
+    assert list(pulse.known()) == [nothing_signed], "it has nothing yet"
     log.follow(chain_of([header for header in headers if header]), len(headers))
-    seen = pulse.heads(log)
+    _, seen = pulse.known()
     assert seen == HeadsSeen(len(headers), tuple(header.digest for header in headers if header))
     peer.handle(seen, 0.0)
+    assert isinstance(seen, HeadsSeen)
     assert peer.lineage.heads == seen.heads
-    assert pulse.heads(log) is None, "nothing lacks"
+    assert list(pulse.known()) == [nothing_signed], "nothing lacks"
 
 
 def test_addresses_are_asked_for_now_and_then() -> None:
@@ -163,7 +164,7 @@ def test_peers_that_are_gone_are_forgotten() -> None:
 
     async def scenario() -> None:
         async with asyncio.TaskGroup() as tasks:
-            pulse = Pulse(new_peer(), ME, cast(HivemindTransport, network), tasks.create_task)
+            pulse = pulse_of(new_peer(), network, tasks.create_task)
             for present in ([beat(OTHER.peer_id, LOG)], [beat(OTHER.peer_id, LOG)], [], [beat(OTHER.peer_id, LOG)]):
                 network.present = present
                 await pulse.beat()
@@ -188,7 +189,7 @@ def test_a_beat_says_for_how_long_others_were_silent() -> None:
 
     async def scenario() -> HeartbeatsSeen:
         async with asyncio.TaskGroup() as tasks:
-            return await Pulse(peer, ME, cast(HivemindTransport, network), tasks.create_task).beat()
+            return await pulse_of(peer, network, tasks.create_task).beat()
 
     peer.handle(asyncio.run(scenario()), 100.0)
     expiry = peer.settings.timing.heartbeat_expiry

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from peers.driver import replication as recorder_module
+from peers.driver.driver import Driver
 from peers.driver.replication import _Recorder
 from peers.log.folder import LogFolder, LogFolderError, RunLog, proof_path
-from peers.log.header import Header
 from peers.protocol.effects import Apply
+from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.lineage_fetch import Past, serve_headers
 from peers.transfer.payloads import serve_proofs
 from peers.values.chunks import Payload
@@ -24,15 +27,28 @@ from tests.peers.protocol.test_docket import proof
 from tests.peers.protocol.test_peer import at_second
 
 
+def recorder_of(
+    rig: Rig,
+    log: RunLog,
+    transport: FakeTransport | None = None,
+    start: Callable[[Coroutine[None, None, None]], asyncio.Task[None]] = asyncio.create_task,
+    told: list[bytes] | None = None,
+) -> _Recorder:
+    """Return a peer's recorder; `told` gets the digests of payloads that lie on the disk."""
+    kept = SimpleNamespace(lies_on_disk=[].append if told is None else told.append)
+    buffers, host = cast(PayloadBuffers, SimpleNamespace(kept=kept)), SimpleNamespace(peer=rig.peer, start=start)
+    return _Recorder(log, transport or FakeTransport(), [buffers], cast(Driver, host))
+
+
 @pytest.mark.parametrize("has_disk", [True, False])
 def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[Header]()
+        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
         log = LogFolder.open(tmp_path, LOG, 8) if has_disk else RunLog(LOG, 0)
-        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
+        recorder = recorder_of(rig, log, told=told)
         recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
-        assert [header.payload for header in told] == ([payload.digest] if has_disk else [])
+        assert told == ([payload.digest] if has_disk else [])
         assert log.payload(payload.digest) == payload
 
     asyncio.run(scenario())
@@ -40,10 +56,10 @@ def test_it_says_which_payloads_lie_on_a_disk(has_disk: bool, tmp_path: Path) ->
 
 def test_a_payload_that_the_disk_does_not_take_is_not_said_to_lie_there(tmp_path: Path) -> None:
     async def scenario() -> None:
-        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[Header]()
+        rig, payload, told = Rig(), Payload.cut(memoryview(b"first"), 8), list[bytes]()
         log = LogFolder.open(tmp_path / "log", LOG, 8)
         shutil.rmtree(tmp_path / "log")
-        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task, told.append)
+        recorder = recorder_of(rig, log, told=told)
         recorder.add(Apply(rig.next_header(payload.digest)), STATE, payload)
         await recorder.finish()
         assert told == []
@@ -64,7 +80,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once_and_when_that_changes_or_is_o
     async def scenario() -> None:
         rig, payload, log = Rig(), Payload.cut(memoryview(b"first"), 8), RunLog(LOG, 0)
         monkeypatch.setattr(log, "append", append)
-        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
+        recorder = recorder_of(rig, log)
         first = rig.next_header(payload.digest)
         for index in range(len(reasons)):
             recorder.add(Apply(first.model_copy(update={"index": index})), STATE, payload)
@@ -82,7 +98,7 @@ def test_what_proves_an_annex_is_kept_beside_its_entry(tmp_path: Path) -> None:
     async def scenario() -> None:
         rig, payload = Rig(), Payload.cut(memoryview(b"first"), 8)
         log = LogFolder.open(tmp_path, LOG, 8)
-        recorder = _Recorder(log, rig.peer, FakeTransport(), asyncio.create_task)
+        recorder = recorder_of(rig, log)
         recorder.add(Apply(rig.next_header(payload.digest), proofs=(b"one", b"two")), STATE, payload)
         await recorder.finish()
         for kept in (b"one", b"two"):
@@ -110,7 +126,7 @@ def test_what_proves_an_annex_is_fetched_where_it_was_not_seen(tmp_path: Path, m
             tasks.append(asyncio.create_task(work))
             return tasks[-1]
 
-        _Recorder(mine, rig.peer, me, start).add(Apply(header), STATE, payload)
+        recorder_of(rig, mine, me, start).add(Apply(header), STATE, payload)
         for task in tasks:  # those that these begin, too
             await task
         assert mine.proof(shown.fault.proof) == pack(shown)
@@ -131,7 +147,7 @@ def test_who_does_not_have_the_beginning_of_the_log_is_not_the_only_one_asked(mo
         for name, past in pasts.items():
             me.donors[name] = FakeTransport(name)
             await serve_headers(me.donors[name], {RUN: past})
-        recorder = _Recorder(log, rig.peer, me, asyncio.create_task)
+        recorder = recorder_of(rig, log, me)
         recorder.add(Apply(second), STATE, payload)
         await recorder.finish()
         assert log.headers(0, 2) == [first, second]

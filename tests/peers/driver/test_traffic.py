@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from peers.driver import outgoing
+from peers.driver.driver import Driver
 from peers.driver.outgoing import CHUNKS, CLOSING_TIME, StreamHeader
 from peers.driver.traffic import ADMISSION_TIMEOUT, Traffic
 from peers.errors import RemoteProtocolError
@@ -172,7 +173,8 @@ class Host:
         self.events: list[Event] = []
         self.wire = Wire(self.notify)
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.traffic = Traffic(cast(HivemindTransport, self.wire), FakeWorkload(), [self.buffers], self)
+        me = cast(Driver, self)
+        self.traffic = Traffic(cast(HivemindTransport, self.wire), FakeWorkload(), [self.buffers], me)
         self._waiting: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._held_back: list[SendChunk] = []
@@ -366,7 +368,7 @@ def test_what_hangs_on_the_only_stream_that_was_needed_goes_out_on_another() -> 
             before = host.traffic._outgoing[0]._flights["c"].usual
             assert before > 1.0
             host.traffic.begin(host.round, 2)
-            assert host.traffic._outgoing[0]._flights_to("c").usual == before, "it is patient from the beginning"
+            assert host.traffic._outgoing[0]._usual["c"] == before, "it is patient from the beginning"
 
     simulate(scenario())
 

@@ -119,9 +119,9 @@ class TestRevocations:
         for knows in (0, 1):
             both = admissions(BY_INVITATION), admissions(BY_INVITATION)
             kept: list[tuple[str, bytes]] = []
-            both[knows].revoke(RUN, pack(LIST))
+            both[knows].of(RUN).revoke(pack(LIST))  # type: ignore[union-attr]
             both[1 - knows].on_revoked = lambda run, packed, kept=kept: kept.append((run, packed))  # type: ignore[misc]
-            asyncio.run(both[0].exchange(Network("a", {"b": both[1]}).call, RUN, "b"))
+            asyncio.run(both[0].exchange(Network("a", {"b": both[1].answer}).call, RUN, "b"))
             assert [one.of(RUN).number for one in both] == [1, 1]  # type: ignore[union-attr]
             assert kept == [(RUN, pack(LIST))]
 
@@ -130,7 +130,7 @@ class TestRevocations:
         one, other = admissions(BY_INVITATION), admissions(BY_INVITATION)
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
             asyncio.run(one.answer("b", pack(_RevocationsRequest(run=RUN, known=false))))
-        network = Network("a", {"b": other})
+        network = Network("a", {"b": other.answer})
         network.meddle = lambda answer: false
         with pytest.raises(RemoteProtocolError, match="not signed by its organiser"):
             asyncio.run(one.exchange(network.call, RUN, "b"))
@@ -150,9 +150,9 @@ class TestRevocations:
 
         async def scenario() -> None:
             one, other = admissions(BY_INVITATION), admissions(BY_INVITATION)
-            other.revoke(RUN, pack(LIST))
+            other.of(RUN).revoke(pack(LIST))  # type: ignore[union-attr]
             liar, honest = beat_of(STRANGER, revocations=99), beat_of(FRIEND, revocations=1)
-            network = Network("a", {STRANGER.peer_id: admissions(BY_INVITATION), FRIEND.peer_id: other})
+            network = Network("a", {STRANGER.peer_id: admissions(BY_INVITATION).answer, FRIEND.peer_id: other.answer})
             for _ in range(20):
                 one.catch_up(network.call, RUN, [liar, honest])
                 await asyncio.sleep(0)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from peers.metrics import Health
-from peers.network import bootstrap
+from peers.network import bootstrap, run_failures
 from peers.network.bootstrap import ANNOUNCEMENTS_BURST, _BootstrapNode
 from peers.network.channel import RefusalError
-from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -58,7 +58,9 @@ class Store(list[SignedManifest]):
         self.touched.append(run_id)
 
 
-def test_a_run_that_cannot_be_published_keeps_no_other_from_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_cannot_be_published_keeps_no_other_from_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is named once, and tried again later and later."""
     seconds, tried = 0.0, list[str]()
 
@@ -74,7 +76,7 @@ def test_a_run_that_cannot_be_published_keeps_no_other_from_it(caplog: pytest.Lo
     store: Any = Store(FIRST, SECOND)
     transport: Any = Transport()
     node = _BootstrapNode(transport, store, {})
-    node._failures = RunFailures("publishing", lambda: seconds)
+    monkeypatch.setattr(run_failures, "now", lambda: seconds)
     for pause in (0.0, 4.0, 1.0, 9.0, 1.0):
         seconds += pause
         asyncio.run(node.publish())
@@ -114,12 +116,12 @@ def test_one_network_announces_no_more_than_its_share(monkeypatch: pytest.Monkey
     seconds, lookups = 1000.0, list[str]()
     monkeypatch.setattr(bootstrap, "now", lambda: seconds)
 
-    class Transport:
+    class Daemon:
         async def network_of(self, peer: str) -> str:
             lookups.append(peer)
             return peer.partition("-")[0]
 
-    transport: Any = Transport()
+    transport: Any = SimpleNamespace(daemon=Daemon())
     node = _BootstrapNode(transport, Store(FIRST), {})  # type: ignore[arg-type]
 
     async def announce(peer: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +69,19 @@ class World:
     async def remove_p2p_handlers(self, daemon: object) -> None:
         self.say("serve no more")
 
-    # the node
+    # the transport
+    @property
+    def dht(self) -> Any:
+        return SimpleNamespace(protocol=self)
+
+    @property
+    def links(self) -> Any:
+        return SimpleNamespace(drop_all=self.on_move)
+
+    @property
+    def daemon(self) -> World:
+        return self
+
     def on_move(self) -> None:
         self.say("moved")
 
@@ -115,7 +128,7 @@ async def presence(
 
     monkeypatch.setattr(dht_node, "which_answer", which_answer)
     node: Any = world
-    made = DhtMembership(node, node, ADDRESSES, lambda: remembered, may_serve, world.can_be_dialled, world.on_move)
+    made = DhtMembership(node, ADDRESSES, lambda: remembered, may_serve)
     try:
         yield made
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -12,7 +12,6 @@ from peers.errors import LocalProtocolError
 from peers.metrics import Health
 from peers.network import discovery as module
 from peers.network.channel import PeerUnreachableError
-from peers.network.dht_node import DhtNode
 from peers.network.discovery import GOSSIP, PeerDiscovery
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
@@ -50,10 +49,12 @@ class Node:
         self.identity = identity or Identity.generate()
         self.peer_id = self.identity.peer_id
         world.nodes[self.peer_id] = self
+        self.links = SimpleNamespace(reach=dict, port=0)
+        self.dht = self
         self.stored = self.searched = 0
         self.takes = True
         self.connected: list[str] = []
-        self.discovery = PeerDiscovery(RUN, cast(HivemindTransport, self), cast(DhtNode, self))
+        self.discovery = PeerDiscovery(RUN, cast(HivemindTransport, self))
         self.voice = Voice(self.identity)
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
@@ -76,12 +77,6 @@ class Node:
     async def find_heartbeats(self, run_id: str) -> list[bytes]:
         self.searched += 1
         return [signed for heartbeat, signed in self.world.dht.values() if heartbeat.expires > self.world.wall]
-
-    def hard_to_reach(self) -> Collection[str]:
-        return ()
-
-    def prepare(self, peer_id: str) -> None:
-        pass
 
     async def says(self, state: PeerState = PeerState.TRAINING) -> set[str]:
         """A beat of its pulse. Returns the peers that it then knows."""

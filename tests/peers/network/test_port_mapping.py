@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from ipaddress import IPv4Address, IPv6Address
+from typing import cast
 
 import pytest
 
 from peers.network import port_mapping
-from peers.network.gateway import Mapping
+from peers.network.gateway import Gateway, Mapping
 from peers.network.port_mapping import LOOK_AGAIN, RENEWAL, SHORTEST_RENEWAL, PortMapper, _renewal_after
+from peers.network.upnp import Upnp
 
 PORT = 31338
 PUBLIC = Mapping(IPv4Address("11.77.0.9"), 40000, 3600)
@@ -41,6 +43,10 @@ class FakeRouter:
         self.has_mapping = False
 
 
+def mapper_of(routers: Sequence[FakeRouter]) -> PortMapper:
+    return PortMapper(PORT, cast(Sequence[Gateway | Upnp], routers))
+
+
 async def until(mapper: PortMapper, endpoint: str | None) -> None:
     """Wait until the mapper has this endpoint."""
     async with asyncio.timeout(60):
@@ -63,7 +69,7 @@ def test_the_first_router_that_maps_is_used_and_the_mapping_ended() -> None:
     routers.append(FakeRouter("spare", MOVED))
 
     async def scenario() -> None:
-        mapper = PortMapper(PORT, routers)
+        mapper = mapper_of(routers)
 
         async def story() -> None:
             await until(mapper, "11.77.0.9:40000")
@@ -81,7 +87,7 @@ def test_on_another_network_the_router_is_asked_anew() -> None:
     first, second = FakeRouter("first", None, MOVED), FakeRouter("second", PUBLIC, PUBLIC, OSError("gone"))
 
     async def scenario() -> None:
-        mapper = PortMapper(PORT, [first, second])
+        mapper = mapper_of([first, second])
 
         async def story() -> None:
             await until(mapper, "11.77.0.9:40000")
@@ -103,7 +109,7 @@ def test_an_endpoint_that_is_lost_is_taken_back() -> None:
     router = FakeRouter("only", PUBLIC, None)
 
     async def scenario() -> None:
-        mapper = PortMapper(PORT, [router])
+        mapper = mapper_of([router])
 
         async def story() -> None:
             await until(mapper, "11.77.0.9:40000")
@@ -120,7 +126,7 @@ def test_a_port_of_the_carriers_network_is_given_back() -> None:
     behind, good = FakeRouter("behind", CARRIERS), FakeRouter("good", PUBLIC)
 
     async def scenario() -> None:
-        mapper = PortMapper(PORT, [behind, good])
+        mapper = mapper_of([behind, good])
 
         async def story() -> None:
             await until(mapper, "11.77.0.9:40000")
@@ -136,7 +142,7 @@ def test_mappings_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     brief, moved = Mapping(PUBLIC.address, 40000, 0.01), Mapping(PUBLIC.address, 40001, 0.01)
 
     async def scenario() -> None:
-        mapper = PortMapper(PORT, [FakeRouter("brief", brief, brief, moved)])
+        mapper = mapper_of([FakeRouter("brief", brief, brief, moved)])
 
         async def story() -> None:
             await until(mapper, "11.77.0.9:40000")
@@ -164,7 +170,7 @@ def test_nothing_above_debug_is_logged(caplog: pytest.LogCaptureFixture) -> None
     routers = [FakeRouter("dead", OSError("unreachable")), FakeRouter("carrier", CARRIERS), FakeRouter("mute", None)]
 
     async def scenario() -> None:
-        mapper = PortMapper(PORT, routers)
+        mapper = mapper_of(routers)
 
         async def story() -> None:
             while not routers[-1].asked:

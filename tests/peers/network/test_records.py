@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from peers.network.dht_storage import (
     manifest_key,
 )
 from peers.network.hivemind_lite import load_hivemind
+from peers.network.known_runs import Admissions
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from tests.peers.presence.test_heartbeat import IDENTITY, RUN, heartbeat
@@ -30,6 +33,7 @@ MINE: bytes = msgpack.packb(IDENTITY.peer_id)
 SIGNED: bytes = msgpack.packb(heartbeat().sign(IDENTITY))
 NOW = heartbeat().sequence / 1000
 EXPIRES = heartbeat().expires
+is_valid = partial(_record_is_valid, admissions=Admissions())
 
 
 def test_keys_lie_where_hivemind_puts_them() -> None:
@@ -40,46 +44,46 @@ def test_keys_lie_where_hivemind_puts_them() -> None:
 
 def test_manifest_under_its_own_key() -> None:
     value = msgpack.packb(MANIFEST.pack())
-    assert _record_is_valid(MANIFEST_PLACE, NO_SUBKEY, value, NOW + 100, NOW)
-    assert not _record_is_valid(MANIFEST_PLACE, NO_SUBKEY, value, NOW + 2 * MANIFEST_LIFETIME_LIMIT, NOW)
-    assert not _record_is_valid(MANIFEST_PLACE, MINE, value, NOW + 100, NOW)
-    assert not _record_is_valid(HEARTBEATS_PLACE, NO_SUBKEY, value, NOW + 100, NOW)
-    assert not _record_is_valid(_key_digest(manifest_key(RUN)), NO_SUBKEY, value, NOW + 100, NOW)
+    assert is_valid(MANIFEST_PLACE, NO_SUBKEY, value, NOW + 100, NOW)
+    assert not is_valid(MANIFEST_PLACE, NO_SUBKEY, value, NOW + 2 * MANIFEST_LIFETIME_LIMIT, NOW)
+    assert not is_valid(MANIFEST_PLACE, MINE, value, NOW + 100, NOW)
+    assert not is_valid(HEARTBEATS_PLACE, NO_SUBKEY, value, NOW + 100, NOW)
+    assert not is_valid(_key_digest(manifest_key(RUN)), NO_SUBKEY, value, NOW + 100, NOW)
 
 
 def test_heartbeat_under_its_run_and_peer() -> None:
-    assert _record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW)
+    assert is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW)
     other = msgpack.packb(Identity.generate().peer_id)
-    assert not _record_is_valid(HEARTBEATS_PLACE, other, SIGNED, EXPIRES, NOW)
-    assert not _record_is_valid(HEARTBEATS_PLACE, NO_SUBKEY, SIGNED, EXPIRES, NOW)
-    assert not _record_is_valid(MANIFEST_PLACE, MINE, SIGNED, EXPIRES, NOW)
-    assert not _record_is_valid(_key_digest(heartbeats_key("other")), MINE, SIGNED, EXPIRES, NOW)
+    assert not is_valid(HEARTBEATS_PLACE, other, SIGNED, EXPIRES, NOW)
+    assert not is_valid(HEARTBEATS_PLACE, NO_SUBKEY, SIGNED, EXPIRES, NOW)
+    assert not is_valid(MANIFEST_PLACE, MINE, SIGNED, EXPIRES, NOW)
+    assert not is_valid(_key_digest(heartbeats_key("other")), MINE, SIGNED, EXPIRES, NOW)
 
 
 def test_nobody_can_keep_a_heartbeat_longer_than_its_peer_meant() -> None:
-    assert not _record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES + 0.01, NOW)
+    assert not is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES + 0.01, NOW)
 
 
 def test_heartbeats_from_the_future_are_refused() -> None:
-    assert _record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW - CLOCK_TOLERANCE)
-    assert not _record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW - CLOCK_TOLERANCE - 1)
+    assert is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW - CLOCK_TOLERANCE)
+    assert not is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW - CLOCK_TOLERANCE - 1)
 
 
 def test_expired_records_are_valid_still() -> None:
     """One outdated entry must not make a node drop a whole answer; the DHT forgets it by itself."""
-    assert _record_is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW + 10_000)
+    assert is_valid(HEARTBEATS_PLACE, MINE, SIGNED, EXPIRES, NOW + 10_000)
 
 
 @pytest.mark.parametrize("subkey", [NO_SUBKEY, MINE], ids=["no subkey", "mine"])
 @given(value=st.binary(max_size=300), place=st.sampled_from([MANIFEST_PLACE, HEARTBEATS_PLACE, bytes(20)]))
 def test_arbitrary_values_are_refused(subkey: bytes, value: bytes, place: bytes) -> None:
-    assert not _record_is_valid(place, subkey, value, NOW, NOW)
-    assert not _record_is_valid(place, subkey, msgpack.packb(value), NOW, NOW)
+    assert not is_valid(place, subkey, value, NOW, NOW)
+    assert not is_valid(place, subkey, msgpack.packb(value), NOW, NOW)
 
 
 @given(st.binary(max_size=100))
 def test_arbitrary_subkeys_are_refused(subkey: bytes) -> None:
-    assert not _record_is_valid(HEARTBEATS_PLACE, subkey, SIGNED, EXPIRES, NOW)
+    assert not is_valid(HEARTBEATS_PLACE, subkey, SIGNED, EXPIRES, NOW)
 
 
 class TestBudget:

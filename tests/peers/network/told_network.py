@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
 
 from peers.network.channel import PeerUnreachableError
 
 
-class Answering(Protocol):
-    async def answer(self, sender: str, payload: bytes) -> bytes: ...
-
-
 class Network:
-    """One node's way to others, by name."""
+    """One node's way to what answers at others, by name."""
 
-    def __init__(self, name: str, others: Mapping[str, Answering]) -> None:
+    def __init__(self, name: str, others: Mapping[str, Callable[[str, bytes], Awaitable[bytes]]]) -> None:
         self.peer_id = name
         self.others = others
         self.calls: list[str] = []
@@ -25,4 +20,4 @@ class Network:
         self.calls.append(peer_id)
         if peer_id not in self.others:
             raise PeerUnreachableError(peer_id, "no answer in time")
-        return self.meddle(await self.others[peer_id].answer(self.peer_id, payload))
+        return self.meddle(await self.others[peer_id](self.peer_id, payload))
