@@ -52,12 +52,12 @@ from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
 from opendiloco.errors import LoopError, WorkerError, first_line
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import Shards, layout_of, store_weights, trainable
 from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket

@@ -1,10 +1,9 @@
-"""The model of a run: built, laid out in flat vectors, evaluated, exported.
+"""The model of a run: built, laid out in flat vectors, exported.
 
-Build, evaluation, loss and parameters import torch; export, initial_weights, layout and utilisation need none.
+Build, loss and parameters import torch; export, initial_weights, layout and utilisation need none.
 
 Other rooms import:
 build: build_model, build_skeleton, initial_theta, sized_skeleton, with_sizes_named
-evaluation: EVALUATED_AT_ONCE, generate_sample, held_out_loss
 export: CurvePoint, Dtype, RunFacts, export_model
 initial_weights: check_initial_weights, digest_of_weights
 layout: Layout, Parameter

@@ -32,10 +32,10 @@ from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
 from opendiloco.training.codec import Residual, RunRounding
+from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.outer import OuterState
 from opendiloco.training.streaming import Cycles
