@@ -43,6 +43,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from opendiloco.config.model import check_initial_weights
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
@@ -52,7 +53,6 @@ from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
 from opendiloco.errors import LoopError, WorkerError, first_line
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.build import build_model
-from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import Shards, layout_of, store_weights, trainable
 from opendiloco.run import Run, find_run

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from opendiloco.config.model import check_initial_weights
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.evaluation_turns import HeldOut, is_our_turn
 from opendiloco.kernels import Payload
-from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.codec import RunRounding
