@@ -172,13 +172,7 @@ class TokenCache:
         self._kept_bytes = kept_bytes
         self._is_shared = is_shared
 
-    def tokens(
-        self,
-        key: str,
-        dtype: Dtype,
-        read: Callable[[], Iterator[Piece]],
-        is_costly: bool = False,
-    ) -> Tokens:
+    def tokens(self, key: str, dtype: Dtype, read: Callable[[], Iterator[Piece]], is_costly: bool = False) -> Tokens:
         """Return what is kept under a key, or else what `read` gives, which is kept from now on if it is much.
 
         Raises: MachineError when it does not fit on the disk; what `read` raises.

@@ -15,12 +15,7 @@ from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.storage.run_folder import RunFolder, default_state_folder
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, failed, failed_with, passed, skipped, warned
-from opendiloco.tools.doctor.machine import (
-    check_disk,
-    check_kernels,
-    check_memory,
-    machine_findings,
-)
+from opendiloco.tools.doctor.machine import check_disk, check_kernels, check_memory, machine_findings
 from opendiloco.tools.doctor.network import (
     Bandwidth,
     Node,
