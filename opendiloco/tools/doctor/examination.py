@@ -33,9 +33,7 @@ from opendiloco.tools.doctor.network import (
     with_clock,
 )
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
-from opendiloco.tools.plan.forecast import SECONDS_A_DAY, Plan, forecast
-from opendiloco.tools.plan.report import duration
-from opendiloco.tools.plan.setup import PEERS_LIMIT, Links, PeerSection
+from opendiloco.tools.plan import PEERS_LIMIT, SECONDS_A_DAY, Links, PeerSection, Plan, duration, forecast, plan_of
 from opendiloco.volunteer.admission import enter, read_ticket
 from opendiloco.volunteer.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
@@ -203,8 +201,6 @@ def _plan_among(
     0 stands for one that has not said how fast it is, and trains as fast as we do. Their links are taken to be like
     ours. Where nobody is there, one peer like ourselves is supposed.
     """
-    from opendiloco.tools.plan.setup import plan_of
-
     speeds = [speed.tokens_per_second, *(other or speed.tokens_per_second for other in others)]
     if not others:
         speeds.append(speed.tokens_per_second)
