@@ -54,7 +54,7 @@ from opendiloco.errors import LoopError, WorkerError, first_line
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.build import build_model
 from opendiloco.model.layout import Layout
-from opendiloco.model.parameters import Shards, layout_of, store_weights, trainable
+from opendiloco.model.parameters import Shards, layout_of, trainable
 from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
@@ -115,7 +115,7 @@ def _initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     runs = layout_of(model, config.streaming)
     _check_layout(layout, runs)
     vectors = SharedVectors.create(runs.size)
-    store_weights(model, runs, vectors.theta)
+    Shards(runs).store(trainable(model), vectors.theta)
     check_initial_weights(vectors.theta, config.model)
     return vectors
 

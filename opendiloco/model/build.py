@@ -32,7 +32,7 @@ from opendiloco.data.hub import CONFIG, MODEL_FILES, check_weights, model_values
 from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.model.loss import check_document_mask
-from opendiloco.model.parameters import layout_of, store_weights
+from opendiloco.model.parameters import Shards, layout_of, trainable
 from opendiloco.shared_memory import VALUE_BYTES, Vector, available_memory, check_available
 from opendiloco.stages import at_stage
 from peers.errors import DilocoPeerError, ManifestError
@@ -61,11 +61,9 @@ class _Source:
         """Return that of a run. Of what lies on the hub, only the config is fetched. Raises: ManifestError."""
         path, values = config.model.path, config.model.config or {}
         if path is None:
-            source = cls(
-                values | tokenizer.special, None, "model.config: transformers refuses it", "Correct that value."
-            )
-            known = source._known_architecture()
-            _refuse_unknown_keys(known, values)
+            refusal = "model.config: transformers refuses it"
+            source = cls(values | tokenizer.special, None, refusal, "Correct that value.")
+            _refuse_unknown_keys(source._known_architecture(), values)
             twice = next((key for key in tokenizer.special if key in values), None)
             if twice is not None:
                 raise ManifestError(f"model.config.{twice} follows from the tokenizer.", "Remove it.")
@@ -87,16 +85,14 @@ class _Source:
         except Exception as error:
             raise ManifestError(f"{self.refusal}: {first_line(error)}", self.remedy) from error
 
-    def config(self) -> Any:
-        """Return the config as transformers has it."""
-        if self.folder is None:
-            return AutoConfig.for_model(**self.values)
-        return AutoConfig.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
-
     def build(self, drawing: TorchDispatchMode) -> Any:
         """Return the model with the weights that are drawn."""
         with self.explained(), drawing:
-            return AutoModelForCausalLM.from_config(self.config(), trust_remote_code=False)
+            if self.folder is None:
+                config = AutoConfig.for_model(**self.values)
+            else:
+                config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
     def load(self, path: str) -> Any:
         """Return the model with the weights of the folder."""
@@ -202,7 +198,7 @@ def initial_theta(config: RunConfig) -> Vector:
     model = build_model(config, build_tokenizer(config.tokenizer))
     layout = layout_of(model, config.streaming)
     theta: Vector = np.zeros(layout.size, np.float32)
-    store_weights(model, layout, theta)
+    Shards(layout).store(trainable(model), theta)
     return theta
 
 
@@ -247,7 +243,6 @@ def with_sizes_named(config: RunConfig) -> RunConfig:
 # Rehearsal ------------------------------------------------------------------------------------------------------------
 # A model's construction is tried out in a process that may take only so much memory and time. What a config costs
 # follows from nothing but building it: each architecture makes other things of its numbers.
-
 
 MOST_BYTES = 1 << 30
 """For modules without values: of the largest models that are known they take a tenth of it."""
@@ -295,28 +290,23 @@ def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | No
         if child == 0:
             _build_and_end(build, origin, limit, writing)
     os.close(writing)
+    answer, used = b"", -1.0
     try:
-        return _answer_of(child, reading)
+        while True:
+            if select.select([reading], [], [], STILLNESS)[0]:
+                part = os.read(reading, 65536)
+                if not part:
+                    return answer
+                answer += part
+                continue
+            times = psutil.Process(child).cpu_times()
+            before, used = used, times.user + times.system
+            if used == before:
+                return None
     finally:
         os.close(reading)
         os.kill(child, signal.SIGKILL)  # in case that it is not about to end, or that we are interrupted
         os.waitpid(child, 0)
-
-
-def _answer_of(child: int, reading: int) -> bytes | None:
-    """Return what comes until the child ends. None if it hangs."""
-    answer, used = b"", -1.0
-    while True:
-        if select.select([reading], [], [], STILLNESS)[0]:
-            part = os.read(reading, 65536)
-            if not part:
-                return answer
-            answer += part
-            continue
-        times = psutil.Process(child).cpu_times()
-        before, used = used, times.user + times.system
-        if used == before:
-            return None
 
 
 def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing: int) -> NoReturn:
@@ -333,10 +323,8 @@ def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing
         except Exception as error:
             if isinstance(error, MemoryError) or _bytes_of("VmPeak") > most - NEARLY:
                 os._exit(1)
-            if isinstance(error, DilocoPeerError):
-                said = [error.message, error.remedy]
-            else:
-                said = [f"{origin}: {first_line(error)}", "Correct it."]
+            known = error if isinstance(error, DilocoPeerError) else None
+            said = [known.message, known.remedy] if known else [f"{origin}: {first_line(error)}", "Correct it."]
         os.write(writing, json.dumps(said).encode())
     finally:
         os._exit(0)
@@ -355,7 +343,6 @@ def _bytes_of(name: str) -> int:
 # and what follows are elementwise fp32 operations, in which IEEE 754 leaves nothing open. Philox counts: each block of
 # values has a counter of its own, so that it does not matter who draws it, or when.
 
-
 BLOCK = 1 << 20
 """Values that one thread draws at once."""
 DRAWS = 12
@@ -367,8 +354,7 @@ THREADS_AT_MOST = 16
 
 
 class _PortableNormal(TorchDispatchMode):
-    """Within it, `normal_` gives such values: those of a seed, and of how many calls there were before. Without a seed
-    it gives zeros."""
+    """Makes `normal_` give such values, by a seed and the number of calls before; without a seed, zeros."""
 
     def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
         """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `_draw`."""

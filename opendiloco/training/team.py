@@ -168,8 +168,7 @@ class Team:
 
     def smallest(self, value: int) -> int:
         """Return the smallest of all workers' values."""
-        [column] = self._gather([value])
-        return int(min(column))
+        return int(min(self._gather([value])[0]))
 
     def take_from_first(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor with worker 0's."""
