@@ -122,8 +122,7 @@ def read_model_values(text: str) -> dict[str, Any]:
 
 
 def digest_of_weights(theta: Vector) -> str:
-    """64 hexadecimal digits, of the values as fp32 in the model's order: whatever files they came from, in whatever
-    pieces and precision."""
+    """Return 64 hexadecimal digits, of the values as fp32 in the model's order, however files hold them."""
     return digest_of_state([theta.view(np.uint8).data]).hex()
 
 
@@ -132,15 +131,12 @@ def check_initial_weights(theta: Vector, section: ModelSection) -> None:
 
     Raises: MachineError when they differ; ManifestError when weights from elsewhere have no digest to compare with.
     """
-    if section.digest is None:
-        if section.path is not None:
-            raise ManifestError(
-                f"model.path = {section.path!r} comes without model.digest: peers could begin with different weights.",
-                "The organiser makes the run with `diloco-peer run create`, which fills it in.",
-            )
-        return
-    found = digest_of_weights(theta)
-    if found != section.digest:
+    if section.digest is None and section.path is not None:
+        raise ManifestError(
+            f"model.path = {section.path!r} comes without model.digest: peers could begin with different weights.",
+            "The organiser makes the run with `diloco-peer run create`, which fills it in.",
+        )
+    if section.digest is not None and (found := digest_of_weights(theta)) != section.digest:
         origin = repr(section.path) if section.path else f"init_seed = {section.init_seed}"
         raise MachineError(
             f"the run begins with weights of digest {section.digest}; those of {origin} have {found} here.",
