@@ -58,7 +58,7 @@ SAMPLE_TOKENS = 160
 
 
 class _Child:
-    """One command, whose output goes to the file `log`. Made by `start`; `ask_to_stop` or `kill`, then `ended`."""
+    """One command, whose output goes to the file `log`. Made by `start`; `send` it a signal, then await `ended`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
@@ -104,13 +104,9 @@ class _Child:
     def last_words(self) -> str:
         return " | ".join(map(str.strip, self._said().splitlines()[-LINES_SHOWN:])) or "it said nothing"
 
-    def kill(self) -> None:
+    def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            self._process.kill()
-
-    def ask_to_stop(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(number)
 
     async def ended(self) -> None:
         """Wait until the process is gone; it is killed if it takes too long."""
@@ -118,7 +114,7 @@ class _Child:
             async with asyncio.timeout(STOP_SECONDS):
                 await self._process.wait()
         except TimeoutError:
-            self.kill()
+            self.send(signal.SIGKILL)
             await self._process.wait()
 
 
@@ -299,7 +295,11 @@ async def run_demo(peers: int, run_toml: Path | None, out: Path | None, screen: 
                 await swarm.add_volunteer()
             return await _train_and_export(swarm, transport)
     finally:
-        await _end_all(children)
+        for child in reversed(children):  # the bootstrap node last: it was the first
+            child.send(signal.SIGINT)
+        for child in children:
+            await child.ended()
+        sweep_sockets()  # of the volunteer that was killed
 
 
 async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
@@ -324,25 +324,18 @@ async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:
     """Watch until the time is up or the run is over; half way, kill a volunteer and start another."""
     seconds = swarm.screen.seconds - WRAP_UP_SECONDS
     total = swarm.run.config.total_outer_steps
-    killed = False
     while swarm.screen.elapsed < seconds and not swarm.finished():
         await _look(swarm, transport)
         if not swarm.live():
             raise DemoError("no volunteer is alive any more.", f"See {swarm.folder / 'logs'}.")
         half_way = max(swarm.screen.elapsed / seconds, swarm.outer_step() / total) >= 0.5
-        if half_way and not killed and swarm.outer_step() > 0:
-            killed = True
-            await _replace_one(swarm)
-
-
-async def _replace_one(swarm: _Swarm) -> None:
-    """Kill one volunteer, as machines vanish without a word, and start another."""
-    victim = swarm.live()[-1]
-    victim.fate = "killed"
-    victim.child.kill()
-    swarm.screen.event(f"{victim.name} was killed (SIGKILL) at outer step {swarm.outer_step()}; the others go on")
-    swarm.newcomer = await swarm.add_volunteer()
-    swarm.screen.event(f"{swarm.newcomer.name} starts; it is to take over the run's state from a peer")
+        if half_way and swarm.newcomer is None and (outer_step := swarm.outer_step()) > 0:
+            victim = swarm.live()[-1]
+            victim.fate = "killed"
+            victim.child.send(signal.SIGKILL)  # as machines vanish without a word
+            swarm.screen.event(f"{victim.name} was killed (SIGKILL) at outer step {outer_step}; the others go on")
+            swarm.newcomer = await swarm.add_volunteer()
+            swarm.screen.event(f"{swarm.newcomer.name} starts; it is to take over the run's state from a peer")
 
 
 async def _look(swarm: _Swarm, transport: HivemindTransport) -> None:
@@ -357,7 +350,7 @@ async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWo
     swarm.screen.event(f"{reason}: fetched the state after outer step {past.outer_steps}")
     leaving = swarm.live()
     for volunteer in leaving:
-        volunteer.child.ask_to_stop()
+        volunteer.child.send(signal.SIGINT)
     facts = await export_state(swarm.run, past, workload, swarm.folder / "model")
     prompt = "def " if swarm.run.config.data.all_sources[0].source == STANDARD_LIBRARY else ""
     sample = prompt + await workload.trainer.generate(prompt, SAMPLE_TOKENS)
@@ -385,15 +378,6 @@ def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
     if lacking:
         problems.append(f"the demo was too short: {lacking}. Give it more time: --minutes, or make demo MINUTES=…")
     return tuple(problems)
-
-
-async def _end_all(children: list[_Child]) -> None:
-    """End all, the bootstrap node last: it was the first."""
-    for child in reversed(children):
-        child.ask_to_stop()
-    for child in children:
-        await child.ended()
-    sweep_sockets()  # of the one that was killed
 
 
 def _prepare_folder(out: Path | None) -> Path:

@@ -248,18 +248,19 @@ def plan_of(config: RunConfig, skeleton: Any, links: Links) -> Plan:
     from opendiloco.workers.needs import UTILISATION, needs_of
 
     training, peers = config.training, []
+    tokens_per_step = training.batch_size * training.sequence_length
     needs_by_gpus = {gpus: needs_of(config, skeleton, max(1, gpus)) for gpus in {each.gpus for each in links.peers}}
     for place, section in enumerate(links.peers):
         peak, needs = None, needs_by_gpus[section.gpus]
         if section.gpu is not None:
             peak = peak_tokens_per_second(section.gpu, section.gpus, needs.precision, needs.token_flops)
         rate = section.tokens_per_second or (None if peak is None else UTILISATION * peak)
-        peers.append(_peer(section, place, training.batch_size * training.sequence_length, rate, needs))
+        peers.append(_peer(section, place, tokens_per_step, rate, needs))
     return Plan(
         fragments=tuple(part.stop - part.start for part in layout_of(skeleton, config.streaming).fragments),
         peers=tuple(peers),
         inner_steps=training.inner_steps,
-        tokens_per_step=training.batch_size * training.sequence_length,
+        tokens_per_step=tokens_per_step,
         smallest_share=config.rounds.smallest_share,
         snapshot_every=config.snapshots.every,
         bits=_bits_of(config.codec.kind),
@@ -436,8 +437,7 @@ def _cycle_seconds(plan: Plan, peer: Peer) -> float:
 
 
 def _taken_after(plan: Plan, steps: int, overlap: int) -> Sequence[int]:
-    """Return after how many of a peer's inner steps in a cycle each fragment is taken: `overlap` of them before it is
-    due, so that all have come back when the cycle ends; at the earliest when it begins."""
+    """Return after how many of a peer's inner steps in a cycle each fragment is taken: `overlap` before it is due."""
     whole, fragments = plan.inner_steps, len(plan.fragments)
     due = [-(-(place + 1) * whole // fragments) for place in range(fragments)]
     return [max(0, max(1, each * steps // whole) - overlap) or steps for each in due]
@@ -468,8 +468,7 @@ def _joining(plan: Plan, peer: Peer, seconds: float, busy: float) -> float | Non
 
 
 def least_bandwidth(plan: Plan, target: float) -> float | None:
-    """Return the bits a second, up and down, of everybody's link from which on the utilisation is at least the target;
-    None if there are none."""
+    """Return the bits a second that every link needs, up and down, for this utilisation; None: no link is enough."""
 
     def reaches(bandwidth: float) -> bool:
         peers = tuple(replace(peer, up=bandwidth, down=bandwidth) for peer in plan.peers)
@@ -494,30 +493,12 @@ TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 
 def show(console: Console, plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> None:
     """Print all figures, the cost if all prices are known, and what is wrong with the plan."""
-    console.print(_headline(plan))
-    console.print(_run_table(found))
-    console.print()
-    console.print(_peers_table(plan, found))
-    if found.cost_per_day is not None:
-        console.print(f"{found.cost_per_day:,.2f} a day, {found.cost_per_giga_token:,.2f} for 10⁹ tokens")
-    for line in _warnings(plan, found):
-        console.print(line)
-    console.print()
-    console.print(_bandwidth_table(needed))
-
-
-def _headline(plan: Plan) -> str:
-    """Return what is planned, in two lines."""
-    fragments = f"{len(plan.fragments)} fragment{'s' * (len(plan.fragments) > 1)}"
-    return (
-        f"{plan.values:,} parameters in {fragments}, {plan.count} peers, {plan.inner_steps} inner steps;\n"
-        f"{plan.bits:.3g} bits a value, tau {plan.overlap}; the slowest link carries"
-        f" {bandwidth_in_words(min(peer.rate for peer in plan.peers))} of data"
+    slowest = bandwidth_in_words(min(peer.rate for peer in plan.peers))
+    console.print(
+        f"{plan.values:,} parameters in {len(plan.fragments)} fragment{'s' * (len(plan.fragments) > 1)}, {plan.count}"
+        f" peers, {plan.inner_steps} inner steps;\n"
+        f"{plan.bits:.3g} bits a value, tau {plan.overlap}; the slowest link carries {slowest} of data"
     )
-
-
-def _run_table(found: Forecast) -> Table:
-    """Return the figures of the whole run."""
     table = _table("computes", "round", "cycle", "GB/day", "G tokens/day", "joining")
     table.add_row(
         f"{found.utilisation:.1%}",
@@ -527,7 +508,18 @@ def _run_table(found: Forecast) -> Table:
         f"{found.tokens_per_day / 1e9:.3g}",
         "never" if found.joining is None else duration(found.joining),
     )
-    return table
+    console.print(table)
+    console.print()
+    console.print(_peers_table(plan, found))
+    if found.cost_per_day is not None:
+        console.print(f"{found.cost_per_day:,.2f} a day, {found.cost_per_giga_token:,.2f} for 10⁹ tokens")
+    for line in _warnings(plan, found):
+        console.print(line)
+    console.print()
+    bandwidths = _table("to compute for", *(f"{target:.0%}" for target in needed))
+    rates = ("-" if rate is None else bandwidth_in_words(rate) for rate in needed.values())
+    bandwidths.add_row("each link needs", *rates)
+    console.print(bandwidths)
 
 
 def _peers_table(plan: Plan, found: Forecast) -> Table:
@@ -573,20 +565,11 @@ def _warnings(plan: Plan, found: Forecast) -> list[str]:
 
 def _lacks(peer: Peer) -> str | None:
     """Return what a machine has too little of, in words."""
-    if peer.main_memory is not None and peer.main_memory < peer.main_needed:
-        needed, there = _gigabytes(peer.main_needed), _gigabytes(peer.main_memory)
-        return f"{peer.name}: needs {needed} of main memory, and has {there}"
-    if peer.gpu_memory is not None and peer.gpu_needed is not None and peer.gpu_memory < peer.gpu_needed:
-        needed, there = _gigabytes(peer.gpu_needed), _gigabytes(peer.gpu_memory)
-        return f"{peer.name}: needs {needed} of each GPU, and has {there}"
+    main, gpu = (peer.main_memory, peer.main_needed), (peer.gpu_memory, peer.gpu_needed)
+    for where, (there, needed) in (("main memory", main), ("each GPU", gpu)):
+        if there is not None and needed is not None and there < needed:
+            return f"{peer.name}: needs {_gigabytes(needed)} of {where}, and has {_gigabytes(there)}"
     return None
-
-
-def _bandwidth_table(needed: Mapping[float, float | None]) -> Table:
-    """Return the bandwidth that every link must have for each utilisation."""
-    table = _table("to compute for", *(f"{target:.0%}" for target in needed))
-    table.add_row("each link needs", *("-" if rate is None else bandwidth_in_words(rate) for rate in needed.values()))
-    return table
 
 
 def plain(plan: Plan, found: Forecast, needed: Mapping[float, float | None]) -> dict[str, Any]:

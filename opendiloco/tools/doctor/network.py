@@ -118,8 +118,7 @@ def check_ports(addresses: Sequence[str], data_port: int, has_volunteer: bool) -
 def check_ipv6() -> Finding:
     """IPv6 helps a machine that nobody can dial over IPv4; whether anybody can is for `check_reach` to say."""
     ipv4, ipv6 = map(address_towards, SOMEWHERE)
-    has_ipv4 = ipv4 is not None and is_public(ipv4)
-    has_ipv6 = ipv6 is not None and is_public(ipv6)
+    has_ipv4, has_ipv6 = (address is not None and is_public(address) for address in (ipv4, ipv6))
     values = {"ipv4": ipv4, "ipv6": ipv6, "is_public_ipv4": has_ipv4, "is_public_ipv6": has_ipv6}
     if ipv4 is None and ipv6 is None:
         return warned("ipv6", "this machine has no way to the internet", "Check cable, Wi-Fi and routes.", **values)
@@ -234,17 +233,15 @@ async def with_clock(transport: HivemindTransport, node: Node) -> Node:
 
 async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) -> list[_DialledBack]:
     """Ask bootstrap nodes to dial our data ports. Waits a while for the router to open one, if it may."""
-    ports = [parse_endpoint(own)[1] for own in transport.endpoints]
     places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
-    end = time.monotonic() + (
-        0.0 if all(map(is_loopback, map(host_of, addresses))) or not is_behind_nat() else MAPPING_SECONDS
-    )
+    waits = is_behind_nat() and not all(map(is_loopback, map(host_of, addresses)))
+    end = time.monotonic() + (MAPPING_SECONDS if waits else 0.0)
     while True:
+        ports = [parse_endpoint(own)[1] for own in transport.endpoints]
         seen = [found for place in places if (found := await _ask(place, ports))]
         if time.monotonic() >= end or not seen or any(one.open_port for one in seen):
             return seen
         await asyncio.sleep(LOOK)
-        ports = [parse_endpoint(own)[1] for own in transport.endpoints]
 
 
 async def _data_place(transport: HivemindTransport, address: str) -> str | None:
@@ -261,19 +258,15 @@ async def _data_place(transport: HivemindTransport, address: str) -> str | None:
 async def _ask(place: str, ports: Sequence[int]) -> _DialledBack | None:
     asked = tuple(dict.fromkeys(port for port in ports if port))[:PROBED_PORTS]
     try:
-        own = _free_port()
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            own = int(sock.getsockname()[1])
         seen: Seen = await probe(place, asked, own)
     except (OSError, RemoteProtocolError) as error:
         logger.debug("%s does not say how it sees us: %s", place, error)
         return None
     host, port = parse_endpoint(seen.endpoint)
     return _DialledBack(host, asked[0] if asked else 0, seen.open[0] if seen.open else None, port == own)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
 
 
 async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[dict[str, Reach], int]:
