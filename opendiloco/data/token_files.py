@@ -134,11 +134,6 @@ CHECKS_KEPT = 1000
 CHECKED, LOCK, PARTIAL = ".checked", ".lock", ".partial"
 
 
-def _default_cache_folder() -> Path:
-    """`~/.cache/diloco-peer/tokens`, or where XDG_CACHE_HOME says."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco-peer" / "tokens"
-
-
 def few_tokens(section: TokenizerSection, workers: int) -> int:
     """Return how many tokens each of a machine's workers keeps in its own memory."""
     return FEW_TOKENS if workers == 1 or section.kind == "bytes" else FEW_SHARED_TOKENS
@@ -155,7 +150,8 @@ class TokenCache:
     def __init__(
         self, folder: Path | None = None, few: int = FEW_TOKENS, kept_bytes: int = KEPT_BYTES, is_shared: bool = False
     ) -> None:
-        self._folder = _default_cache_folder() if folder is None else folder
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self._folder = folder or caches / "diloco-peer" / "tokens"
         self._few = few
         self._kept_bytes = kept_bytes
         self._is_shared = is_shared

@@ -100,10 +100,8 @@ class InnerSteps:
         self._samples_done = 0
 
     def __iter__(self) -> Iterator[InnerStep]:
-        """Yield each inner step that changed the weights. Raises: see `every`."""
-        for taken in self.every():
-            if taken.is_finite:
-                yield taken
+        """Return the inner steps that change the weights, as they are taken. Raises: see `every`."""
+        return (taken for taken in self.every() if taken.is_finite)
 
     def every(self) -> Iterator[InnerStep]:
         """Yield each inner step, also those that changed nothing.

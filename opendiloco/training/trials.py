@@ -292,7 +292,8 @@ def peak_while(work: Callable[[], None], device: torch.device) -> int:
         before: int = torch.cuda.memory_allocated(device)
         work()
         return peak_memory(device) - before
-    with _Noticing() as noticed:
+    noticed = _Noticing()
+    with noticed:
         work()
     return noticed.peak
 

@@ -325,7 +325,13 @@ class Examination:
         except DilocoPeerError as error:
             self._tell(failed_with("run", error))
             return None
-        admission = await self._check_admission(transport, run)
+        folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
+        try:  # as `join` would, with the ticket that is given or one that was kept
+            entered = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
+            found = "the run is open to everybody" if entered is None else "its ticket is good"
+            admission = passed("admission", found)
+        except DilocoPeerError as error:
+            admission = failed_with("admission", error)
         away = (PeerState.LEAVING, PeerState.ARCHIVING)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.state not in away]
         self._others = [beat for beat in beats if beat.peer != self._key.peer_id]
@@ -340,15 +346,6 @@ class Examination:
             sources = ", ".join(source.source for source in opened.config.data.all_sources)
             self._tell(passed("data", f"it reads {sources}"))
         return opened
-
-    async def _check_admission(self, transport: HivemindTransport, run: Run) -> Finding:
-        """Come into the run as `join` would, with the ticket that is given or one that was kept."""
-        folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
-        try:
-            admission = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
-        except DilocoPeerError as error:
-            return failed_with("admission", error)
-        return passed("admission", "the run is open to everybody" if admission is None else "its ticket is good")
 
     # What a run would take, and give ----------------------------------------------------------------------------------
     async def _examine_training(self, torch: Torch | None) -> None:

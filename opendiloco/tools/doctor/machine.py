@@ -287,8 +287,7 @@ def _cards_for(options: WorkerOptions) -> _Cards:
 def _read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER) -> _Cards:
     """Return NVIDIA's cards: by name where its driver tells it, else those on the PCI bus."""
     names = [_model(path) for path in sorted(driver.glob("gpus/*/information"))]
-    if not names:
-        names = ["an NVIDIA GPU" for path in sorted(pci.glob("*")) if _is_card(path)]
+    names = names or ["an NVIDIA GPU" for path in pci.glob("*") if _is_card(path)]
     version = None
     with suppress(OSError, IndexError):
         first = (driver / "version").read_text(encoding="utf-8").splitlines()[0]
