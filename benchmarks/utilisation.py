@@ -28,7 +28,7 @@ from benchmarks.namespaces import IPERF_STREAMS, has_iperf3, place_in, rates_at_
 from benchmarks.processes import PeerProcess, PeerProcessError
 from benchmarks.reporting import Bar, json_option, report
 from opendiloco.kernels import FORMATS
-from opendiloco.tools.plan.forecast import LINK_SHARE, Forecast, Peer, Plan, forecast, round_of
+from opendiloco.tools.plan import LINK_SHARE, Forecast, Peer, Plan, forecast, round_of
 
 PEER = "benchmarks.streaming_peer"
 CYCLE_SECONDS = 300.0

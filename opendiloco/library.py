@@ -43,6 +43,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from opendiloco.config.model import check_initial_weights
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.ahead import Ahead
 from opendiloco.data.own_files import NONE, OwnFiles
@@ -52,12 +53,11 @@ from opendiloco.data.training_data import TokenizeAhead, TrainingData, load_data
 from opendiloco.errors import LoopError, WorkerError, first_line
 from opendiloco.evaluation_turns import HeldOut
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
-from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.model.layout import Layout
-from opendiloco.model.parameters import Shards, layout_of, store_weights, trainable
+from opendiloco.model.parameters import Shards, layout_of, trainable
 from opendiloco.run import Run, find_run
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.training.team import peak_memory
 from opendiloco.view.curves import configuration_of
 from opendiloco.volunteer.admission import ask_for_signed_heads, enter, read_ticket
@@ -115,7 +115,7 @@ def _initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     runs = layout_of(model, config.streaming)
     _check_layout(layout, runs)
     vectors = SharedVectors.create(runs.size)
-    store_weights(model, runs, vectors.theta)
+    Shards(runs).store(trainable(model), vectors.theta)
     check_initial_weights(vectors.theta, config.model)
     return vectors
 

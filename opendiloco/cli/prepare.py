@@ -29,23 +29,20 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
     takes, memory, tokens a day, cost, and the bandwidth that computing for more of the time would need.
     """
     from opendiloco.config.run_config import RunConfig
-    from opendiloco.tools.plan.setup import Links
+    from opendiloco.tools.plan import TARGETS, Links, forecast, least_bandwidth, plain, plan_of, show
 
     config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)
 
     from rich.console import Console
 
     from opendiloco.model.build import sized_skeleton
-    from opendiloco.tools.plan import report
-    from opendiloco.tools.plan.forecast import forecast, least_bandwidth
-    from opendiloco.tools.plan.setup import plan_of
 
     planned = plan_of(config, sized_skeleton(config), links)
     found = forecast(planned)
-    needed = {target: least_bandwidth(planned, target) for target in report.TARGETS}
-    report.show(Console(), planned, found, needed)
+    needed = {target: least_bandwidth(planned, target) for target in TARGETS}
+    show(Console(), planned, found, needed)
     if json_file:
-        text = json.dumps(report.plain(planned, found, needed), indent=2) + "\n"
+        text = json.dumps(plain(planned, found, needed), indent=2) + "\n"
         with writing(json_file, "Name another file."):
             json_file.write_text(text, encoding="utf-8")
 

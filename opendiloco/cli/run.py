@@ -274,8 +274,8 @@ def _with_weights_named(config: RunConfig) -> RunConfig:
     section = config.model
     if section.path is None and section.digest is None:
         return config
+    from opendiloco.config.model import check_initial_weights, digest_of_weights
     from opendiloco.model.build import initial_theta
-    from opendiloco.model.initial_weights import check_initial_weights, digest_of_weights
 
     theta = initial_theta(config)
     if section.digest is None:

@@ -1,4 +1,5 @@
-"""The table [model] of `run.toml`, and what the config of any model may say. See docs/models.md."""
+"""The table [model] of `run.toml`, what the config of any model may say, and whether a machine begins with the weights
+that a run means. See docs/models.md."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Self, TypeAlias
 
+import numpy as np
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from opendiloco.config.section import Digest, Section, Seed
+from opendiloco.errors import MachineError
+from opendiloco.shared_memory import Vector
+from peers.errors import ManifestError
+from peers.values.chunks import digest_of_state
 from peers.values.wire import printable
 
 LARGEST_COUNT = 1 << 24
@@ -75,7 +81,7 @@ class ModelSection(Section):
     """The model: an inline transformers config (initialised from `init_seed`), or a hub name or local folder to load.
 
     A folder's `path` begins with a dot or slash; each volunteer names its own with --model. `digest` is that of the
-    weights that the run begins with (see model/initial_weights.py). With a path it is needed, and `diloco-peer run
+    weights that the run begins with (see `digest_of_weights`). With a path it is needed, and `diloco-peer run
     create` fills it in.
     """
 
@@ -113,3 +119,28 @@ def read_model_values(text: str) -> dict[str, Any]:
         raise ValueError("it is not a JSON object")
     _check_model_values({key: value for key, value in values.items() if key != "auto_map"})
     return values
+
+
+def digest_of_weights(theta: Vector) -> str:
+    """Return 64 hexadecimal digits, of the values as fp32 in the model's order, however files hold them."""
+    return digest_of_state([theta.view(np.uint8).data]).hex()
+
+
+def check_initial_weights(theta: Vector, section: ModelSection) -> None:
+    """Compare the weights that a run begins with, as they are on this machine, with those that `section` names.
+
+    Raises: MachineError when they differ; ManifestError when weights from elsewhere have no digest to compare with.
+    """
+    if section.digest is None and section.path is not None:
+        raise ManifestError(
+            f"model.path = {section.path!r} comes without model.digest: peers could begin with different weights.",
+            "The organiser makes the run with `diloco-peer run create`, which fills it in.",
+        )
+    if section.digest is not None and (found := digest_of_weights(theta)) != section.digest:
+        origin = repr(section.path) if section.path else f"init_seed = {section.init_seed}"
+        raise MachineError(
+            f"the run begins with weights of digest {section.digest}; those of {origin} have {found} here.",
+            "Get the model that the organiser means."
+            if section.path
+            else "Install the versions in constraints.txt, with which the same seed gives the same weights.",
+        )

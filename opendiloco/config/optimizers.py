@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
@@ -98,14 +98,10 @@ class TorchSection(_InnerOptimizer):
         return self
 
 
-def _with_kind(value: Any) -> Any:
-    return {"kind": "adamw"} | value if isinstance(value, dict) else value
-
-
 InnerOptimizerSection: TypeAlias = Annotated[
     AdamWSection | MuonSection | AdafactorSection | TorchSection,
     Field(discriminator="kind"),
-    BeforeValidator(_with_kind),
+    BeforeValidator(lambda value: {"kind": "adamw"} | value if isinstance(value, dict) else value),
 ]
 
 

@@ -119,8 +119,7 @@ class StreamingSection(Section):
 
     @property
     def mixing(self) -> float:
-        """Return `alpha`; its default is the paper's 0.5 with an overlap, and 0 without, when nothing was learned in
-        between that could get lost."""
+        """Return `alpha`; by default the paper's 0.5 with an overlap, 0 without: then nothing can get lost."""
         return self.alpha if self.alpha is not None else 0.5 if self.overlap else 0.0
 
     @property
@@ -182,10 +181,6 @@ class TrainingSection(Section):
         return self.inner_steps * self.batch_size * self.sequence_length
 
 
-HALF = 0.5
-"""Of those who train: the smallest share that is no minority."""
-
-
 class RoundsSection(Section):
     """Timing of membership and rounds, in seconds."""
 
@@ -219,7 +214,7 @@ class RoundsSection(Section):
     @property
     def enough(self) -> float | None:
         """Return the share of those who train whose work is enough for an outer step; None: all are waited for."""
-        return None if self.policy == "synchronous" else self.contributions or HALF
+        return None if self.policy == "synchronous" else self.contributions or 0.5
 
     @property
     def timing(self) -> Timing:
@@ -356,8 +351,7 @@ class RunConfig(Section):
         return config
 
     def to_manifest_content(self) -> dict[str, Any]:
-        """Return all values, defaults included, as plain JSON types, of which `from_manifest_content` makes an equal
-        configuration."""
+        """Return all values as plain JSON types, defaults included; `from_manifest_content` is the way back."""
         return self.model_dump(mode="json")
 
 

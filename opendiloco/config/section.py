@@ -57,9 +57,29 @@ class Section(BaseModel):
 # Mistakes -------------------------------------------------------------------------------------------------------------
 # Turns pydantic's and tomllib's errors into lines a person can act on: field, value, remedy.
 
-
 LONGEST_VALUE = 60
 PROBLEMS_LIMIT = 20
+REMEDIES = {
+    "greater_than": "too small. Use a number above {gt}.",
+    "greater_than_equal": "too small. Use {ge} or more.",
+    "less_than": "too large. Use a number below {lt}.",
+    "less_than_equal": "too large. Use {le} or less.",
+    "int_type": "not a whole number. Use one, without quotes or decimals.",
+    "float_type": "not a number. Use one, without quotes.",
+    "finite_number": "not finite. Use a finite number.",
+    "string_type": "not a text. Put it in quotes.",
+    "string_too_short": "empty. Give a name or path.",
+    "literal_error": "not known here. Use {expected}.",
+    "string_pattern_mismatch": "not usable. Use 1 to 40 lower-case letters, digits and dashes.",
+    "model_type": "not a table. Write its keys below a line [{path}].",
+    "model_attributes_type": "not a table. Write its keys below a line [{path}].",
+    "dict_type": "not a table. Write its keys below a line [{path}].",
+    "bool_type": "neither true nor false. Write one of these, without quotes.",
+    "too_long": "too many. Give at most {max_length}.",
+    "peer_id": "not the peer id of an Ed25519 key. Use one as `diloco-peer bootstrap` prints it: 12D3KooW….",
+    "tuple_type": "not a list. Write its values between square brackets.",
+}
+"""By pydantic's names for problems, with the words of their contexts."""
 
 
 def read_toml(path: Path, remedy: str) -> dict[str, Any]:
@@ -94,43 +114,18 @@ def _line(problem: Any, model: type[BaseModel]) -> str:
     given = f"{path} = {_shown(problem['input'])}"
     if kind == "extra_forbidden":
         _, table = _resolve(model, problem["loc"][:-1])
-        return f"{given}: unknown key. {_nearest(keys[-1], list(table.model_fields) if table else [])}"
-    return f"{given}: {_remedy(kind, context | {'path': path}, problem['msg'])}"
-
-
-def _remedy(kind: str, context: dict[str, Any], message: str) -> str:
-    remedies = {
-        "greater_than": "too small. Use a number above {gt}.",
-        "greater_than_equal": "too small. Use {ge} or more.",
-        "less_than": "too large. Use a number below {lt}.",
-        "less_than_equal": "too large. Use {le} or less.",
-        "int_type": "not a whole number. Use one, without quotes or decimals.",
-        "float_type": "not a number. Use one, without quotes.",
-        "finite_number": "not finite. Use a finite number.",
-        "string_type": "not a text. Put it in quotes.",
-        "string_too_short": "empty. Give a name or path.",
-        "literal_error": "not known here. Use {expected}.",
-        "string_pattern_mismatch": "not usable. Use 1 to 40 lower-case letters, digits and dashes.",
-        "model_type": "not a table. Write its keys below a line [{path}].",
-        "model_attributes_type": "not a table. Write its keys below a line [{path}].",
-        "dict_type": "not a table. Write its keys below a line [{path}].",
-        "bool_type": "neither true nor false. Write one of these, without quotes.",
-        "too_long": "too many. Give at most {max_length}.",
-        "peer_id": "not the peer id of an Ed25519 key. Use one as `diloco-peer bootstrap` prints it: 12D3KooW….",
-        "tuple_type": "not a list. Write its values between square brackets.",
-    }
-    template = remedies.get(kind)
-    return template.format(**context) if template else f"{message}. Correct it."
+        known = list(table.model_fields) if table else []
+        close = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        remedy = f"Did you mean {close[0]}?" if close else f"Remove it; known here: {', '.join(known)}."
+        return f"{given}: unknown key. {remedy}"
+    if kind in REMEDIES:
+        return f"{given}: {REMEDIES[kind].format_map(context | {'path': path})}"
+    return f"{given}: {problem['msg']}. Correct it."
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
-
-
-def _nearest(key: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"Did you mean {matches[0]}?" if matches else f"Remove it; known here: {', '.join(known)}."
 
 
 def _resolve(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:

@@ -32,7 +32,10 @@ class Ahead:
 
     def tokenize(self, source: int, shard: int) -> None:
         """Begin, unless another shard is under way; whoever needs it asks again and again. Returns at once."""
-        if self._begun == (source, shard) or self._is_busy or not self._is_much(source):
+        windows = self._config.data.all_sources[source].windows_per_shard or 0
+        lies_on_disk = windows * self._config.training.sequence_length > FEW_TOKENS
+        is_busy = self._process is not None and self._process.poll() is None
+        if self._begun == (source, shard) or is_busy or not lies_on_disk:
             return
         self._begun = (source, shard)
         job = json.dumps([self._config.to_manifest_content(), source, shard]).encode() + b"\n"
@@ -56,15 +59,6 @@ class Ahead:
             self._process.kill()
             self._process.wait()
             self._process = None
-
-    @property
-    def _is_busy(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def _is_much(self, source: int) -> bool:
-        """Return whether a source's shards are so large that they lie on the disk."""
-        windows = self._config.data.all_sources[source].windows_per_shard or 0
-        return windows * self._config.training.sequence_length > FEW_TOKENS
 
 
 def main() -> None:

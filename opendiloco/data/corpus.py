@@ -251,7 +251,6 @@ def _check_shards(section: SourceSection, parts: int, what: str = "files") -> No
 # Nothing is looked for, opened or fetched beside a data set's own files, and only formats that hold plain values are
 # read.
 
-
 READ_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 HUB_SECONDS = 100.0
 ROWS_AT_ONCE = 16
@@ -341,8 +340,8 @@ def _tables_of_lines(generate: Callable[..., Iterator[Any]], source: str, **file
     """
     module: Any = sys.modules[generate.__module__]
     opening = getattr(module, "open", open)
-    if not isinstance(opening, _BoundedOpen):
-        module.open = _BoundedOpen(opening)
+    if getattr(opening, "func", None) is not _open_bounded:
+        module.open = partial(_open_bounded, opening)
     try:
         yield from generate(**files)
     except _TooLongError as error:
@@ -356,19 +355,13 @@ class _TooLongError(Exception):
     """A file from which more would be read at once than memory should hold."""
 
 
-class _BoundedOpen:
-    """The function `open`, of whose files only so much is read at once."""
-
-    def __init__(self, opening: Callable[..., Any]) -> None:
-        self._opening = opening
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Return the opened file."""
-        file = self._opening(*arguments, **options)
-        file.read = partial(_read_some, file.read, PIECE_BYTES)
-        if not hasattr(file, "readuntil"):  # fsspec's, of a file on the hub that is not compressed: it takes no size
-            file.readline = partial(_read_some, file.readline, LONGEST_LINE)
-        return file
+def _open_bounded(opening: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the opened file, of which only so much is read at once."""
+    file = opening(*arguments, **options)
+    file.read = partial(_read_some, file.read, PIECE_BYTES)
+    if not hasattr(file, "readuntil"):  # fsspec's, of a file on the hub that is not compressed: it takes no size
+        file.readline = partial(_read_some, file.readline, LONGEST_LINE)
+    return file
 
 
 def _read_some(read: Callable[[int], Any], most: int, size: int = -1) -> Any:

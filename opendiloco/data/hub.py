@@ -1,5 +1,4 @@
-"""What comes from the hub: folders of pretrained models and tokenizers, what their files may not say, and how far a
-download is."""
+"""Folders of pretrained models and tokenizers from the hub: their checks, and how far a download is."""
 
 from __future__ import annotations
 
@@ -36,19 +35,16 @@ def is_local_path(path: str) -> bool:
 
 
 def pretrained_folder(path: str, *wanted: str) -> Path:
-    """Return the local folder of a path, or for a name that in the hub's cache, once it has the files that match
-    `wanted`. Raises: OSError, ValueError."""
+    """Return the folder of a path or hub name, once it has files as `wanted`. Raises: OSError, ValueError."""
     if is_local_path(path):
-        folder = Path(path)
-        if not folder.is_dir():
+        if not Path(path).is_dir():
             raise FileNotFoundError("there is no such folder")
-    else:
-        from huggingface_hub import snapshot_download
+        return Path(path)
+    from huggingface_hub import snapshot_download
 
-        weights = [pattern for pattern in wanted if pattern.endswith(".safetensors")]
-        with downloading(path, "model", weights):
-            folder = Path(snapshot_download(path, allow_patterns=list(wanted), ignore_patterns=["*/*"], token=False))
-    return folder
+    weights = [pattern for pattern in wanted if pattern.endswith(".safetensors")]
+    with downloading(path, "model", weights):
+        return Path(snapshot_download(path, allow_patterns=list(wanted), ignore_patterns=["*/*"], token=False))
 
 
 def model_values(folder: Path) -> dict[str, Any]:
@@ -106,7 +102,6 @@ def _text_of(file: Path, most: int = CONFIG_BYTES) -> str:
 
 # Downloads ------------------------------------------------------------------------------------------------------------
 # The libraries that download draw bars of their own, each in its way; so we look at the folder that they write to.
-
 
 LOOK_SECONDS = 1.0
 

@@ -57,31 +57,28 @@ def volunteered(section: DataSection, folders: Sequence[Path] = ()) -> DataSecti
     sources, local = section.all_sources, local_sources(section)
     if len(sources) == len(folders) == 1:
         return section.with_sources((_replaced(sources[0], folders[0]),))
-    if len(folders) != len(local):
-        raise _wrong_number(local, len(folders))
+    given = len(folders)
+    if given and not local:
+        raise DataError(f"--data is given {given} times, but none of the run's sources is local.", "Leave it out.")
+    if len(local) == 1 and given != 1:
+        raise DataError(
+            f"data.source = {local[0]!r} may mean files on this machine; what you have not named is not read.",
+            "Name the folder with the run's text, or with text of yours to train on: --data FOLDER.",
+        )
+    if given != len(local):
+        raise DataError(
+            f"the run has {len(local)} local sources, {', '.join(map(repr, local))}, and --data is given {given} times;"
+            " what you have not named is not read.",
+            "Name a folder for each, in this order: --data FOLDER --data FOLDER …",
+        )
     if not local:
         return section
-    given = iter(folders)
-    return section.with_sources(tuple(_replaced(one, next(given)) if is_local(one.source) else one for one in sources))
+    own = iter(folders)
+    return section.with_sources(tuple(_replaced(one, next(own)) if is_local(one.source) else one for one in sources))
 
 
 def _replaced(source: SourceSection, folder: Path) -> SourceSection:
     return source.model_copy(update={"source": str(folder.absolute()), "subset": None, "revision": None})
-
-
-def _wrong_number(local: list[str], given: int) -> DataError:
-    if not local:
-        return DataError(f"--data is given {given} times, but none of the run's sources is local.", "Leave it out.")
-    if len(local) == 1:
-        return DataError(
-            f"data.source = {local[0]!r} may mean files on this machine; what you have not named is not read.",
-            "Name the folder with the run's text, or with text of yours to train on: --data FOLDER.",
-        )
-    return DataError(
-        f"the run has {len(local)} local sources, {', '.join(map(repr, local))}, and --data is given {given} times; "
-        "what you have not named is not read.",
-        "Name a folder for each, in this order: --data FOLDER --data FOLDER …",
-    )
 
 
 def check_files(source: str, files: Iterable[str]) -> None:
@@ -91,13 +88,12 @@ def check_files(source: str, files: Iterable[str]) -> None:
     """
     folder = Path(source).resolve() if is_local(source) else None
     for file in files:
-        inside = file.startswith("hf://datasets/") if folder is None else _is_below(file, folder)
+        if folder is None:
+            inside = file.startswith("hf://datasets/")
+        else:
+            inside = "://" not in file and Path(os.path.normpath(file)).is_relative_to(folder)
         if "::" in file or not inside:
             raise DataError(
                 f"data.source = {source!r} would read {file}, which is not a file of its own.",
                 "Do not trust this data set, or correct the data_files in its README.md.",
             )
-
-
-def _is_below(file: str, folder: Path) -> bool:
-    return "://" not in file and Path(os.path.normpath(file)).is_relative_to(folder)

@@ -196,6 +196,7 @@ class HeldOutWindows:
         self._parts = parts
         self._mixture = mixture or Mixture()
         self._counts = np.array([part.count for part in parts], np.int64)
+        self._starts = np.cumsum(self._counts) - self._counts
         self.document_end = document_end
         """See `SampleOrder.document_end`."""
 
@@ -209,8 +210,7 @@ class HeldOutWindows:
         enough = int(np.min(self._counts * self._mixture.cycle // self._mixture.shares))
         sources, places = self._mixture.assign(np.arange(min(windows, enough), dtype=np.int64))
         wanted = np.bincount(sources, minlength=len(self._parts))
-        starts = np.cumsum(self._counts) - self._counts
-        chosen: NDArray[np.int64] = starts[sources] + places * self._counts[sources] // wanted[sources]
+        chosen: NDArray[np.int64] = self._starts[sources] + places * self._counts[sources] // wanted[sources]
         return chosen
 
     def digest(self, windows: int) -> str:
@@ -231,9 +231,8 @@ class HeldOutWindows:
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Token ids, shape (len(numbers), sequence_length + 1)."""
-        starts = np.cumsum(self._counts) - self._counts
-        sources = np.searchsorted(starts, numbers, side="right") - 1
-        return _by_group(sources, lambda source, here: self._parts[source].read(numbers[here] - starts[source]))
+        sources = np.searchsorted(self._starts, numbers, side="right") - 1
+        return _by_group(sources, lambda source, here: self._parts[source].read(numbers[here] - self._starts[source]))
 
 
 def _groups(keys: Numbers) -> Iterator[tuple[int, NDArray[np.bool_]]]:
@@ -254,8 +253,6 @@ def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) 
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
-
-
 AHEAD = 2
 
 

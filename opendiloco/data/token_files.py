@@ -20,10 +20,10 @@ from typing import Annotated, BinaryIO, Literal
 
 import numpy as np
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from opendiloco.config.data import TokenizerSection
-from opendiloco.config.section import Digest
+from opendiloco.config.section import Digest, Section
 from opendiloco.data.hub import folder_bytes
 from opendiloco.data.tokenizer import TokenArray, Tokenizer, digest_of_tokenizer
 from opendiloco.errors import DataError, MachineError, first_line
@@ -52,19 +52,15 @@ Dtype = Literal["<u2", "<u4"]
 Count = Annotated[int, Field(ge=0)]
 
 
-class _AboutPart(BaseModel):
+class _AboutPart(Section):
     """What `about.json` says of one file: how many tokens it has, and the BLAKE3 digest of its bytes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     tokens: Count
     digest: Digest
 
 
-class _Files(BaseModel):
+class _Files(Section):
     """What `about.json` says of both files."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     dtype: Dtype
     training: _AboutPart
@@ -111,10 +107,9 @@ def digest_of_tokens(tokens: Tokens) -> str:
     """
     if tokens.known_digest is not None:
         return tokens.known_digest
-    parts = [
-        (part.dtype.newbyteorder("<").str, part.size, _digest(part)) for part in (tokens.training, tokens.held_out)
-    ]
-    return _digest_of_parts(parts)
+    parts = [part.astype(part.dtype.newbyteorder("<"), copy=False) for part in (tokens.training, tokens.held_out)]
+    digests = (blake3(part.view(np.uint8).data, max_threads=blake3.AUTO).hexdigest() for part in parts)
+    return _digest_of_parts((part.dtype.str, part.size, digest) for part, digest in zip(parts, digests, strict=True))
 
 
 def _digest_of_parts(parts: Iterable[tuple[str, int, str]]) -> str:
@@ -122,15 +117,9 @@ def _digest_of_parts(parts: Iterable[tuple[str, int, str]]) -> str:
     return str(blake3(repr([tuple(part) for part in parts]).encode()).hexdigest())
 
 
-def _digest(part: TokenArray) -> str:
-    little = part.astype(part.dtype.newbyteorder("<"), copy=False)
-    return str(blake3(little.view(np.uint8).data, max_threads=blake3.AUTO).hexdigest())
-
-
 # The cache ------------------------------------------------------------------------------------------------------------
 # An entry is a folder that appears whole or not at all. Processes of one machine that need the same entry wait for the
 # first of them to write it.
-
 
 logger = logging.getLogger(__name__)
 
@@ -143,12 +132,6 @@ KEPT_BYTES = 200 << 30
 CHECKS_KEPT = 1000
 """Files without content, each of which says that a folder of tokens was checked."""
 CHECKED, LOCK, PARTIAL = ".checked", ".lock", ".partial"
-
-
-def _default_cache_folder() -> Path:
-    """`~/.cache/diloco-peer/tokens`, or where XDG_CACHE_HOME says."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "diloco-peer" / "tokens"
 
 
 def few_tokens(section: TokenizerSection, workers: int) -> int:
@@ -167,24 +150,18 @@ class TokenCache:
     def __init__(
         self, folder: Path | None = None, few: int = FEW_TOKENS, kept_bytes: int = KEPT_BYTES, is_shared: bool = False
     ) -> None:
-        self._folder = _default_cache_folder() if folder is None else folder
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self._folder = folder or caches / "diloco-peer" / "tokens"
         self._few = few
         self._kept_bytes = kept_bytes
         self._is_shared = is_shared
 
-    def tokens(
-        self,
-        key: str,
-        dtype: Dtype,
-        read: Callable[[], Iterator[Piece]],
-        is_costly: bool = False,
-    ) -> Tokens:
+    def tokens(self, key: str, dtype: Dtype, read: Callable[[], Iterator[Piece]], is_costly: bool = False) -> Tokens:
         """Return what is kept under a key, or else what `read` gives, which is kept from now on if it is much.
 
         Raises: MachineError when it does not fit on the disk; what `read` raises.
         """
-        kept = self._open(key)
-        if kept is not None:
+        if (kept := self._open(key)) is not None:
             return kept
         pieces, few = read(), (bytearray(), bytearray())
         if self._few and not (is_costly and self._is_shared):
@@ -196,8 +173,7 @@ class TokenCache:
                 return Tokens(*(np.frombuffer(part, dtype) for part in few))
         begun = ((bool(part), np.frombuffer(few[part], dtype)) for part in (0, 1))
         with self._locked(key):
-            kept = self._open(key)  # another process may have written it meanwhile
-            if kept is not None:
+            if (kept := self._open(key)) is not None:  # another process may have written it meanwhile
                 return kept
             written = self._write(key, dtype, chain(begun, pieces))
         self._make_room(key)
@@ -273,8 +249,7 @@ class TokenCache:
 
     @contextmanager
     def _locked(self, key: str, waits: bool = True) -> Iterator[None]:
-        """Hold the lock of a key, whose file is there only for so long. Raises: BlockingIOError without `waits`, when
-        another process has it; MachineError."""
+        """Hold a key's lock. Raises: BlockingIOError, unless it `waits`, when another process has it; MachineError."""
         path = self._folder / f"{key}{LOCK}"
         file = self._lock(path, waits)
         try:
@@ -321,7 +296,6 @@ def _age(path: Path) -> float:
 # Folders made beforehand ----------------------------------------------------------------------------------------------
 # `diloco-peer tokenize` makes them. Their files are mapped into memory as they are, so a run that reads one begins at
 # once. What is wrong with a folder is found when it is opened, once on each machine.
-
 
 FORMAT: Literal["diloco-peer tokens, version 1"] = "diloco-peer tokens, version 1"
 CHECKED_AT_ONCE = 1 << 24
@@ -389,8 +363,14 @@ def open_token_folder(source: str, tokenizer: Tokenizer, split: float, cache: To
     about = read_about(folder)
     _check_fits(folder, about, tokenizer, split)
     paths = [folder / part for part in PARTS]
-    for name, part in about.parts.items():
-        _check_size(folder / name, part.tokens * np.dtype(about.dtype).itemsize)
+    for path, part in zip(paths, about.parts.values(), strict=True):
+        wanted = part.tokens * np.dtype(about.dtype).itemsize
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {first_line(error)}", ANEW) from error
+        if found != wanted:
+            raise DataError(f"{path} has {found} bytes; {ABOUT} says {wanted}.", ANEW)
     key = blake3(json.dumps([about.model_dump_json(), *map(_state_of, paths)]).encode()).hexdigest(16)
     cache.once(str(key), lambda: _check_values(folder, about))
     return Tokens(*(_map_part(path, about.dtype) for path in paths), known_digest=about.digest)
@@ -424,15 +404,6 @@ def _check_fits(folder: Path, about: _About, tokenizer: Tokenizer, split: float)
                 f"{folder / ABOUT}: {key} = {found!r}; with the run's {what} it is {wanted!r}.",
                 "Tokenize the text anew with the run's run.toml: `diloco-peer tokenize`.",
             )
-
-
-def _check_size(path: Path, wanted: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {first_line(error)}", ANEW) from error
-    if found != wanted:
-        raise DataError(f"{path} has {found} bytes; {ABOUT} says {wanted}.", ANEW)
 
 
 def _check_values(folder: Path, about: _About) -> None:

@@ -122,8 +122,7 @@ class _PretrainedTokenizer:
         return [self._array(one.ids) for one in encoded]
 
     def _batches_agree(self) -> bool:
-        """Return whether batches have the same ids as texts one by one; some classes of transformers do more than the
-        library that they stand on."""
+        """Return whether batches have the ids of single texts: some of transformers' classes do more to those."""
         texts = [text.encode() for text in (*PROBES, *self._tokenizer.all_special_tokens)]
         try:
             one_by_one = [self.encode_document(text).tolist() for text in texts]

@@ -258,7 +258,6 @@ def shards_of(
     tokenize_ahead: Callable[[int], None] | None = None,
 ) -> _ShardedWindows:
     """Return a source's shards. Raises: DataError when it cannot have any."""
-    assert section.shards is not None
     assert section.windows_per_shard is not None
     if is_token_folder(section.source):
         raise DataError(

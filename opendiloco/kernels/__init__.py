@@ -9,12 +9,12 @@ interpreter's lock is released meanwhile. After an error, what was to be written
 Other rooms import:
 the room: FORMATS, Format, NEAREST, NonFiniteError, Payload, Rounding, SPARSE, dequantize, quantize_difference,
     stochastic
-self_test: differing_sets, measure_speeds
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -96,13 +96,8 @@ def _payload_size(index: int, values: int) -> int:
 
 
 def _format(index: int) -> Format:
-    return Format(
-        index,
-        ffi.string(lib.diloco_format_name(index)).decode(),
-        lib.diloco_block_values(index),
-        lib.diloco_block_bytes(index),
-        bool(lib.diloco_format_is_stochastic(index)),
-    )
+    name, block = ffi.string(lib.diloco_format_name(index)).decode(), lib.diloco_block_bytes(index)
+    return Format(index, name, lib.diloco_block_values(index), block, bool(lib.diloco_format_is_stochastic(index)))
 
 
 FORMATS: dict[str, Format] = {each.name: each for each in map(_format, range(7))}
@@ -323,7 +318,7 @@ def average(
 
 def check_payload(payload: Payload, threads: int = 1) -> None:
     """Raises: CorruptPayloadError for the first block that no encoder makes; what passes decodes to finite values."""
-    _raise_corrupt(lib.diloco_check_payload(payload.format.index, payload.address, payload.values, threads))
+    _decode(lib.diloco_check_payload, payload, payload.values, threads)
 
 
 def squared_norm(payload: Payload) -> float:
@@ -332,14 +327,14 @@ def squared_norm(payload: Payload) -> float:
     Raises: CorruptPayloadError, as `check_payload` does.
     """
     squared = ffi.new("double *")
-    _raise_corrupt(lib.diloco_squared_norm(payload.format.index, payload.address, payload.values, squared))
+    _decode(lib.diloco_squared_norm, payload, payload.values, squared)
     return squared[0]
 
 
 def dequantize(payload: Payload, values: Floats, threads: int = 1) -> None:
     """Decode into `values`. Raises: CorruptPayloadError, as `check_payload` does."""
     target = _view("values", values, payload, writable=True)
-    _raise_corrupt(lib.diloco_dequantize(payload.format.index, payload.address, target.size, target.address, threads))
+    _decode(lib.diloco_dequantize, payload, target.size, target.address, threads)
 
 
 def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: int = 1) -> None:
@@ -350,9 +345,7 @@ def accumulate(payload: Payload, weight: float, accumulator: Floats, threads: in
     if not 0 <= weight <= LARGEST_WEIGHT:
         raise ValueError(f"weight is {weight}; it must be between 0 and 2^63")
     target = _view("accumulator", accumulator, payload, writable=True)
-    _raise_corrupt(
-        lib.diloco_accumulate(payload.format.index, payload.address, weight, target.size, target.address, threads)
-    )
+    _decode(lib.diloco_accumulate, payload, weight, target.size, target.address, threads)
 
 
 def gradient_step(payload: Payload, theta: Floats, learning_rate: float, threads: int = 1) -> None:
@@ -362,8 +355,7 @@ def gradient_step(payload: Payload, theta: Floats, learning_rate: float, threads
     """
     _check_scalar("learning_rate", learning_rate)
     parameters = _view("theta", theta, payload, writable=True)
-    arguments = payload.format.index, payload.address, -learning_rate, parameters.size, parameters.address, threads
-    _raise_corrupt(lib.diloco_accumulate(*arguments))
+    _decode(lib.diloco_accumulate, payload, -learning_rate, parameters.size, parameters.address, threads)
 
 
 def outer_step(
@@ -386,18 +378,8 @@ def outer_step(
     _check_scalar("momentum_coefficient", momentum_coefficient)
     parameters = _view("theta", theta, payload, writable=True)
     velocity = _view("momentum", momentum, payload, writable=True)
-    _raise_corrupt(
-        lib.diloco_outer_step(
-            payload.format.index,
-            payload.address,
-            parameters.address,
-            velocity.address,
-            parameters.size,
-            learning_rate,
-            momentum_coefficient,
-            threads,
-        )
-    )
+    arguments = parameters.address, velocity.address, parameters.size, learning_rate, momentum_coefficient, threads
+    _decode(lib.diloco_outer_step, payload, *arguments)
 
 
 def _encode(function: Callable[..., int], payload: Payload, rounding: Rounding, *arguments: object) -> None:
@@ -417,6 +399,69 @@ def _check_scalar(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}; it must be a finite fp32 number")
 
 
-def _raise_corrupt(refused: int) -> None:
+def _decode(function: Callable[..., int], payload: Payload, *arguments: object) -> None:
+    """Call a C function that reads a payload. Raises: CorruptPayloadError for the first block that it refuses."""
+    refused = function(payload.format.index, payload.address, *arguments)
     if refused:
         raise CorruptPayloadError(refused - 1, "its header or a code is one that no encoder makes")
+
+
+# Self-test ------------------------------------------------------------------------------------------------------------
+# Whether this machine's results are right to the bit, and how fast they are, in two seconds.
+
+COMPARED_VALUES = 100 * 1024 + 77
+TIMED_VALUES = 8 << 20
+SECONDS_PER_OPERATION = 0.3
+
+
+def differing_sets() -> list[str]:
+    """Return those of this machine's sets whose results aren't the scalar one's, bit for bit: there should be none."""
+    before = chosen_kernels()
+    values = _values(COMPARED_VALUES)
+    try:
+        results = {name: _results(name, values) for name in supported_kernels()}
+    finally:
+        choose_kernels(before)
+    return [name for name, result in results.items() if result != results["scalar"]]
+
+
+def measure_speeds(threads: int) -> dict[str, float]:
+    """Return the GB/s that each operation of the chosen set reads and writes, in int8, on arrays that fit no cache."""
+    values, theta, momentum = _values(TIMED_VALUES), _values(TIMED_VALUES), np.zeros(TIMED_VALUES, np.float32)
+    payload = Payload(INT8, TIMED_VALUES)
+    floats, codes = 4 * TIMED_VALUES, INT8.payload_size(TIMED_VALUES)
+    operations: list[tuple[str, int, Callable[[], None]]] = [
+        ("quantize", floats + codes, lambda: quantize(values, payload, threads=threads)),
+        ("dequantize", floats + codes, lambda: dequantize(payload, values, threads)),
+        ("accumulate", 2 * floats + codes, lambda: accumulate(payload, 1.0, momentum, threads)),
+        ("outer step", 4 * floats + codes, lambda: outer_step(payload, theta, momentum, 0.0, 0.9, threads)),
+    ]
+    return {name: size / _fastest(operation) / 1e9 for name, size, operation in operations}
+
+
+def _fastest(operation: Callable[[], None]) -> float:
+    """Seconds of the fastest of the calls that fit into SECONDS_PER_OPERATION, at least one after a first."""
+    operation()
+    fastest, end = float("inf"), time.perf_counter() + SECONDS_PER_OPERATION
+    while fastest == float("inf") or time.perf_counter() < end:
+        start = time.perf_counter()
+        operation()
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
+
+
+def _results(name: str, values: FloatArray) -> list[bytes]:
+    choose_kernels(name)
+    results: list[bytes] = []
+    for format in FORMATS.values():
+        for rounding in (NEAREST, stochastic(7)) if format.is_stochastic else (NEAREST,):
+            payload, theta, momentum = Payload(format, values.size), values.copy(), values.copy()
+            quantize(values, payload, rounding)
+            accumulate(payload, 12345.0, momentum)
+            outer_step(payload, theta, momentum, 0.7, 0.9)
+            results += [bytes(payload), theta.tobytes(), momentum.tobytes()]
+    return results
+
+
+def _values(count: int) -> FloatArray:
+    return np.random.default_rng(0).standard_normal(count, np.float32)

@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from opendiloco import kernels
-from opendiloco.kernels.self_test import differing_sets, measure_speeds
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -16,7 +15,7 @@ def main(arguments: list[str] | None = None) -> None:
     threads = parser.parse_args(arguments).threads
     supported = ", ".join(kernels.supported_kernels())
     print(f"kernels: {kernels.chosen_kernels()} (this machine has: {supported})")
-    differing = differing_sets()
+    differing = kernels.differing_sets()
     if differing:
         sys.exit(
             f"error: the kernels {', '.join(differing)} don't give the reference's bits here. "
@@ -24,7 +23,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     print("all sets give the same bits in every format")
     print(f"int8, {threads} thread{'s' * (threads > 1)}:")
-    for operation, speed in measure_speeds(threads).items():
+    for operation, speed in kernels.measure_speeds(threads).items():
         print(f"  {operation:<12}{speed:7.1f} GB/s")
 
 

@@ -1,16 +1,13 @@
-"""The model of a run: built, laid out in flat vectors, evaluated, exported.
+"""The model of a run: built, laid out in flat vectors, exported.
 
-Build, evaluation, loss and parameters import torch; export, initial_weights, layout and utilisation need none.
+Build, loss and parameters import torch; export, layout and utilisation need none.
 
 Other rooms import:
 build: build_model, build_skeleton, initial_theta, sized_skeleton, with_sizes_named
-evaluation: EVALUATED_AT_ONCE, generate_sample, held_out_loss
 export: CurvePoint, Dtype, RunFacts, export_model
-initial_weights: check_initial_weights, digest_of_weights
 layout: Layout, Parameter
 loss: in_pieces_of, packing_known, positions_at_once, predicted_tokens, router_loss_weight, window_loss, with_forward
-parameters: Shards, is_all_trained, layout_of, local_part, shard_rows, staging_for, store_weights, trainable,
-    transformer_blocks
+parameters: STAGED_VALUES, Shards, is_all_trained, layout_of, local_part, shard_rows, trainable, transformer_blocks
 utilisation: Precision, flops_per_token, peak_tokens_per_second
 """
 

@@ -5,16 +5,23 @@ Every peer builds the initial weights itself, so these must be the same bits on 
 
 from __future__ import annotations
 
+import ctypes
 import difflib
+import gc
 import json
-from collections.abc import Iterator
+import os
+import resource
+import select
+import signal
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,13 +30,13 @@ from opendiloco.config.run_config import RunConfig, misfit
 from opendiloco.cores import usable_cores
 from opendiloco.data.hub import CONFIG, MODEL_FILES, check_weights, model_values, pretrained_folder
 from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
-from opendiloco.errors import first_line
+from opendiloco.errors import MachineError, first_line
 from opendiloco.model.loss import check_document_mask
-from opendiloco.model.parameters import layout_of, store_weights
-from opendiloco.model.rehearsal import rehearse
-from opendiloco.shared_memory import VALUE_BYTES, Vector, check_available
+from opendiloco.model.parameters import Shards, layout_of, trainable
+from opendiloco.shared_memory import VALUE_BYTES, Vector, available_memory, check_available
 from opendiloco.stages import at_stage
 from peers.errors import DilocoPeerError, ManifestError
+from peers.network.signals import signals_held_back
 from peers.values.wire import printable
 
 FOLDERS = (
@@ -54,11 +61,9 @@ class _Source:
         """Return that of a run. Of what lies on the hub, only the config is fetched. Raises: ManifestError."""
         path, values = config.model.path, config.model.config or {}
         if path is None:
-            source = cls(
-                values | tokenizer.special, None, "model.config: transformers refuses it", "Correct that value."
-            )
-            known = source._known_architecture()
-            _refuse_unknown_keys(known, values)
+            refusal = "model.config: transformers refuses it"
+            source = cls(values | tokenizer.special, None, refusal, "Correct that value.")
+            _refuse_unknown_keys(source._known_architecture(), values)
             twice = next((key for key in tokenizer.special if key in values), None)
             if twice is not None:
                 raise ManifestError(f"model.config.{twice} follows from the tokenizer.", "Remove it.")
@@ -80,16 +85,14 @@ class _Source:
         except Exception as error:
             raise ManifestError(f"{self.refusal}: {first_line(error)}", self.remedy) from error
 
-    def config(self) -> Any:
-        """Return the config as transformers has it."""
-        if self.folder is None:
-            return AutoConfig.for_model(**self.values)
-        return AutoConfig.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
-
     def build(self, drawing: TorchDispatchMode) -> Any:
         """Return the model with the weights that are drawn."""
         with self.explained(), drawing:
-            return AutoModelForCausalLM.from_config(self.config(), trust_remote_code=False)
+            if self.folder is None:
+                config = AutoConfig.for_model(**self.values)
+            else:
+                config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False, local_files_only=True)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
     def load(self, path: str) -> Any:
         """Return the model with the weights of the folder."""
@@ -195,7 +198,7 @@ def initial_theta(config: RunConfig) -> Vector:
     model = build_model(config, build_tokenizer(config.tokenizer))
     layout = layout_of(model, config.streaming)
     theta: Vector = np.zeros(layout.size, np.float32)
-    store_weights(model, layout, theta)
+    Shards(layout).store(trainable(model), theta)
     return theta
 
 
@@ -237,13 +240,108 @@ def with_sizes_named(config: RunConfig) -> RunConfig:
     return RunConfig.from_manifest_content(content | {"streaming": content["streaming"] | {"sizes": list(sizes)}})
 
 
+# Rehearsal ------------------------------------------------------------------------------------------------------------
+# A model's construction is tried out in a process that may take only so much memory and time. What a config costs
+# follows from nothing but building it: each architecture makes other things of its numbers.
+
+MOST_BYTES = 1 << 30
+"""For modules without values: of the largest models that are known they take a tenth of it."""
+MOST_SECONDS = 10
+"""Of the processor's time; whatever else runs on the machine makes no difference to it."""
+STILLNESS = 10.0
+"""Seconds without any of the processor's time after which a child hangs."""
+ATTEMPTS = 3
+"""A child hangs if another thread held a lock at the fork: nothing there lets go of it. The next one need not."""
+PARENT_DEATH_SIGNAL = 1
+NEARLY = 1 << 24
+"""Bytes below the limit at which whatever goes wrong does so for want of memory: libraries say it in many ways."""
+
+
+def rehearse(build: Callable[[], object], origin: str) -> None:
+    """Call a function in a process of its own, forked so that what is imported here is there, too.
+
+    Raises: ManifestError that begins with the field `origin` for one that fails, or takes more memory than this process
+    may or `MOST_BYTES`, or more time than `MOST_SECONDS`; MachineError when all `ATTEMPTS` hang.
+    """
+    limit = min(MOST_BYTES, available_memory())
+    answers = (_attempt(build, origin, limit) for _ in range(ATTEMPTS))
+    answer = next((answer for answer in answers if answer is not None), None)
+    if answer is None:
+        raise MachineError(
+            f"{origin}: the process that lays out this model hangs.",
+            "Build the model before this program starts threads that use torch.",
+        )
+    if not answer:
+        raise ManifestError(
+            f"{origin}: to lay out this model, without any values, takes more than {limit >> 20} MiB of memory or "
+            f"{MOST_SECONDS} s.",
+            "Lower its counts: of layers, experts or heads; where --max-memory leaves no more, raise that.",
+        )
+    error = json.loads(answer)
+    if error is not None:
+        raise ManifestError(*error)
+
+
+def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | None:
+    """Return what the child writes: nothing when it hit a limit. None if it hangs."""
+    reading, writing = os.pipe()
+    with signals_held_back():
+        child = os.fork()
+        if child == 0:
+            _build_and_end(build, origin, limit, writing)
+    os.close(writing)
+    answer, used = b"", -1.0
+    try:
+        while True:
+            if select.select([reading], [], [], STILLNESS)[0]:
+                part = os.read(reading, 65536)
+                if not part:
+                    return answer
+                answer += part
+                continue
+            times = psutil.Process(child).cpu_times()
+            before, used = used, times.user + times.system
+            if used == before:
+                return None
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)  # in case that it is not about to end, or that we are interrupted
+        os.waitpid(child, 0)
+
+
+def _build_and_end(build: Callable[[], object], origin: str, limit: int, writing: int) -> NoReturn:
+    """Never return: what is open here is the parent's."""
+    try:
+        gc.freeze()  # to look through what is the parent's would copy its memory
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        most = _bytes_of("VmSize") + limit
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
+        said = None
+        try:
+            build()
+        except Exception as error:
+            if isinstance(error, MemoryError) or _bytes_of("VmPeak") > most - NEARLY:
+                os._exit(1)
+            known = error if isinstance(error, DilocoPeerError) else None
+            said = [known.message, known.remedy] if known else [f"{origin}: {first_line(error)}", "Correct it."]
+        os.write(writing, json.dumps(said).encode())
+    finally:
+        os._exit(0)
+
+
+def _bytes_of(name: str) -> int:
+    """Return a figure of this process's memory."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
 # Initial weights ------------------------------------------------------------------------------------------------------
 # torch's `normal_` is not the same everywhere: its vectorised path, taken on CPUs with AVX2, rounds differently, as do
 # the logarithms and cosines of C libraries. Here a value is the sum of 12 uniform draws, less 6 (Irwin-Hall). The draws
 # are integers of 16 bits from Philox (Salmon et al., SC 2011), whose stream numpy keeps as it is. Their sums are exact,
 # and what follows are elementwise fp32 operations, in which IEEE 754 leaves nothing open. Philox counts: each block of
 # values has a counter of its own, so that it does not matter who draws it, or when.
-
 
 BLOCK = 1 << 20
 """Values that one thread draws at once."""
@@ -256,8 +354,7 @@ THREADS_AT_MOST = 16
 
 
 class _PortableNormal(TorchDispatchMode):
-    """Within it, `normal_` gives such values: those of a seed, and of how many calls there were before. Without a seed
-    it gives zeros."""
+    """Makes `normal_` give such values, by a seed and the number of calls before; without a seed, zeros."""
 
     def __init__(self, seed: int | None, total: int | None = None, threads: int | None = None) -> None:
         """Of `total` values to be drawn, if that is known, it tells how many have been. For `threads` see `_draw`."""

@@ -1,5 +1,4 @@
-"""The finished model as a folder that `AutoModelForCausalLM.from_pretrained` loads, with a card that says what it is,
-from which run, how good it became, and how to make it again."""
+"""The finished model as a folder that transformers loads, with a card: its run, its loss, and how to make it again."""
 
 from __future__ import annotations
 
@@ -13,12 +12,11 @@ from pydantic import BaseModel, ConfigDict
 
 from opendiloco.config.data import STANDARD_LIBRARY, SourceSection
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.hub import is_local_path
+from opendiloco.data.hub import CONFIG, is_local_path
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError
 from peers.values.wire import printable
 
-CONFIG_NAME = "config.json"
 Dtype = Literal["float32", "bfloat16"]
 """What an exported model's weights are stored as."""
 
@@ -37,19 +35,13 @@ def export_model(
             raise MachineError(f"{folder} is not empty.", remedy)
         with _rounded_to(dtype, model):
             model.save_pretrained(folder)
-        _open_to_readers(folder)
+        mode = S_IMODE((folder / CONFIG).stat().st_mode)  # safetensors lets only their owner read the weights
+        for path in folder.glob("*.safetensors"):
+            path.chmod(mode)
         tokenizer.pretrained().save_pretrained(folder)
         (folder / CARD).write_text(_model_card(config, facts, dtype), encoding="utf-8")
     except OSError as error:
         raise MachineError(f"{folder} cannot be written ({error.strerror or error}).", remedy) from error
-
-
-def _open_to_readers(folder: Path) -> None:
-    """Give the weights the mode of the other files, which follows the umask: safetensors lets only their owner read
-    them. Raises: OSError."""
-    mode = S_IMODE((folder / CONFIG_NAME).stat().st_mode)
-    for path in folder.glob("*.safetensors"):
-        path.chmod(mode)
 
 
 @contextmanager
@@ -71,8 +63,6 @@ def _rounded_to(dtype: Dtype, model: Any) -> Iterator[None]:
 
 
 # The model card -------------------------------------------------------------------------------------------------------
-
-
 CARD = "README.md"
 ROWS = 20
 """Of the curve, that the card shows as a table at most."""

@@ -29,7 +29,6 @@ from peers.errors import ManifestError
 # attends to another document than its own, positions begin anew with each, and the first token of a document is not
 # predicted from the one before. transformers' models see that a sequence is packed by positions that begin anew.
 
-
 IGNORED = -100
 """The target that torch's cross-entropy leaves out."""
 
@@ -101,8 +100,7 @@ def packing_known(is_packed: bool) -> Iterator[None]:
 
 @cache
 def _take_what_is_known() -> None:
-    """Have transformers ask `_known` first, for as long as the process lives. A version that does not look has nothing
-    to ask."""
+    """Have transformers ask `_known` first, if its version looks at all, for as long as the process lives."""
     masks, models = (importlib.import_module(f"transformers.{name}") for name in ("masking_utils", "modeling_utils"))
     find: Callable[[torch.Tensor], torch.Tensor | None] | None = getattr(masks, FINDS_DOCUMENTS, None)
     warn: Callable[..., None] | None = getattr(models.PreTrainedModel, WARNS_OF_PADDING, None)
@@ -163,7 +161,6 @@ def check_document_mask(model: Any) -> None:
 # A vocabulary is much wider than a model, and the logits of all positions are what would fill a device's memory. So the
 # model computes hidden states only. Of each piece of these the logits, the loss and, in training, the gradient are
 # computed at once, and nothing but the loss and the gradient is kept. It takes no more arithmetic than whole logits do.
-
 
 LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits of a piece. For each piece the gradient of the head's weight goes through memory once. Beside what else a GPU
@@ -306,8 +303,7 @@ def with_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 class _LossByPieces(torch.autograd.Function):
-    """The loss of hidden states, and its gradient by them and by the head's weight and bias, which the forward pass
-    computes; the backward pass only multiplies it."""
+    """The loss of hidden states. Its gradients come of the forward pass; the backward pass only multiplies them."""
 
     @staticmethod
     def forward(
@@ -320,7 +316,8 @@ class _LossByPieces(torch.autograd.Function):
         learns: bool,
     ) -> torch.Tensor:
         by_hidden, by_weight, by_bias = (learns and wanted for wanted in ctx.needs_input_grad[:3])
-        dtype = _computing_dtype(weight)
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         matrix, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
         gradient = _Gradient(
             torch.empty_like(hidden) if by_hidden else None,
@@ -374,23 +371,12 @@ class _Gradient(NamedTuple):
             self.by_bias.add_(slope.sum(0, dtype=torch.float32))
 
 
-def _computing_dtype(weight: torch.Tensor) -> torch.dtype:
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-
-
 def _loss_of_whole(logits: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor:
     """Return the loss of logits that are there. Of many, the softmax is computed some at a time, and again in the
     backward pass, since it takes them twice more in fp32."""
     rows = positions_at_once(logits.shape[-1], logits.device)
     if len(targets) <= rows:
         return loss(logits, targets)
-    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
-    return torch.stack([_again_in_the_backward_pass(loss, *piece) for piece in pieces]).sum()
-
-
-def _again_in_the_backward_pass(loss: Loss, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        return loss(logits, targets)
-    value: torch.Tensor = checkpoint(loss, logits, targets, use_reentrant=False, preserve_rng_state=False)
-    return value
+    if torch.is_grad_enabled():
+        loss = partial(checkpoint, loss, use_reentrant=False, preserve_rng_state=False)
+    return torch.stack([loss(*piece) for piece in zip(logits.split(rows), targets.split(rows), strict=True)]).sum()

@@ -104,8 +104,7 @@ def _assign_fragments(
 
 
 def _balanced(sizes: Sequence[int], fragments: int) -> list[int]:
-    """Deal tensors out by size: the largest first, in the model's order where sizes are equal, each to the smallest
-    fragment, the first of several."""
+    """Deal tensors out, the largest first, each to the smallest fragment; the model's order breaks ties."""
     filled, numbers = [0] * fragments, [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         numbers[place] = filled.index(min(filled))
@@ -125,7 +124,6 @@ def _numbered(numbers: Sequence[int]) -> tuple[int, ...]:
 # FSDP2 cuts tensors along their first dimension, in pieces as `torch.chunk` makes them. A worker's part of a
 # parameter is thus one consecutive slice of the flat vector, and each worker copies its own: nothing is gathered.
 # That holds for anything shaped like the parameters, an optimizer's moments for example.
-
 
 STAGED_VALUES = 2**24
 """Length of the pinned buffer between shared memory and a GPU."""
@@ -186,11 +184,6 @@ class Shards:
                 yield from zip(values.split(len(self.staging)), own.view(-1).split(len(self.staging)), strict=True)
 
 
-def store_weights(model: Any, layout: Layout, flat: Vector) -> None:
-    """Write a whole model's trained weights where its layout has them."""
-    Shards(layout).store(trainable(model), flat)
-
-
 def shard_rows(rows: int, rank: int, workers: int) -> slice:
     """Worker `rank`'s part of so many rows, as FSDP2 cuts them: the last workers may have fewer, or none."""
     share = math.ceil(rows / workers)
@@ -202,11 +195,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def staging_for(device: torch.device) -> torch.Tensor | None:
-    """The buffer that copies to and from this device need."""
-    return torch.empty(STAGED_VALUES, pin_memory=True) if device.type == "cuda" else None
-
-
 # Merging --------------------------------------------------------------------------------------------------------------
 # How what all peers learned comes back into weights that went on training: line 21 of Algorithm 2 (arXiv 2501.18512).
 #
@@ -214,7 +202,6 @@ def staging_for(device: torch.device) -> torch.Tensor | None:
 #
 # Two products and a sum, each rounded to fp32: numpy and torch give the same bits, on a CPU as on a GPU, since no
 # product is contracted with the sum.
-
 
 Values = TypeVar("Values", Vector, "torch.Tensor")
 

@@ -35,14 +35,6 @@ PEAKS: tuple[tuple[str, dict[Precision, float]], ...] = (
 )
 
 
-def _peak_flops(device_name: str, precision: Precision) -> float | None:
-    """FLOP/s that a device of this name (`torch.cuda.get_device_name`) can do at most; None if we do not know it."""
-    for pattern, peaks in PEAKS:
-        if re.fullmatch(rf"((NVIDIA|AMD) )?({pattern})", device_name):
-            return peaks[precision] * 1e12 if precision in peaks else None
-    return None
-
-
 def flops_per_token(settings: Any, parameters: int, sequence_length: int) -> float | None:
     """FLOPs of one token's forward and backward pass: 6·N + 12·layers·hidden·sequence_length (PaLM, appendix B).
 
@@ -61,6 +53,7 @@ def flops_per_token(settings: Any, parameters: int, sequence_length: int) -> flo
 def peak_tokens_per_second(
     device_name: str, devices: int, precision: Precision, token_flops: float | None
 ) -> float | None:
-    """What so many devices of a kind could train at most, if they did nothing else; None if we do not know."""
-    peak = _peak_flops(device_name, precision)
-    return None if peak is None or token_flops is None else devices * peak / token_flops
+    """Return what so many devices of this name, as torch has it, could train at most; None if it is not known."""
+    names = (peaks for pattern, peaks in PEAKS if re.fullmatch(rf"((NVIDIA|AMD) )?({pattern})", device_name))
+    peak = next(names, {}).get(precision)
+    return None if peak is None or token_flops is None else devices * peak * 1e12 / token_flops

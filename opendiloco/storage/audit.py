@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from opendiloco import kernels
+from opendiloco.config.model import check_initial_weights
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import NONE, OwnFiles
-from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.run import Run
 from opendiloco.storage.loading import Checkpoint, Checkpoints
 from opendiloco.storage.run_folder import RunFolder

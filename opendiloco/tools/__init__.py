@@ -5,7 +5,5 @@ demo: DemoResult, DemoScreen, run_demo
 doctor.examination: Examination
 doctor.findings: Finding, Verdict, as_json, conclusion, show, worst
 doctor.machine: check_quickly
-plan: report
-plan.forecast: forecast, least_bandwidth
-plan.setup: Links, plan_of
+plan: Links, TARGETS, forecast, least_bandwidth, plain, plan_of, show
 """

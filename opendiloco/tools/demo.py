@@ -5,7 +5,6 @@ What is shown comes from the DHT, as any onlooker could see it. The demo itself 
 """
 
 from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -15,34 +14,47 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.text import Text
-
+from contextlib import AsyncExitStack
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import field
 from opendiloco.config.data import STANDARD_LIBRARY
 from opendiloco.config.run_config import RunConfig
 from opendiloco.cores import usable_cores
 from opendiloco.data.own_files import local_sources
-from opendiloco.errors import DemoError, MachineError
+from opendiloco.errors import DemoError
+from opendiloco.errors import MachineError
 from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.settings.file import without_settings
-from opendiloco.view.run_view import Agreement, Row, is_finished, peers_table, plain_line, row_of
-from opendiloco.volunteer.local_workload import LocalWorkload, working
-from opendiloco.volunteer.states import export_state, fetch_state, make_folder, past_of
+from opendiloco.view.run_view import Agreement
+from opendiloco.view.run_view import Row
+from opendiloco.view.run_view import is_finished
+from opendiloco.view.run_view import peers_table
+from opendiloco.view.run_view import plain_line
+from opendiloco.view.run_view import row_of
+from opendiloco.volunteer.local_workload import LocalWorkload
+from opendiloco.volunteer.local_workload import working
+from opendiloco.volunteer.states import export_state
+from opendiloco.volunteer.states import fetch_state
+from opendiloco.volunteer.states import make_folder
+from opendiloco.volunteer.states import past_of
 from opendiloco.volunteer.volunteer import connected
+from pathlib import Path
 from peers.network.bootstrap import announce_manifest
 from peers.network.daemon import sweep_sockets
 from peers.network.transport import HivemindTransport
-from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.heartbeat import Heartbeat
+from peers.presence.heartbeat import PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
-from peers.values.system import cancel_and_wait, make_private_folder
+from peers.values.system import cancel_and_wait
+from peers.values.system import make_private_folder
+from rich.console import Console
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+from typing import Self
 
 LINES_SHOWN = 10
 LOG_SECONDS = 0.1  # between two looks for a line
@@ -58,7 +70,7 @@ SAMPLE_TOKENS = 160
 
 
 class _Child:
-    """One command, whose output goes to the file `log`. Made by `start`; `ask_to_stop` or `kill`, then `ended`."""
+    """One command, whose output goes to the file `log`. Made by `start`; `send` it a signal, then await `ended`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
@@ -104,13 +116,9 @@ class _Child:
     def last_words(self) -> str:
         return " | ".join(map(str.strip, self._said().splitlines()[-LINES_SHOWN:])) or "it said nothing"
 
-    def kill(self) -> None:
+    def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
-            self._process.kill()
-
-    def ask_to_stop(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)
+            self._process.send_signal(number)
 
     async def ended(self) -> None:
         """Wait until the process is gone; it is killed if it takes too long."""
@@ -118,7 +126,7 @@ class _Child:
             async with asyncio.timeout(STOP_SECONDS):
                 await self._process.wait()
         except TimeoutError:
-            self.kill()
+            self.send(signal.SIGKILL)
             await self._process.wait()
 
 
@@ -299,7 +307,11 @@ async def run_demo(peers: int, run_toml: Path | None, out: Path | None, screen: 
                 await swarm.add_volunteer()
             return await _train_and_export(swarm, transport)
     finally:
-        await _end_all(children)
+        for child in reversed(children):  # the bootstrap node last: it was the first
+            child.send(signal.SIGINT)
+        for child in children:
+            await child.ended()
+        sweep_sockets()  # of the volunteer that was killed
 
 
 async def _train_and_export(swarm: _Swarm, transport: HivemindTransport) -> DemoResult:
@@ -323,25 +335,18 @@ async def _train(swarm: _Swarm, transport: HivemindTransport) -> None:
     """Watch until the time is up or the run is over; half way, kill a volunteer and start another."""
     seconds = swarm.screen.seconds - WRAP_UP_SECONDS
     total = swarm.run.config.total_outer_steps
-    killed = False
     while swarm.screen.elapsed < seconds and not swarm.finished():
         await _look(swarm, transport)
         if not swarm.live():
             raise DemoError("no volunteer is alive any more.", f"See {swarm.folder / 'logs'}.")
         half_way = max(swarm.screen.elapsed / seconds, swarm.outer_step() / total) >= 0.5
-        if half_way and not killed and swarm.outer_step() > 0:
-            killed = True
-            await _replace_one(swarm)
-
-
-async def _replace_one(swarm: _Swarm) -> None:
-    """Kill one volunteer, as machines vanish without a word, and start another."""
-    victim = swarm.live()[-1]
-    victim.fate = "killed"
-    victim.child.kill()
-    swarm.screen.event(f"{victim.name} was killed (SIGKILL) at outer step {swarm.outer_step()}; the others go on")
-    swarm.newcomer = await swarm.add_volunteer()
-    swarm.screen.event(f"{swarm.newcomer.name} starts; it is to take over the run's state from a peer")
+        if half_way and swarm.newcomer is None and (outer_step := swarm.outer_step()) > 0:
+            victim = swarm.live()[-1]
+            victim.fate = "killed"
+            victim.child.send(signal.SIGKILL)  # as machines vanish without a word
+            swarm.screen.event(f"{victim.name} was killed (SIGKILL) at outer step {outer_step}; the others go on")
+            swarm.newcomer = await swarm.add_volunteer()
+            swarm.screen.event(f"{swarm.newcomer.name} starts; it is to take over the run's state from a peer")
 
 
 async def _look(swarm: _Swarm, transport: HivemindTransport) -> None:
@@ -356,7 +361,7 @@ async def _finish(swarm: _Swarm, transport: HivemindTransport, workload: LocalWo
     swarm.screen.event(f"{reason}: fetched the state after outer step {past.outer_steps}")
     leaving = swarm.live()
     for volunteer in leaving:
-        volunteer.child.ask_to_stop()
+        volunteer.child.send(signal.SIGINT)
     facts = await export_state(swarm.run, past, workload, swarm.folder / "model")
     prompt = "def " if swarm.run.config.data.all_sources[0].source == STANDARD_LIBRARY else ""
     sample = prompt + await workload.trainer.generate(prompt, SAMPLE_TOKENS)
@@ -384,15 +389,6 @@ def _judge(swarm: _Swarm, facts: RunFacts, before: float) -> tuple[str, ...]:
     if lacking:
         problems.append(f"the demo was too short: {lacking}. Give it more time: --minutes, or make demo MINUTES=…")
     return tuple(problems)
-
-
-async def _end_all(children: list[_Child]) -> None:
-    """End all, the bootstrap node last: it was the first."""
-    for child in reversed(children):
-        child.ask_to_stop()
-    for child in children:
-        await child.ended()
-    sweep_sockets()  # of the one that was killed
 
 
 def _prepare_folder(out: Path | None) -> Path:

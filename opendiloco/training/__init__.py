@@ -1,10 +1,11 @@
 """DiLoCo: the inner loop of a worker, the outer step of a peer, and both in one process (`reference`).
 
-inner, optimizers, reference, team and trials import torch; codec, moments_file, outer and streaming, which the peer
-process uses, do not.
+evaluation, inner, optimizers, reference, team and trials import torch; codec, moments_file, outer and streaming, which
+the peer process uses, do not.
 
 Other rooms import:
 codec: BlockCodec, RunRounding
+evaluation: EVALUATED_AT_ONCE, generate_sample, held_out_loss
 inner: InnerStep, InnerSteps, ModelReplica
 moments_file: VALUE_BYTES, digest_place, header_of, read_header
 optimizers: FUSED_ON, check_inner_optimizer

@@ -27,7 +27,7 @@ from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.data.sample_order import Batches, SampleOrder, numbers_of
 from opendiloco.errors import WorkerError
 from opendiloco.model.loss import packing_known, predicted_tokens, router_loss_weight, window_loss
-from opendiloco.model.parameters import Shards, layout_of, local_part, staging_for, trainable
+from opendiloco.model.parameters import STAGED_VALUES, Shards, layout_of, local_part, trainable
 from opendiloco.shared_memory import Vector
 from opendiloco.training.optimizers import build_inner_optimizer, read_state, write_state
 from opendiloco.training.outer import learning_rate_factor
@@ -100,10 +100,8 @@ class InnerSteps:
         self._samples_done = 0
 
     def __iter__(self) -> Iterator[InnerStep]:
-        """Yield each inner step that changed the weights. Raises: see `every`."""
-        for taken in self.every():
-            if taken.is_finite:
-                yield taken
+        """Return the inner steps that change the weights, as they are taken. Raises: see `every`."""
+        return (taken for taken in self.every() if taken.is_finite)
 
     def every(self) -> Iterator[InnerStep]:
         """Yield each inner step, also those that changed nothing.
@@ -119,7 +117,11 @@ class InnerSteps:
             taken = InnerStep(len(self._taken) + 1, loss, norm, self._samples_done)
             self._taken.append(taken)
             if not taken.is_finite and 2 * self._skipped > self.planned:
-                raise _divergence(step, taken, self._skipped)
+                raise WorkerError(
+                    f"inner step {step}: the loss is {loss}, its gradient's norm {norm}; {self._skipped} inner steps, "
+                    "more than half of this training, were skipped for that.",
+                    "Training diverged: lower inner_optimizer.learning_rate or gradient_clip in a new run.",
+                )
             yield taken
             if is_last:
                 break
@@ -149,14 +151,6 @@ class InnerSteps:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _divergence(step: int, taken: InnerStep, skipped: int) -> WorkerError:
-    return WorkerError(
-        f"inner step {step}: the loss is {taken.loss}, its gradient's norm {taken.gradient_norm}; "
-        f"{skipped} inner steps, more than half of this training, were skipped for that.",
-        "Training diverged: lower inner_optimizer.learning_rate or gradient_clip in a new run.",
-    )
 
 
 # The replica ----------------------------------------------------------------------------------------------------------
@@ -192,7 +186,8 @@ class ModelReplica:
         self._samples = samples
         self._team = team or Team(torch.device("cpu"))
         self.reduces_once = reduces_once and isinstance(model, FSDPModule)
-        self._shards = Shards(self.layout, self._team.shard, self._team.shards, staging_for(self._team.device))
+        staging = torch.empty(STAGED_VALUES, pin_memory=True) if self._team.device.type == "cuda" else None
+        self._shards = Shards(self.layout, self._team.shard, self._team.shards, staging)
         self._optimizer = build_inner_optimizer(self.model, config.inner_optimizer)
         self._router_loss = router_loss_weight(model)
         self._warmed_up: int | None = None  # inner steps of `rewarmup_steps`

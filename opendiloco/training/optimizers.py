@@ -26,7 +26,7 @@ from opendiloco.config.optimizers import (
     TorchSection,
 )
 from opendiloco.errors import MachineError, first_line
-from opendiloco.model.layout import Layout, Parameter
+from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import Shards
 from opendiloco.shared_memory import Vector
 from opendiloco.training.moments_file import FORMAT, UNSEALED, VALUE_BYTES, header_of, read_header
@@ -134,9 +134,7 @@ def _from_torch(parameters: Sequence[torch.nn.Parameter], section: TorchSection)
     options: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in section.options.items()
     }
-    groups: Groups = [{"params": list(parameters)}]
-    if "weight_decay" in options:
-        groups = _groups(parameters, options["weight_decay"])
+    groups = _groups(parameters, options["weight_decay"]) if "weight_decay" in options else list(parameters)
     try:
         return kind(groups, lr=section.learning_rate, **options)
     except (TypeError, ValueError) as error:
@@ -242,14 +240,12 @@ def read_state(
     for key, wanted in (metadata | {"format": FORMAT, "torch": _torch_version()}).items():
         if said.get(key) != wanted:
             raise SnapshotError(f"its {key} is {said.get(key)!r}, not {wanted!r}")
-    for tensor in layout:
-        name, _, _ = tensor.name.rpartition("/")
-        if name not in parameters or len(tensor.shape) > parameters[name].ndim:
-            raise SnapshotError(f"it has {tensor.name!r} of shape {tensor.shape}, which no parameter here can have")
     state: dict[str, dict[str, torch.Tensor]] = {}
     tensors = {}
     for tensor in layout:
         name, _, key = tensor.name.rpartition("/")
+        if name not in parameters or len(tensor.shape) > parameters[name].ndim:
+            raise SnapshotError(f"it has {tensor.name!r} of shape {tensor.shape}, which no parameter here can have")
         like = parameters[name]
         made = torch.empty_like(like) if tensor.shape == tuple(like.shape) else torch.empty(tensor.shape)
         state.setdefault(name, {})[key] = tensors[tensor.name] = made
@@ -281,14 +277,14 @@ def _tensors(
 def _ways(layout: Layout, parameters: Mapping[str, torch.Tensor], own: Shards, reads: bool) -> Iterator[Shards]:
     """Yield the ways of tensors to or from the file: of those that are cut as parameters are, and of the others, which
     are the same on all workers, so that the first alone writes them."""
-    cut = {tensor.name for tensor in layout if _is_cut(tensor, parameters[tensor.name.rpartition("/")[0]])}
+    cut = set()
+    for tensor in layout:
+        parameter = parameters[tensor.name.rpartition("/")[0]]
+        if isinstance(parameter, DTensor) and tensor.shape == tuple(parameter.shape):
+            cut.add(tensor.name)
     yield own.of(layout.part(cut))
     if reads or own.rank == 0:
         yield Shards(layout.part({tensor.name for tensor in layout} - cut), staging=own.staging)
-
-
-def _is_cut(tensor: Parameter, parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and tensor.shape == tuple(parameter.shape)
 
 
 def _mapped(path: Path, start: int, layout: Layout, mode: Any) -> Vector:

@@ -58,10 +58,6 @@ def learning_rate_factor(schedule: OuterScheduleSection, done: int) -> float:
     return 1.0 - _SHAPES[schedule.shape](fraction) * (1.0 - schedule.final_fraction)
 
 
-def _linear(fraction: float) -> float:
-    return fraction
-
-
 def _half_cosine(fraction: float) -> float:
     """(1 - cos(pi * fraction)) / 2, by the cosine's series, whose last term here is below the last bit."""
     if fraction >= 1.0:
@@ -72,7 +68,7 @@ def _half_cosine(fraction: float) -> float:
     return (1.0 - cosine) / 2.0
 
 
-_SHAPES: dict[str, Callable[[float], float]] = {"linear": _linear, "cosine": _half_cosine, "sqrt": math.sqrt}
+_SHAPES: dict[str, Callable[[float], float]] = {"linear": float, "cosine": _half_cosine, "sqrt": math.sqrt}
 
 
 # State ----------------------------------------------------------------------------------------------------------------
@@ -106,14 +102,12 @@ class OuterState:
             kernels.accumulate(payload, 1 / coefficient, momentum)
 
     def learning_rate(self, index: int, amendment: Amendment | None = None) -> float:
-        """Return the learning rate of outer step `index`, with this amendment in force. Bit-identical on every
-        machine."""
+        """Return the learning rate of outer step `index`, with this amendment in force: the same bits everywhere."""
         peak, schedule = (amendment or self._optimizer).learning_rate, self._optimizer.schedule
         return peak if schedule is None else peak * learning_rate_factor(schedule, index + 1)
 
     def coefficient(self, amendment: Amendment | None = None) -> float:
-        """Return mu, with this amendment in force. A delayed one stays as it is: what was averaged in a period is
-        scaled by it."""
+        """Return mu, with this amendment in force. A delayed one stays: it scales what a period has averaged."""
         return (self._optimizer if self._optimizer.momentum_every > 1 else amendment or self._optimizer).momentum
 
     def replace(self, theta: Vector, momentum: Vector) -> None:
@@ -122,8 +116,7 @@ class OuterState:
         self.momentum[:] = momentum
 
     def copy_to(self, out: memoryview) -> None:
-        """Write momentum's bytes, then theta's. By numpy, which lets other threads run meanwhile: bytes copied by
-        Python itself would keep the event loop waiting."""
+        """Write momentum's bytes, then theta's, by numpy: Python's own copying would keep the event loop waiting."""
         momentum, theta = np.frombuffer(out, np.float32).reshape(2, -1)
         momentum[:], theta[:] = self.momentum, self.theta
 
@@ -233,8 +226,7 @@ class OuterStatistics:
 
 @dataclass(frozen=True)
 class OuterStepTaken:
-    """An outer step's statistics; `pause_seconds` from the end of training to the new theta, NaN where this machine
-    trained on meanwhile."""
+    """An outer step. `pause_seconds`: from the end of training to the new theta; NaN where training went on."""
 
     index: int
     learning_rate: float

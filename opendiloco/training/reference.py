@@ -6,10 +6,7 @@ It is what a swarm must agree with, bit for bit, when given the same leases.
 A cycle, or outer step, is H inner steps of each replica, in which each fragment is synchronised once. Where the paper
 leaves something open:
 
-- Fragments are spread evenly: of a replica that takes n inner steps in a cycle, fragment p = 0 … P - 1 is due after
-  ceil((p + 1) n / P) of them, the last one after all, and is synchronised the run's τ inner steps before, so that what
-  comes of it is merged within the cycle. In the cycle that it begins with theta, and in the run's last one, it is
-  synchronised when it is due.
+- Fragments are spread evenly over a cycle: `Cycles` says after which inner step each is synchronised and merged.
 - The theta that a pseudo-gradient is taken from is the one after the fragment's last outer step (line 15).
 - Averages are weighted by the tokens of the cycle's leases; in an asynchronous run old ones count less (`aged`).
 - A replica that took no part in the cycle before begins with theta, and nothing is left to be merged into it.
@@ -32,10 +29,10 @@ from opendiloco.config.run_config import RunConfig, StreamingSection
 from opendiloco.data.tokenizer import Tokenizer, build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
 from opendiloco.training.codec import Residual, RunRounding
+from opendiloco.training.evaluation import EVALUATED_AT_ONCE, held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.outer import OuterState
 from opendiloco.training.streaming import Cycles
@@ -82,8 +79,7 @@ class Member:
         self._streams = len(replica.layout.fragments) > 1 or not streaming.is_plain
 
     def take_part(self, work: Work, theta: Vector, tokens: int, index: int, overlap: int, outer_steps: int) -> None:
-        """Begin with a lease, or go on with it. A replica that took no part in the cycle before begins with `theta`,
-        after which the run had `tokens`."""
+        """Begin with a lease, or go on with it; without the cycle before, from `theta`, after `tokens` of the run."""
         self.work, began_at = work, index - work.age
         if began_at == self.began_at:
             return
@@ -96,8 +92,7 @@ class Member:
         if not goes_on:
             self.base[:] = theta
         begin_with = None if goes_on else theta
-        self._inner_steps = self.replica.inner_steps(begin_with, began_at, work.samples, work.steps, tokens)
-        steps = self._inner_steps
+        steps = self._inner_steps = self.replica.inner_steps(begin_with, began_at, work.samples, work.steps, tokens)
         self.cycles.begin(steps.planned, steps.every(), overlap, goes_on, is_last=began_at + 1 == outer_steps)
 
     def bring(self, fragment: int) -> None:
@@ -165,8 +160,8 @@ class StreamingDiLoCo:
         streaming, outer_steps, members = self.config.streaming, self.config.total_outer_steps, []
         for work in roster:
             if work.replica not in self.members:
-                feedback = self.config.codec.error_feedback
-                self.members[work.replica] = Member(self._new_replica(), streaming, feedback)
+                member = Member(self._new_replica(), streaming, self.config.codec.error_feedback)
+                self.members[work.replica] = member
             members.append(self.members[work.replica])
             overlap = streaming.overlap if work.overlap is None else work.overlap
             members[-1].take_part(work, *self._beginnings[-1 - work.age], self.index, overlap, outer_steps)
@@ -205,8 +200,7 @@ class StreamingDiLoCo:
 
     def run(self, outer_steps: Sequence[Sequence[Work]]) -> Iterator[bytes]:
         """Yield the state digest after each outer step."""
-        for roster in outer_steps:
-            yield self.outer_step(roster)
+        yield from map(self.outer_step, outer_steps)
 
 
 class Reference(StreamingDiLoCo):

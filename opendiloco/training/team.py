@@ -106,13 +106,7 @@ class Team:
     cuts it into as many `shards` as it has workers. This one has number `shard`.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        rank: int = 0,
-        size: int = 1,
-        mesh: DeviceMesh | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, rank: int = 0, size: int = 1, mesh: DeviceMesh | None = None) -> None:
         self.device = device
         self.rank = rank
         self.size = size
@@ -122,13 +116,7 @@ class Team:
 
     @classmethod
     def meet(
-        cls,
-        device: torch.device,
-        rank: int,
-        size: int,
-        port: int = 0,
-        listener: int | None = None,
-        replicas: int = 1,
+        cls, device: torch.device, rank: int, size: int, port: int = 0, listener: int | None = None, replicas: int = 1
     ) -> Team:
         """Return the team once all have come to the store that the first worker serves on `listener`, a socket bound to
         `port`. The listener is taken over.
@@ -150,12 +138,7 @@ class Team:
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
         store = TCPStore(
-            LOOPBACK,
-            port,
-            size,
-            is_master=listener is not None,
-            timeout=PATIENCE,
-            master_listen_fd=listener,
+            LOOPBACK, port, size, is_master=listener is not None, timeout=PATIENCE, master_listen_fd=listener
         )
         dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=size, device_id=device_id)
         shape, names = ((size,), ("shards",)) if replicas == 1 else ((replicas, size // replicas), HYBRID)
@@ -185,8 +168,7 @@ class Team:
 
     def smallest(self, value: int) -> int:
         """Return the smallest of all workers' values."""
-        [column] = self._gather([value])
-        return int(min(column))
+        return int(min(self._gather([value])[0]))
 
     def take_from_first(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor with worker 0's."""

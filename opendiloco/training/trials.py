@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -78,8 +78,7 @@ class _Trial:
         return computed
 
     def _attending(self, model: Any) -> Callable[..., Any]:
-        """Return the model's forward pass by the other implementation; by its own where the first block is not reached
-        so, as when the mask cannot be made."""
+        """Return the model's forward pass by the other implementation; by its own if that fails before any block."""
         forward = model.forward
 
         def computed(*arguments: Any, **options: Any) -> Any:
@@ -110,8 +109,7 @@ def _trained(block: Any, forward: Callable[..., Any], arguments: tuple[Any, ...]
 
 
 def _without_block_mask(value: Any) -> Any:
-    """Return an argument, or None in the place of a mask that flex attention alone knows. Uncompiled, that would take
-    memory for all pairs of tokens."""
+    """Return an argument; None for flex attention's mask, which uncompiled takes memory for all pairs of tokens."""
     return None if isinstance(value, BlockMask) else value
 
 
@@ -130,8 +128,7 @@ def attending_by(model: Any, attention: str | None) -> Iterator[None]:
 
 
 def _trial_windows(replica: ModelReplica, device: torch.device) -> list[torch.Tensor]:
-    """Return as many windows as go through the model at once in training, at first and at last: blocks are compiled for
-    their number. All workers have as many of these batches."""
+    """Return batches of the replica's `tried_sizes`, for which blocks are compiled; as many on all workers."""
     ids = torch.arange(replica.window_length, device=device).remainder(replica.model.config.vocab_size)
     return [ids.repeat(windows, 1) for windows in replica.tried_sizes]
 
@@ -211,20 +208,11 @@ themselves, too, and malloc keeps much that was freed: on the CPU we measured 1.
 times with activation checkpointing."""
 
 
-class _WindowMemory(NamedTuple):
-    """Bytes that windows take beside the weights and their gradients: `each` of them, and what is `fixed`.
-
-    The latter is the same for any number of them: the weights once more in bf16, or what FSDP2 gathers, for example.
-    """
-
-    fixed: int
-    each: int
-
-    @classmethod
-    def of(cls, one: int, two: int) -> _WindowMemory:
-        """Return it from what one and two windows take."""
-        each = min(max(1, two - one), one)
-        return cls(one - each, each)
+def fixed_and_each(one: int, two: int) -> tuple[int, int]:
+    """Return the bytes that any number of windows takes, and those of each, from what one and two take. Fixed are the
+    weights once more in bf16, or what FSDP2 gathers, for example."""
+    each = min(max(1, two - one), one)
+    return one - each, each
 
 
 def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: bool = True) -> int:
@@ -238,25 +226,20 @@ def fitting_micro_batch(replica: ModelReplica, piece: int, team: Team, trains: b
         room -= VALUE_BYTES * replica.layout.size * replica.reduces_once  # whole gradients, until they are summed
         if not team.smallest(room > 2 * one):
             return 1  # two are not even to be tried
-        memory = _WindowMemory.of(one, taken(2))
-        room = int(SHARE[team.device.type] * (room - memory.fixed))
-        fitting = team.smallest(min(room // memory.each, piece))
+        fixed, each = fixed_and_each(one, taken(2))
+        room = int(SHARE[team.device.type] * (room - fixed))
+        fitting = team.smallest(min(room // each, piece))
         length = replica.window_length - 1
         at_once = positions_at_once(replica.model.config.vocab_size, team.device) // length
         if 1 < at_once < fitting:
-            beyond = _fitting_by_pieces(taken, room, memory, at_once, length)
-            fitting = team.smallest(min(at_once + beyond, piece))
+            # Those beyond have no logits of their own, but the head's gradient is added up beside those of the rest.
+            with in_pieces_of(length):
+                two, three = taken(2), taken(3)
+            beyond = min(max(1, three - two), each)
+            added_up = max(0, two - fixed - each - beyond)
+            further = max(0, room - added_up - at_once * each) // beyond
+            fitting = team.smallest(min(at_once + further, piece))
     return max(1, fitting)
-
-
-def _fitting_by_pieces(taken: Callable[[int], int], room: int, memory: _WindowMemory, at_once: int, length: int) -> int:
-    """Return how many windows fit beside those whose logits are computed `at_once`: they have no logits of their own,
-    but the gradient of the head's weight is added up beside those of the rest."""
-    with in_pieces_of(length):
-        two, three = taken(2), taken(3)
-    each = min(max(1, three - two), memory.each)
-    added_up = max(0, two - memory.fixed - memory.each - each)
-    return max(0, room - added_up - at_once * memory.each) // each
 
 
 def _taken_later(replica: ModelReplica, team: Team, trains: bool) -> int:

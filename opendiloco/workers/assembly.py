@@ -11,7 +11,7 @@ from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.host_memory import HostMemory, WorkerMemory
 from opendiloco.model.build import build_model, build_skeleton
-from opendiloco.model.parameters import is_all_trained, layout_of, store_weights
+from opendiloco.model.parameters import Shards, is_all_trained, layout_of, trainable
 from opendiloco.shared_memory import SharedVectors, check_available, reserve
 from opendiloco.stages import at_stage
 from opendiloco.training.team import Team, compiling_lacks, fill_untrained, has_bf16, has_other_tensors, shard_model
@@ -56,7 +56,7 @@ def assemble_model(
     if team.rank == 0 or each_builds:
         whole = build_model(config, tokenizer, memory.weights, draws, options.threads)
     if memory_descriptor is not None and team.rank == 0:
-        store_weights(whole, layout, SharedVectors(memory_descriptor, layout.size).theta)
+        Shards(layout).store(trainable(whole), SharedVectors(memory_descriptor, layout.size).theta)
     model: Any = whole if team.mesh is None or each_builds else skeleton
     asked = options.activation_checkpointing
     if config.training.activation_checkpointing if asked is None else asked:

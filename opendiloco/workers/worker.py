@@ -325,17 +325,16 @@ class Worker:
 
     def _evaluate(self, command: Evaluate) -> Evaluated:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""
-        from opendiloco.model.evaluation import held_out_loss
+        from opendiloco.training.evaluation import held_out_loss
 
         windows, at_once = command.windows, self.description.micro_batch
-        sharers = None if self._team.mesh is None else self._team
         with self._replica.showing(self._vectors.theta) as model:
             precision = self._replica.precision
-            loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, sharers)
+            loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, self._team)
         return Evaluated(loss=loss, tokens=tokens)
 
     def _generate(self, command: Generate) -> Generated:
-        from opendiloco.model.evaluation import generate_sample
+        from opendiloco.training.evaluation import generate_sample
 
         sampling = command.tokens, command.seed, command.temperature
         with self._whole_model() as model:

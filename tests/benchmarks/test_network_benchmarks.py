@@ -17,7 +17,7 @@ from benchmarks.namespaces import LinkRates
 from benchmarks.plots import Panel, svg
 from benchmarks.shaped_links import Possible, bars_of, least_seconds
 from benchmarks.wire import Course, Wire
-from opendiloco.tools.plan.forecast import Peer
+from opendiloco.tools.plan import Peer
 from tests.child_processes import child_processes
 from tests.swarm.networks import NetworkError, network
 

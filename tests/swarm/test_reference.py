@@ -7,6 +7,7 @@ that no entry has: what AdamW remembers of that would be in all that follows.
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -84,13 +85,13 @@ async def train_as_a_swarm(folder: Path, streaming: str) -> list[Journal]:
         for volunteer in volunteers:
             await volunteer.line(f"outer step {OUTER_STEPS} applied", DEADLINE)
         for volunteer in volunteers:
-            volunteer.ask_to_stop()
+            volunteer.send(signal.SIGINT)
         for volunteer in volunteers:
             await volunteer.ended()
             assert volunteer.exit_code == 0, volunteer.last_words()
     finally:
         for child in children:
-            child.ask_to_stop()
+            child.send(signal.SIGINT)
         for child in children:
             await child.ended()
     return journals

@@ -15,12 +15,7 @@ from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.storage.run_folder import RunFolder, default_state_folder
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, failed, failed_with, passed, skipped, warned
-from opendiloco.tools.doctor.machine import (
-    check_disk,
-    check_kernels,
-    check_memory,
-    machine_findings,
-)
+from opendiloco.tools.doctor.machine import check_disk, check_kernels, check_memory, machine_findings
 from opendiloco.tools.doctor.network import (
     Bandwidth,
     Node,
@@ -38,9 +33,7 @@ from opendiloco.tools.doctor.network import (
     with_clock,
 )
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
-from opendiloco.tools.plan.forecast import SECONDS_A_DAY, Plan, forecast
-from opendiloco.tools.plan.report import duration
-from opendiloco.tools.plan.setup import PEERS_LIMIT, Links, PeerSection
+from opendiloco.tools.plan import PEERS_LIMIT, SECONDS_A_DAY, Links, PeerSection, Plan, duration, forecast, plan_of
 from opendiloco.volunteer.admission import enter, read_ticket
 from opendiloco.volunteer.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices
@@ -98,8 +91,8 @@ def _check_speed(speed: _Speed | None, why_not: str = "") -> Finding:
     how = f"measured over {speed.steps} inner steps"
     if not speed.steps:
         how = "estimated from the GPU's peak" + (f"; {why_not}" if why_not else "")
-    values = {"tokens_per_second": speed.tokens_per_second, "is_measured": bool(speed.steps)}
-    return passed("speed", f"{speed.tokens_per_second:,.0f} tokens/s, {how}", **values)
+    found, rate = f"{speed.tokens_per_second:,.0f} tokens/s, {how}", speed.tokens_per_second
+    return passed("speed", found, tokens_per_second=rate, is_measured=bool(speed.steps))
 
 
 def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
@@ -128,12 +121,12 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
         "joining_seconds": own.joining,
         "peers": peers,
     }
+    wrong = failed if is_measured else warned
     if own.joining is None:
-        found, remedy = f"{found}; it would never catch up with the others", "Use a faster link."
-        return (failed if is_measured else warned)("round", found, remedy, **values)
+        return wrong("round", f"{found}; it would never catch up with the others", "Use a faster link.", **values)
     if not own.cycles:
-        found, remedy = f"{found}; it is too slow: its work would never count", "Use a faster machine, or more GPUs."
-        return (failed if is_measured else warned)("round", found, remedy, **values)
+        found = f"{found}; it is too slow: its work would never count"
+        return wrong("round", found, "Use a faster machine, or more GPUs.", **values)
     if own.cycles > 1:
         found = f"{found}; its work counts in one of {own.cycles} outer steps"
         return warned("round", found, "A faster machine would count in each.", **values)
@@ -142,8 +135,7 @@ def _check_round(plan: Plan, is_supposed: bool, is_measured: bool) -> Finding:
 
 # What they are made of, for which torch is needed ---------------------------------------------------------------------
 def _size(config: RunConfig, gpus: int) -> tuple[Any, Needs]:
-    """Return the skeleton of a run's model, and what the run takes of a machine with so many GPUs; 0: it trains on the
-    CPU. Takes seconds, mostly imports. Raises: DilocoPeerError when the model cannot be built here."""
+    """Return a run's model as a skeleton, and its needs with so many GPUs (0: on the CPU). Raises: DilocoPeerError."""
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_of
 
@@ -208,11 +200,7 @@ def _plan_among(
     0 stands for one that has not said how fast it is, and trains as fast as we do. Their links are taken to be like
     ours. Where nobody is there, one peer like ourselves is supposed.
     """
-    from opendiloco.tools.plan.setup import plan_of
-
-    speeds = [speed.tokens_per_second, *(other or speed.tokens_per_second for other in others)]
-    if not others:
-        speeds.append(speed.tokens_per_second)
+    speeds = [speed.tokens_per_second, *(other or speed.tokens_per_second for other in others or [0.0])]
     up, down = (min(max(rate / 1e6, MEGABITS[0]), MEGABITS[1]) for rate in (bandwidth.up, bandwidth.down))
     sections = [
         PeerSection(up_mbit=up, down_mbit=down, latency_ms=min(1e3 * latency, 60_000.0), tokens_per_second=each)
@@ -276,11 +264,10 @@ class Examination:
 
     def _skip_until(self, end: str | None, why: str) -> None:
         """Tell that what comes before the check of this name, and was not made, is not made any more."""
-        names = list(CHECKS)
-        for name in names[: names.index(end) if end else None]:
-            if self._run_id is None and name in OF_RUNS:
-                continue
-            if not self._is_told(name):
+        for name in CHECKS:
+            if name == end:
+                break
+            if not self._is_told(name) and not (self._run_id is None and name in OF_RUNS):
                 self._tell(skipped(name, why))
 
     def _is_told(self, name: str) -> bool:
@@ -320,7 +307,6 @@ class Examination:
         self._at("asking how this machine is seen")
         self._tell(await check_reach(transport, self._nodes))
         ways: dict[str, Reach] = {}
-        sought = 0
         if self._run_id is not None:
             self._at("looking for the run")
             self._run = await self._find(transport, self._run_id)
@@ -339,7 +325,13 @@ class Examination:
         except DilocoPeerError as error:
             self._tell(failed_with("run", error))
             return None
-        admission = await self._check_admission(transport, run)
+        folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
+        try:  # as `join` would, with the ticket that is given or one that was kept
+            entered = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
+            found = "the run is open to everybody" if entered is None else "its ticket is good"
+            admission = passed("admission", found)
+        except DilocoPeerError as error:
+            admission = failed_with("admission", error)
         away = (PeerState.LEAVING, PeerState.ARCHIVING)
         beats = [beat for beat in await transport.heartbeats(run_id) if beat.state not in away]
         self._others = [beat for beat in beats if beat.peer != self._key.peer_id]
@@ -354,15 +346,6 @@ class Examination:
             sources = ", ".join(source.source for source in opened.config.data.all_sources)
             self._tell(passed("data", f"it reads {sources}"))
         return opened
-
-    async def _check_admission(self, transport: HivemindTransport, run: Run) -> Finding:
-        """Come into the run as `join` would, with the ticket that is given or one that was kept."""
-        folder = None if self._ticket else RunFolder.at(run.run_id, self._key.peer_id, self._settings.state)
-        try:
-            admission = await enter(transport, run, self._key, self._addresses, folder, self._ticket)
-        except DilocoPeerError as error:
-            return failed_with("admission", error)
-        return passed("admission", "the run is open to everybody" if admission is None else "its ticket is good")
 
     # What a run would take, and give ----------------------------------------------------------------------------------
     async def _examine_training(self, torch: Torch | None) -> None:
@@ -400,8 +383,7 @@ class Examination:
         why = ""
         if self._tries and self._has_volunteer:
             why = "a volunteer runs on this machine, and a trial would take memory and time from it"
-        failing = [finding.name for finding in self._findings if finding.verdict is Verdict.FAIL]
-        lacking = [name for name in failing if name in NEEDED_TO_TRAIN]
+        lacking = [one.name for one in self._findings if one.verdict is Verdict.FAIL and one.name in NEEDED_TO_TRAIN]
         speed: _Speed | None = None
         if self._tries and not lacking and not self._has_volunteer:
             self._at("training a little, as `join` would")

@@ -106,7 +106,9 @@ def show(console: Console, finding: Finding) -> None:
     """Print a finding: in columns on a terminal, else as one line, and its remedy as another one."""
     finding = replace(finding, found=fit_for_terminal(finding.found), remedy=fit_for_terminal(finding.remedy))
     if not console.is_terminal:
-        console.out(_plain_line(finding), highlight=False)
+        line = f"{finding.verdict:<{VERDICT_WIDTH}} {finding.name:<{NAME_WIDTH}} {finding.found}"
+        remedy = f"\n{'':<{VERDICT_WIDTH + NAME_WIDTH + 2}}-> {finding.remedy}" if finding.remedy else ""
+        console.out(line + remedy, highlight=False)
         return
     from rich.markup import escape  # `join` needs findings, and need not wait for rich
     from rich.table import Table
@@ -119,12 +121,6 @@ def show(console: Console, finding: Finding) -> None:
     if finding.remedy:
         table.add_row("", "", f"→ {escape(finding.remedy)}")
     console.print(table, highlight=False)
-
-
-def _plain_line(finding: Finding) -> str:
-    """Return a finding without colours."""
-    line = f"{finding.verdict:<{VERDICT_WIDTH}} {finding.name:<{NAME_WIDTH}} {finding.found}"
-    return f"{line}\n{'':<{VERDICT_WIDTH + NAME_WIDTH + 2}}-> {finding.remedy}" if finding.remedy else line
 
 
 def conclusion(findings: Sequence[Finding], run_id: str | None) -> str:
@@ -148,13 +144,11 @@ def as_json(findings: Sequence[Finding], run_id: str | None) -> str:
             "verdict": finding.verdict.value,
             "found": finding.found,
             "remedy": finding.remedy,
-            "values": {name: _finite(value) for name, value in finding.values.items()},
+            "values": {  # JSON has neither infinity nor NaN
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in finding.values.items()
+            },
         }
         for finding in findings
     ]
     return json.dumps({"verdict": worst(findings).value, "run": run_id, "checks": checks}, indent=2)
-
-
-def _finite(value: object) -> object:
-    """JSON has neither infinity nor NaN."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,5 +1,4 @@
-"""Checks of the machine itself, and those that `join` makes before anything else: what takes no time, and saves whoever
-waits for the rest."""
+"""Checks of the machine itself; among them those that take no time, which `join` makes before anything else."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ INSTALL_TORCH = "Install a build of torch for this GPU (pytorch.org says how), i
 
 @dataclass(frozen=True)
 class _Cards:
-    """GPUs on this machine's buses, whether anything can use them or not. `driver` is NVIDIA's version, if there is
-    one."""
+    """GPUs on this machine's buses, usable or not. `driver` is the version of NVIDIA's, if there is one."""
 
     names: tuple[str, ...] = ()
     driver: str | None = None
@@ -131,31 +129,26 @@ def _check_gpu(torch: Torch | None, cards: _Cards, device: str = "auto") -> Find
     wants_gpu = device.startswith("cuda")
     if torch.gpus is None:  # nobody has asked torch
         return skipped("gpu", f"not asked; on this machine: {there or 'none'}")
+    if not there and wants_gpu:
+        return failed("gpu", f"there is no GPU for --device {device}", "Train on the CPU: --device cpu.", gpus=0)
     if not there:
-        return (
-            failed("gpu", f"there is no GPU for --device {device}", "Train on the CPU: --device cpu.", gpus=0)
-            if wants_gpu
-            else passed("gpu", "no GPU here: it trains on the CPU", gpus=0)
-        )
+        return passed("gpu", "no GPU here: it trains on the CPU", gpus=0)
     if cards.driver is None:
         found = f"{there} is here, but no driver of it can be seen"
         remedy = "Install NVIDIA's driver; start a container with --gpus all."
     else:
-        found = f"{there} is here with driver {cards.driver}, but torch sees none" + (
-            f": {torch.error}" if torch.error else ""
-        )
+        why = f": {torch.error}" if torch.error else ""
+        found = f"{there} is here with driver {cards.driver}, but torch sees none{why}"
         remedy = f"Update the driver, or: {INSTALL_TORCH}" if torch.platform else INSTALL_TORCH
     return (failed if wants_gpu else warned)("gpu", found, remedy, gpus=0)
 
 
 def _about_gpus(gpus: tuple[Gpu, ...]) -> Finding:
     names = ", ".join(f"{gpu.name} ({in_words(gpu.memory)}, {'.'.join(map(str, gpu.capability))})" for gpu in gpus)
-    without = [gpu.name for gpu in gpus if not gpu.has_bf16]
-    has_bf16 = not without
-    if without:
-        found, remedy = f"{names}: without bf16", "Runs in bf16 are computed in fp32 here, which takes longer."
-        return warned("gpu", found, remedy, gpus=len(gpus), bf16=has_bf16)
-    return passed("gpu", f"{names}, with bf16", gpus=len(gpus), bf16=has_bf16)
+    if all(gpu.has_bf16 for gpu in gpus):
+        return passed("gpu", f"{names}, with bf16", gpus=len(gpus), bf16=True)
+    found, remedy = f"{names}: without bf16", "Runs in bf16 are computed in fp32 here, which takes longer."
+    return warned("gpu", found, remedy, gpus=len(gpus), bf16=False)
 
 
 def _check_compiler(has_gpu: bool) -> Finding:
@@ -215,10 +208,9 @@ def check_kernels() -> Finding:
     """Run the kernels' self-test: two seconds."""
     try:
         from opendiloco import kernels
-        from opendiloco.kernels.self_test import differing_sets, measure_speeds
 
-        speeds = measure_speeds(threads=1)
-        chosen, differing = kernels.chosen_kernels(), differing_sets()
+        speeds = kernels.measure_speeds(threads=1)
+        chosen, differing = kernels.chosen_kernels(), kernels.differing_sets()
     except Exception as error:  # whatever an extension that does not load, or a wrong DILOCO_KERNELS, raises
         why = " ".join(str(error).split())
         return failed("kernels", f"the C kernels cannot be used: {why}", "Install diloco-peer again.")
@@ -237,8 +229,7 @@ def check_kernels() -> Finding:
 
 
 def check_memory(gpus: Sequence[Gpu] = (), needs: Needs | None = None) -> Finding:
-    """Hold free memory against what a run takes on these GPUs, none of them the CPU; without a run, against what the
-    smallest would take."""
+    """Compare free memory with what a run takes on these GPUs (none: on the CPU), or the smallest run."""
     free = available_memory()
     found, values = f"{in_words(free)} of main memory free", {"free": free}
     if needs is None:
@@ -296,8 +287,7 @@ def _cards_for(options: WorkerOptions) -> _Cards:
 def _read_cards(pci: Path = PCI, driver: Path = NVIDIA_DRIVER) -> _Cards:
     """Return NVIDIA's cards: by name where its driver tells it, else those on the PCI bus."""
     names = [_model(path) for path in sorted(driver.glob("gpus/*/information"))]
-    if not names:
-        names = ["an NVIDIA GPU" for path in sorted(pci.glob("*")) if _is_card(path)]
+    names = names or ["an NVIDIA GPU" for path in pci.glob("*") if _is_card(path)]
     version = None
     with suppress(OSError, IndexError):
         first = (driver / "version").read_text(encoding="utf-8").splitlines()[0]
@@ -327,8 +317,7 @@ def _free_shm(path: Path = SHM) -> int | None:
 
 
 def _free_disk(path: Path) -> int:
-    """Return the free bytes for a folder; it, or the nearest one above it that is there, is written to, and nothing is
-    left there. Raises: OSError."""
+    """Return the free bytes for a folder, after writing to it or the nearest one above it. Raises: OSError."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent

@@ -1,7 +1,6 @@
 """Checks of the network: what starts here, who answers, and what others see of this machine."""
 
 from __future__ import annotations
-
 import asyncio
 import errno
 import logging
@@ -9,26 +8,48 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-
 from opendiloco.quantities import bandwidth_in_words
-from opendiloco.tools.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
+from opendiloco.tools.doctor.findings import Finding
+from opendiloco.tools.doctor.findings import Value
+from opendiloco.tools.doctor.findings import failed
+from opendiloco.tools.doctor.findings import failed_with
+from opendiloco.tools.doctor.findings import passed
+from opendiloco.tools.doctor.findings import skipped
+from opendiloco.tools.doctor.findings import warned
 from opendiloco.volunteer.volunteer import connected
-from peers.errors import DilocoPeerError, LocalNetworkError, RemoteProtocolError
-from peers.network.channel import PeerRefusedError, PeerUnreachableError
-from peers.network.contacts import host_of, is_loopback, is_public
-from peers.network.daemon import peer_id_of, require_free_port
-from peers.network.data_port import PROBED_PORTS, Seen, probe
-from peers.network.first_contact import endpoint, which_answer
-from peers.network.own_network import SOMEWHERE, address_towards, is_behind_nat
-from peers.network.rating import RATING, ask_rating
-from peers.network.relays import LINK_INFO, LinkInfo
-from peers.network.sockets import endpoint_of, listen, parse_endpoint
+from peers.errors import DilocoPeerError
+from peers.errors import LocalNetworkError
+from peers.errors import RemoteProtocolError
+from peers.network.channel import PeerRefusedError
+from peers.network.channel import PeerUnreachableError
+from peers.network.contacts import host_of
+from peers.network.contacts import is_loopback
+from peers.network.contacts import is_public
+from peers.network.daemon import peer_id_of
+from peers.network.daemon import require_free_port
+from peers.network.data_port import PROBED_PORTS
+from peers.network.data_port import Seen
+from peers.network.data_port import probe
+from peers.network.first_contact import endpoint
+from peers.network.first_contact import which_answer
+from peers.network.own_network import SOMEWHERE
+from peers.network.own_network import address_towards
+from peers.network.own_network import is_behind_nat
+from peers.network.rating import RATING
+from peers.network.rating import ask_rating
+from peers.network.relays import LINK_INFO
+from peers.network.relays import LinkInfo
+from peers.network.sockets import endpoint_of
+from peers.network.sockets import listen
+from peers.network.sockets import parse_endpoint
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
-from peers.values.wire import Reach, unpack_from
+from peers.values.wire import Reach
+from peers.values.wire import unpack_from
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +139,7 @@ def check_ports(addresses: Sequence[str], data_port: int, has_volunteer: bool) -
 def check_ipv6() -> Finding:
     """IPv6 helps a machine that nobody can dial over IPv4; whether anybody can is for `check_reach` to say."""
     ipv4, ipv6 = map(address_towards, SOMEWHERE)
-    has_ipv4 = ipv4 is not None and is_public(ipv4)
-    has_ipv6 = ipv6 is not None and is_public(ipv6)
+    has_ipv4, has_ipv6 = (address is not None and is_public(address) for address in (ipv4, ipv6))
     values = {"ipv4": ipv4, "ipv6": ipv6, "is_public_ipv4": has_ipv4, "is_public_ipv6": has_ipv6}
     if ipv4 is None and ipv6 is None:
         return warned("ipv6", "this machine has no way to the internet", "Check cable, Wi-Fi and routes.", **values)
@@ -234,17 +254,15 @@ async def with_clock(transport: HivemindTransport, node: Node) -> Node:
 
 async def _dialled_back(transport: HivemindTransport, addresses: Sequence[str]) -> list[_DialledBack]:
     """Ask bootstrap nodes to dial our data ports. Waits a while for the router to open one, if it may."""
-    ports = [parse_endpoint(own)[1] for own in transport.endpoints]
     places = [place for address in addresses[:ASKED_NODES] if (place := await _data_place(transport, address))]
-    end = time.monotonic() + (
-        0.0 if all(map(is_loopback, map(host_of, addresses))) or not is_behind_nat() else MAPPING_SECONDS
-    )
+    waits = is_behind_nat() and not all(map(is_loopback, map(host_of, addresses)))
+    end = time.monotonic() + (MAPPING_SECONDS if waits else 0.0)
     while True:
+        ports = [parse_endpoint(own)[1] for own in transport.endpoints]
         seen = [found for place in places if (found := await _ask(place, ports))]
         if time.monotonic() >= end or not seen or any(one.open_port for one in seen):
             return seen
         await asyncio.sleep(LOOK)
-        ports = [parse_endpoint(own)[1] for own in transport.endpoints]
 
 
 async def _data_place(transport: HivemindTransport, address: str) -> str | None:
@@ -261,19 +279,15 @@ async def _data_place(transport: HivemindTransport, address: str) -> str | None:
 async def _ask(place: str, ports: Sequence[int]) -> _DialledBack | None:
     asked = tuple(dict.fromkeys(port for port in ports if port))[:PROBED_PORTS]
     try:
-        own = _free_port()
+        with socket.socket() as sock:
+            sock.bind(("", 0))
+            own = int(sock.getsockname()[1])
         seen: Seen = await probe(place, asked, own)
     except (OSError, RemoteProtocolError) as error:
         logger.debug("%s does not say how it sees us: %s", place, error)
         return None
     host, port = parse_endpoint(seen.endpoint)
     return _DialledBack(host, asked[0] if asked else 0, seen.open[0] if seen.open else None, port == own)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
 
 
 async def ways_to_peers(transport: HivemindTransport, peers: set[str]) -> tuple[dict[str, Reach], int]:

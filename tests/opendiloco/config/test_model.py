@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from opendiloco.config.model import digest_of_weights
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.model.build import BLOCK, _draw, _PortableNormal, build_model, build_skeleton, initial_theta
-from opendiloco.model.initial_weights import digest_of_weights
 from opendiloco.model.parameters import Shards, layout_of, trainable
 from peers.errors import ManifestError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opendiloco.data.token_files import Piece, TokenCache, Tokens, _default_cache_folder
+from opendiloco.data.token_files import Piece, TokenCache, Tokens
 from opendiloco.errors import MachineError
 
 KEY = "0123abc"
@@ -168,10 +168,11 @@ def test_shards_that_were_not_needed_for_long_are_removed_while_who_reads_them_r
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _default_cache_folder() == tmp_path / "diloco-peer" / "tokens"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert _default_cache_folder() == Path.home() / ".cache" / "diloco-peer" / "tokens"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for cache_home, caches in ((str(tmp_path / "elsewhere"), tmp_path / "elsewhere"), ("", tmp_path / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache_home)
+        TokenCache().once(KEY, lambda: None)
+        assert [path.name for path in (caches / "diloco-peer" / "tokens").iterdir()] == [f"{KEY}.checked"]
 
 
 # What is removed -----------------------------------------------------------------------------------------------------

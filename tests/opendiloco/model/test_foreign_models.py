@@ -26,7 +26,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from opendiloco.errors import DataError, MachineError
-from opendiloco.model import rehearsal
+from opendiloco.model import build as building
 from opendiloco.model.build import build_model, build_skeleton, sized_skeleton
 from opendiloco.run import Run
 from opendiloco.shared_memory import cap_memory
@@ -194,7 +194,7 @@ def test_a_model_that_takes_too_much_to_lay_out_is_refused_before_it_is(
 ) -> None:
     layers, built = 1 << 24, list[Any]()
     rewrite(folder / "config.json", num_hidden_layers=layers, layer_types=None)
-    monkeypatch.setattr(rehearsal, limit, value)
+    monkeypatch.setattr(building, limit, value)
     monkeypatch.setattr(torch.nn.Module, "float", built.append)
     config = RunConfig.from_manifest_content(changed(small_content, num_hidden_layers=layers))
     for refuse, run, field in (
@@ -212,7 +212,7 @@ def test_a_model_that_takes_too_much_to_lay_out_is_refused_before_it_is(
 
 def test_a_child_that_hangs_at_a_lock_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: where another thread had held a lock of torch's at the fork, the model was refused as too large."""
-    monkeypatch.setattr(rehearsal, "STILLNESS", 0.05)
+    monkeypatch.setattr(building, "STILLNESS", 0.05)
     lock, tried = threading.Lock(), tmp_path / "tried"
 
     def build(hangs: int) -> None:
@@ -222,10 +222,10 @@ def test_a_child_that_hangs_at_a_lock_is_followed_by_another(tmp_path: Path, mon
             lock.acquire()
 
     lock.acquire()
-    rehearsal.rehearse(lambda: build(hangs=2), "model.config")
+    building.rehearse(lambda: build(hangs=2), "model.config")
     assert tried.read_text(encoding="ascii") == "xxx"
     with pytest.raises(MachineError, match=r"^model.config: the process that lays out this model hangs"):
-        rehearsal.rehearse(lambda: build(hangs=6), "model.config")
+        building.rehearse(lambda: build(hangs=6), "model.config")
 
 
 def test_no_more_memory_is_taken_than_the_owner_gives(small_content: dict[str, Any]) -> None:

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from opendiloco.cli.run import _with_weights_named
-from opendiloco.config.model import ModelSection
+from opendiloco.config.model import ModelSection, check_initial_weights, digest_of_weights
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.errors import MachineError
 from opendiloco.model.build import build_model, initial_theta
-from opendiloco.model.initial_weights import check_initial_weights, digest_of_weights
 from opendiloco.run import Run
 from opendiloco.volunteer.local_workload import working
 from opendiloco.workers.options import WorkerOptions

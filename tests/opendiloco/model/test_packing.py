@@ -14,7 +14,6 @@ from opendiloco.data.sample_order import HeldOutWindows, Windows
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.loss import (
     _document_positions,
     check_document_mask,
@@ -23,6 +22,7 @@ from opendiloco.model.loss import (
     router_loss_weight,
     window_loss,
 )
+from opendiloco.training.evaluation import held_out_loss
 from opendiloco.training.inner import ModelReplica
 from peers.errors import ManifestError
 

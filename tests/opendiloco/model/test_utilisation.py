@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from opendiloco.model.utilisation import _peak_flops, flops_per_token, peak_tokens_per_second
+from opendiloco.model.utilisation import flops_per_token, peak_tokens_per_second
 
 LLAMA = {"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2}
 GPT2 = {"n_layer": 3, "n_embd": 8, "n_head": 2}
@@ -17,7 +17,7 @@ def test_a_token_takes_six_flops_a_weight_and_attention(family: str, sizes: dict
 
 
 def test_the_peak_in_tf32_is_not_known() -> None:
-    assert _peak_flops("NVIDIA H100 80GB HBM3", "tf32") is None
+    assert peak_tokens_per_second("NVIDIA H100 80GB HBM3", 1, "tf32", 1.0) is None
 
 
 def test_what_says_not_how_large_it_is_has_no_flops() -> None:
@@ -41,8 +41,8 @@ def test_what_says_not_how_large_it_is_has_no_flops() -> None:
     ],
 )
 def test_a_known_gpu_has_its_makers_peak(name: str, bf16: float, fp32: float) -> None:
-    assert _peak_flops(name, "bf16") == pytest.approx(bf16 * 1e12)
-    assert _peak_flops(name, "fp32") == pytest.approx(fp32 * 1e12)
+    assert peak_tokens_per_second(name, 1, "bf16", 1.0) == pytest.approx(bf16 * 1e12)
+    assert peak_tokens_per_second(name, 1, "fp32", 1.0) == pytest.approx(fp32 * 1e12)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,6 @@ def test_a_known_gpu_has_its_makers_peak(name: str, bf16: float, fp32: float) ->
     ["cpu", "", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"],
 )
 def test_of_anything_else_no_peak_is_made_up(name: str) -> None:
-    assert _peak_flops(name, "bf16") is None
     assert peak_tokens_per_second(name, 1, "bf16", 100.0) is None
 
 

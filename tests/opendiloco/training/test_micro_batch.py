@@ -20,7 +20,7 @@ from opendiloco.model.build import build_model
 from opendiloco.training import optimizers, trials
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
-from opendiloco.training.trials import _WindowMemory, fitting_micro_batch, peak_while, trying
+from opendiloco.training.trials import fitting_micro_batch, fixed_and_each, peak_while, trying
 from opendiloco.workers import needs
 from opendiloco.workers.needs import worker_memory
 from peers.values.leases import SampleRange
@@ -42,9 +42,9 @@ def taken(replica: ModelReplica, windows: int = 1, trains: bool = True) -> int:
         return memory_of_windows(windows)
 
 
-def window_memory(replica: ModelReplica, trains: bool = True) -> _WindowMemory:
+def window_memory(replica: ModelReplica, trains: bool = True) -> tuple[int, int]:
     with trying(replica, TEAM, trains) as memory_of_windows:
-        return _WindowMemory.of(memory_of_windows(1), memory_of_windows(2))
+        return fixed_and_each(memory_of_windows(1), memory_of_windows(2))
 
 
 def with_training(config: RunConfig, **changes: Any) -> RunConfig:
@@ -57,8 +57,8 @@ def test_more_windows_take_more(replica: ModelReplica) -> None:
     length, config = replica.window_length - 1, replica.model.config
     assert eight - two > 6 * 4 * length * (2 * config.vocab_size + 10 * config.num_hidden_layers * config.hidden_size)
     assert eight / 8 < taken(replica) < eight  # some of it does not grow
-    memory = window_memory(replica)
-    assert memory.fixed + 8 * memory.each == pytest.approx(eight, rel=0.05)
+    fixed, each = window_memory(replica)
+    assert fixed + 8 * each == pytest.approx(eight, rel=0.05)
 
 
 def test_less_where_blocks_are_computed_again(small_content: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def test_less_where_blocks_are_computed_again(small_content: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("changes", [{"document_mask": True}, {"precision": "bf16"}, {"z_loss": 1e-4}])
 def test_it_is_found_however_the_run_trains(small_config: RunConfig, changes: dict[str, Any]) -> None:
-    assert window_memory(replica_of(with_training(small_config, **changes))).each > 1000
+    assert window_memory(replica_of(with_training(small_config, **changes)))[1] > 1000
 
 
 def test_the_replica_stays_as_it_is(replica: ModelReplica) -> None:
@@ -90,8 +90,8 @@ def test_as_many_as_fit_into_a_quarter_of_what_is_left(
     replica: ModelReplica, windows: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later = HostMemory(replica.layout.size, INT8).most  # moments, where theta and local have been taken
-    memory = window_memory(replica)
-    free = later + memory.fixed + 4 * windows * memory.each
+    fixed, each = window_memory(replica)
+    free = later + fixed + 4 * windows * each
     monkeypatch.setattr(trials, "available_memory", lambda: free)
     assert fitting_micro_batch(replica, 8, TEAM) == expected
 
@@ -102,8 +102,8 @@ def test_evaluation_puts_no_more_through_at_once_than_fits(
     """However large the run's batches are: at 150 million parameters 256 windows would take 64 GiB."""
     model = small_content["model"]["config"] | {"num_hidden_layers": 4}
     replica = replica_of(RunConfig.from_manifest_content(small_content | {"model": {"config": model, "init_seed": 3}}))
-    (fixed, window), trained = window_memory(replica, trains=False), window_memory(replica)
-    assert 0 < window < trained.each / 2
+    (fixed, window), (_, trained) = window_memory(replica, trains=False), window_memory(replica)
+    assert 0 < window < trained / 2
     later = HostMemory(replica.layout.size, INT8)
     room = fixed + 4 * 7 * window
     monkeypatch.setattr(trials, "available_memory", lambda: later.evaluating - later.shared + room)
@@ -144,12 +144,12 @@ def test_gradients_and_the_copy_in_bf16_count_once_and_not_with_each_window(
         )
     )
     weights = 4 * replica.layout.size
-    memory, whole = window_memory(replica), taken(replica, 16)
-    assert memory.each < weights / 9
-    assert (memory.fixed > weights / 3) == (precision == "bf16")
-    assert memory.fixed + 16 * memory.each == pytest.approx(whole, rel=0.1)
+    (fixed, each), whole = window_memory(replica), taken(replica, 16)
+    assert each < weights / 9
+    assert (fixed > weights / 3) == (precision == "bf16")
+    assert fixed + 16 * each == pytest.approx(whole, rel=0.1)
     later = HostMemory(replica.layout.size, INT8).most
-    monkeypatch.setattr(trials, "available_memory", lambda: later + memory.fixed + 4 * 16 * memory.each)
+    monkeypatch.setattr(trials, "available_memory", lambda: later + fixed + 4 * 16 * each)
     assert fitting_micro_batch(replica, 64, TEAM) in (15, 16)
 
 

@@ -15,9 +15,9 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.model.build import initial_theta
-from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors, Vector, create_memory_file, reserve
 from opendiloco.training import trials
+from opendiloco.training.evaluation import held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.workers.assembly import assemble_model

@@ -13,8 +13,8 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import build_tokenizer
 from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import held_out_loss
 from opendiloco.shared_memory import SharedVectors
+from opendiloco.training.evaluation import held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.training.team import Team
 from opendiloco.workers.control import Evaluated, InnerLoopDone, RunInnerLoop

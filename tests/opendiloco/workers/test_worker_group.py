@@ -22,10 +22,10 @@ from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import TrainingData, load_data
 from opendiloco.errors import WorkerError
 from opendiloco.model.build import build_model, initial_theta
-from opendiloco.model.evaluation import held_out_loss
 from opendiloco.model.export import RunFacts
 from opendiloco.model.layout import Layout
 from opendiloco.shared_memory import Vector
+from opendiloco.training.evaluation import held_out_loss
 from opendiloco.training.inner import ModelReplica
 from opendiloco.volunteer.local_workload import LocalWorkload
 from opendiloco.workers.control import EndInnerLoop, MoveMoments, RecallMoments

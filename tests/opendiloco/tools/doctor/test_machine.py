@@ -15,9 +15,9 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner
 
+from opendiloco import kernels
 from opendiloco.cli import main
 from opendiloco.errors import MachineError
-from opendiloco.kernels import self_test
 from opendiloco.owner.facts import GpuState, Sensor
 from opendiloco.tools.doctor import machine
 from opendiloco.tools.doctor.findings import CHECKS, Finding, Verdict, passed, skipped, warned, worst
@@ -183,13 +183,13 @@ def test_without_a_compiler_models_are_not_compiled(monkeypatch: pytest.MonkeyPa
 def test_kernels(
     speed: float, differing: list[str], verdict: Verdict, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(self_test, "measure_speeds", lambda threads: {"quantize": speed})
-    monkeypatch.setattr(self_test, "differing_sets", lambda: differing)
+    monkeypatch.setattr(kernels, "measure_speeds", lambda threads: {"quantize": speed})
+    monkeypatch.setattr(kernels, "differing_sets", lambda: differing)
     assert_finding(check_kernels(), verdict, says)
 
 
 def test_the_kernels_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_test, "SECONDS_PER_OPERATION", 0.001)
+    monkeypatch.setattr(kernels, "SECONDS_PER_OPERATION", 0.001)
     values = check_kernels().values
     assert set(values) == {"set", "quantize", "dequantize", "accumulate", "outer step"}
 
@@ -198,7 +198,7 @@ def test_kernels_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(threads: int) -> None:
         raise RuntimeError("illegal\ninstruction")
 
-    monkeypatch.setattr(self_test, "measure_speeds", breaks)
+    monkeypatch.setattr(kernels, "measure_speeds", breaks)
     assert_finding(check_kernels(), FAIL, "cannot be used: illegal instruction")
 
 

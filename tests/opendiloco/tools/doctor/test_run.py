@@ -25,7 +25,7 @@ from opendiloco.tools.doctor.findings import Finding, Verdict
 from opendiloco.tools.doctor.machine import check_disk, check_memory
 from opendiloco.tools.doctor.network import Bandwidth
 from opendiloco.tools.doctor.torch_probe import Gpu
-from opendiloco.tools.plan.forecast import Peer, Plan, forecast
+from opendiloco.tools.plan import Peer, Plan, forecast
 from opendiloco.workers.needs import UTILISATION, needs_of
 from peers.values.identity import Identity
 from peers.values.workload import Progress

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from opendiloco.tools.plan.forecast import (
+from opendiloco.tools.plan import (
     DELAYS,
     LINK_SHARE,
     QUANTIZED,
@@ -14,13 +14,13 @@ from opendiloco.tools.plan.forecast import (
     STEPPED,
     Peer,
     Plan,
-    _delay,
+    _bits_of,
+    _how_often,
+    _warnings,
     forecast,
     least_bandwidth,
     round_of,
 )
-from opendiloco.tools.plan.report import _how_often, _warnings
-from opendiloco.tools.plan.setup import _bits_of
 
 MBIT = 1e6
 VALUES = 100_000_000
@@ -57,7 +57,7 @@ def test_delays_are_those_of_the_two_that_are_furthest_apart() -> None:
     peers = [peer(latency=0.1), peer(latency=0.02, count=3)]
     found = round_of(peers, VALUES, 8)
     assert found.delays == pytest.approx(DELAYS * (0.1 + 0.02) / 2)
-    assert _delay([peer(latency=0.1, count=2)]) == pytest.approx(0.1)
+    assert round_of([peer(latency=0.1, count=2)], VALUES, 8).delays == pytest.approx(DELAYS * 0.1)
     assert found.arithmetic == pytest.approx(1e8 / QUANTIZED + 1e8 / STEPPED)
 
 

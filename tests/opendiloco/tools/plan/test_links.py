@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opendiloco.tools.plan.setup import Links
+from opendiloco.tools.plan import Links
 from peers.errors import ManifestError
 
 ROOT = Path(__file__).parents[4]

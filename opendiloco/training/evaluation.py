@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from opendiloco.data.sample_order import HeldOutWindows
 from opendiloco.data.tokenizer import Tokenizer
 from opendiloco.model.loss import predicted_tokens, window_loss
+from opendiloco.training.team import Team
 
 EVALUATED_AT_ONCE = 4
 """Windows, where nobody has tried how many fit."""
-
-
-class _Sharers(Protocol):
-    """Those that share an evaluation; see `opendiloco.training.team.Team`."""
-
-    def piece(self, count: int) -> slice: ...
-    def largest_piece(self, count: int) -> int: ...
-    def sums(self, values: Sequence[float]) -> list[float]: ...
 
 
 @contextmanager
@@ -46,31 +39,30 @@ def held_out_loss(
     windows: int,
     batch_size: int,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    sharers: _Sharers | None = None,
+    team: Team | None = None,
 ) -> tuple[float, int]:
     """Return the mean loss in nats per token (per byte with the byte tokenizer), and how many tokens it is a mean of.
 
     At most `windows` windows are read, evenly spread over the held-out text: the same ones at every call. `batch_size`
     of them go through the model at once, in the context `precision`; compiled blocks are left out, as they would be
-    compiled again, and nobody would see to it that this ends. Of `sharers` each reads its piece of them, and all
+    compiled again, and nobody would see to it that this ends. Each worker of a `team` reads its piece of them, and all
     return the same. They make as many forward passes, which are collectives; what is read in place of nothing counts
     nothing.
     """
     device = next(model.parameters()).device
+    team = team or Team(device)
     chosen, end = held_out.spread(windows), held_out.document_end
-    own = chosen if sharers is None else chosen[sharers.piece(len(chosen))]
-    largest = len(chosen) if sharers is None else sharers.largest_piece(len(chosen))
+    own = chosen[team.piece(len(chosen))]
     total = tokens = 0.0
     with _evaluating(model), torch.compiler.set_stance("force_eager"):
-        for start in range(0, largest, batch_size):
+        for start in range(0, team.largest_piece(len(chosen)), batch_size):
             numbers = own[start : start + batch_size]
             batch = held_out.read(numbers if len(numbers) else chosen[:1])
             predicted = predicted_tokens(batch, end) if len(numbers) else 0
             with precision():
                 total += window_loss(model, torch.from_numpy(batch).to(device), end).item() * predicted
             tokens += predicted
-    if sharers is not None:
-        total, tokens = sharers.sums([total, tokens])
+    total, tokens = team.sums([total, tokens])
     return total / tokens, int(tokens)
 
 

@@ -17,8 +17,8 @@ from opendiloco.data.sample_order import HeldOutWindows, Windows
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.errors import DataError
 from opendiloco.model.build import build_model
-from opendiloco.model.evaluation import generate_sample, held_out_loss
 from opendiloco.shared_memory import create_memory_file
+from opendiloco.training.evaluation import generate_sample, held_out_loss
 from opendiloco.training.reference import Reference
 from opendiloco.training.team import Team
 from opendiloco.workers.control import Configure, Evaluate, Evaluated
@@ -65,7 +65,7 @@ def test_workers_share_an_evaluation_and_all_make_as_many_forward_passes(small_c
     for rank in range(3):
         passes.append(0)
         hook = model.register_forward_pre_hook(lambda *_: passes.append(passes.pop() + 1))
-        held_out_loss(model, held_out, windows, 2, sharers=Third(torch.device("cpu"), rank, 3))
+        held_out_loss(model, held_out, windows, 2, team=Third(torch.device("cpu"), rank, 3))
         hook.remove()
     loss, tokens = held_out_loss(model, held_out, windows, 2)
     totals = [sum(column) for column in zip(*told, strict=True)]
