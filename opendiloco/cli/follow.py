@@ -160,7 +160,7 @@ async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path
 async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
     """Print each state of the run, and use its model as far as that is wanted, until the last."""
     from opendiloco.dashboard.server import dashboard
-    from opendiloco.dashboard.sources import follower_source
+    from opendiloco.dashboard.watching import follower_source
     from opendiloco.volunteer.local_workload import working
     from opendiloco.volunteer.tracking import Disagreement, retrying, state_for, states_until
     from peers.transfer.following import Following

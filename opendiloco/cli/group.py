@@ -44,8 +44,8 @@ COMMANDS = {
     "bootstrap": "bootstrap:bootstrap",
     "run": "run:run_group",
     "runs": "status:runs",
-    "plan": "prepare:plan",
-    "tokenize": "prepare:tokenize",
+    "plan": "run:plan",
+    "tokenize": "run:tokenize",
     "invite": "invite:invite_group",
     "join": "join:join",
     "pause": "join:pause",
@@ -157,7 +157,7 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
     """Read what the configuration file says for all options that it may have."""
     if context.resilient_parsing:
         return
-    from opendiloco.settings.file import default_settings_path, read_settings_file
+    from opendiloco.settings.join_settings import default_settings_path, read_settings_file
 
     try:
         context.meta[FILE_KEY] = read_settings_file(path)

@@ -29,7 +29,7 @@ from opendiloco.errors import MachineError
 if TYPE_CHECKING:
     import socket
 
-    from opendiloco.dashboard.sources import Source
+    from opendiloco.dashboard.watching import Source
     from opendiloco.owner.watch import OwnersWatch
     from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.view.progress import JoinView
@@ -53,7 +53,7 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     take part, and what it costs. Each option is also an environment variable (DILOCO_HOURS) and a key of the
     configuration file; `config show` prints all values, and where they come from.
     """
-    from opendiloco.settings.file import unknown_variables
+    from opendiloco.settings.join_settings import unknown_variables
     from opendiloco.tools.doctor.machine import check_quickly
     from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import run_interruptible
@@ -128,7 +128,7 @@ class _Joining:
 
     async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
         """Take part once, and keep nothing of it."""
-        from opendiloco.dashboard.sources import volunteer_source
+        from opendiloco.dashboard.watching import volunteer_source
         from opendiloco.owner.watch import watching
 
         session = self._session()

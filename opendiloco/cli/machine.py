@@ -144,8 +144,7 @@ def config_group() -> None:
 def _show_config(context: click.Context, settings: JoinSettings, as_json: bool) -> None:
     """Print what `join` would go by, given the same options, and where each value comes from: the command line, an
     environment variable, the configuration file, or the default."""
-    from opendiloco.settings.file import unknown_variables
-    from opendiloco.settings.join_settings import SECTIONS, LogSettings
+    from opendiloco.settings.join_settings import SECTIONS, LogSettings, unknown_variables
     from opendiloco.settings.setting import settings_of
 
     shown: dict[str, dict[str, Any]] = {}

@@ -2,5 +2,5 @@
 
 Other rooms import:
 server: NodeDashboard, bind, dashboard, url_of
-sources: Source, follower_source, volunteer_source
+watching: Source, follower_source, volunteer_source
 """

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from opendiloco.dashboard.sources import NodeSources, Source
-from opendiloco.dashboard.watching import Board, RunWatch, Watching
+from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, Source, Watching
 from peers.errors import LocalNetworkError
 from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of

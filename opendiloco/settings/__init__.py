@@ -1,7 +1,7 @@
 """What a machine's owner can set, each setting defined once: as option, environment variable and key of a file.
 
 Other rooms import:
-file: default_settings_path, read_settings_file, unknown_variables, without_settings
-join_settings: JoinSettings, LogSettings, SECTIONS, split_address
+join_settings: JoinSettings, LogSettings, SECTIONS, default_settings_path, read_settings_file, split_address,
+    unknown_variables, without_settings
 setting: Setting, model_of, settings_of
 """

@@ -31,7 +31,7 @@ from opendiloco.data.own_files import local_sources
 from opendiloco.errors import DemoError, MachineError
 from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
-from opendiloco.settings.file import without_settings
+from opendiloco.settings.join_settings import without_settings
 from opendiloco.view.run_view import Agreement, Row, is_finished, peers_table, plain_line, row_of
 from opendiloco.volunteer.local_workload import LocalWorkload, working
 from opendiloco.volunteer.states import export_state, fetch_state, make_folder, past_of
