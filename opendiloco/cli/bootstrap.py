@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,9 +115,9 @@ def bootstrap(
         if local_network:
             beside.append(_tell_local_network)
         if listening is not None:
-            from opendiloco.dashboard.server import NodeDashboard
+            from opendiloco.dashboard.server import serve_all_runs
 
-            beside.append(NodeDashboard(listening, kept).keep)
+            beside.append(partial(serve_all_runs, listening, kept))
         place = (listen or everywhere(LIBP2P_PORT), announce, others, runs)
         await run_bootstrap(key, *place, _show_addresses, stop, Run.from_manifest, beside, links, shown)
 

@@ -13,7 +13,6 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +123,7 @@ class _Connection(asyncio.Protocol):
 logger = logging.getLogger(__name__)
 requests_logger = logging.getLogger(f"{__name__}.requests")
 SHUTDOWN_SECONDS = 1.0  # that open pages are waited for at the end
+REFRESH_SECONDS = 3.0  # that somebody who asks once waits for what is new
 STATIC = {
     "/": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
@@ -192,38 +192,26 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         handle_signals=False,
     )
     await runner.setup()
-    await _Site(runner, listening).start()
+    assert runner.server is not None
+    server = await asyncio.get_running_loop().create_server(_Doorman(runner.server), sock=listening)
     looking = asyncio.create_task(watching.keep_looking())
-    looking.add_done_callback(_report_failure)
     try:
         yield
     finally:
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
+        server.close()
         await runner.cleanup()
 
 
-@dataclass(frozen=True)
-class NodeDashboard:
-    """A bootstrap node's dashboard: all runs that are announced to it, with the logs that its archive keeps."""
-
-    listening: socket.socket
-    archive: Archive | None
-
-    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Serve until cancelled."""
-        sources = NodeSources(transport, self.archive.kept if self.archive else None)
-        async with dashboard(self.listening, lambda: sources.current(manifests)):
-            await asyncio.Event().wait()
-
-
-class _Site(web.SockSite):
-    """The server at a socket, with a doorman before it."""
-
-    async def start(self) -> None:
-        await web.BaseSite.start(self)
-        assert self._runner.server is not None
-        self._server = await asyncio.get_running_loop().create_server(_Doorman(self._runner.server), sock=self._sock)
+async def serve_all_runs(
+    listening: socket.socket, archive: Archive | None, transport: HivemindTransport, manifests: Iterable[SignedManifest]
+) -> None:
+    """Serve a bootstrap node's dashboard until cancelled: all runs that are announced to it, with the logs that its
+    archive keeps."""
+    sources = NodeSources(transport, archive.kept if archive else None)
+    async with dashboard(listening, lambda: sources.current(manifests)):
+        await asyncio.Event().wait()
 
 
 def _application(watching: Watching, is_local: bool) -> web.Application:
@@ -248,7 +236,9 @@ def _application(watching: Watching, is_local: bool) -> web.Application:
 
     async def run_json(request: web.Request) -> web.Response:
         watch = watch_of(request)
-        await watch.refresh()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REFRESH_SECONDS):
+                await watch.look()
         return web.json_response(watch.history.sections())
 
     async def run_events(request: web.Request) -> web.StreamResponse:
@@ -297,8 +287,3 @@ async def _only_local(request: web.Request, handler: Callable[[web.Request], Any
         raise web.HTTPMisdirectedRequest(text=text)
     answer: web.StreamResponse = await handler(request)
     return answer
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the dashboard shows nothing new any more", exc_info=error)

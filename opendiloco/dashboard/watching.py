@@ -61,9 +61,8 @@ class Source:
 
 def follower_source(run: Run, network: HivemindTransport, log: Callable[[], RunLog | None]) -> Source:
     """Return the run that this machine follows."""
-    return Source(
-        _as_signed(run), lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id)
-    )
+    signed = Run.from_manifest(run.manifest)  # without what this machine's owner has chosen, such as folders
+    return Source(signed, lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id))
 
 
 def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source:
@@ -74,18 +73,13 @@ def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source
         return volunteer.heartbeats()
 
     return Source(
-        _as_signed(run),
+        Run.from_manifest(run.manifest),
         heartbeats,
         lambda: volunteer.log,
         lambda: network.signed_heads_of(run.run_id),
         found=lambda: volunteer.held_out.losses,
         me=volunteer.heartbeats()[0].peer,
     )
-
-
-def _as_signed(run: Run) -> Run:
-    """Return the same without what this machine's owner has chosen, such as folders."""
-    return Run.from_manifest(run.manifest)
 
 
 class NodeSources:
@@ -418,7 +412,6 @@ LOOK_SECONDS = 0.5  # between two looks at which runs are due
 WATCHED_SECONDS = 2.0  # between two looks at a run that somebody watches
 UNWATCHED_SECONDS = 30.0  # at one that nobody watches; of those one at a time
 LOOK_LIMIT = 20.0  # seconds that a look may take
-REFRESH_LIMIT = 3.0  # seconds that somebody who asks once waits for a look
 PAUSE_SECONDS = 0.05  # between two slices of a long log
 PING_SECONDS = 15.0  # after which a watcher hears that there is nothing new
 
@@ -476,24 +469,19 @@ class RunWatch:
         return now - self.looked_at >= (WATCHED_SECONDS if self.board.watchers else UNWATCHED_SECONDS)
 
     async def look(self) -> None:
-        """Learn what is new, and show it. What cannot be had now is not told, and tried again at the next look."""
+        """Learn what is new, and show it, unless somebody has just done so.
+
+        What cannot be had now is not told, and tried again at the next look.
+        """
         async with self._looking:
-            await self._look()
-
-    async def refresh(self) -> None:
-        """Look, unless somebody has just done so. Whoever asks does not wait for long, and gets what is known."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(REFRESH_LIMIT), self._looking:
-                if time.monotonic() - self.looked_at >= WATCHED_SECONDS:
-                    await self._look()
-
-    async def _look(self) -> None:
-        try:
-            await self._learn()
-            self._tell()
-        except Exception:  # a mistake of ours that one run brings to light: all others are still shown
-            logger.exception("the dashboard shows nothing new of %s at present", self.source.run.run_id)
-        self.looked_at = time.monotonic()
+            if time.monotonic() - self.looked_at < WATCHED_SECONDS:
+                return
+            try:
+                await self._learn()
+                self._tell()
+            except Exception:  # a mistake of ours that one run brings to light: all others are still shown
+                logger.exception("the dashboard shows nothing new of %s at present", self.source.run.run_id)
+            self.looked_at = time.monotonic()
 
     async def _learn(self) -> None:
         try:
@@ -542,6 +530,8 @@ class Watching:
                 for run, watch in self._due(looking):
                     looking[run] = asyncio.create_task(watch.look())
                 await asyncio.sleep(LOOK_SECONDS)
+        except Exception:
+            logger.exception("the dashboard shows nothing new any more")
         finally:
             for task in looking.values():
                 task.cancel()

@@ -44,16 +44,6 @@ def _hot(celsius: int) -> Condition:
     return Condition("hot", reason)
 
 
-def _program(name: str) -> Condition:
-    """Return the condition that a program of this name runs."""
-
-    def reason(facts: Facts) -> str | None:
-        is_running = name.casefold() in {program.casefold() for program in facts.programs}
-        return f"{name} runs" if is_running else None
-
-    return Condition(f"process:{name}", reason)
-
-
 def parse_hours(text: str) -> Condition:
     """Read 22-07 or 21:30-7:15: the condition that it is not in these hours. Raises: ValueError."""
     hours = text.strip()
@@ -77,7 +67,8 @@ def _parse_condition(text: str) -> Condition:
     """Read one word of --pause-when. Raises: ValueError."""
     kind, _, value = text.strip().partition(":")
     if kind == "process" and value:
-        return _program(value)
+        name = value.casefold()
+        return Condition(text.strip(), lambda facts: f"{value} runs" if name in facts.programs else None)
     if kind == "battery" and not value:
         return Condition("battery", lambda facts: "on battery" if facts.on_battery else None)
     if kind == "busy":

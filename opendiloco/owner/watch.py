@@ -105,8 +105,8 @@ class OwnersWatch:
         self.until = until
         """When to leave; None: not by the clock."""
         self._comes_back = False
-        self._look = look or _facts_of_now
-        self._facts = _facts_of_now()
+        self._facts = Facts(datetime.now())
+        self._look = look or (lambda: self._facts)
         self._is_blind = False
         self._say = say
         self._asleep: float | None = None  # seconds for which the machine has slept since its start
@@ -154,9 +154,12 @@ class OwnersWatch:
 
     async def watch(self) -> None:
         """Look at the machine until cancelled."""
-        while True:
-            self.observe(await self._look_around(), _awake(), _since_start())
-            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            while True:
+                self.observe(await self._look_around(), _awake(), _since_start())
+                await asyncio.sleep(LOOK_SECONDS)
+        except Exception:
+            logger.exception("nobody watches this machine for its owner any more")
 
     async def wait_until_wanted(self) -> bool:
         """Return when there is no reason to pause; whether the volunteer is wanted then."""
@@ -212,16 +215,11 @@ class OwnersWatch:
         patience = self._hold_seconds if self._wishes.is_asked else max(self._hold_seconds, SHORTEST_HOLD)
         if self._held_since is not None and now - self._held_since >= patience:
             self._leave("the pause is long: leaving the run meanwhile", comes_back=True)
-        self._finish(volunteer)
-
-    def _finish(self, volunteer: _Held) -> None:
-        """Leave once the outer step is taken that was under way when the owner asked for that."""
-        if not self._wishes.is_finishing:
-            return
-        if self._finish_after is None:
-            self._finish_after = volunteer.outer_step
-        if self._wishes.reasons or not volunteer.is_at_work or volunteer.outer_step > self._finish_after:
-            self._leave("the outer step is done: leaving the run")
+        if self._wishes.is_finishing:
+            if self._finish_after is None:
+                self._finish_after = volunteer.outer_step
+            if wanted or not volunteer.is_at_work or volunteer.outer_step > self._finish_after:
+                self._leave("the outer step is done: leaving the run")
 
     def _leave(self, why: str, comes_back: bool = False) -> None:
         if self._is_leaving:
@@ -242,20 +240,10 @@ def _since_start() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def _facts_of_now() -> Facts:
-    return Facts(datetime.now())
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("nobody watches this machine for its owner any more", exc_info=error)
-
-
 @asynccontextmanager
 async def watching(watch: OwnersWatch) -> AsyncIterator[None]:
     """Watch the machine, and the volunteer that begins meanwhile, until the context ends."""
     task = asyncio.create_task(watch.watch())
-    task.add_done_callback(_report_failure)
     try:
         yield
     finally:
