@@ -86,15 +86,6 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Traffic:
-    """Bulk data in one direction: bytes a second now, the cap on them, and all bytes until now."""
-
-    rate: float = 0.0
-    cap: float | None = None
-    total: int = 0
-
-
-@dataclass(frozen=True)
 class Fragments:
     """Of a run that streams: how many fragments there are, how many of this cycle's are being averaged and how many are
     done, and after how many inner steps an average is merged here. Of the last training: how many averages it waited
@@ -130,8 +121,9 @@ class OwnFacts:
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a volunteer, in its view of the run. It is paused while there are `pause_reasons`. `machine` says
-    which temperature and power can be read, in words; it may be empty."""
+    """One moment of a volunteer, in its view of the run. `up` and `down` are bytes of bulk data a second. It is paused
+    while there are `pause_reasons`. `machine` says which temperature and power can be read, in words; it may be
+    empty."""
 
     view: RunView
     facts: OwnFacts
@@ -139,8 +131,8 @@ class Progress:
     work: _Work
     losses: Sequence[float] = ()
     contribution: Standing | None = None
-    up: _Traffic = _Traffic()
-    down: _Traffic = _Traffic()
+    up: float = 0.0
+    down: float = 0.0
     pause_reasons: tuple[str, ...] = ()
     machine: str = ""
 
@@ -180,8 +172,8 @@ class Progress:
             "loss": self.own.loss,
             "tokens_per_second": round(self.own.tokens_per_second, 1),
             "contribution": None if self.contribution is None else asdict(self.contribution),
-            "sent_bytes": self.up.total,
-            "received_bytes": self.down.total,
+            "sent_bytes": self.facts.sent,
+            "received_bytes": self.facts.received,
             "pause_reasons": list(self.pause_reasons),
         }
 
@@ -224,8 +216,8 @@ class ProgressReader:
             work=_Work(share, now - self._since),
             losses=tuple(self._losses),
             contribution=self._contribution(own.peer, facts.log),
-            up=_Traffic(self._up.rate(facts.sent, now), facts.caps.upload, facts.sent),
-            down=_Traffic(self._down.rate(facts.received, now), facts.caps.download, facts.received),
+            up=self._up.rate(facts.sent, now),
+            down=self._down.rate(facts.received, now),
             pause_reasons=self._pause_reasons(),
             machine=self.machine,
         )
@@ -268,8 +260,7 @@ def _phase_of_stage(stage: str) -> str:
 def _stage_line(stage: str, work: _Work) -> str:
     """Return a stage of the start on one line, with its phase and how far it has come."""
     phase = _phase_of_stage(stage)
-    said = phase if stage == phase else f"{phase}: {stage}"
-    return f"{said} {_how_far(work)}".rstrip()
+    return f"{phase if stage == phase else f'{phase}: {stage}'} {_how_far(work)}".rstrip()
 
 
 def _how_far(work: _Work) -> str:
@@ -282,7 +273,7 @@ def _how_far(work: _Work) -> str:
 
 def _healthy_line(progress: Progress) -> str:
     """Return all that matters on one line of a log."""
-    own, fragments = progress.own, progress.facts.fragments
+    own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     said = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
     if own.loss is not None:
         said.append(f"loss {own.loss:.3f}")
@@ -293,7 +284,7 @@ def _healthy_line(progress: Progress) -> str:
     said += [f"{1 + len(progress.others)} peers", _reach(progress)]
     if progress.contribution is not None:
         said.append(_contributed(progress.contribution))
-    said.append(f"{_rate(progress.up)} up, {_rate(progress.down)} down")
+    said.append(f"{_rate(progress.up, facts.caps.upload)} up, {_rate(progress.down, facts.caps.download)} down")
     if progress.machine:
         said.append(progress.machine)
     return ", ".join(said)
@@ -301,11 +292,11 @@ def _healthy_line(progress: Progress) -> str:
 
 def _progress_lines(progress: Progress) -> list[str]:
     """Return the same on a few lines of a terminal, with the curve of the loss."""
-    own, fragments = progress.own, progress.facts.fragments
+    own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     lines = [f"outer step {own.index}/{progress.view.outer_steps} · {_activity(progress)}"]
     if progress.losses:
         lines.append(f"loss {progress.losses[-1]:.3f} {_curve(progress.losses)}")
-    lines += held_out_lines(progress.view, progress.facts.bytes_per_token)
+    lines += held_out_lines(progress.view, facts.bytes_per_token)
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
     lines.append(f"{speed}{1 + len(progress.others)} peers · {_reach(progress)}")
     if fragments is not None:
@@ -313,7 +304,8 @@ def _progress_lines(progress: Progress) -> list[str]:
         lines += [f"{under_way}, {fragments.done} done", _averages(fragments)]
     if progress.contribution is not None:
         lines.append(f"contributed {_contributed(progress.contribution)}")
-    lines.append(f"up {_traffic(progress.up)} · down {_traffic(progress.down)}")
+    up, down = _rate(progress.up, facts.caps.upload), _rate(progress.down, facts.caps.download)
+    lines.append(f"up {up} ({in_words(facts.sent)}) · down {down} ({in_words(facts.received)})")
     if progress.machine:
         lines.append(f"this machine: {progress.machine}")
     return lines
@@ -327,9 +319,10 @@ def _activity(progress: Progress) -> str:
         left = progress.work.left
         soon = "" if left is None else f", next round in {duration(left)}"
         return f"training, inner step {progress.own.inner_step}/{progress.inner_steps}{soon}"
-    donors, download = "", progress.facts.download
-    if progress.phase == DOWNLOADING and download is not None and download.fetched:
-        donors = f" from {_counted(len(download.fetched), 'donor')} at {_rate(progress.down)}"
+    donors, facts = "", progress.facts
+    if progress.phase == DOWNLOADING and facts.download is not None and facts.download.fetched:
+        count = _counted(len(facts.download.fetched), "donor")
+        donors = f" from {count} at {_rate(progress.down, facts.caps.download)}"
     return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
@@ -359,15 +352,9 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def _rate(traffic: _Traffic) -> str:
-    """Return a rate in megabits a second, beside its cap."""
-    cap = "" if traffic.cap is None else f" of {traffic.cap / MEGABIT:g}"
-    return f"{traffic.rate / MEGABIT:.1f}{cap} Mbit/s"
-
-
-def _traffic(traffic: _Traffic) -> str:
-    """Return a rate, and all bytes until now."""
-    return f"{_rate(traffic)} ({in_words(traffic.total)})"
+def _rate(rate: float, cap: float | None) -> str:
+    """Return bytes a second as megabits a second, beside the cap on them."""
+    return f"{rate / MEGABIT:.1f}{'' if cap is None else f' of {cap / MEGABIT:g}'} Mbit/s"
 
 
 def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:

@@ -152,8 +152,11 @@ class Amended:
     proposed: Amendment | None
 
     @classmethod
-    def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat]) -> Amended:
-        """Read heartbeats. What the run's organiser has not signed is passed over."""
+    def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
+        """Read heartbeats, and which amendment is in force from the log where there is one.
+
+        What the run's organiser has not signed is passed over.
+        """
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {
@@ -163,15 +166,7 @@ class Amended:
             if one is not None and one.is_signed(run.run_id, organiser)
         }
         said = beats[0].amendment if beats else None
-        return cls._beside(said if said in known else None, *known)
-
-    def as_logged(self, in_force: Amendment | None) -> Amended:
-        """Return the same by a log, at whose end this amendment is in force: what peers say of that does not count."""
-        return self._beside(in_force, self.in_force, self.proposed)
-
-    @classmethod
-    def _beside(cls, in_force: Amendment | None, *known: Amendment | None) -> Amended:
-        """Proposed is the newest that is known, if it is newer than what is in force."""
+        in_force = chronicle.amendment if chronicle else said if said in known else None
         latest = newest(in_force, *known)
         return cls(in_force, latest if latest is not in_force else None)
 
@@ -271,8 +266,7 @@ class RunView:
     @property
     def amended(self) -> Amended:
         """Return the amendments in force: by the log where there is one, by what peers say elsewhere."""
-        said = Amended.seen_in(self.run, self.peers)
-        return said.as_logged(self.chronicle.amendment) if self.chronicle is not None else said
+        return Amended.seen_in(self.run, self.peers, self.chronicle)
 
     @property
     def held_out(self) -> list[HeldOutLoss]:
