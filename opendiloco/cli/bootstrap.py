@@ -137,9 +137,7 @@ async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[
 
 def _show_addresses(addresses: tuple[str, ...]) -> None:
     """Print what others need to type."""
-    click.echo("This node can be reached at")
-    for address in addresses:
-        click.echo(f"  {address}")
+    click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
     click.echo("To start a run through it, type on any machine (the first line makes a small run.toml to begin with):")
     click.echo("  diloco-peer run example > run.toml")
     click.echo(f"  diloco-peer run create run.toml --initial-peer {addresses[0]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -110,7 +112,6 @@ _place_options = all_of(
 def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) -> None:
     """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
     import asyncio
-    import tempfile
 
     from opendiloco.storage.remote import Remote, push_folder, without_secrets
     from opendiloco.volunteer.states import export_state, new_folder
@@ -175,7 +176,6 @@ def sample(tokens: int, temperature: float, seed: int, samples: int, prompt: str
     The same state, prompt and seed give the same text on one machine.
     """
     import asyncio
-    import sys
 
     place = _place_of(**where)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -123,8 +124,6 @@ def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
 
     Raises: MachineError when nothing can be written there.
     """
-    import tempfile
-
     if not plan.exports:
         yield None
         return

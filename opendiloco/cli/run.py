@@ -22,7 +22,7 @@ from opendiloco.cli.options import (
     spelled_out,
     writing,
 )
-from opendiloco.data.own_files import OwnFiles
+from opendiloco.data.own_files import OwnFiles, local_sources
 from opendiloco.errors import DataError
 from peers.errors import ManifestError, SwarmUnreachableError
 
@@ -192,13 +192,11 @@ def _create(run_toml: Path, initial_peers: tuple[str, ...], identity: Path | Non
     kept = asyncio.run(_announce(run, spelled_out(initial_peers)))
     invite = Invite(run.run_id, kept)
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
-    for line in _next_lines(run, invite, path, identity):
-        click.echo(line)
+    click.echo("\n".join(_next_lines(run, invite, path, identity)))
 
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
     """Yield what to type next: on volunteers' machines, and on the organiser's."""
-    from opendiloco.data.own_files import local_sources
     from opendiloco.run import local_tables
     from peers.network.contacts import host_of, is_loopback
 
@@ -265,8 +263,7 @@ def _needs(run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | 
     if as_json:
         click.echo(json.dumps(needs_of(config, skeleton).plain(), indent=2))
         return
-    for line in needs_lines(lambda gpus: needs_of(config, skeleton, gpus)):
-        click.echo(line)
+    click.echo("\n".join(needs_lines(lambda gpus: needs_of(config, skeleton, gpus))))
 
 
 async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
@@ -295,7 +292,6 @@ def _check(config: RunConfig) -> None:
     Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
     no more than a warning.
     """
-    from opendiloco.data.own_files import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.model.build import build_skeleton
     from opendiloco.training.optimizers import check_inner_optimizer
@@ -402,7 +398,6 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
     A peer whose folder has other text keeps the losses that it finds to itself. Raises: DataError when the run names
     another digest; MachineError without memory for the tokens.
     """
-    from opendiloco.data.own_files import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import load_data
 

@@ -61,10 +61,10 @@ class Record:
     members: int
     tokens: int
     lineage_tokens: int
-    signatures: Signatures | None
-    absent: tuple[_Absence, ...]
-    joined: tuple[str, ...]
-    change: Change | None
+    signatures: Signatures | None = None
+    absent: tuple[_Absence, ...] = ()
+    joined: tuple[str, ...] = ()
+    change: Change | None = None
 
 
 @dataclass
@@ -142,7 +142,6 @@ class Chronicle:
 
     def _take(self, entry: Entry, header: Header, log: RunLog) -> None:
         before = log.empty_log if entry.index == 0 else self._end
-        certificate = entry.proof
         record = Record(
             index=entry.index,
             digest=header.digest,
@@ -151,14 +150,16 @@ class Chronicle:
             members=len(header.roster),
             tokens=sum(member.tokens for member in header.roster if not member.missed),
             lineage_tokens=header.lineage_tokens,
-            signatures=None if before is None else _signatures(certificate, before, header),
-            absent=() if before is None else _absences(before, header, certificate),
-            joined=() if before is None else tuple(peer for peer in header.peers if peer not in before.known),
-            change=None if before is None else _change(before, header),
         )
+        if before is not None:
+            record.signatures = _signatures(entry.proof, before, header)
+            record.absent = _absences(before, header, entry.proof)
+            record.joined = tuple(peer for peer in header.peers if peer not in before.known)
+            if header.amendment is not None and header.amendment != before.amendment:
+                record.change = Change(header.amendment, before.amendment)
+            if record.signatures is None or record.state_digest is None:
+                self._unsigned.append((record, before, header))
         self.records.append(record)
-        if before is not None and (record.signatures is None or record.state_digest is None):
-            self._unsigned.append((record, before, header))
         for member in header.roster:
             contribution = self.contributions.setdefault(member.peer, Contribution())
             contribution.tokens += 0 if member.missed else member.tokens
@@ -179,13 +180,6 @@ def _signatures(certificate: Certificate | None, before: LogState, header: Heade
         return None
     proof = weigh(certificate, before, header)
     return Signatures(proof.signers, len(electorate(before, header)), proof.is_certified, certificate.alone)
-
-
-def _change(before: LogState, header: Header) -> Change | None:
-    """Return what an entry changes of the outer optimizer; None: nothing."""
-    if header.amendment is None or header.amendment == before.amendment:
-        return None
-    return Change(header.amendment, before.amendment)
 
 
 def _absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[_Absence, ...]:
