@@ -40,38 +40,15 @@ WRITE_SECONDS = 30.0
 END_OF_REQUEST = b"\r\n\r\n"
 
 
-class _Doorman:
-    """Counts connections. `handler` makes the protocol that serves one."""
-
-    def __init__(self, handler: Callable[[], asyncio.Protocol]) -> None:
-        self._handler = handler
-        self._networks: dict[_Connection, str] = {}  # of the open connections, the oldest first
-
-    def __call__(self) -> asyncio.Protocol:
-        """Return the protocol for a new connection."""
-        return _Connection(self._handler(), self)
-
-    def come(self, connection: _Connection, network: str) -> None:
-        """Count a connection, and end another one where there are too many: a flood drives out only its own."""
-        self._networks[connection] = network
-        if len(self._networks) > MOST_CONNECTIONS:
-            counts = Counter(self._networks.values())
-            fullest = max(counts, key=counts.__getitem__)
-            oldest = next(one for one, network in self._networks.items() if network == fullest)
-            self.go(oldest)
-            oldest.abort()
-
-    def go(self, connection: _Connection) -> None:
-        """Count a connection no more."""
-        self._networks.pop(connection, None)
-
-
 class _Connection(asyncio.Protocol):
-    """Passes on to the handler what happens on one connection, and ends it when time is up."""
+    """Passes on to the handler what happens on one connection, and ends it when time is up.
 
-    def __init__(self, handler: asyncio.Protocol, doorman: _Doorman) -> None:
+    `networks` are those of all open connections of the server, the oldest first.
+    """
+
+    def __init__(self, handler: asyncio.Protocol, networks: dict[_Connection, str]) -> None:
         self._handler = handler
-        self._doorman = doorman
+        self._networks = networks
         self._transport: asyncio.Transport
         self._end = b""  # of what came, while the first request is not there
         self._waiting: asyncio.TimerHandle | None = None
@@ -82,7 +59,17 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         self._waiting = self._abort_after(REQUEST_SECONDS)
         self._handler.connection_made(transport)
-        self._doorman.come(self, network_of(transport.get_extra_info("peername")[0]))
+        self._count(network_of(transport.get_extra_info("peername")[0]))
+
+    def _count(self, network: str) -> None:
+        """Count this connection, and end another one where there are too many: a flood drives out only its own."""
+        self._networks[self] = network
+        if len(self._networks) > MOST_CONNECTIONS:
+            counts = Counter(self._networks.values())
+            fullest = max(counts, key=counts.__getitem__)
+            oldest = next(one for one, network in self._networks.items() if network == fullest)
+            del self._networks[oldest]
+            oldest.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is not None:
@@ -106,7 +93,7 @@ class _Connection(asyncio.Protocol):
         self._handler.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._doorman.go(self)
+        self._networks.pop(self, None)
         for timer in (self._waiting, self._writing):
             if timer is not None:
                 timer.cancel()
@@ -192,8 +179,9 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         handle_signals=False,
     )
     await runner.setup()
-    assert runner.server is not None
-    server = await asyncio.get_running_loop().create_server(_Doorman(runner.server), sock=listening)
+    handler, networks = runner.server, dict[_Connection, str]()
+    assert handler is not None
+    server = await asyncio.get_running_loop().create_server(lambda: _Connection(handler(), networks), sock=listening)
     looking = asyncio.create_task(watching.keep_looking())
     try:
         yield

@@ -321,34 +321,30 @@ class RunHistory:
         }
 
     def _peers(self) -> Plain:
+        """Return the peers: this machine first, then by contribution; archives last, and behind them who is gone."""
         live, minorities = {beat.peer for beat in self.view.peers}, self.view.agreement.minorities
-        ordered = sorted(self._seen.values(), key=lambda seen: (seen[0].peer not in live, *self._rank(seen[0])))
+        tokens = {peer: brought.tokens for peer, brought in self._chronicle.contributions.items()}
+
+        def rank(beat: Heartbeat) -> tuple[bool, bool, bool, int, str]:
+            peer, is_archive = beat.peer, beat.state is PeerState.ARCHIVING
+            return peer not in live, peer != self.me, is_archive, -tokens.get(peer, 0), peer
+
+        ordered = sorted(self._seen.values(), key=lambda seen: rank(seen[0]))
         rows = [
-            self._peer(beat, seen, beat.peer in live, beat.peer in minorities) for beat, seen in ordered[:SHOWN_PEERS]
-        ]
-        return {"rows": rows, "more": len(ordered) - len(rows)}
-
-    def _rank(self, beat: Heartbeat) -> tuple[bool, bool, int, str]:
-        """Return the order of peers: this machine first, then by contribution; archives last."""
-        contribution = self._chronicle.contributions.get(beat.peer)
-        is_archive = beat.state is PeerState.ARCHIVING
-        return beat.peer != self.me, is_archive, -(contribution.tokens if contribution else 0), beat.peer
-
-    def _peer(self, beat: Heartbeat, seen: float, is_live: bool, is_in_minority: bool) -> Plain:
-        contribution = self._chronicle.contributions.get(beat.peer)
-        return (
             plain_peer(beat, self.view.run.config)
-            | ({} if is_live else {"state": "gone", "tokens_per_second": 0.0})
+            | ({} if beat.peer in live else {"state": "gone", "tokens_per_second": 0.0})
             | {
                 "relayed": len(beat.relayed),
                 "unreached": len(beat.unreached),
                 "digest": beat.head.hex()[:8],
-                "disagrees": is_in_minority,
+                "disagrees": beat.peer in minorities,
                 "seen": seen,
-                "tokens": None if contribution is None else contribution.tokens,
-                "share": None if contribution is None else contribution.tokens / max(1, self._chronicle.tokens),
+                "tokens": tokens.get(beat.peer),
+                "share": tokens[beat.peer] / max(1, self._chronicle.tokens) if beat.peer in tokens else None,
             }
-        )
+            for beat, seen in ordered[:SHOWN_PEERS]
+        ]
+        return {"rows": rows, "more": len(ordered) - len(rows)}
 
     def _curves(self) -> Plain:
         held_out = sorted(self._held_out.losses.items())
