@@ -79,7 +79,8 @@ def _place_of(
         raise click.UsageError("say where the model is to come from, with either --run or --from.")
     if source is None and (chosen["at"] is not None or chosen["manifest"] is not None):
         raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
-    return _Place(run and parse_run(run, initial_peers), own=OwnFiles(model, tokenizer), **chosen)
+    invite = None if run is None else parse_run(run, initial_peers)
+    return _Place(invite, own=OwnFiles(model, tokenizer), **chosen)
 
 
 _place_options = all_of(

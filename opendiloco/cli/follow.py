@@ -199,6 +199,7 @@ async def _use_model(
     from opendiloco.evaluation_turns import bits_per_byte
     from opendiloco.volunteer.states import command_line, export_state, past_of, warn_of_other_text
 
+    bits: float | None
     place = None
     if folder is None:
         found = await model.trainer.held_out(run.config.evaluation)

@@ -24,8 +24,14 @@ from opendiloco.cli.options import (
     reader,
     refuse_torchrun,
 )
-from opendiloco.settings.join_settings import SECTIONS, JoinSettings, LogSettings, unknown_variables
-from opendiloco.settings.setting import Setting, settings_of
+from opendiloco.settings.join_settings import (
+    SECTIONS,
+    JoinSettings,
+    LogSettings,
+    Setting,
+    settings_of,
+    unknown_variables,
+)
 
 if TYPE_CHECKING:
     from opendiloco.tools.doctor.findings import Finding
@@ -157,7 +163,9 @@ def _origin(context: click.Context, setting: Setting) -> str:
     source = context.get_parameter_source(setting.name)
     if source is ParameterSource.ENVIRONMENT:
         return f"environment, {setting.variable}"
-    return {ParameterSource.COMMANDLINE: "command line", ParameterSource.DEFAULT_MAP: "file"}.get(source, "default")
+    if source is ParameterSource.COMMANDLINE:
+        return "command line"
+    return "file" if source is ParameterSource.DEFAULT_MAP else "default"
 
 
 def _line(setting: Setting, value: Any, origin: str) -> str:

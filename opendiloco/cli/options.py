@@ -17,8 +17,7 @@ import click
 from click.core import ParameterSource
 
 from opendiloco.errors import MachineError, SettingsError
-from opendiloco.settings.join_settings import JoinSettings, LogSettings, split_address
-from opendiloco.settings.setting import Setting, model_of, settings_of
+from opendiloco.settings.join_settings import JoinSettings, LogSettings, Setting, model_of, settings_of, split_address
 
 if TYPE_CHECKING:
     import socket

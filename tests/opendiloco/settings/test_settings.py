@@ -15,10 +15,10 @@ from opendiloco.settings.join_settings import (
     FileSettings,
     JoinSettings,
     read_settings_file,
+    settings_of,
     unknown_variables,
     without_settings,
 )
-from opendiloco.settings.setting import settings_of
 from opendiloco.workers.options import WorkerOptions
 from tests.settings_reference import OPTIONS, reference_page
 
