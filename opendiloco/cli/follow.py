@@ -120,10 +120,7 @@ def follow(
 
 @contextmanager
 def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
-    """Where models are made, so that no half of one is seen; None when there is no need. It outlives the worker.
-
-    Raises: MachineError when nothing can be written there.
-    """
+    """Yield a folder to make models in, so that no half of one is seen; None without any. Raises: MachineError."""
     if not plan.exports:
         yield None
         return

@@ -187,10 +187,7 @@ _volunteer_options = all_of(
 
 
 def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> list[Path]:
-    """Return the sockets of the volunteers that are meant.
-
-    Raises: MachineError when there is none, or it is not clear which is meant.
-    """
+    """Return the sockets of the volunteers that are meant. Raises: MachineError without any, or if unclear which."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
     from peers.values.manifest import Invite

@@ -21,8 +21,7 @@ OURS = ("opendiloco", "peers")
 FILE_BYTES, OLD_FILES = 10_000_000, 3
 """A log file is renamed when it has so many bytes; as many older ones are kept: .1 is the newest of them."""
 
-WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2
-"""Of one place in the code."""
+WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # of one place in the code
 
 
 def _is_no_disconnect(record: logging.LogRecord) -> bool:
@@ -73,8 +72,7 @@ class _LogPlace:
         return True
 
 
-PLACE = _LogPlace()
-"""That of this process."""
+PLACE = _LogPlace()  # that of this process
 
 
 class _JsonFormatter(logging.Formatter):

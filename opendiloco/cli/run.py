@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-READ_AT_ONCE = 1 << 22
-"""Tokens, of a file."""
+READ_AT_ONCE = 1 << 22  # tokens of a file
 GIVEN_TO = 16
 """Peers, at most, that are given an amendment. They tell all others."""
 
@@ -267,10 +266,7 @@ def _needs(run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | 
 
 
 async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the addresses of the bootstrap nodes that remember the run now.
-
-    Raises: SwarmUnreachableError if none does.
-    """
+    """Return the addresses of the nodes that remember the run now. Raises: SwarmUnreachableError if none does."""
     from opendiloco.volunteer.volunteer import connected
     from peers.network.bootstrap import announce_manifest
     from peers.values.identity import Identity
@@ -286,12 +282,8 @@ async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _check(config: RunConfig) -> None:
-    """Check that others can train in a run, as far as this machine can tell. Takes seconds, mostly to import
-    transformers.
-
-    Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
-    no more than a warning.
-    """
+    """Raise ManifestError when the model or the inner optimizer of a run cannot be built. What only others need to have
+    is worth no more than a warning. Takes seconds, mostly to import transformers."""
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.model.build import build_skeleton
     from opendiloco.training.optimizers import check_inner_optimizer
@@ -332,9 +324,7 @@ def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
 
 def _with_tokenizer_named(config: RunConfig) -> RunConfig:
     """Return the run with the digest of the tokenizer, if that comes from elsewhere and is to be had on this machine.
-
-    Raises: MachineError when the run names another digest.
-    """
+    Raises: MachineError when the run names another digest."""
     from opendiloco.data.tokenizer import build_tokenizer, digest_of_tokenizer
 
     section = config.tokenizer
@@ -351,9 +341,7 @@ def _with_tokenizer_named(config: RunConfig) -> RunConfig:
 
 def _with_tokens_named(config: RunConfig) -> RunConfig:
     """Return the run with the digest of each source that is a folder of tokens, so that all peers read the same.
-
-    Raises: DataError when the run names another digest, or a folder cannot be read.
-    """
+    Raises: DataError when the run names another digest, or a folder cannot be read."""
     from opendiloco.data.token_files import is_token_folder, read_about
 
     sources = []
@@ -373,9 +361,8 @@ def _with_tokens_named(config: RunConfig) -> RunConfig:
 
 
 def _with_weights_named(config: RunConfig) -> RunConfig:
-    """Return the run with the digest of the weights that it begins with, if these come from elsewhere.
-
-    Takes the memory that the model does.
+    """Return the run with the digest of the weights that it begins with, if these come from elsewhere. Takes the memory
+    that the model does.
 
     Raises: MachineError when the run names another digest; ManifestError and DataError: see `initial_theta`.
     """
@@ -481,8 +468,7 @@ async def _give_amendment(
 
 
 def _check_key(run: Run, key: Identity) -> None:
-    """Raises: ManifestError unless this key is the organiser's."""
-
+    """Raise ManifestError unless this key is the organiser's."""
     organiser = run.manifest.organiser
     if key.peer_id != organiser:
         raise ManifestError(
@@ -494,10 +480,8 @@ def _check_key(run: Run, key: Identity) -> None:
 def _next_amendment(
     run: Run, key: Identity, beats: list[Heartbeat], learning_rate: float | None, momentum: float | None
 ) -> Amendment:
-    """Sign the amendment after the newest that peers know. What is not given stays as that one has it.
-
-    Raises: ManifestError when run.toml could not have these values either.
-    """
+    """Sign the amendment after the newest that peers know; what is not given stays as that one has it.
+    Raises: ManifestError when run.toml could not have these values either."""
     from opendiloco.config.run_config import RunConfig
     from opendiloco.view.run_view import Amended
     from peers.values.manifest import Amendment

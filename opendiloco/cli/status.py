@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from opendiloco.cli.options import initial_peers_option, known_addresses, parse_run, reader, reader_option, run_option
+from opendiloco.data.own_files import NONE
 from opendiloco.errors import fit_for_terminal
 from peers.errors import DilocoPeerError
 
@@ -167,11 +168,8 @@ def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _proce
 
 
 def _needs_here(run: Run) -> Needs:
-    """Return what a run takes of a machine. Imports torch.
-
-    Raises: DataError for a model that each volunteer names; ManifestError for one that cannot be built.
-    """
-    from opendiloco.data.own_files import NONE
+    """Return what a run takes of a machine. Raises: DataError for a model that each volunteer names; ManifestError for
+    one that cannot be built. Imports torch."""
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_of
 

@@ -31,12 +31,9 @@ if TYPE_CHECKING:
 
 
 # Connections ----------------------------------------------------------------------------------------------------------
-MOST_CONNECTIONS = 250
-"""Of more, the oldest goes of the network that has most."""
-REQUEST_SECONDS = 10.0
-"""Within which the first request has to be there, without its body, which nobody reads."""
-WRITE_SECONDS = 30.0
-"""For which whoever does not read is waited for."""
+MOST_CONNECTIONS = 250  # of more, the oldest goes of the network that has most
+REQUEST_SECONDS = 10.0  # within which the first request has to be there, without its body, which nobody reads
+WRITE_SECONDS = 30.0  # for which a client that does not read is waited for
 END_OF_REQUEST = b"\r\n\r\n"
 
 

@@ -126,12 +126,9 @@ SHOWN_PEERS = 200
 SHOWN_ABSENT = 16  # peers that an entry is told to lack
 REMEMBERED_SECONDS = 600.0  # for which a peer is shown that is gone
 BUCKET = 0.25  # outer steps between two points of a new curve of training losses
-MOST_POINTS = 1000
-"""Of a curve."""
-SHOWN_SPANS = 240
-"""Entries whose times are remembered: the newest."""
-USUAL = 20
-"""Of which so many say how long one takes."""
+MOST_POINTS = 1000  # of a curve
+SHOWN_SPANS = 240  # entries whose times are remembered: the newest
+USUAL = 20  # of which so many say how long one takes
 
 
 class _Curve:
@@ -166,8 +163,7 @@ class _Span(NamedTuple):
     at: float
     seconds: float | None
     round_seconds: float | None
-    present: int
-    """Peers that worked on it."""
+    present: int  # peers that worked on it
 
 
 class _Timeline:
@@ -175,8 +171,7 @@ class _Timeline:
     since clocks differ."""
 
     def __init__(self) -> None:
-        self.spans: dict[int, _Span] = {}
-        """By the index of the entry."""
+        self.spans: dict[int, _Span] = {}  # by the index of the entry
         self._step: int | None = None
         self._since: float | None = None  # when the present outer step was seen to begin
         self._round_since: float | None = None
@@ -220,8 +215,7 @@ class RunHistory:
         self._held_out = held_out or HeldOutCurve()
         self._losses = _Curve(BUCKET)
         self._heartbeats: tuple[Heartbeat, ...] = ()
-        self.view = RunView(run)
-        """How the run is now."""
+        self.view = RunView(run)  # how the run is now
         self._seen: dict[str, tuple[Heartbeat, float]] = {}  # with when something new was heard last
         self._looked_at: float | None = None
         self._signed: dict[str, object] | None = None
@@ -456,8 +450,7 @@ class RunWatch:
         self.source = source
         self.board = Board()
         self.history = RunHistory(source.run, source.me, source.held_out, source.no_log)
-        self.summary = self.history.summary()
-        """What the list of runs says of it."""
+        self.summary = self.history.summary()  # what the list of runs says of it
         self.looked_at = float("-inf")  # on this machine's monotonic clock
         self._looking = asyncio.Lock()
 
@@ -512,8 +505,7 @@ class Watching:
         self._is_failing = False
         self._failures = RunFailures("making its page")
         self.runs: dict[str, RunWatch] = {}
-        self.board = Board()
-        """The list of runs."""
+        self.board = Board()  # the list of runs
 
     async def keep_looking(self) -> None:
         """Look at runs until cancelled."""

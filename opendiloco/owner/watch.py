@@ -31,8 +31,7 @@ LONGEST_HOLD = 60.0
 SHORTEST_HOLD = CALM_SECONDS + 2 * LOOK_SECONDS
 """Seconds for which it keeps them at least where it was not asked to pause: for less than that nobody can know whether
 what it pauses for is over already, and to join again costs more."""
-NOTICED_SLEEP = 2.0
-"""Seconds. Two clocks that are read one after the other differ a little."""
+NOTICED_SLEEP = 2.0  # seconds: two clocks that are read one after the other differ a little
 
 
 class _Wishes:
@@ -102,8 +101,7 @@ class OwnersWatch:
         """`phase` says what the volunteer is doing."""
         self._wishes = _Wishes(conditions)
         self._phase = phase
-        self.until = until
-        """When to leave; None: not by the clock."""
+        self.until = until  # when to leave; None: not by the clock
         self._comes_back = False
         self._facts = Facts(datetime.now())
         self._look = look or (lambda: self._facts)

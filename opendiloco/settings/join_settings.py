@@ -520,21 +520,16 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
     except OSError as error:
         raise SettingsError(f"{found} cannot be read: {error.strerror}.", "Check its permissions.") from error
     if values:
-        _check(values, found)
+        from pydantic import ValidationError  # takes a moment, which `--help` should not without a file
+
+        from opendiloco.config.section import describe_validation_error
+
+        model = model_of(FileSettings, needs_all=False)
+        try:
+            model.model_validate_json(json.dumps(values, default=str))  # as JSON, lists are tuples, and texts paths
+        except ValidationError as error:
+            raise SettingsError(describe_validation_error(str(found), error, model)) from error
     return values
-
-
-def _check(values: Mapping[str, Any], path: Path) -> None:
-    """Raises: SettingsError. What this imports takes a moment, and `--help` should not."""
-    from pydantic import ValidationError
-
-    from opendiloco.config.section import describe_validation_error
-
-    model = model_of(FileSettings, needs_all=False)
-    try:
-        model.model_validate_json(json.dumps(values, default=str))  # as JSON, lists are tuples, and texts paths
-    except ValidationError as error:
-        raise SettingsError(describe_validation_error(str(path), error, model)) from error
 
 
 def default_settings_path() -> Path:

@@ -19,10 +19,8 @@ from peers.values.manifest import Amendment
 
 SLICE_SECONDS = 0.02
 """For which a log is read at once: a long one must not hold up what else the process does."""
-KEPT = 240
-"""Entries that are shown: the newest."""
-UNSIGNED = 8
-"""Entries of which more may become known: the newest that lack something."""
+KEPT = 240  # entries that are shown: the newest
+UNSIGNED = 8  # entries of which more may become known: the newest that lack something
 
 
 class _Absence(NamedTuple):

@@ -59,14 +59,11 @@ OF_STATES: Mapping[State, str] = {
     State.LEFT: LEAVING,
 }
 """The phase that each state of the protocol belongs to."""
-ROUTINE = frozenset({TRAINING, SYNCHRONISING, OF_STATES[State.READY]})
-"""Phases of every outer step."""
+ROUTINE = frozenset({TRAINING, SYNCHRONISING, OF_STATES[State.READY]})  # phases of every outer step
 ABOUT_DATA = ("tokenizing ", "downloading ", "checking ", "waiting for tokens")
 """How the names of those stages begin that prepare data."""
-LOSSES = 2000
-"""Inner steps whose loss the curve has."""
-RATE_SECONDS = 5.0
-"""Over which a rate is taken."""
+LOSSES = 2000  # inner steps whose loss the curve has
+RATE_SECONDS = 5.0  # over which a rate is taken
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40
 MEGABIT = 1e6 / 8
@@ -147,11 +144,6 @@ class Progress:
         return [beat for beat in self.view.peers if beat.peer != self.own.peer]
 
     @property
-    def inner_steps(self) -> int:
-        """Return the inner steps of an outer step."""
-        return self.view.run.config.training.inner_steps
-
-    @property
     def links(self) -> dict[str, int]:
         """Return the number of other peers by the way to them, the best way first. Unknown ways are left out."""
         reach = self.facts.reach
@@ -164,7 +156,7 @@ class Progress:
             "phase": self.phase,
             "outer_steps": self.view.outer_steps,
             "inner_step": self.own.inner_step,
-            "inner_steps": self.inner_steps,
+            "inner_steps": self.view.run.config.training.inner_steps,
             "seconds_left": None if self.work.left is None else round(self.work.left, 1),
             "peers": 1 + len(self.others),
             "reachable": reachability(self.own),
@@ -182,8 +174,7 @@ class ProgressReader:
     """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused."""
 
     def __init__(self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]]) -> None:
-        self.machine = ""
-        """What is known of this machine's temperature and power, in words."""
+        self.machine = ""  # what is known of this machine's temperature and power, in words
         self._run = run
         self._facts = facts
         self._pause_reasons = pause_reasons
@@ -316,9 +307,9 @@ def _activity(progress: Progress) -> str:
     if progress.pause_reasons:
         return f"paused: {', '.join(progress.pause_reasons)}"
     if progress.phase == TRAINING:
-        left = progress.work.left
+        left, inner_steps = progress.work.left, progress.view.run.config.training.inner_steps
         soon = "" if left is None else f", next round in {duration(left)}"
-        return f"training, inner step {progress.own.inner_step}/{progress.inner_steps}{soon}"
+        return f"training, inner step {progress.own.inner_step}/{inner_steps}{soon}"
     donors, facts = "", progress.facts
     if progress.phase == DOWNLOADING and facts.download is not None and facts.download.fetched:
         count = _counted(len(facts.download.fetched), "donor")
