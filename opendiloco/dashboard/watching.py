@@ -11,6 +11,7 @@ import json
 import logging
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import HeldOutCurve
-from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Signatures, Teams
+from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Signatures
 from opendiloco.view.run_view import RunView, bounded_loss, plain_peer, plain_signed
 from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
@@ -192,11 +193,10 @@ class _Timeline:
             while len(self.spans) > SHOWN_SPANS:
                 del self.spans[next(iter(self.spans))]
         if outer_step != self._step:
-            is_first_look = self._step is None
+            self._since = None if self._step is None else at
             if self._step is not None and outer_step < self._step:  # another lineage, or a liar
                 self.spans = {index: span for index, span in self.spans.items() if index < outer_step}
             self._step, self._round_since = outer_step, None
-            self._since = None if is_first_look else at
         if is_averaging and self._round_since is None:
             self._round_since = at
 
@@ -211,7 +211,7 @@ class RunHistory:
         self._no_log = no_log
         self._chronicle = Chronicle()
         self._has_log = False
-        self._teams = Teams()
+        self._teams: dict[str, str] = {}  # by peer; of those that have contributed also when they are gone
         self._held_out = held_out or HeldOutCurve()
         self._losses = _Curve(BUCKET)
         self._heartbeats: tuple[Heartbeat, ...] = ()
@@ -225,7 +225,9 @@ class RunHistory:
         """Take in all heartbeats that are known at a time, in seconds since the epoch."""
         self._looked_at, self._heartbeats = at, tuple(heartbeats)
         view = self._look()
-        self._teams.observe(view.peers, self._chronicle.contributions.keys())
+        kept = {peer: team for peer, team in self._teams.items() if peer in self._chronicle.contributions}
+        said = {beat.peer: beat.team for beat in view.peers}
+        self._teams = {peer: team for peer, team in (kept | said).items() if team}
         for beat in view.peers:
             known = self._seen.get(beat.peer)
             if known is None or beat.sequence > known[0].sequence:
@@ -357,12 +359,16 @@ class RunHistory:
 
     def _contributions(self) -> Plain:
         found = sorted(self._chronicle.contributions.items(), key=lambda one: (-one[1].tokens, one[0]))
-        rows = [{"peer": peer, "team": self._teams.of(peer)} | asdict(brought) for peer, brought in found[:SHOWN_PEERS]]
-        board = self._teams.board(self._chronicle.contributions)[:SHOWN_PEERS]
+        teams = defaultdict[str, list[int]](list)
+        for peer, brought in found:
+            if peer in self._teams:
+                teams[self._teams[peer]].append(brought.tokens)
+        board = sorted(teams.items(), key=lambda one: (-sum(one[1]), one[0]))[:SHOWN_PEERS]
+        rows = [{"peer": peer, "team": self._teams.get(peer, "")} | asdict(own) for peer, own in found[:SHOWN_PEERS]]
         return {
             "rows": rows,
             "more": len(found) - len(rows),
-            "teams": [{"team": team, "tokens": tokens, "peers": peers} for team, tokens, peers in board],
+            "teams": [{"team": team, "tokens": sum(tokens), "peers": len(tokens)} for team, tokens in board],
             "tokens": self._chronicle.tokens,
             "first": self._chronicle.first,
         }

@@ -154,7 +154,7 @@ class OwnersWatch:
         """Look at the machine until cancelled."""
         try:
             while True:
-                self.observe(await self._look_around(), _awake(), _since_start())
+                await self._look_around()
                 await asyncio.sleep(LOOK_SECONDS)
         except Exception:
             logger.exception("nobody watches this machine for its owner any more")
@@ -165,7 +165,7 @@ class OwnersWatch:
             self._is_leaving = self._comes_back = False
         is_sure = not self._wishes.conditions  # one look shows no condition
         while True:
-            self.observe(await self._look_around(), _awake(), _since_start())
+            await self._look_around()
             if self._is_leaving or self._wishes.is_finishing:
                 return False
             if not self._wishes.reasons and is_sure:
@@ -173,8 +173,8 @@ class OwnersWatch:
             is_sure = True
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _look_around(self) -> Facts:
-        """Return the facts of now; where they cannot be had, those of the last look that saw any."""
+    async def _look_around(self) -> None:
+        """Take in the facts of now; where they cannot be had, those of the last look that saw any."""
         try:
             self._facts = await asyncio.to_thread(self._look)
             self._is_blind = False
@@ -182,7 +182,7 @@ class OwnersWatch:
             if not self._is_blind:
                 logger.warning("this machine cannot be looked at, so that pauses neither begin nor end: %r", error)
             self._is_blind = True
-        return replace(self._facts, now=datetime.now())
+        self.observe(replace(self._facts, now=datetime.now()), _awake(), _since_start())
 
     def observe(self, facts: Facts, awake: float, since_start: float) -> None:
         """Take in one look at the machine, at these times of the two clocks."""

@@ -1,11 +1,10 @@
-"""What a log says of a run, entry by entry: who was in each, who was not and why, who signed it, and what peers and
-their teams have contributed."""
+"""What a log says of a run, entry by entry: who was in each, who was not and why, who signed it, and what peers have
+contributed."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from peers.log.chain import Entry
 from peers.log.folder import RunLog
 from peers.log.header import Header
 from peers.log.state import LogState
-from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import Amendment
 
 SLICE_SECONDS = 0.02
@@ -205,29 +203,3 @@ def _absences(before: LogState, header: Header, certificate: Certificate | None)
         else:
             found.append(_Absence(peer, "absent", "was not ready; its lease went back into the pool"))
     return tuple(found)
-
-
-class Teams:
-    """Which team each peer names. Of those that have contributed it is known also when they are gone."""
-
-    def __init__(self) -> None:
-        self._teams: dict[str, str] = {}
-
-    def observe(self, heartbeats: Iterable[Heartbeat], contributors: Collection[str]) -> None:
-        """Take in what peers say."""
-        said = {beat.peer: beat.team for beat in heartbeats}
-        kept = {peer: team for peer, team in self._teams.items() if peer in contributors}
-        self._teams = {peer: team for peer, team in (kept | said).items() if team}
-
-    def of(self, peer: str) -> str:
-        """Return a peer's team; empty: none."""
-        return self._teams.get(peer, "")
-
-    def board(self, contributions: Mapping[str, Contribution]) -> list[tuple[str, int, int]]:
-        """Return each team with its tokens and its peers that have contributed, the largest first."""
-        found: dict[str, list[int]] = {}
-        for peer, team in self._teams.items():
-            if peer in contributions:
-                found.setdefault(team, []).append(contributions[peer].tokens)
-        board = [(team, sum(tokens), len(tokens)) for team, tokens in found.items()]
-        return sorted(board, key=lambda one: (-one[1], one[0]))
