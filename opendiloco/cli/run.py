@@ -491,7 +491,8 @@ def _next_amendment(
             f"--outer-momentum = {momentum:g}: the momentum of {run.run_id} is delayed, and stays as it is.",
             "Amend --outer-lr alone.",
         )
-    latest = Amended.seen_in(run, beats).newest
+    amended = Amended.seen_in(run, beats)
+    latest = amended.proposed or amended.in_force
     source, content = latest or run.config.outer_optimizer, run.config.to_manifest_content()
     values = {
         "learning_rate": source.learning_rate if learning_rate is None else learning_rate,

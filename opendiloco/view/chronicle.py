@@ -110,8 +110,9 @@ class Chronicle:
 
     def read(self, log: RunLog) -> bool:
         """Read on, for `SLICE_SECONDS`. Return whether there may be more. Raises: LogError."""
-        if self._end is None or not self._is_of(log):
-            self._begin(log.first)
+        at, end = self.next_index, self._end
+        if end is None or log.first != self.first or log.heads_at([at]).get(at) != end.position.head:
+            self._begin(log.first)  # another lineage, or entries have come before the first that was read
         enough = time.monotonic() + SLICE_SECONDS
         for entry, state in log.states_after(self._end or log.empty_log):
             if state.last is not None:
@@ -129,12 +130,6 @@ class Chronicle:
         own = self.contributions.get(peer, Contribution())
         rank = 1 + sum(other.tokens > own.tokens for other in self.contributions.values())
         return Standing(own.tokens, own.entries, own.tokens / self.tokens, rank, len({*self.contributions, peer}))
-
-    def _is_of(self, log: RunLog) -> bool:
-        """Return whether what was read last is still in the log, and nothing has come before what was read first."""
-        assert self._end is not None
-        heads = log.heads_at([self.next_index])
-        return log.first == self.first and heads.get(self.next_index) == self._end.position.head
 
     def _take(self, entry: Entry, header: Header, log: RunLog) -> None:
         before = log.empty_log if entry.index == 0 else self._end

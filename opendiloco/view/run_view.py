@@ -153,10 +153,8 @@ class Amended:
 
     @classmethod
     def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Read heartbeats, and which amendment is in force from the log where there is one.
-
-        What the run's organiser has not signed is passed over.
-        """
+        """Read heartbeats, and from a log, where there is one, what is in force. What the run's organiser has not signed
+        is passed over."""
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {
@@ -166,14 +164,9 @@ class Amended:
             if one is not None and one.is_signed(run.run_id, organiser)
         }
         said = beats[0].amendment if beats else None
-        in_force = chronicle.amendment if chronicle else said if said in known else None
+        in_force = chronicle.amendment if chronicle is not None else said if said in known else None
         latest = newest(in_force, *known)
         return cls(in_force, latest if latest is not in_force else None)
-
-    @property
-    def newest(self) -> Amendment | None:
-        """Return the amendment that the next one comes after."""
-        return self.proposed or self.in_force
 
     def lines(self) -> list[str]:
         """Return what is to be told to people: nothing, where the manifest's values are in force."""
