@@ -153,8 +153,10 @@ class Amended:
 
     @classmethod
     def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
-        """Read heartbeats, and from a log, if there is one, what is in force. What the run's organiser has not signed is
-        passed over."""
+        """Read heartbeats, and from a log, if there is one, what is in force.
+
+        What the run's organiser has not signed is passed over.
+        """
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {
