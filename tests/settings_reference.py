@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from opendiloco.settings.join_settings import SECTIONS, LogSettings
-from opendiloco.settings.setting import Setting, settings_of
+from opendiloco.settings.join_settings import SECTIONS, LogSettings, Setting, settings_of
 
 OPTIONS = Path(__file__).parent.parent / "docs" / "options.md"
 

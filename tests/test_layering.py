@@ -1,12 +1,14 @@
 """Who may import whom: cli → opendiloco → peers, with each outside world behind one door."""
 
 from __future__ import annotations
+
 import ast
-import pytest
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for package in ("opendiloco", "peers") for path in (ROOT / package).rglob("*.py"))

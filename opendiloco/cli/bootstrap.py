@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,9 +115,9 @@ def bootstrap(
         if local_network:
             beside.append(_tell_local_network)
         if listening is not None:
-            from opendiloco.dashboard.server import NodeDashboard
+            from opendiloco.dashboard.server import serve_all_runs
 
-            beside.append(NodeDashboard(listening, kept).keep)
+            beside.append(partial(serve_all_runs, listening, kept))
         place = (listen or everywhere(LIBP2P_PORT), announce, others, runs)
         await run_bootstrap(key, *place, _show_addresses, stop, Run.from_manifest, beside, links, shown)
 
@@ -136,9 +137,7 @@ async def _tell_local_network(transport: HivemindTransport, manifests: Iterable[
 
 def _show_addresses(addresses: tuple[str, ...]) -> None:
     """Print what others need to type."""
-    click.echo("This node can be reached at")
-    for address in addresses:
-        click.echo(f"  {address}")
+    click.echo("\n".join(("This node can be reached at", *(f"  {address}" for address in addresses))))
     click.echo("To start a run through it, type on any machine (the first line makes a small run.toml to begin with):")
     click.echo("  diloco-peer run example > run.toml")
     click.echo(f"  diloco-peer run create run.toml --initial-peer {addresses[0]}")

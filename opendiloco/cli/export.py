@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -49,7 +51,7 @@ class _Place:
     at: int | None
     manifest: Path | None
     own: OwnFiles
-    data: tuple[Path, ...] | None
+    data: tuple[Path, ...] | None = None
 
     @asynccontextmanager
     async def state(self) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
@@ -67,25 +69,18 @@ class _Place:
 
 
 def _place_of(
-    run: str | None,
-    initial_peers: tuple[str, ...],
-    identity: Path | None,
-    source: Path | None,
-    at: int | None,
-    manifest: Path | None,
-    model: Path | None,
-    tokenizer: Path | None,
-    data: tuple[Path, ...] | None = None,
+    run: str | None, initial_peers: tuple[str, ...], model: Path | None, tokenizer: Path | None, **chosen: Any
 ) -> _Place:
     """Return what `_place_options` say. Raises: UsageError unless they go together."""
+    source = chosen["source"]
     if source is not None and not is_typed(click.get_current_context(), "run"):
         run = None  # the settings name the run that this machine usually joins
     if (run is None) == (source is None):
         raise click.UsageError("say where the model is to come from, with either --run or --from.")
-    if source is None and (at is not None or manifest is not None):
+    if source is None and (chosen["at"] is not None or chosen["manifest"] is not None):
         raise click.UsageError("--at and --manifest choose a checkpoint: give its folder, too, with --from.")
     invite = None if run is None else parse_run(run, initial_peers)
-    return _Place(invite, identity, source, at, manifest, OwnFiles(model, tokenizer), data)
+    return _Place(invite, own=OwnFiles(model, tokenizer), **chosen)
 
 
 _place_options = all_of(
@@ -118,7 +113,6 @@ _place_options = all_of(
 def export(out: Path | None, push_to: str | None, dtype: Dtype, **where: Any) -> None:
     """Write the run's model, as its peers or a checkpoint have it, as a transformers model."""
     import asyncio
-    import tempfile
 
     from opendiloco.storage.remote import Remote, push_folder, without_secrets
     from opendiloco.volunteer.states import export_state, new_folder
@@ -183,7 +177,6 @@ def sample(tokens: int, temperature: float, seed: int, samples: int, prompt: str
     The same state, prompt and seed give the same text on one machine.
     """
     import asyncio
-    import sys
 
     place = _place_of(**where)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -97,11 +98,7 @@ class _FollowPlan:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line, with whole digests.")
 @dashboard_option
 def follow(
-    run: str,
-    initial_peers: tuple[str, ...],
-    identity: Path | None,
-    dashboard: str | None,
-    **chosen: Any,
+    run: str, initial_peers: tuple[str, ...], identity: Path | None, dashboard: str | None, **chosen: Any
 ) -> None:
     """Follow a run without training in it: print its entries as they come, and whether its peers agree with them.
 
@@ -123,12 +120,7 @@ def follow(
 
 @contextmanager
 def _staging(plan: _FollowPlan) -> Iterator[Path | None]:
-    """Where models are made, so that no half of one is seen; None when there is no need. It outlives the worker.
-
-    Raises: MachineError when nothing can be written there.
-    """
-    import tempfile
-
+    """Yield a folder to make models in, so that no half of one is seen; None without any. Raises: MachineError."""
     if not plan.exports:
         yield None
         return
@@ -164,7 +156,7 @@ async def _follow(invite: Invite, key: Identity, plan: _FollowPlan, folder: Path
 async def _track(run: Run, transport: HivemindTransport, plan: _FollowPlan, folder: Path | None, audit: Audit) -> None:
     """Print each state of the run, and use its model as far as that is wanted, until the last."""
     from opendiloco.dashboard.server import dashboard
-    from opendiloco.dashboard.sources import follower_source
+    from opendiloco.dashboard.watching import follower_source
     from opendiloco.volunteer.local_workload import working
     from opendiloco.volunteer.tracking import Disagreement, retrying, state_for, states_until
     from peers.transfer.following import Following
@@ -203,19 +195,21 @@ async def _use_model(
     from opendiloco.evaluation_turns import bits_per_byte
     from opendiloco.volunteer.states import command_line, export_state, past_of, warn_of_other_text
 
+    bits: float | None
+    place = None
     if folder is None:
         found = await model.trainer.held_out(run.config.evaluation)
-        bits = bits_per_byte(found.loss, model.trainer.bytes_per_token)
-        _show_model(reached, found.loss, bits, None, plan.as_json)
+        loss, bits = found.loss, bits_per_byte(found.loss, model.trainer.bytes_per_token)
         warn_of_other_text(found)
-        return
-    made = folder / f"outer-step-{reached.index:06}"
-    place = ("--run", run.run_id, "--initial-peer", "ADDRESS")
-    words = own_words(plan.data, plan.own)
-    again = command_line("follow", place, words, "--export", "models", "--until", str(reached.index))
-    facts = await export_state(run, past_of(run, following), model, made, again)
-    where = await asyncio.to_thread(_deliver, made, plan)
-    _show_model(reached, facts.held_out_loss, facts.bits_per_byte, where, plan.as_json)
+    else:
+        made, words = folder / f"outer-step-{reached.index:06}", own_words(plan.data, plan.own)
+        source = ("--run", run.run_id, "--initial-peer", "ADDRESS")
+        again = command_line("follow", source, words, "--export", "models", "--until", str(reached.index))
+        facts = await export_state(run, past_of(run, following), model, made, again)
+        loss, bits, place = facts.held_out_loss, facts.bits_per_byte, await asyncio.to_thread(_deliver, made, plan)
+    text = f": held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
+    text += "" if place is None else f", the model is in {place}"
+    _show(plan.as_json, reached.index, text, event="model", held_out_loss=loss, bits_per_byte=bits, place=place)
 
 
 def _deliver(made: Path, plan: _FollowPlan) -> str | None:
@@ -244,7 +238,6 @@ def _deliver(made: Path, plan: _FollowPlan) -> str | None:
 # What is printed ------------------------------------------------------------------------------------------------------
 def _show(as_json: bool, index: int, text: str, event: str, **values: object) -> None:
     """Print what happened at an outer step: a line for people, or an object for programs."""
-
     click.echo(json.dumps({"event": event, "outer_step": index} | values) if as_json else f"outer step {index}{text}")
 
 
@@ -252,9 +245,7 @@ def _show_reached(reached: Reached, as_json: bool) -> None:
     last, state = reached.log.last, reached.state_digest.hex()
     roster, in_all, agreeing = last.roster if last else (), reached.log.lineage_tokens, reached.agreeing
     tokens = sum(member.tokens for member in roster)
-    agreement = (
-        f"{agreeing} peer{'s agree' if agreeing > 1 else ' agrees'}" if agreeing else "which no peer has named yet"
-    )
+    agreement = f"{agreeing} peer{'s agree' if agreeing > 1 else ' agrees'}"
     _show(
         as_json,
         reached.index,
@@ -294,9 +285,3 @@ def _show_disagreement(found: Disagreement, as_json: bool) -> None:
     said, expected = found.said.hex(), found.expected.hex()
     text = f": peer {found.peer} DISAGREES: it has the state {said[:8]}, the log leads to {expected[:8]}"
     _show(as_json, found.index, text, event="disagreement", peer=found.peer, said=said, state_digest=expected)
-
-
-def _show_model(reached: Reached, loss: float, bits: float | None, place: str | None, as_json: bool) -> None:
-    text = f": held-out loss {loss:.4f} nats per token" + ("" if bits is None else f", {bits:.4f} bits per byte")
-    text += "" if place is None else f", the model is in {place}"
-    _show(as_json, reached.index, text, event="model", held_out_loss=loss, bits_per_byte=bits, place=place)

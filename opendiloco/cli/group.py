@@ -12,6 +12,7 @@ import click
 from opendiloco.cli.logs import LogOptions
 from opendiloco.cli.options import FILE_KEY, PATH_KEY, log_options
 from opendiloco.errors import SettingsError, fit_for_terminal
+from opendiloco.settings.join_settings import default_settings_path, read_settings_file
 from peers.errors import DilocoPeerError
 
 EXIT_CODES = {
@@ -37,15 +38,14 @@ EXIT_CODES = {
 """What each exit status means: the one table of them, which `diloco-peer --help` shows."""
 UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130
 
-
 COMMANDS = {
     "demo": "machine:demo",
     "doctor": "machine:doctor",
     "bootstrap": "bootstrap:bootstrap",
     "run": "run:run_group",
     "runs": "status:runs",
-    "plan": "prepare:plan",
-    "tokenize": "prepare:tokenize",
+    "plan": "run:plan",
+    "tokenize": "run:tokenize",
     "invite": "invite:invite_group",
     "join": "join:join",
     "pause": "join:pause",
@@ -72,8 +72,6 @@ FIRST_STEPS = (
     ("diloco-peer join --run INVITE", "Train in a run. Its organiser gives out the invite."),
     ("diloco-peer bootstrap", "Be the node through which the peers of a run of your own find each other."),
 )
-
-
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 
 
@@ -157,8 +155,6 @@ def _read_settings(context: click.Context, parameter: click.Parameter, path: Pat
     """Read what the configuration file says for all options that it may have."""
     if context.resilient_parsing:
         return
-    from opendiloco.settings.file import default_settings_path, read_settings_file
-
     try:
         context.meta[FILE_KEY] = read_settings_file(path)
     except SettingsError as error:

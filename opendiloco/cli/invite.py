@@ -83,11 +83,7 @@ def _show(run: str, identity: Path | None, state: Path | None) -> None:
 @organiser_option
 @given_option
 def _revoke(
-    manifest: Path,
-    tickets: tuple[str, ...],
-    initial_peers: tuple[str, ...],
-    identity: Path | None,
-    state: Path | None,
+    manifest: Path, tickets: tuple[str, ...], initial_peers: tuple[str, ...], identity: Path | None, state: Path | None
 ) -> None:
     """Take tickets back: tell the run's peers, and the nodes that remember it. All that used them are shown out."""
     import asyncio
@@ -103,10 +99,7 @@ def _revoke(
 
 
 def _organised(path: Path, identity: Path | None) -> tuple[SignedManifest, Identity]:
-    """Return the run of a manifest, and its organiser's key.
-
-    Raises: ManifestError, AdmissionError, LocalNetworkError.
-    """
+    """Return a manifest's run, and its organiser's key. Raises: ManifestError, AdmissionError, LocalNetworkError."""
     from opendiloco.storage.run_folder import read_manifest
     from opendiloco.volunteer.identity import load_identity
 

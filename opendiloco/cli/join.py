@@ -8,6 +8,7 @@ import os
 import sys
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,16 +26,17 @@ from opendiloco.cli.options import (
     refuse_torchrun,
 )
 from opendiloco.errors import MachineError
+from opendiloco.owner.conditions import parse_until
+from opendiloco.settings.join_settings import JoinSettings, unknown_variables
 
 if TYPE_CHECKING:
     import socket
 
-    from opendiloco.dashboard.sources import Source
+    from opendiloco.dashboard.watching import Source
     from opendiloco.owner.watch import OwnersWatch
-    from opendiloco.settings.join_settings import JoinSettings
     from opendiloco.view.progress import JoinView
     from opendiloco.volunteer.interrupts import Interrupts
-    from opendiloco.volunteer.volunteer import Session, Volunteer
+    from opendiloco.volunteer.volunteer import Volunteer
     from peers.network.transport import HivemindTransport
     from peers.values.identity import Identity
     from peers.values.manifest import Invite
@@ -53,7 +55,6 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
     take part, and what it costs. Each option is also an environment variable (DILOCO_HOURS) and a key of the
     configuration file; `config show` prints all values, and where they come from.
     """
-    from opendiloco.settings.file import unknown_variables
     from opendiloco.tools.doctor.machine import check_quickly
     from opendiloco.volunteer.identity import hold_identity
     from opendiloco.volunteer.interrupts import run_interruptible
@@ -82,9 +83,6 @@ def join(log: LogOptions, settings: JoinSettings) -> None:
 
 def _owners_watch(settings: JoinSettings, view: JoinView) -> OwnersWatch:
     """Return what looks at this machine for its owner."""
-    from datetime import datetime
-
-    from opendiloco.owner.conditions import parse_until
     from opendiloco.owner.facts import Observer
     from opendiloco.owner.watch import OwnersWatch
 
@@ -127,30 +125,9 @@ class _Joining:
                 gc.collect()  # so that the machine has its memory back while it is paused
 
     async def _take_part(self, interrupts: Interrupts, sources: list[Source]) -> None:
-        """Take part once, and keep nothing of it."""
-        from opendiloco.dashboard.sources import volunteer_source
+        """Take part once, and keep nothing of it. Raises: AdmissionError, MachineError."""
+        from opendiloco.dashboard.watching import volunteer_source
         from opendiloco.owner.watch import watching
-
-        session = self._session()
-
-        def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
-            PLACE.outer_step = lambda: volunteer.outer_step
-            interrupts.polite = lambda: self._leave(volunteer)
-            sources.append(volunteer_source(volunteer, transport))
-
-        try:
-            async with watching(self.watch):
-                await session.take_part(self.view, when_ready)
-        finally:
-            interrupts.polite, PLACE.outer_step = None, lambda: None
-            sources.clear()
-
-    def _leave(self, volunteer: Volunteer) -> None:
-        volunteer.leave()
-        self.view.say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)")
-
-    def _session(self) -> Session:
-        """Return the session that the settings ask for. Raises: AdmissionError, MachineError."""
         from opendiloco.storage.remote import check_url
         from opendiloco.storage.run_folder import Journal
         from opendiloco.volunteer.admission import read_ticket
@@ -161,7 +138,23 @@ class _Joining:
         journal = None if settings.journal is None else Journal(settings.journal)
         if settings.remote is not None:
             check_url(settings.remote)
-        return Session(settings, self.invite, self.key, self.watch, ticket, journal)
+        session = Session(settings, self.invite, self.key, self.watch, ticket, journal)
+
+        def when_ready(volunteer: Volunteer, transport: HivemindTransport) -> None:
+            def leave() -> None:
+                volunteer.leave()
+                self.view.say("leaving the run; a round under way is finished first (Ctrl-C again: leave at once)")
+
+            PLACE.outer_step = lambda: volunteer.outer_step
+            interrupts.polite = leave
+            sources.append(volunteer_source(volunteer, transport))
+
+        try:
+            async with watching(self.watch):
+                await session.take_part(self.view, when_ready)
+        finally:
+            interrupts.polite, PLACE.outer_step = None, lambda: None
+            sources.clear()
 
 
 def _view_for(log: LogOptions, is_plain: bool) -> JoinView:
@@ -194,10 +187,7 @@ _volunteer_options = all_of(
 
 
 def _find(run: str | None, state: Path | None, peer: str, all_of_them: bool) -> list[Path]:
-    """Return the sockets of the volunteers that are meant.
-
-    Raises: MachineError when there is none, or it is not clear which is meant.
-    """
+    """Return the sockets of the volunteers that are meant. Raises: MachineError without any, or if unclear which."""
     from opendiloco.owner.controls import volunteers
     from opendiloco.storage.run_folder import default_state_folder
     from peers.values.manifest import Invite

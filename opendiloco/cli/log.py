@@ -121,13 +121,10 @@ def _find_log(run: str | None, folder: Path | None) -> Path:
 
     if (run is None) == (folder is None):
         raise click.UsageError("say which log with either --run or --folder.")
-    if folder is not None:
-        candidates = [folder, RunFolder(folder).log]
-        where = str(folder)
-    else:
-        of_run = default_state_folder() / Invite.parse(str(run)).run_id
-        candidates = [RunFolder(path).log for path in sorted(of_run.glob("*"))]
-        where = str(of_run)
+    where = folder or default_state_folder() / Invite.parse(str(run)).run_id
+    candidates = (
+        [folder, RunFolder(folder).log] if folder else [RunFolder(path).log for path in sorted(where.glob("*"))]
+    )
     logs = [path for path in candidates if (path / ENTRIES).is_file()]
     if not logs:
         raise click.UsageError(f"there is no log in {where}: nobody has trained in that run on this machine, it seems.")

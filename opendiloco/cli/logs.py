@@ -21,8 +21,7 @@ OURS = ("opendiloco", "peers")
 FILE_BYTES, OLD_FILES = 10_000_000, 3
 """A log file is renamed when it has so many bytes; as many older ones are kept: .1 is the newest of them."""
 
-WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2
-"""Of one place in the code."""
+WARNINGS_AT_ONCE, WARNINGS_PER_SECOND = 30.0, 0.2  # of one place in the code
 
 
 def _is_no_disconnect(record: logging.LogRecord) -> bool:
@@ -66,20 +65,14 @@ class _LogPlace:
         step = self.outer_step()
         known = {"run": self.run, "peer": self.peer, "outer_step": step}
         record.known = {name: value for name, value in known.items() if value is not None}
-        said = [_short_run(self.run) if self.run else "", f"…{self.peer[-8:]}" if self.peer else ""]
+        run = self.run and self.run[: self.run.rfind("-") + 9]  # its name, and the beginning of its digest
+        said = [run, self.peer and f"…{self.peer[-8:]}"]
         words = " ".join(filter(None, [*said, "" if step is None else f"#{step}"]))
         record.place = f"[{words}] " if words else ""
         return True
 
 
-def _short_run(run: str) -> str:
-    """Return a run's name with the beginning of its digest."""
-    name, dash, digest = run.rpartition("-")
-    return f"{name}{dash}{digest[:8]}"
-
-
-PLACE = _LogPlace()
-"""That of this process."""
+PLACE = _LogPlace()  # that of this process
 
 
 class _JsonFormatter(logging.Formatter):
@@ -120,7 +113,17 @@ class LogOptions:
 
         Raises: MachineError when the file cannot be written.
         """
-        self.send_to(self._handler(), default_level, FORMAT_WITH_PLACE)
+        handler: logging.Handler = logging.StreamHandler()
+        if self.file is not None:
+            path = self.file.expanduser()
+            try:
+                handler = RotatingFileHandler(path, encoding="utf-8", maxBytes=FILE_BYTES, backupCount=OLD_FILES)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise MachineError(
+                    f"cannot log to {self.file}: {reason}.", "Name a file that can be written."
+                ) from error
+        self.send_to(handler, default_level, FORMAT_WITH_PLACE)
 
     def send_to(self, handler: logging.Handler, default_level: str, format: str = FORMAT) -> None:
         """Log to a handler of the caller's."""
@@ -133,14 +136,3 @@ class LogOptions:
         logging.basicConfig(handlers=[handler], level=level if level in ("DEBUG", "ERROR") else "WARNING", force=True)
         for name in OURS:
             logging.getLogger(name).setLevel(level)
-
-    def _handler(self) -> logging.Handler:
-        if self.file is None:
-            return logging.StreamHandler()
-        try:
-            return RotatingFileHandler(
-                self.file.expanduser(), encoding="utf-8", maxBytes=FILE_BYTES, backupCount=OLD_FILES
-            )
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise MachineError(f"cannot log to {self.file}: {reason}.", "Name a file that can be written.") from error

@@ -24,11 +24,16 @@ from opendiloco.cli.options import (
     reader,
     refuse_torchrun,
 )
+from opendiloco.settings.join_settings import (
+    SECTIONS,
+    JoinSettings,
+    LogSettings,
+    Setting,
+    settings_of,
+    unknown_variables,
+)
 
 if TYPE_CHECKING:
-    from opendiloco.settings.join_settings import JoinSettings
-    from opendiloco.settings.setting import Setting
-    from opendiloco.tools.demo import DemoResult, DemoScreen
     from opendiloco.tools.doctor.findings import Finding
 
 
@@ -53,11 +58,6 @@ def demo(peers: int, minutes: float, run: Path | None, out: Path | None, plain: 
         result = run_interruptible(lambda interrupts: run_demo(peers, run, out, screen))
     if result is None:
         raise SystemExit(INTERRUPTED)
-    raise SystemExit(_conclude(result, screen))
-
-
-def _conclude(result: DemoResult, screen: DemoScreen) -> int:
-    """Print what came out. Return the exit code."""
     facts = result.facts
     summary = (
         ("run", facts.run_id),
@@ -75,7 +75,7 @@ def _conclude(result: DemoResult, screen: DemoScreen) -> int:
         screen.say(f"{name:<15}{text}")
     for problem in result.problems:
         click.echo(f"error: {problem}", err=True)
-    return 1 if result.problems else 0
+    raise SystemExit(1 if result.problems else 0)
 
 
 @click.command(cls=SettingsCommand, short_help="Say whether this machine can train, and what keeps it from it.")
@@ -125,13 +125,6 @@ def doctor(settings: JoinSettings, trial: bool, is_json: bool) -> None:
     raise SystemExit(UNFIT if worst(findings) is Verdict.FAIL else 0)
 
 
-_ORIGINS = {
-    ParameterSource.COMMANDLINE: "command line",
-    ParameterSource.ENVIRONMENT: "environment",
-    ParameterSource.DEFAULT_MAP: "file",
-}
-
-
 @click.group()
 def config_group() -> None:
     """Look at the settings of this machine."""
@@ -144,10 +137,6 @@ def config_group() -> None:
 def _show_config(context: click.Context, settings: JoinSettings, as_json: bool) -> None:
     """Print what `join` would go by, given the same options, and where each value comes from: the command line, an
     environment variable, the configuration file, or the default."""
-    from opendiloco.settings.file import unknown_variables
-    from opendiloco.settings.join_settings import SECTIONS, LogSettings
-    from opendiloco.settings.setting import settings_of
-
     shown: dict[str, dict[str, Any]] = {}
     lines = []
     for section in SECTIONS:
@@ -170,9 +159,13 @@ def _show_config(context: click.Context, settings: JoinSettings, as_json: bool) 
 
 
 def _origin(context: click.Context, setting: Setting) -> str:
+    """Return where a setting's value comes from."""
     source = context.get_parameter_source(setting.name)
-    origin = "default" if source is None else _ORIGINS.get(source, "default")
-    return f"environment, {setting.variable}" if source is ParameterSource.ENVIRONMENT else origin
+    if source is ParameterSource.ENVIRONMENT:
+        return f"environment, {setting.variable}"
+    if source is ParameterSource.COMMANDLINE:
+        return "command line"
+    return "file" if source is ParameterSource.DEFAULT_MAP else "default"
 
 
 def _line(setting: Setting, value: Any, origin: str) -> str:

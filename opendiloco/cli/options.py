@@ -17,8 +17,7 @@ import click
 from click.core import ParameterSource
 
 from opendiloco.errors import MachineError, SettingsError
-from opendiloco.settings.join_settings import JoinSettings, LogSettings, split_address
-from opendiloco.settings.setting import Setting, model_of, settings_of
+from opendiloco.settings.join_settings import JoinSettings, LogSettings, Setting, model_of, settings_of, split_address
 
 if TYPE_CHECKING:
     import socket
@@ -184,8 +183,12 @@ def _type_of(setting: Setting) -> Any:
 log_options = all_of(*map(_option_for, settings_of(LogSettings)))
 initial_peers_option = join_option("initial_peers")
 run_option = join_option("run")
-
-
+dashboard_option = typed_option("dashboard")
+reader_option = click.option(
+    "--identity",
+    type=FILE,
+    help="Look as the peer with this key file: runs by invitation show themselves to their organiser.",
+)
 own_files_options = all_of(
     typed_option("model", click_type=EXISTING_FOLDER),
     typed_option("tokenizer", click_type=click.Path(exists=True, path_type=Path)),
@@ -203,16 +206,6 @@ def own_words(data: Sequence[Path], own: OwnFiles) -> list[str]:
     """Return these options as others have to type them, whose paths are their own."""
     named = [name for name, path in vars(own).items() if path is not None]
     return ["--data", "TEXTS"] * len(data) + [word for name in named for word in (f"--{name}", "PATH")]
-
-
-reader_option = click.option(
-    "--identity",
-    type=FILE,
-    help="Look as the peer with this key file: runs by invitation show themselves to their organiser.",
-)
-
-
-dashboard_option = typed_option("dashboard")
 
 
 def open_dashboard(address: str | None) -> socket.socket | None:
@@ -249,10 +242,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 def refuse_torchrun(environment: Mapping[str, str]) -> None:
-    """Refuse to be one of several processes that torchrun has started: each would be a volunteer, on the same GPUs.
-
-    Raises: SettingsError.
-    """
+    """Raise SettingsError in one of several processes of torchrun: each would be a volunteer, on the same GPUs."""
     size = environment.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in environment and size != "1":  # Slurm and Kubeflow set WORLD_SIZE, too
         raise SettingsError(
@@ -265,10 +255,7 @@ def refuse_torchrun(environment: Mapping[str, str]) -> None:
 def parse_run(run: str, initial_peers: tuple[str, ...], state: Path | None = None) -> Invite:
     """Return the run and the addresses for it: those of the invite and of the option, or else of the environment
     or the configuration file, or else those that this machine remembers of the run, in the `state` folder, or what the
-    local network says.
-
-    Raises: ManifestError; UsageError when there are no addresses.
-    """
+    local network says. Raises: ManifestError; UsageError when there are no addresses."""
     from peers.values.manifest import Invite
 
     invite, initial_peers = Invite.parse(run), spelled_out(initial_peers)

@@ -1,4 +1,4 @@
-"""`diloco-peer run …`: what an organiser does."""
+"""What an organiser does: `plan` and `tokenize` before a run, and `run …` to create, show and amend one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,12 +22,14 @@ from opendiloco.cli.options import (
     spelled_out,
     writing,
 )
-from opendiloco.data.own_files import OwnFiles
+from opendiloco.data.own_files import OwnFiles, local_sources
 from opendiloco.errors import DataError
 from peers.errors import ManifestError, SwarmUnreachableError
 
 if TYPE_CHECKING:
     from opendiloco.config.run_config import RunConfig
+    from opendiloco.data.token_files import Piece
+    from opendiloco.data.tokenizer import Tokenizer
     from opendiloco.run import Run
     from peers.presence.heartbeat import Heartbeat
     from peers.values.identity import Identity
@@ -36,10 +38,116 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+READ_AT_ONCE = 1 << 22  # tokens of a file
 GIVEN_TO = 16
 """Peers, at most, that are given an amendment. They tell all others."""
 
 
+# Before the run -------------------------------------------------------------------------------------------------------
+@click.command()
+@click.argument("run_toml", type=FILE)
+@click.option("--peers", "links_toml", type=FILE, required=True, help="The machines and their links: a TOML file.")
+@click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
+def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
+    """Say what RUN_TOML would come to with given peers and links.
+
+    Nobody needs to rent a machine for it: how much of their time peers compute, what they send, how long joining
+    takes, memory, tokens a day, cost, and the bandwidth that computing for more of the time would need.
+    """
+    from opendiloco.config.run_config import RunConfig
+    from opendiloco.tools.plan import TARGETS, Links, forecast, least_bandwidth, plain, plan_of, show
+
+    config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)
+
+    from rich.console import Console
+
+    from opendiloco.model.build import sized_skeleton
+
+    planned = plan_of(config, sized_skeleton(config), links)
+    found = forecast(planned)
+    needed = {target: least_bandwidth(planned, target) for target in TARGETS}
+    show(Console(), planned, found, needed)
+    if json_file:
+        text = json.dumps(plain(planned, found, needed), indent=2) + "\n"
+        with writing(json_file, "Name another file."):
+            json_file.write_text(text, encoding="utf-8")
+
+
+@click.command(short_help="Turn what a run reads into a folder of token ids, once.")
+@click.argument("run_toml", type=FILE)
+@click.option("--out", type=FOLDER, required=True, help="A folder that is new or empty.")
+@click.option("--source", type=click.IntRange(min=1), metavar="N", help="Of several [[data.sources]], the N-th.")
+@click.option("--tokens", type=FILE, help="Not the run's text, but this file of token ids, one after another.")
+@click.option("--held-out", type=FILE, help="With --tokens: the same of the documents that are held out.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["uint16", "uint32"]),
+    default="uint16",
+    help="With --tokens: the type of the ids in the files, little-endian.",
+)
+def tokenize(
+    run_toml: Path, out: Path, source: int | None, tokens: Path | None, held_out: Path | None, dtype: str
+) -> None:
+    """Write what RUN_TOML reads into a folder of token ids, which is a source itself, and costs no time later.
+
+    With --tokens and --held-out, ids that were made elsewhere are checked and put there.
+    """
+    from opendiloco.config.run_config import RunConfig
+    from opendiloco.data.token_files import write_token_folder
+    from opendiloco.data.tokenizer import build_tokenizer
+    from opendiloco.stages import StageLog, watched_by
+    from opendiloco.volunteer.states import new_folder
+
+    if (tokens is None) != (held_out is None):
+        raise click.UsageError("--tokens and --held-out go together: what is held out is never trained on.")
+    config = RunConfig.from_toml(run_toml)
+    tokenizer = build_tokenizer(config.tokenizer)
+    with new_folder(out), watched_by(StageLog()):
+        if tokens is None or held_out is None:
+            pieces, split = _pieces_of(config, source, tokenizer), config.data.held_out
+            about = write_token_folder(out, pieces, tokenizer, split)
+        else:
+            about = write_token_folder(out, _read_pieces(tokens, held_out, dtype), tokenizer)
+    click.echo(f"{about.training.tokens:,} tokens for training and {about.held_out.tokens:,} held out are in {out}")
+    click.echo(f"data.digest: {about.digest}")
+
+
+def _pieces_of(config: RunConfig, place: int | None, tokenizer: Tokenizer) -> Iterator[Piece]:
+    """Return the documents of a run's source. Raises: DataError when it cannot be read whole."""
+    from opendiloco.data.token_files import TokenCache
+    from opendiloco.data.training_data import TokenizedSource
+
+    sources = config.data.all_sources
+    if place is None and len(sources) > 1:
+        raise click.UsageError(f"the run has {len(sources)} sources: choose one with --source.")
+    if place is not None and place > len(sources):
+        raise click.UsageError(f"--source {place}: the run has {len(sources)}.")
+    section = sources[(place or 1) - 1]
+    whole = section.model_copy(update={"shards": None, "windows_per_shard": None})
+    return TokenizedSource(whole, config.data.held_out, tokenizer, TokenCache()).pieces()
+
+
+def _read_pieces(training: Path, held_out: Path, dtype: str) -> Iterator[Piece]:
+    """Read files of token ids, a piece at a time. Raises: DataError."""
+    import numpy as np
+
+    kind: Any = np.dtype(dtype).newbyteorder("<")
+    for path, is_held_out in ((training, False), (held_out, True)):
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}.", "Give a file of token ids.") from error
+        if size % kind.itemsize:
+            raise DataError(
+                f"{path} has {size} bytes, which are no whole ids of {kind.itemsize} bytes.",
+                "Give the type of its ids with --dtype.",
+            )
+        with path.open("rb") as file:
+            while data := file.read(READ_AT_ONCE * kind.itemsize):
+                yield is_held_out, np.frombuffer(data, kind)
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
 @click.group()
 def run_group() -> None:
     """Create runs, look at them, and amend them."""
@@ -80,13 +188,11 @@ def _create(run_toml: Path, initial_peers: tuple[str, ...], identity: Path | Non
     kept = asyncio.run(_announce(run, spelled_out(initial_peers)))
     invite = Invite(run.run_id, kept)
     click.echo(f"run id:    {run.run_id}\ninvite:    {invite}\nmanifest:  {path}")
-    for line in _next_lines(run, invite, path, identity):
-        click.echo(line)
+    click.echo("\n".join(_next_lines(run, invite, path, identity)))
 
 
 def _next_lines(run: Run, invite: Invite, manifest: Path, identity: Path | None) -> Iterator[str]:
     """Yield what to type next: on volunteers' machines, and on the organiser's."""
-    from opendiloco.data.own_files import local_sources
     from opendiloco.run import local_tables
     from peers.network.contacts import host_of, is_loopback
 
@@ -153,15 +259,11 @@ def _needs(run_toml: Path, as_json: bool, model: Path | None, tokenizer: Path | 
     if as_json:
         click.echo(json.dumps(needs_of(config, skeleton).plain(), indent=2))
         return
-    for line in needs_lines(lambda gpus: needs_of(config, skeleton, gpus)):
-        click.echo(line)
+    click.echo("\n".join(needs_lines(lambda gpus: needs_of(config, skeleton, gpus))))
 
 
 async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the addresses of the bootstrap nodes that remember the run now.
-
-    Raises: SwarmUnreachableError if none does.
-    """
+    """Return the addresses of the nodes that remember the run now. Raises: SwarmUnreachableError if none does."""
     from opendiloco.volunteer.volunteer import connected
     from peers.network.bootstrap import announce_manifest
     from peers.values.identity import Identity
@@ -177,13 +279,8 @@ async def _announce(run: Run, initial_peers: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _check(config: RunConfig) -> None:
-    """Check that others can train in a run, as far as this machine can tell. Takes seconds, mostly to import
-    transformers.
-
-    Raises: ManifestError when the model or the inner optimizer cannot be built. What only others need to have is worth
-    no more than a warning.
-    """
-    from opendiloco.data.own_files import local_sources
+    """Raise ManifestError when the model or the inner optimizer of a run cannot be built. What only others need to have
+    is worth no more than a warning. Takes seconds, mostly to import transformers."""
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.model.build import build_skeleton
     from opendiloco.training.optimizers import check_inner_optimizer
@@ -224,9 +321,7 @@ def _with_digest(config: RunConfig, table: str, digest: str) -> RunConfig:
 
 def _with_tokenizer_named(config: RunConfig) -> RunConfig:
     """Return the run with the digest of the tokenizer, if that comes from elsewhere and is to be had on this machine.
-
-    Raises: MachineError when the run names another digest.
-    """
+    Raises: MachineError when the run names another digest."""
     from opendiloco.data.tokenizer import build_tokenizer, digest_of_tokenizer
 
     section = config.tokenizer
@@ -243,9 +338,7 @@ def _with_tokenizer_named(config: RunConfig) -> RunConfig:
 
 def _with_tokens_named(config: RunConfig) -> RunConfig:
     """Return the run with the digest of each source that is a folder of tokens, so that all peers read the same.
-
-    Raises: DataError when the run names another digest, or a folder cannot be read.
-    """
+    Raises: DataError when the run names another digest, or a folder cannot be read."""
     from opendiloco.data.token_files import is_token_folder, read_about
 
     sources = []
@@ -265,9 +358,8 @@ def _with_tokens_named(config: RunConfig) -> RunConfig:
 
 
 def _with_weights_named(config: RunConfig) -> RunConfig:
-    """Return the run with the digest of the weights that it begins with, if these come from elsewhere.
-
-    Takes the memory that the model does.
+    """Return the run with the digest of the weights that it begins with, if these come from elsewhere. Takes the memory
+    that the model does.
 
     Raises: MachineError when the run names another digest; ManifestError and DataError: see `initial_theta`.
     """
@@ -290,7 +382,6 @@ def _with_held_out_text_named(config: RunConfig) -> RunConfig:
     A peer whose folder has other text keeps the losses that it finds to itself. Raises: DataError when the run names
     another digest; MachineError without memory for the tokens.
     """
-    from opendiloco.data.own_files import local_sources
     from opendiloco.data.tokenizer import build_tokenizer
     from opendiloco.data.training_data import load_data
 
@@ -374,8 +465,7 @@ async def _give_amendment(
 
 
 def _check_key(run: Run, key: Identity) -> None:
-    """Raises: ManifestError unless this key is the organiser's."""
-
+    """Raise ManifestError unless this key is the organiser's."""
     organiser = run.manifest.organiser
     if key.peer_id != organiser:
         raise ManifestError(
@@ -387,10 +477,8 @@ def _check_key(run: Run, key: Identity) -> None:
 def _next_amendment(
     run: Run, key: Identity, beats: list[Heartbeat], learning_rate: float | None, momentum: float | None
 ) -> Amendment:
-    """Sign the amendment after the newest that peers know. What is not given stays as that one has it.
-
-    Raises: ManifestError when run.toml could not have these values either.
-    """
+    """Sign the amendment after the newest that peers know; what is not given stays as that one has it.
+    Raises: ManifestError when run.toml could not have these values either."""
     from opendiloco.config.run_config import RunConfig
     from opendiloco.view.run_view import Amended
     from peers.values.manifest import Amendment
@@ -400,7 +488,8 @@ def _next_amendment(
             f"--outer-momentum = {momentum:g}: the momentum of {run.run_id} is delayed, and stays as it is.",
             "Amend --outer-lr alone.",
         )
-    latest = Amended.seen_in(run, beats).newest
+    amended = Amended.seen_in(run, beats)
+    latest = amended.proposed or amended.in_force
     source, content = latest or run.config.outer_optimizer, run.config.to_manifest_content()
     values = {
         "learning_rate": source.learning_rate if learning_rate is None else learning_rate,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from opendiloco.cli.options import initial_peers_option, known_addresses, parse_run, reader, reader_option, run_option
+from opendiloco.data.own_files import NONE
 from opendiloco.errors import fit_for_terminal
 from peers.errors import DilocoPeerError
 
@@ -73,19 +74,15 @@ class _ListedRun:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the run's lines for people."""
-
-        yield from map(fit_for_terminal, self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        """Yield them with a stranger's words as they are."""
+        """Yield the run's lines for people, which may have a stranger's words in them."""
         from opendiloco.quantities import in_words
         from peers.values.wire import printable
 
         yield self.run_id
+        problem = f"  {fit_for_terminal(self.problem)}"
         view, needs = self.view, self.needs
         if view is None:
-            yield f"  {self.problem}"
+            yield problem
             return
         state = "finished" if view.is_finished else f"outer step {view.outer_step}/{view.outer_steps}"
         here, minimum = len(view.trainers), view.run.config.rounds.minimum_peers
@@ -94,7 +91,7 @@ class _ListedRun:
         parameters = "" if needs is None else f", {needs.host.values:,} parameters"
         yield f"  {printable(view.model)}{parameters} · data: {printable(', '.join(view.sources))}"
         if self.problem:
-            yield f"  {self.problem}"
+            yield problem
         if needs is not None:
             yield (
                 f"  takes {in_words(needs.device_memory)} of a GPU and activations, or the CPU with "
@@ -171,11 +168,8 @@ def _with_needs(found: Iterable[_ListedRun], clock: Callable[[], float] = _proce
 
 
 def _needs_here(run: Run) -> Needs:
-    """Return what a run takes of a machine. Imports torch.
-
-    Raises: DataError for a model that each volunteer names; ManifestError for one that cannot be built.
-    """
-    from opendiloco.data.own_files import NONE
+    """Return what a run takes of a machine. Raises: DataError for a model that each volunteer names; ManifestError for
+    one that cannot be built. Imports torch."""
     from opendiloco.model.build import sized_skeleton
     from opendiloco.workers.needs import needs_of
 
@@ -201,14 +195,15 @@ def status(run: str, initial_peers: tuple[str, ...], identity: Path | None, as_j
     invite = parse_run(run, initial_peers)
     with reader(identity) as key:
         if watch:
-            run_interruptible(lambda interrupts: _show_status(invite, key, as_json, watch=True))
+            run_interruptible(lambda interrupts: _show_status(invite, key, as_json, watch))
         else:
-            asyncio.run(_show_status(invite, key, as_json))
+            asyncio.run(_show_status(invite, key, as_json, watch))
 
 
-async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool = False) -> None:
+async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool) -> None:
     """Print how the run is, once or until cancelled. Raises: DilocoPeerError."""
     from rich.console import Console
+    from rich.live import Live
 
     from opendiloco.run import find_run
     from opendiloco.view.run_view import plain_signed
@@ -219,12 +214,15 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
         run = await find_run(transport, invite.run_id)
         await ask_for_signed_heads(transport, run, invite.addresses)
         if watch:
-            await _keep_showing(transport, run)
+            with Live(auto_refresh=False) as live:
+                async for view in _views(transport, run):
+                    signed, here = transport.signed_heads_of(run.run_id), _volunteers_here(run.run_id)
+                    live.update(_picture(view, signed, here), refresh=True)
         view = await _compare(transport, run)
         signed = transport.signed_heads_of(run.run_id)
     here = _volunteers_here(run.run_id)
     if not as_json:
-        Console().print(_picture(view, signed), *_here_lines(here), sep="\n")
+        Console().print(_picture(view, signed, here))
         return
     shown = {
         "run": run.run_id,
@@ -237,22 +235,16 @@ async def _show_status(invite: Invite, key: Identity, as_json: bool, watch: bool
     click.echo(json.dumps(shown, indent=2))
 
 
-async def _keep_showing(transport: HivemindTransport, run: Run) -> NoReturn:
-    """Show how the run is until cancelled."""
+async def _views(transport: HivemindTransport, run: Run) -> AsyncIterator[RunView]:
+    """Yield how the run is, again and again."""
     import asyncio
-
-    from rich.console import Group
-    from rich.live import Live
 
     from opendiloco.view.run_view import Agreement, RunView
 
     agreement = Agreement()
-    with Live(auto_refresh=False) as live:
-        while True:
-            view = RunView(run, await transport.heartbeats(run.run_id), agreement)
-            shown = _picture(view, transport.signed_heads_of(run.run_id))
-            live.update(Group(shown, *_here_lines(_volunteers_here(run.run_id))), refresh=True)
-            await asyncio.sleep(WATCH_SECONDS)
+    while True:
+        yield RunView(run, await transport.heartbeats(run.run_id), agreement)
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 async def _compare(transport: HivemindTransport, run: Run) -> RunView:
@@ -260,29 +252,29 @@ async def _compare(transport: HivemindTransport, run: Run) -> RunView:
     looks again for a while before it finds nothing to compare."""
     import asyncio
 
-    from opendiloco.view.run_view import Agreement, RunView
-
-    agreement, now = Agreement(), asyncio.get_running_loop().time
+    now = asyncio.get_running_loop().time
     ends = now() + COMPARE_SECONDS
-    while True:
-        view = RunView(run, await transport.heartbeats(run.run_id), agreement)
-        if agreement.verdict is not None or len(view.working) < 2 or now() >= ends:
-            return view
-        await asyncio.sleep(WATCH_SECONDS)
+    async for view in _views(transport, run):
+        if view.agreement.verdict is not None or len(view.working) < 2 or now() >= ends:
+            break
+    return view
 
 
-def _picture(view: RunView, signed: SignedHeads) -> Group:
+def _picture(view: RunView, signed: SignedHeads, here: Mapping[str, Answer]) -> Group:
+    """Return the peers as a table, and below it what else is known, last of the volunteers on this machine."""
     from rich.console import Group
     from rich.text import Text
 
     from opendiloco.view.run_view import held_out_lines, peers_table, reach_lines, row_of, signed_lines
 
     run = view.run
+    paused = {peer: f"paused: {', '.join(one.reasons)}" for peer, one in here.items() if one.reasons}
+    own = [f"on this machine …{peer[-8:]}: {paused.get(peer, one.phase)}" for peer, one in here.items()]
     if not view.peers:
-        return Group(run.run_id, "no live peers: nobody trains in this run now", *signed_lines(signed))
+        return Group(run.run_id, "no live peers: nobody trains in this run now", *signed_lines(signed), *own)
     table = peers_table([row_of(beat, run.config) for beat in view.peers], run.run_id)
     told = *held_out_lines(view), *reach_lines(view.peers), *view.amended.lines(), *signed_lines(signed)
-    return Group(table, *map(Text, [*told, str(view.agreement)]))  # a peer's words are no markup
+    return Group(table, *map(Text, [*told, str(view.agreement), *own]))  # a peer's words are no markup
 
 
 def _volunteers_here(run_id: str) -> dict[str, Answer]:
@@ -291,13 +283,6 @@ def _volunteers_here(run_id: str) -> dict[str, Answer]:
     from opendiloco.storage.run_folder import default_state_folder
 
     return {path.parent.name: answer for path, answer in volunteers(default_state_folder(), run_id).items()}
-
-
-def _here_lines(here: Mapping[str, Answer]) -> Iterator[str]:
-    """Yield the same for people."""
-    for peer, answer in here.items():
-        doing = f"paused: {', '.join(answer.reasons)}" if answer.reasons else answer.phase
-        yield f"on this machine …{peer[-8:]}: {doing}"
 
 
 def _plain(beat: Heartbeat, config: RunConfig) -> dict[str, object]:

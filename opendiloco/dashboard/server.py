@@ -13,15 +13,13 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from opendiloco.dashboard.sources import NodeSources, Source
-from opendiloco.dashboard.watching import Board, RunWatch, Watching
+from opendiloco.dashboard.watching import Board, NodeSources, RunWatch, Source, Watching
 from peers.errors import LocalNetworkError
 from peers.network.contacts import is_loopback
 from peers.network.own_network import network_of
@@ -34,47 +32,21 @@ if TYPE_CHECKING:
 
 
 # Connections ----------------------------------------------------------------------------------------------------------
-MOST_CONNECTIONS = 250
-"""Of more, the oldest goes of the network that has most."""
-REQUEST_SECONDS = 10.0
-"""Within which the first request has to be there, without its body, which nobody reads."""
-WRITE_SECONDS = 30.0
-"""For which whoever does not read is waited for."""
+MOST_CONNECTIONS = 250  # of more, the oldest goes of the network that has most
+REQUEST_SECONDS = 10.0  # within which the first request has to be there, without its body, which nobody reads
+WRITE_SECONDS = 30.0  # for which a client that does not read is waited for
 END_OF_REQUEST = b"\r\n\r\n"
 
 
-class _Doorman:
-    """Counts connections. `handler` makes the protocol that serves one."""
-
-    def __init__(self, handler: Callable[[], asyncio.Protocol]) -> None:
-        self._handler = handler
-        self._networks: dict[_Connection, str] = {}  # of the open connections, the oldest first
-
-    def __call__(self) -> asyncio.Protocol:
-        """Return the protocol for a new connection."""
-        return _Connection(self._handler(), self)
-
-    def come(self, connection: _Connection, network: str) -> None:
-        """Count a connection, and end another one where there are too many: a flood drives out only its own."""
-        self._networks[connection] = network
-        if len(self._networks) > MOST_CONNECTIONS:
-            counts = Counter(self._networks.values())
-            fullest = max(counts, key=counts.__getitem__)
-            oldest = next(one for one, network in self._networks.items() if network == fullest)
-            self.go(oldest)
-            oldest.abort()
-
-    def go(self, connection: _Connection) -> None:
-        """Count a connection no more."""
-        self._networks.pop(connection, None)
-
-
 class _Connection(asyncio.Protocol):
-    """Passes on to the handler what happens on one connection, and ends it when time is up."""
+    """Passes on to the handler what happens on one connection, and ends it when time is up.
 
-    def __init__(self, handler: asyncio.Protocol, doorman: _Doorman) -> None:
+    `networks` are those of all open connections of the server, the oldest first.
+    """
+
+    def __init__(self, handler: asyncio.Protocol, networks: dict[_Connection, str]) -> None:
         self._handler = handler
-        self._doorman = doorman
+        self._networks = networks
         self._transport: asyncio.Transport
         self._end = b""  # of what came, while the first request is not there
         self._waiting: asyncio.TimerHandle | None = None
@@ -85,7 +57,17 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         self._waiting = self._abort_after(REQUEST_SECONDS)
         self._handler.connection_made(transport)
-        self._doorman.come(self, network_of(transport.get_extra_info("peername")[0]))
+        self._count(network_of(transport.get_extra_info("peername")[0]))
+
+    def _count(self, network: str) -> None:
+        """Count this connection, and end another one where there are too many: a flood drives out only its own."""
+        self._networks[self] = network
+        if len(self._networks) > MOST_CONNECTIONS:
+            counts = Counter(self._networks.values())
+            fullest = max(counts, key=counts.__getitem__)
+            oldest = next(one for one, network in self._networks.items() if network == fullest)
+            del self._networks[oldest]
+            oldest.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is not None:
@@ -109,7 +91,7 @@ class _Connection(asyncio.Protocol):
         self._handler.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._doorman.go(self)
+        self._networks.pop(self, None)
         for timer in (self._waiting, self._writing):
             if timer is not None:
                 timer.cancel()
@@ -126,6 +108,7 @@ class _Connection(asyncio.Protocol):
 logger = logging.getLogger(__name__)
 requests_logger = logging.getLogger(f"{__name__}.requests")
 SHUTDOWN_SECONDS = 1.0  # that open pages are waited for at the end
+REFRESH_SECONDS = 3.0  # that somebody who asks once waits for what is new
 STATIC = {
     "/": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
@@ -194,37 +177,26 @@ async def dashboard(listening: socket.socket | None, sources: Callable[[], Itera
         handle_signals=False,
     )
     await runner.setup()
-    await _Site(runner, listening).start()
+    handler, networks = runner.server, dict[_Connection, str]()
+    assert handler is not None
+    server = await asyncio.get_running_loop().create_server(lambda: _Connection(handler(), networks), sock=listening)
     looking = asyncio.create_task(watching.keep_looking())
-    looking.add_done_callback(_report_failure)
     try:
         yield
     finally:
         await cancel_and_wait(looking)
+        server.close()
         await runner.cleanup()
 
 
-@dataclass(frozen=True)
-class NodeDashboard:
-    """A bootstrap node's dashboard: all runs that are announced to it, with the logs that its archive keeps."""
-
-    listening: socket.socket
-    archive: Archive | None
-
-    async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
-        """Serve until cancelled."""
-        sources = NodeSources(transport, self.archive.kept if self.archive else None)
-        async with dashboard(self.listening, lambda: sources.current(manifests)):
-            await asyncio.Event().wait()
-
-
-class _Site(web.SockSite):
-    """The server at a socket, with a doorman before it."""
-
-    async def start(self) -> None:
-        await web.BaseSite.start(self)
-        assert self._runner.server is not None
-        self._server = await asyncio.get_running_loop().create_server(_Doorman(self._runner.server), sock=self._sock)
+async def serve_all_runs(
+    listening: socket.socket, archive: Archive | None, transport: HivemindTransport, manifests: Iterable[SignedManifest]
+) -> None:
+    """Serve a bootstrap node's dashboard until cancelled: all runs that are announced to it, with the logs that its
+    archive keeps."""
+    sources = NodeSources(transport, archive.kept if archive else None)
+    async with dashboard(listening, lambda: sources.current(manifests)):
+        await asyncio.Event().wait()
 
 
 def _application(watching: Watching, is_local: bool) -> web.Application:
@@ -249,7 +221,9 @@ def _application(watching: Watching, is_local: bool) -> web.Application:
 
     async def run_json(request: web.Request) -> web.Response:
         watch = watch_of(request)
-        await watch.refresh()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REFRESH_SECONDS):
+                await watch.look()
         return web.json_response(watch.history.sections())
 
     async def run_events(request: web.Request) -> web.StreamResponse:
@@ -298,8 +272,3 @@ async def _only_local(request: web.Request, handler: Callable[[web.Request], Any
         raise web.HTTPMisdirectedRequest(text=text)
     answer: web.StreamResponse = await handler(request)
     return answer
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("the dashboard shows nothing new any more", exc_info=error)

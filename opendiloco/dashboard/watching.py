@@ -11,23 +11,115 @@ import json
 import logging
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opendiloco.dashboard.sources import Source
 from opendiloco.run import Run
 from opendiloco.storage.run_folder import HeldOutCurve
-from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Signatures, Teams
+from opendiloco.view.chronicle import KEPT, Change, Chronicle, Record, Signatures
 from opendiloco.view.run_view import RunView, bounded_loss, plain_peer, plain_signed
 from peers.errors import DilocoPeerError
 from peers.log.folder import RunLog
 from peers.log.state import LogError
 from peers.network.run_failures import RunFailures
 from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
 from peers.values.system import cancel_and_wait
+
+if TYPE_CHECKING:
+    from opendiloco.storage.archive import ArchivedRun
+    from opendiloco.volunteer.volunteer import Volunteer
+    from peers.network.transport import HivemindTransport
+
+# Sources --------------------------------------------------------------------------------------------------------------
+UPDATE_SECONDS = 10.0  # between two looks at which runs a node remembers
+NO_ARCHIVE = (
+    "This node does not keep the run's log. With --archive FOLDER it does, and shows entries, signatures and "
+    "contributions."
+)
+NOT_YET = "The run's log has not come here yet."
+
+
+@dataclass(frozen=True)
+class Source:
+    """One run, as this process knows it. `me` is our own peer, if we train in it; `no_log` says why there is no log.
+
+    `held_out` takes the held-out losses that are heard of. `found` has those that somebody else here keeps.
+    """
+
+    run: Run
+    heartbeats: Callable[[], Awaitable[Sequence[Heartbeat]]]
+    log: Callable[[], RunLog | None]
+    signed: Callable[[], SignedHeads]
+    held_out: HeldOutCurve = field(default_factory=HeldOutCurve)
+    found: Callable[[], Mapping[int, float]] = dict
+    me: str = ""
+    no_log: str = NOT_YET
+
+
+def follower_source(run: Run, network: HivemindTransport, log: Callable[[], RunLog | None]) -> Source:
+    """Return the run that this machine follows."""
+    signed = Run.from_manifest(run.manifest)  # without what this machine's owner has chosen, such as folders
+    return Source(signed, lambda: network.heartbeats(run.run_id), log, lambda: network.signed_heads_of(run.run_id))
+
+
+def volunteer_source(volunteer: Volunteer, network: HivemindTransport) -> Source:
+    """Return the run that this machine trains in. It knows who is there without asking."""
+    run = volunteer.run
+
+    async def heartbeats() -> Sequence[Heartbeat]:
+        return volunteer.heartbeats()
+
+    return Source(
+        Run.from_manifest(run.manifest),
+        heartbeats,
+        lambda: volunteer.log,
+        lambda: network.signed_heads_of(run.run_id),
+        found=lambda: volunteer.held_out.losses,
+        me=volunteer.heartbeats()[0].peer,
+    )
+
+
+class NodeSources:
+    """The runs that a bootstrap node remembers, and their logs where it keeps them."""
+
+    def __init__(self, network: HivemindTransport, kept: Callable[[str], ArchivedRun | None] | None) -> None:
+        self._network = network
+        self._kept = kept
+        self._sources: dict[str, Source] = {}
+        self._failures = RunFailures("finding its log")
+        self._updated_at = float("-inf")
+
+    def current(self, manifests: Iterable[SignedManifest]) -> list[Source]:
+        """Return a source for each of these runs, which take long to go through: that is not done each time."""
+        if time.monotonic() - self._updated_at >= UPDATE_SECONDS:
+            known = {manifest.run_id: manifest for manifest in manifests}
+            self._sources = {run_id: source for run_id, source in self._sources.items() if run_id in known}
+            for run_id, manifest in known.items():
+                if self._failures.is_due(run_id):
+                    with self._failures.caught(run_id):
+                        self._begin(run_id, manifest)
+            self._updated_at = time.monotonic()
+        return list(self._sources.values())
+
+    def _begin(self, run_id: str, manifest: SignedManifest) -> None:
+        archived = self._kept(run_id) if self._kept else None
+        source = self._sources.get(run_id)
+        if source is not None and (archived is None or source.log() is not None):
+            return
+        self._sources[run_id] = Source(
+            source.run if source else Run.from_manifest(manifest),
+            lambda: self._network.heartbeats(run_id),
+            lambda: archived.log if archived else None,
+            lambda: self._network.signed_heads_of(run_id),
+            archived.held_out if archived else HeldOutCurve(),
+            no_log=NOT_YET if self._kept else NO_ARCHIVE,
+        )
+
 
 # What was seen of a run -----------------------------------------------------------------------------------------------
 Plain = dict[str, Any]
@@ -36,12 +128,9 @@ SHOWN_PEERS = 200
 SHOWN_ABSENT = 16  # peers that an entry is told to lack
 REMEMBERED_SECONDS = 600.0  # for which a peer is shown that is gone
 BUCKET = 0.25  # outer steps between two points of a new curve of training losses
-MOST_POINTS = 1000
-"""Of a curve."""
-SHOWN_SPANS = 240
-"""Entries whose times are remembered: the newest."""
-USUAL = 20
-"""Of which so many say how long one takes."""
+MOST_POINTS = 1000  # of a curve
+SHOWN_SPANS = 240  # entries whose times are remembered: the newest
+USUAL = 20  # of which so many say how long one takes
 
 
 class _Curve:
@@ -76,8 +165,7 @@ class _Span(NamedTuple):
     at: float
     seconds: float | None
     round_seconds: float | None
-    present: int
-    """Peers that worked on it."""
+    present: int  # peers that worked on it
 
 
 class _Timeline:
@@ -85,8 +173,7 @@ class _Timeline:
     since clocks differ."""
 
     def __init__(self) -> None:
-        self.spans: dict[int, _Span] = {}
-        """By the index of the entry."""
+        self.spans: dict[int, _Span] = {}  # by the index of the entry
         self._step: int | None = None
         self._since: float | None = None  # when the present outer step was seen to begin
         self._round_since: float | None = None
@@ -107,11 +194,10 @@ class _Timeline:
             while len(self.spans) > SHOWN_SPANS:
                 del self.spans[next(iter(self.spans))]
         if outer_step != self._step:
-            is_first_look = self._step is None
+            self._since = None if self._step is None else at
             if self._step is not None and outer_step < self._step:  # another lineage, or a liar
                 self.spans = {index: span for index, span in self.spans.items() if index < outer_step}
             self._step, self._round_since = outer_step, None
-            self._since = None if is_first_look else at
         if is_averaging and self._round_since is None:
             self._round_since = at
 
@@ -126,12 +212,11 @@ class RunHistory:
         self._no_log = no_log
         self._chronicle = Chronicle()
         self._has_log = False
-        self._teams = Teams()
+        self._teams: dict[str, str] = {}  # by peer; of those that have contributed also when they are gone
         self._held_out = held_out or HeldOutCurve()
         self._losses = _Curve(BUCKET)
         self._heartbeats: tuple[Heartbeat, ...] = ()
-        self.view = RunView(run)
-        """How the run is now."""
+        self.view = RunView(run)  # how the run is now
         self._seen: dict[str, tuple[Heartbeat, float]] = {}  # with when something new was heard last
         self._looked_at: float | None = None
         self._signed: dict[str, object] | None = None
@@ -141,7 +226,9 @@ class RunHistory:
         """Take in all heartbeats that are known at a time, in seconds since the epoch."""
         self._looked_at, self._heartbeats = at, tuple(heartbeats)
         view = self._look()
-        self._teams.observe(view.peers, self._chronicle.contributions.keys())
+        kept = {peer: team for peer, team in self._teams.items() if peer in self._chronicle.contributions}
+        said = {beat.peer: beat.team for beat in view.peers}
+        self._teams = {peer: team for peer, team in (kept | said).items() if team}
         for beat in view.peers:
             known = self._seen.get(beat.peer)
             if known is None or beat.sequence > known[0].sequence:
@@ -231,34 +318,30 @@ class RunHistory:
         }
 
     def _peers(self) -> Plain:
+        """Return the peers: this machine first, then by contribution; archives last, and behind them who is gone."""
         live, minorities = {beat.peer for beat in self.view.peers}, self.view.agreement.minorities
-        ordered = sorted(self._seen.values(), key=lambda seen: (seen[0].peer not in live, *self._rank(seen[0])))
+        tokens = {peer: brought.tokens for peer, brought in self._chronicle.contributions.items()}
+
+        def rank(beat: Heartbeat) -> tuple[bool, bool, bool, int, str]:
+            peer, is_archive = beat.peer, beat.state is PeerState.ARCHIVING
+            return peer not in live, peer != self.me, is_archive, -tokens.get(peer, 0), peer
+
+        ordered = sorted(self._seen.values(), key=lambda seen: rank(seen[0]))
         rows = [
-            self._peer(beat, seen, beat.peer in live, beat.peer in minorities) for beat, seen in ordered[:SHOWN_PEERS]
-        ]
-        return {"rows": rows, "more": len(ordered) - len(rows)}
-
-    def _rank(self, beat: Heartbeat) -> tuple[bool, bool, int, str]:
-        """Return the order of peers: this machine first, then by contribution; archives last."""
-        contribution = self._chronicle.contributions.get(beat.peer)
-        is_archive = beat.state is PeerState.ARCHIVING
-        return beat.peer != self.me, is_archive, -(contribution.tokens if contribution else 0), beat.peer
-
-    def _peer(self, beat: Heartbeat, seen: float, is_live: bool, is_in_minority: bool) -> Plain:
-        contribution = self._chronicle.contributions.get(beat.peer)
-        return (
             plain_peer(beat, self.view.run.config)
-            | ({} if is_live else {"state": "gone", "tokens_per_second": 0.0})
+            | ({} if beat.peer in live else {"state": "gone", "tokens_per_second": 0.0})
             | {
                 "relayed": len(beat.relayed),
                 "unreached": len(beat.unreached),
                 "digest": beat.head.hex()[:8],
-                "disagrees": is_in_minority,
+                "disagrees": beat.peer in minorities,
                 "seen": seen,
-                "tokens": None if contribution is None else contribution.tokens,
-                "share": None if contribution is None else contribution.tokens / max(1, self._chronicle.tokens),
+                "tokens": tokens.get(beat.peer),
+                "share": tokens[beat.peer] / max(1, self._chronicle.tokens) if beat.peer in tokens else None,
             }
-        )
+            for beat, seen in ordered[:SHOWN_PEERS]
+        ]
+        return {"rows": rows, "more": len(ordered) - len(rows)}
 
     def _curves(self) -> Plain:
         held_out = sorted(self._held_out.losses.items())
@@ -277,12 +360,16 @@ class RunHistory:
 
     def _contributions(self) -> Plain:
         found = sorted(self._chronicle.contributions.items(), key=lambda one: (-one[1].tokens, one[0]))
-        rows = [{"peer": peer, "team": self._teams.of(peer)} | asdict(brought) for peer, brought in found[:SHOWN_PEERS]]
-        board = self._teams.board(self._chronicle.contributions)[:SHOWN_PEERS]
+        teams = defaultdict[str, list[int]](list)
+        for peer, brought in found:
+            if peer in self._teams:
+                teams[self._teams[peer]].append(brought.tokens)
+        board = sorted(teams.items(), key=lambda one: (-sum(one[1]), one[0]))[:SHOWN_PEERS]
+        rows = [{"peer": peer, "team": self._teams.get(peer, "")} | asdict(own) for peer, own in found[:SHOWN_PEERS]]
         return {
             "rows": rows,
             "more": len(found) - len(rows),
-            "teams": [{"team": team, "tokens": tokens, "peers": peers} for team, tokens, peers in board],
+            "teams": [{"team": team, "tokens": sum(tokens), "peers": len(tokens)} for team, tokens in board],
             "tokens": self._chronicle.tokens,
             "first": self._chronicle.first,
         }
@@ -322,7 +409,6 @@ LOOK_SECONDS = 0.5  # between two looks at which runs are due
 WATCHED_SECONDS = 2.0  # between two looks at a run that somebody watches
 UNWATCHED_SECONDS = 30.0  # at one that nobody watches; of those one at a time
 LOOK_LIMIT = 20.0  # seconds that a look may take
-REFRESH_LIMIT = 3.0  # seconds that somebody who asks once waits for a look
 PAUSE_SECONDS = 0.05  # between two slices of a long log
 PING_SECONDS = 15.0  # after which a watcher hears that there is nothing new
 
@@ -371,8 +457,7 @@ class RunWatch:
         self.source = source
         self.board = Board()
         self.history = RunHistory(source.run, source.me, source.held_out, source.no_log)
-        self.summary = self.history.summary()
-        """What the list of runs says of it."""
+        self.summary = self.history.summary()  # what the list of runs says of it
         self.looked_at = float("-inf")  # on this machine's monotonic clock
         self._looking = asyncio.Lock()
 
@@ -380,24 +465,19 @@ class RunWatch:
         return now - self.looked_at >= (WATCHED_SECONDS if self.board.watchers else UNWATCHED_SECONDS)
 
     async def look(self) -> None:
-        """Learn what is new, and show it. What cannot be had now is not told, and tried again at the next look."""
+        """Learn what is new, and show it, unless somebody has just done so.
+
+        What cannot be had now is not told, and tried again at the next look.
+        """
         async with self._looking:
-            await self._look()
-
-    async def refresh(self) -> None:
-        """Look, unless somebody has just done so. Whoever asks does not wait for long, and gets what is known."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(REFRESH_LIMIT), self._looking:
-                if time.monotonic() - self.looked_at >= WATCHED_SECONDS:
-                    await self._look()
-
-    async def _look(self) -> None:
-        try:
-            await self._learn()
-            self._tell()
-        except Exception:  # a mistake of ours that one run brings to light: all others are still shown
-            logger.exception("the dashboard shows nothing new of %s at present", self.source.run.run_id)
-        self.looked_at = time.monotonic()
+            if time.monotonic() - self.looked_at < WATCHED_SECONDS:
+                return
+            try:
+                await self._learn()
+                self._tell()
+            except Exception:  # a mistake of ours that one run brings to light: all others are still shown
+                logger.exception("the dashboard shows nothing new of %s at present", self.source.run.run_id)
+            self.looked_at = time.monotonic()
 
     async def _learn(self) -> None:
         try:
@@ -432,8 +512,7 @@ class Watching:
         self._is_failing = False
         self._failures = RunFailures("making its page")
         self.runs: dict[str, RunWatch] = {}
-        self.board = Board()
-        """The list of runs."""
+        self.board = Board()  # the list of runs
 
     async def keep_looking(self) -> None:
         """Look at runs until cancelled."""
@@ -446,6 +525,8 @@ class Watching:
                 for run, watch in self._due(looking):
                     looking[run] = asyncio.create_task(watch.look())
                 await asyncio.sleep(LOOK_SECONDS)
+        except Exception:
+            logger.exception("the dashboard shows nothing new any more")
         finally:
             with suppress(asyncio.CancelledError):
                 await cancel_and_wait(*looking.values())

@@ -24,36 +24,6 @@ class Condition:
     reason: Callable[[Facts], str | None]
 
 
-def _busy(percent: int) -> Condition:
-    """Return the condition that other programs use more than so many percent of the cores."""
-
-    def reason(facts: Facts) -> str | None:
-        used = round(100 * facts.others)
-        return f"other programs use {used} % of the processor" if used > percent else None
-
-    return Condition("busy", reason)
-
-
-def _hot(celsius: int) -> Condition:
-    """Return the condition that a processor or GPU has at least so many degrees Celsius."""
-
-    def reason(facts: Facts) -> str | None:
-        is_hot = facts.celsius is not None and facts.celsius >= celsius
-        return f"{facts.celsius:.0f} °C" if is_hot else None
-
-    return Condition("hot", reason)
-
-
-def _program(name: str) -> Condition:
-    """Return the condition that a program of this name runs."""
-
-    def reason(facts: Facts) -> str | None:
-        is_running = name.casefold() in {program.casefold() for program in facts.programs}
-        return f"{name} runs" if is_running else None
-
-    return Condition(f"process:{name}", reason)
-
-
 def parse_hours(text: str) -> Condition:
     """Read 22-07 or 21:30-7:15: the condition that it is not in these hours. Raises: ValueError."""
     hours = text.strip()
@@ -77,13 +47,21 @@ def _parse_condition(text: str) -> Condition:
     """Read one word of --pause-when. Raises: ValueError."""
     kind, _, value = text.strip().partition(":")
     if kind == "process" and value:
-        return _program(value)
+        name = value.casefold()
+        return Condition(text.strip(), lambda facts: f"{value} runs" if name in facts.programs else None)
     if kind == "battery" and not value:
-        return Condition("battery", lambda facts: "on battery" if facts.on_battery else None)
+        return Condition(kind, lambda facts: "on battery" if facts.on_battery else None)
     if kind == "busy":
-        return _busy(_number(text, value, PERCENTS, "percent") if value else BUSY_PERCENT)
+        percent = _number(text, value, PERCENTS, "percent") if value else BUSY_PERCENT
+
+        def busy(facts: Facts) -> str | None:
+            used = round(100 * facts.others)
+            return f"other programs use {used} % of the processor" if used > percent else None
+
+        return Condition(kind, busy)
     if kind == "hot":
-        return _hot(_number(text, value, DEGREES, "degrees Celsius") if value else HOT_CELSIUS)
+        limit = _number(text, value, DEGREES, "degrees Celsius") if value else HOT_CELSIUS
+        return Condition(kind, lambda facts: f"{facts.celsius:.0f} °C" if (facts.celsius or 0.0) >= limit else None)
     raise ValueError(f"{text!r} is none of battery, busy, busy:PERCENT, hot, hot:CELSIUS and process:NAME.")
 
 

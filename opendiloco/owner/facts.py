@@ -31,10 +31,6 @@ class Sensor:
     celsius: float
     critical: float | None = None
 
-    @property
-    def is_of_processor(self) -> bool:
-        return self.name in PROCESSORS
-
 
 @dataclass(frozen=True)
 class GpuState:
@@ -120,7 +116,8 @@ def _text(path: Path) -> str:
 class Facts:
     """One look at a machine. `others` is the share of its cores that programs other than ours use, 0 to 1.
 
-    `celsius` has the hottest processor or GPU; None: no sensor can be read. `programs` are the names of all processes.
+    `celsius` has the hottest processor or GPU; None: no sensor can be read. `programs` are the names of all processes,
+    casefolded.
     """
 
     now: datetime
@@ -146,7 +143,7 @@ class Observer:
             on_battery=is_on_battery(),
             others=self._share_of_others(),
             celsius=_hottest_of(read_gpus()) if self._with_heat else None,
-            programs=frozenset(name for name in names if name),
+            programs=frozenset(name.casefold() for name in names if name),
         )
 
     def _share_of_others(self) -> float:
@@ -185,6 +182,6 @@ def _seconds_of_family() -> float:
 
 def _hottest_of(gpus: Sequence[GpuState]) -> float | None:
     """Return the temperature of the hottest processor or GPU."""
-    read = [sensor.celsius for sensor in read_sensors() if sensor.is_of_processor]
+    read = [sensor.celsius for sensor in read_sensors() if sensor.name in PROCESSORS]
     read += [gpu.celsius for gpu in gpus if gpu.celsius is not None]
     return max((celsius for celsius in read if int(celsius) in PLAUSIBLE), default=None)

@@ -32,8 +32,7 @@ LONGEST_HOLD = 60.0
 SHORTEST_HOLD = CALM_SECONDS + 2 * LOOK_SECONDS
 """Seconds for which it keeps them at least where it was not asked to pause: for less than that nobody can know whether
 what it pauses for is over already, and to join again costs more."""
-NOTICED_SLEEP = 2.0
-"""Seconds. Two clocks that are read one after the other differ a little."""
+NOTICED_SLEEP = 2.0  # seconds: two clocks that are read one after the other differ a little
 
 
 class _Wishes:
@@ -103,11 +102,10 @@ class OwnersWatch:
         """`phase` says what the volunteer is doing."""
         self._wishes = _Wishes(conditions)
         self._phase = phase
-        self.until = until
-        """When to leave; None: not by the clock."""
+        self.until = until  # when to leave; None: not by the clock
         self._comes_back = False
-        self._look = look or _facts_of_now
-        self._facts = _facts_of_now()
+        self._facts = Facts(datetime.now())
+        self._look = look or (lambda: self._facts)
         self._is_blind = False
         self._say = say
         self._asleep: float | None = None  # seconds for which the machine has slept since its start
@@ -155,9 +153,12 @@ class OwnersWatch:
 
     async def watch(self) -> None:
         """Look at the machine until cancelled."""
-        while True:
-            self.observe(await self._look_around(), _awake(), _since_start())
-            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            while True:
+                await self._look_around()
+                await asyncio.sleep(LOOK_SECONDS)
+        except Exception:
+            logger.exception("nobody watches this machine for its owner any more")
 
     async def wait_until_wanted(self) -> bool:
         """Return when there is no reason to pause; whether the volunteer is wanted then."""
@@ -165,7 +166,7 @@ class OwnersWatch:
             self._is_leaving = self._comes_back = False
         is_sure = not self._wishes.conditions  # one look shows no condition
         while True:
-            self.observe(await self._look_around(), _awake(), _since_start())
+            await self._look_around()
             if self._is_leaving or self._wishes.is_finishing:
                 return False
             if not self._wishes.reasons and is_sure:
@@ -173,8 +174,8 @@ class OwnersWatch:
             is_sure = True
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _look_around(self) -> Facts:
-        """Return the facts of now; where they cannot be had, those of the last look that saw any."""
+    async def _look_around(self) -> None:
+        """Take in the facts of now; where they cannot be had, those of the last look that saw any."""
         try:
             self._facts = await asyncio.to_thread(self._look)
             self._is_blind = False
@@ -182,7 +183,7 @@ class OwnersWatch:
             if not self._is_blind:
                 logger.warning("this machine cannot be looked at, so that pauses neither begin nor end: %r", error)
             self._is_blind = True
-        return replace(self._facts, now=datetime.now())
+        self.observe(replace(self._facts, now=datetime.now()), _awake(), _since_start())
 
     def observe(self, facts: Facts, awake: float, since_start: float) -> None:
         """Take in one look at the machine, at these times of the two clocks."""
@@ -213,16 +214,11 @@ class OwnersWatch:
         patience = self._hold_seconds if self._wishes.is_asked else max(self._hold_seconds, SHORTEST_HOLD)
         if self._held_since is not None and now - self._held_since >= patience:
             self._leave("the pause is long: leaving the run meanwhile", comes_back=True)
-        self._finish(volunteer)
-
-    def _finish(self, volunteer: _Held) -> None:
-        """Leave once the outer step is taken that was under way when the owner asked for that."""
-        if not self._wishes.is_finishing:
-            return
-        if self._finish_after is None:
-            self._finish_after = volunteer.outer_step
-        if self._wishes.reasons or not volunteer.is_at_work or volunteer.outer_step > self._finish_after:
-            self._leave("the outer step is done: leaving the run")
+        if self._wishes.is_finishing:
+            if self._finish_after is None:
+                self._finish_after = volunteer.outer_step
+            if wanted or not volunteer.is_at_work or volunteer.outer_step > self._finish_after:
+                self._leave("the outer step is done: leaving the run")
 
     def _leave(self, why: str, comes_back: bool = False) -> None:
         if self._is_leaving:
@@ -243,20 +239,10 @@ def _since_start() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-def _facts_of_now() -> Facts:
-    return Facts(datetime.now())
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("nobody watches this machine for its owner any more", exc_info=error)
-
-
 @asynccontextmanager
 async def watching(watch: OwnersWatch) -> AsyncIterator[None]:
     """Watch the machine, and the volunteer that begins meanwhile, until the context ends."""
     task = asyncio.create_task(watch.watch())
-    task.add_done_callback(_report_failure)
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ What is shown comes from the DHT, as any onlooker could see it. The demo itself 
 """
 
 from __future__ import annotations
+
 import asyncio
 import os
 import re
@@ -14,47 +15,34 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
 from opendiloco.config.data import STANDARD_LIBRARY
 from opendiloco.config.run_config import RunConfig
 from opendiloco.cores import usable_cores
 from opendiloco.data.own_files import local_sources
-from opendiloco.errors import DemoError
-from opendiloco.errors import MachineError
+from opendiloco.errors import DemoError, MachineError
 from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
-from opendiloco.settings.file import without_settings
-from opendiloco.view.run_view import Agreement
-from opendiloco.view.run_view import Row
-from opendiloco.view.run_view import is_finished
-from opendiloco.view.run_view import peers_table
-from opendiloco.view.run_view import plain_line
-from opendiloco.view.run_view import row_of
-from opendiloco.volunteer.local_workload import LocalWorkload
-from opendiloco.volunteer.local_workload import working
-from opendiloco.volunteer.states import export_state
-from opendiloco.volunteer.states import fetch_state
-from opendiloco.volunteer.states import make_folder
-from opendiloco.volunteer.states import past_of
+from opendiloco.settings.join_settings import without_settings
+from opendiloco.view.run_view import Agreement, Row, is_finished, peers_table, plain_line, row_of
+from opendiloco.volunteer.local_workload import LocalWorkload, working
+from opendiloco.volunteer.states import export_state, fetch_state, make_folder, past_of
 from opendiloco.volunteer.volunteer import connected
-from pathlib import Path
 from peers.network.bootstrap import announce_manifest
 from peers.network.daemon import sweep_sockets
 from peers.network.transport import HivemindTransport
-from peers.presence.heartbeat import Heartbeat
-from peers.presence.heartbeat import PeerState
+from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
-from peers.values.system import cancel_and_wait
-from peers.values.system import make_private_folder
-from rich.console import Console
-from rich.console import Group
-from rich.live import Live
-from rich.text import Text
-from typing import Self
+from peers.values.system import cancel_and_wait, make_private_folder
 
 LINES_SHOWN = 10
 LOG_SECONDS = 0.1  # between two looks for a line

@@ -1,7 +1,7 @@
 """What a run looks like, for all that show it: the volunteer's screen, `status`, `runs`, the dashboard, trackers.
 
 Other rooms import:
-chronicle: Change, Chronicle, KEPT, Record, Signatures, Teams
+chronicle: Change, Chronicle, KEPT, Record, Signatures
 curves: Curves, configuration_of, versions
 progress: CHECKING, FINDING, Fragments, JoinView, Lines, OwnFacts, ProgressReader, Screen
 run_view: Agreement, Amended, Row, RunView, bounded_loss, held_out_lines, is_finished, peers_table, plain_amendment,

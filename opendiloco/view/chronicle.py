@@ -1,11 +1,10 @@
-"""What a log says of a run, entry by entry: who was in each, who was not and why, who signed it, and what peers and
-their teams have contributed."""
+"""What a log says of a run, entry by entry: who was in each, who was not and why, who signed it, and what peers have
+contributed."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,15 +13,12 @@ from peers.log.chain import Entry
 from peers.log.folder import RunLog
 from peers.log.header import Header
 from peers.log.state import LogState
-from peers.presence.heartbeat import Heartbeat
 from peers.values.manifest import Amendment
 
 SLICE_SECONDS = 0.02
 """For which a log is read at once: a long one must not hold up what else the process does."""
-KEPT = 240
-"""Entries that are shown: the newest."""
-UNSIGNED = 8
-"""Entries of which more may become known: the newest that lack something."""
+KEPT = 240  # entries that are shown: the newest
+UNSIGNED = 8  # entries of which more may become known: the newest that lack something
 
 
 class _Absence(NamedTuple):
@@ -61,10 +57,10 @@ class Record:
     members: int
     tokens: int
     lineage_tokens: int
-    signatures: Signatures | None
-    absent: tuple[_Absence, ...]
-    joined: tuple[str, ...]
-    change: Change | None
+    signatures: Signatures | None = None
+    absent: tuple[_Absence, ...] = ()
+    joined: tuple[str, ...] = ()
+    change: Change | None = None
 
 
 @dataclass
@@ -114,8 +110,9 @@ class Chronicle:
 
     def read(self, log: RunLog) -> bool:
         """Read on, for `SLICE_SECONDS`. Return whether there may be more. Raises: LogError."""
-        if self._end is None or not self._is_of(log):
-            self._begin(log.first)
+        at, end = self.next_index, self._end
+        if end is None or log.first != self.first or log.heads_at([at]).get(at) != end.position.head:
+            self._begin(log.first)  # another lineage, or entries have come before the first that was read
         enough = time.monotonic() + SLICE_SECONDS
         for entry, state in log.states_after(self._end or log.empty_log):
             if state.last is not None:
@@ -134,15 +131,8 @@ class Chronicle:
         rank = 1 + sum(other.tokens > own.tokens for other in self.contributions.values())
         return Standing(own.tokens, own.entries, own.tokens / self.tokens, rank, len({*self.contributions, peer}))
 
-    def _is_of(self, log: RunLog) -> bool:
-        """Return whether what was read last is still in the log, and nothing has come before what was read first."""
-        assert self._end is not None
-        heads = log.heads_at([self.next_index])
-        return log.first == self.first and heads.get(self.next_index) == self._end.position.head
-
     def _take(self, entry: Entry, header: Header, log: RunLog) -> None:
         before = log.empty_log if entry.index == 0 else self._end
-        certificate = entry.proof
         record = Record(
             index=entry.index,
             digest=header.digest,
@@ -151,14 +141,16 @@ class Chronicle:
             members=len(header.roster),
             tokens=sum(member.tokens for member in header.roster if not member.missed),
             lineage_tokens=header.lineage_tokens,
-            signatures=None if before is None else _signatures(certificate, before, header),
-            absent=() if before is None else _absences(before, header, certificate),
-            joined=() if before is None else tuple(peer for peer in header.peers if peer not in before.known),
-            change=None if before is None else _change(before, header),
         )
+        if before is not None:
+            record.signatures = _signatures(entry.proof, before, header)
+            record.absent = _absences(before, header, entry.proof)
+            record.joined = tuple(peer for peer in header.peers if peer not in before.known)
+            if header.amendment is not None and header.amendment != before.amendment:
+                record.change = Change(header.amendment, before.amendment)
+            if record.signatures is None or record.state_digest is None:
+                self._unsigned.append((record, before, header))
         self.records.append(record)
-        if before is not None and (record.signatures is None or record.state_digest is None):
-            self._unsigned.append((record, before, header))
         for member in header.roster:
             contribution = self.contributions.setdefault(member.peer, Contribution())
             contribution.tokens += 0 if member.missed else member.tokens
@@ -179,13 +171,6 @@ def _signatures(certificate: Certificate | None, before: LogState, header: Heade
         return None
     proof = weigh(certificate, before, header)
     return Signatures(proof.signers, len(electorate(before, header)), proof.is_certified, certificate.alone)
-
-
-def _change(before: LogState, header: Header) -> Change | None:
-    """Return what an entry changes of the outer optimizer; None: nothing."""
-    if header.amendment is None or header.amendment == before.amendment:
-        return None
-    return Change(header.amendment, before.amendment)
 
 
 def _absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[_Absence, ...]:
@@ -213,29 +198,3 @@ def _absences(before: LogState, header: Header, certificate: Certificate | None)
         else:
             found.append(_Absence(peer, "absent", "was not ready; its lease went back into the pool"))
     return tuple(found)
-
-
-class Teams:
-    """Which team each peer names. Of those that have contributed it is known also when they are gone."""
-
-    def __init__(self) -> None:
-        self._teams: dict[str, str] = {}
-
-    def observe(self, heartbeats: Iterable[Heartbeat], contributors: Collection[str]) -> None:
-        """Take in what peers say."""
-        said = {beat.peer: beat.team for beat in heartbeats}
-        kept = {peer: team for peer, team in self._teams.items() if peer in contributors}
-        self._teams = {peer: team for peer, team in (kept | said).items() if team}
-
-    def of(self, peer: str) -> str:
-        """Return a peer's team; empty: none."""
-        return self._teams.get(peer, "")
-
-    def board(self, contributions: Mapping[str, Contribution]) -> list[tuple[str, int, int]]:
-        """Return each team with its tokens and its peers that have contributed, the largest first."""
-        found: dict[str, list[int]] = {}
-        for peer, team in self._teams.items():
-            if peer in contributions:
-                found.setdefault(team, []).append(contributions[peer].tokens)
-        board = [(team, sum(tokens), len(tokens)) for team, tokens in found.items()]
-        return sorted(board, key=lambda one: (-one[1], one[0]))

@@ -60,14 +60,11 @@ OF_STATES: Mapping[State, str] = {
     State.LEFT: LEAVING,
 }
 """The phase that each state of the protocol belongs to."""
-ROUTINE = frozenset({TRAINING, SYNCHRONISING, OF_STATES[State.READY]})
-"""Phases of every outer step."""
+ROUTINE = frozenset({TRAINING, SYNCHRONISING, OF_STATES[State.READY]})  # phases of every outer step
 ABOUT_DATA = ("tokenizing ", "downloading ", "checking ", "waiting for tokens")
 """How the names of those stages begin that prepare data."""
-LOSSES = 2000
-"""Inner steps whose loss the curve has."""
-RATE_SECONDS = 5.0
-"""Over which a rate is taken."""
+LOSSES = 2000  # inner steps whose loss the curve has
+RATE_SECONDS = 5.0  # over which a rate is taken
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 40
 MEGABIT = 1e6 / 8
@@ -84,15 +81,6 @@ class _Work:
     def left(self) -> float | None:
         """Return the seconds that remain if it goes on at this speed; None where nobody knows."""
         return self.seconds * (1 - self.share) / self.share if self.share else None
-
-
-@dataclass(frozen=True)
-class _Traffic:
-    """Bulk data in one direction: bytes a second now, the cap on them, and all bytes until now."""
-
-    rate: float = 0.0
-    cap: float | None = None
-    total: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,8 +119,9 @@ class OwnFacts:
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a volunteer, in its view of the run. It is paused while there are `pause_reasons`. `machine` says
-    which temperature and power can be read, in words; it may be empty."""
+    """One moment of a volunteer, in its view of the run. `up` and `down` are bytes of bulk data a second. It is paused
+    while there are `pause_reasons`. `machine` says which temperature and power can be read, in words; it may be
+    empty."""
 
     view: RunView
     facts: OwnFacts
@@ -140,8 +129,8 @@ class Progress:
     work: _Work
     losses: Sequence[float] = ()
     contribution: Standing | None = None
-    up: _Traffic = _Traffic()
-    down: _Traffic = _Traffic()
+    up: float = 0.0
+    down: float = 0.0
     pause_reasons: tuple[str, ...] = ()
     machine: str = ""
 
@@ -156,11 +145,6 @@ class Progress:
         return [beat for beat in self.view.peers if beat.peer != self.own.peer]
 
     @property
-    def inner_steps(self) -> int:
-        """Return the inner steps of an outer step."""
-        return self.view.run.config.training.inner_steps
-
-    @property
     def links(self) -> dict[str, int]:
         """Return the number of other peers by the way to them, the best way first. Unknown ways are left out."""
         reach = self.facts.reach
@@ -173,7 +157,7 @@ class Progress:
             "phase": self.phase,
             "outer_steps": self.view.outer_steps,
             "inner_step": self.own.inner_step,
-            "inner_steps": self.inner_steps,
+            "inner_steps": self.view.run.config.training.inner_steps,
             "seconds_left": None if self.work.left is None else round(self.work.left, 1),
             "peers": 1 + len(self.others),
             "reachable": reachability(self.own),
@@ -181,8 +165,8 @@ class Progress:
             "loss": self.own.loss,
             "tokens_per_second": round(self.own.tokens_per_second, 1),
             "contribution": None if self.contribution is None else asdict(self.contribution),
-            "sent_bytes": self.up.total,
-            "received_bytes": self.down.total,
+            "sent_bytes": self.facts.sent,
+            "received_bytes": self.facts.received,
             "pause_reasons": list(self.pause_reasons),
         }
 
@@ -191,8 +175,7 @@ class ProgressReader:
     """Reads one volunteer's progress, again and again. `pause_reasons` says why the volunteer is paused."""
 
     def __init__(self, run: Run, facts: Callable[[], OwnFacts], pause_reasons: Callable[[], tuple[str, ...]]) -> None:
-        self.machine = ""
-        """What is known of this machine's temperature and power, in words."""
+        self.machine = ""  # what is known of this machine's temperature and power, in words
         self._run = run
         self._facts = facts
         self._pause_reasons = pause_reasons
@@ -225,8 +208,8 @@ class ProgressReader:
             work=_Work(share, now - self._since),
             losses=tuple(self._losses),
             contribution=self._contribution(own.peer, facts.log),
-            up=_Traffic(self._up.rate(facts.sent, now), facts.caps.upload, facts.sent),
-            down=_Traffic(self._down.rate(facts.received, now), facts.caps.download, facts.received),
+            up=self._up.rate(facts.sent, now),
+            down=self._down.rate(facts.received, now),
             pause_reasons=self._pause_reasons(),
             machine=self.machine,
         )
@@ -269,8 +252,7 @@ def _phase_of_stage(stage: str) -> str:
 def _stage_line(stage: str, work: _Work) -> str:
     """Return a stage of the start on one line, with its phase and how far it has come."""
     phase = _phase_of_stage(stage)
-    said = phase if stage == phase else f"{phase}: {stage}"
-    return f"{said} {_how_far(work)}".rstrip()
+    return f"{phase if stage == phase else f'{phase}: {stage}'} {_how_far(work)}".rstrip()
 
 
 def _how_far(work: _Work) -> str:
@@ -283,7 +265,7 @@ def _how_far(work: _Work) -> str:
 
 def _healthy_line(progress: Progress) -> str:
     """Return all that matters on one line of a log."""
-    own, fragments = progress.own, progress.facts.fragments
+    own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     said = [f"outer step {own.index}/{progress.view.outer_steps}", _activity(progress)]
     if own.loss is not None:
         said.append(f"loss {own.loss:.3f}")
@@ -294,7 +276,7 @@ def _healthy_line(progress: Progress) -> str:
     said += [f"{1 + len(progress.others)} peers", _reach(progress)]
     if progress.contribution is not None:
         said.append(_contributed(progress.contribution))
-    said.append(f"{_rate(progress.up)} up, {_rate(progress.down)} down")
+    said.append(f"{_rate(progress.up, facts.caps.upload)} up, {_rate(progress.down, facts.caps.download)} down")
     if progress.machine:
         said.append(progress.machine)
     return ", ".join(said)
@@ -302,11 +284,11 @@ def _healthy_line(progress: Progress) -> str:
 
 def _progress_lines(progress: Progress) -> list[str]:
     """Return the same on a few lines of a terminal, with the curve of the loss."""
-    own, fragments = progress.own, progress.facts.fragments
+    own, facts, fragments = progress.own, progress.facts, progress.facts.fragments
     lines = [f"outer step {own.index}/{progress.view.outer_steps} · {_activity(progress)}"]
     if progress.losses:
         lines.append(f"loss {progress.losses[-1]:.3f} {_curve(progress.losses)}")
-    lines += held_out_lines(progress.view, progress.facts.bytes_per_token)
+    lines += held_out_lines(progress.view, facts.bytes_per_token)
     speed = f"{own.tokens_per_second:,.0f} tokens/s · " if own.tokens_per_second else ""
     lines.append(f"{speed}{1 + len(progress.others)} peers · {_reach(progress)}")
     if fragments is not None:
@@ -314,7 +296,8 @@ def _progress_lines(progress: Progress) -> list[str]:
         lines += [f"{under_way}, {fragments.done} done", _averages(fragments)]
     if progress.contribution is not None:
         lines.append(f"contributed {_contributed(progress.contribution)}")
-    lines.append(f"up {_traffic(progress.up)} · down {_traffic(progress.down)}")
+    up, down = _rate(progress.up, facts.caps.upload), _rate(progress.down, facts.caps.download)
+    lines.append(f"up {up} ({in_words(facts.sent)}) · down {down} ({in_words(facts.received)})")
     if progress.machine:
         lines.append(f"this machine: {progress.machine}")
     return lines
@@ -325,12 +308,13 @@ def _activity(progress: Progress) -> str:
     if progress.pause_reasons:
         return f"paused: {', '.join(progress.pause_reasons)}"
     if progress.phase == TRAINING:
-        left = progress.work.left
+        left, inner_steps = progress.work.left, progress.view.run.config.training.inner_steps
         soon = "" if left is None else f", next round in {duration(left)}"
-        return f"training, inner step {progress.own.inner_step}/{progress.inner_steps}{soon}"
-    donors, download = "", progress.facts.download
-    if progress.phase == DOWNLOADING and download is not None and download.fetched:
-        donors = f" from {_counted(len(download.fetched), 'donor')} at {_rate(progress.down)}"
+        return f"training, inner step {progress.own.inner_step}/{inner_steps}{soon}"
+    donors, facts = "", progress.facts
+    if progress.phase == DOWNLOADING and facts.download is not None and facts.download.fetched:
+        count = _counted(len(facts.download.fetched), "donor")
+        donors = f" from {count} at {_rate(progress.down, facts.caps.download)}"
     return f"{progress.phase}{donors} {_how_far(progress.work)}".rstrip()
 
 
@@ -360,15 +344,9 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def _rate(traffic: _Traffic) -> str:
-    """Return a rate in megabits a second, beside its cap."""
-    cap = "" if traffic.cap is None else f" of {traffic.cap / MEGABIT:g}"
-    return f"{traffic.rate / MEGABIT:.1f}{cap} Mbit/s"
-
-
-def _traffic(traffic: _Traffic) -> str:
-    """Return a rate, and all bytes until now."""
-    return f"{_rate(traffic)} ({in_words(traffic.total)})"
+def _rate(rate: float, cap: float | None) -> str:
+    """Return bytes a second as megabits a second, beside the cap on them."""
+    return f"{rate / MEGABIT:.1f}{'' if cap is None else f' of {cap / MEGABIT:g}'} Mbit/s"
 
 
 def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:

@@ -152,8 +152,11 @@ class Amended:
     proposed: Amendment | None
 
     @classmethod
-    def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat]) -> Amended:
-        """Read heartbeats. What the run's organiser has not signed is passed over."""
+    def seen_in(cls, run: Run, heartbeats: Iterable[Heartbeat], chronicle: Chronicle | None = None) -> Amended:
+        """Read heartbeats, and from a log, if there is one, what is in force.
+
+        What the run's organiser has not signed is passed over.
+        """
         beats = sorted(heartbeats, key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         organiser = run.manifest.organiser
         known = {
@@ -163,22 +166,9 @@ class Amended:
             if one is not None and one.is_signed(run.run_id, organiser)
         }
         said = beats[0].amendment if beats else None
-        return cls._beside(said if said in known else None, *known)
-
-    def as_logged(self, in_force: Amendment | None) -> Amended:
-        """Return the same by a log, at whose end this amendment is in force: what peers say of that does not count."""
-        return self._beside(in_force, self.in_force, self.proposed)
-
-    @classmethod
-    def _beside(cls, in_force: Amendment | None, *known: Amendment | None) -> Amended:
-        """Proposed is the newest that is known, if it is newer than what is in force."""
+        in_force = chronicle.amendment if chronicle is not None else said if said in known else None
         latest = newest(in_force, *known)
         return cls(in_force, latest if latest is not in_force else None)
-
-    @property
-    def newest(self) -> Amendment | None:
-        """Return the amendment that the next one comes after."""
-        return self.proposed or self.in_force
 
     def lines(self) -> list[str]:
         """Return what is to be told to people: nothing, where the manifest's values are in force."""
@@ -271,8 +261,7 @@ class RunView:
     @property
     def amended(self) -> Amended:
         """Return the amendments in force: by the log where there is one, by what peers say elsewhere."""
-        said = Amended.seen_in(self.run, self.peers)
-        return said.as_logged(self.chronicle.amendment) if self.chronicle is not None else said
+        return Amended.seen_in(self.run, self.peers, self.chronicle)
 
     @property
     def held_out(self) -> list[HeldOutLoss]:

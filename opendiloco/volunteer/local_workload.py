@@ -4,27 +4,25 @@ Heavy arithmetic runs in threads, so that the event loop never waits.
 """
 
 from __future__ import annotations
+
 import asyncio
 import logging
 import math
-import numpy as np
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+
 from opendiloco.config.model import check_initial_weights
-from opendiloco.config.run_config import EvaluationSection
-from opendiloco.config.run_config import RunConfig
-from opendiloco.evaluation_turns import HeldOut
-from opendiloco.evaluation_turns import is_our_turn
+from opendiloco.config.run_config import EvaluationSection, RunConfig
+from opendiloco.evaluation_turns import HeldOut, is_our_turn
 from opendiloco.kernels import Payload
 from opendiloco.run import Run
 from opendiloco.shared_memory import SharedVectors
 from opendiloco.training.codec import RunRounding
-from opendiloco.training.outer import LocalState
-from opendiloco.training.outer import Measuring
+from opendiloco.training.outer import LocalState, Measuring
 from opendiloco.training.streaming import FragmentWork
 from opendiloco.workers.group import WorkerGroup
 from opendiloco.workers.options import WorkerOptions
@@ -34,19 +32,7 @@ from peers.errors import DilocoPeerError
 from peers.metrics import HEALTH
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.manifest import Amendment
-from peers.values.workload import Blocked
-from peers.values.workload import Blocks
-from peers.values.workload import InnerLoop
-from peers.values.workload import OnCaptured
-from peers.values.workload import Progress
-from peers.values.workload import Reduction
-from peers.values.workload import Trained
-from peers.values.workload import captures_nothing
-from typing import Generic
-from typing import Protocol
-from typing import TYPE_CHECKING
-from typing import TypeAlias
-from typing import TypeVar
+from peers.values.workload import Blocked, Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
 
 if TYPE_CHECKING:
     from peers.driver.driver import Driver

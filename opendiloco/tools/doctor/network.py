@@ -1,6 +1,7 @@
 """Checks of the network: what starts here, who answers, and what others see of this machine."""
 
 from __future__ import annotations
+
 import asyncio
 import errno
 import logging
@@ -8,48 +9,26 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+
 from opendiloco.quantities import bandwidth_in_words
-from opendiloco.tools.doctor.findings import Finding
-from opendiloco.tools.doctor.findings import Value
-from opendiloco.tools.doctor.findings import failed
-from opendiloco.tools.doctor.findings import failed_with
-from opendiloco.tools.doctor.findings import passed
-from opendiloco.tools.doctor.findings import skipped
-from opendiloco.tools.doctor.findings import warned
+from opendiloco.tools.doctor.findings import Finding, Value, failed, failed_with, passed, skipped, warned
 from opendiloco.volunteer.volunteer import connected
-from peers.errors import DilocoPeerError
-from peers.errors import LocalNetworkError
-from peers.errors import RemoteProtocolError
-from peers.network.channel import PeerRefusedError
-from peers.network.channel import PeerUnreachableError
-from peers.network.contacts import host_of
-from peers.network.contacts import is_loopback
-from peers.network.contacts import is_public
-from peers.network.daemon import peer_id_of
-from peers.network.daemon import require_free_port
-from peers.network.data_port import PROBED_PORTS
-from peers.network.data_port import Seen
-from peers.network.data_port import probe
-from peers.network.first_contact import endpoint
-from peers.network.first_contact import which_answer
-from peers.network.own_network import SOMEWHERE
-from peers.network.own_network import address_towards
-from peers.network.own_network import is_behind_nat
-from peers.network.rating import RATING
-from peers.network.rating import ask_rating
-from peers.network.relays import LINK_INFO
-from peers.network.relays import LinkInfo
-from peers.network.sockets import endpoint_of
-from peers.network.sockets import listen
-from peers.network.sockets import parse_endpoint
+from peers.errors import DilocoPeerError, LocalNetworkError, RemoteProtocolError
+from peers.network.channel import PeerRefusedError, PeerUnreachableError
+from peers.network.contacts import host_of, is_loopback, is_public
+from peers.network.daemon import peer_id_of, require_free_port
+from peers.network.data_port import PROBED_PORTS, Seen, probe
+from peers.network.first_contact import endpoint, which_answer
+from peers.network.own_network import SOMEWHERE, address_towards, is_behind_nat
+from peers.network.rating import RATING, ask_rating
+from peers.network.relays import LINK_INFO, LinkInfo
+from peers.network.sockets import endpoint_of, listen, parse_endpoint
 from peers.network.transport import HivemindTransport
 from peers.values.identity import Identity
-from peers.values.wire import Reach
-from peers.values.wire import unpack_from
+from peers.values.wire import Reach, unpack_from
 
 logger = logging.getLogger(__name__)
 

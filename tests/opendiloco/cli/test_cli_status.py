@@ -99,7 +99,7 @@ def test_programs_hear_that_nothing_could_be_compared(
     monkeypatch.setattr("opendiloco.run.find_run", found)
     monkeypatch.setattr("opendiloco.volunteer.admission.ask_for_signed_heads", found)
     monkeypatch.setattr(module, "_volunteers_here", lambda run_id: {})
-    simulate(module._show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True))
+    simulate(module._show_status(Invite(run.run_id, ()), Identity.generate(), as_json=True, watch=False))
     shown = json.loads(capsys.readouterr().out)
     assert shown["agree"] is agree
     assert [peer["peer"] for peer in shown["peers"]] == ["a", "b"]
@@ -111,5 +111,5 @@ def test_a_peers_words_are_shown_as_text_only(run: Run, said: str) -> None:
     console = Console(width=200, force_terminal=True)
     with console.capture() as capture:
         troubled = beat("a", 5, 5).model_copy(update={"trouble": said})
-        console.print(module._picture(RunView(run, [troubled]), SignedHeads(run.run_id)))
+        console.print(module._picture(RunView(run, [troubled]), SignedHeads(run.run_id), {}))
     assert said in capture.get()

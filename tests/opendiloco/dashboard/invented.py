@@ -10,7 +10,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from opendiloco.config.run_config import RunConfig
-from opendiloco.dashboard.sources import Source
+from opendiloco.dashboard.watching import Source
 from opendiloco.run import Run
 from peers.log.certificate import Certificate, ballot, certify, shortened
 from peers.log.folder import RunLog

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from opendiloco.dashboard import server
-from opendiloco.dashboard.server import _Doorman, bind, dashboard
+from opendiloco.dashboard.server import _Connection, bind, dashboard
 
 LIMIT = 20.0  # seconds that anything may take
 CLOSED = (ConnectionError, asyncio.IncompleteReadError)
@@ -42,7 +42,7 @@ def test_half_a_request_does_not_stay_open(half: bytes, monkeypatch: pytest.Monk
 
 def test_a_request_in_pieces_is_answered_and_its_connection_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     aborted: list[float] = []
-    monkeypatch.setattr(server._Connection, "_abort_after", lambda self, seconds: Timer(seconds, aborted))
+    monkeypatch.setattr(_Connection, "_abort_after", lambda self, seconds: Timer(seconds, aborted))
 
     async def visit(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -79,7 +79,8 @@ def test_whoever_does_not_read_is_not_waited_for_for_ever(monkeypatch: pytest.Mo
             lost.set()
 
     async def scenario() -> None:
-        server = await asyncio.get_running_loop().create_server(_Doorman(Talkative), "127.0.0.1", 0)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _Connection(Talkative(), {}), "127.0.0.1", 0)
         async with server, asyncio.timeout(LIMIT):
             _, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1)
             await lost.wait()
@@ -110,19 +111,19 @@ def test_many_idle_connections_shut_nobody_out(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_flood_drives_out_only_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 10)
-    door, ended = _Doorman(asyncio.Protocol), list[object]()
-    monkeypatch.setattr(server._Connection, "abort", lambda connection: ended.append(connection))
+    networks, ended = dict[_Connection, str](), list[object]()
+    monkeypatch.setattr(_Connection, "abort", lambda connection: ended.append(connection))
 
-    def visitor(network: str) -> server._Connection:
-        connection = server._Connection(asyncio.Protocol(), door)
-        door.come(connection, network)
+    def visitor(network: str) -> _Connection:
+        connection = _Connection(asyncio.Protocol(), networks)
+        connection._count(network)
         return connection
 
     home = visitor("home")
     first, *_ = (visitor("flood") for _ in range(50))
     assert len(ended) == 41
     assert ended[0] is first
-    door.go(home)
+    home.connection_lost(None)
     visitor("another")
     assert len(ended) == 41, "there was room"
     assert home not in ended

@@ -9,7 +9,7 @@ import pytest
 
 from opendiloco.dashboard import watching
 from opendiloco.dashboard.server import bind, dashboard, url_of
-from opendiloco.dashboard.sources import Source
+from opendiloco.dashboard.watching import Source
 from tests.opendiloco.dashboard.browser import CHROMIUM, Page, browser, new_page
 from tests.opendiloco.dashboard.invented import HOSTILE, Story, invented_run
 

@@ -21,10 +21,16 @@ from click.testing import CliRunner
 
 from opendiloco.cli.group import main
 from opendiloco.dashboard import server, watching
-from opendiloco.dashboard import sources as dashboard_sources
 from opendiloco.dashboard.server import POLICY, _application, bind, url_of
-from opendiloco.dashboard.sources import NO_ARCHIVE, NodeSources, Source, volunteer_source
-from opendiloco.dashboard.watching import RunHistory, RunWatch, Watching
+from opendiloco.dashboard.watching import (
+    NO_ARCHIVE,
+    NodeSources,
+    RunHistory,
+    RunWatch,
+    Source,
+    Watching,
+    volunteer_source,
+)
 from opendiloco.settings.join_settings import split_address
 from opendiloco.storage.run_folder import HeldOutCurve
 from peers.errors import LocalNetworkError, SwarmUnreachableError
@@ -281,7 +287,7 @@ NETWORK = cast(HivemindTransport, Network())
 def test_a_node_shows_the_runs_that_it_remembers_and_the_logs_that_it_keeps(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dashboard_sources, "UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr(watching, "UPDATE_SECONDS", 0.0)
 
     class Archived:
         log = story.invented.log
@@ -305,7 +311,7 @@ def test_a_run_that_cannot_be_shown_keeps_no_other_from_it(
     story: Story, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is named once."""
-    monkeypatch.setattr(dashboard_sources, "UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr(watching, "UPDATE_SECONDS", 0.0)
     poison, other = SignedManifest.create(Identity.generate(), "poison", {}), invented_run("other").manifest
     sources = NodeSources(NETWORK, None)
     for _ in range(2):

@@ -11,9 +11,14 @@ from click.testing import CliRunner, Result
 
 from opendiloco.cli.group import main
 from opendiloco.errors import SettingsError
-from opendiloco.settings.file import read_settings_file, unknown_variables, without_settings
-from opendiloco.settings.join_settings import FileSettings, JoinSettings
-from opendiloco.settings.setting import settings_of
+from opendiloco.settings.join_settings import (
+    FileSettings,
+    JoinSettings,
+    read_settings_file,
+    settings_of,
+    unknown_variables,
+    without_settings,
+)
 from opendiloco.workers.options import WorkerOptions
 from tests.settings_reference import OPTIONS, reference_page
 

@@ -27,7 +27,6 @@ from opendiloco.view.progress import (
     _phase_of_stage,
     _progress_lines,
     _stage_line,
-    _Traffic,
     _Work,
 )
 from opendiloco.view.run_view import RunView
@@ -60,7 +59,8 @@ def progress(small_config: RunConfig) -> Progress:
     run = Run.sign(small_config.model_copy(update={"outer_steps": 40, "training": training}), Identity.generate())
     beats = own_beat(held_out=HeldOutLoss(index=8, loss=2.31)), *map(own_beat, ("b", "c", "unknown"))
     reach = {"b": Reach.RELAYED, "c": Reach.OPEN, "gone": Reach.NONE}
-    facts = OwnFacts(beats, RunLog(run.settings.empty_log), State.TRAINING, False, reach, Caps(), 0, 0)
+    log, caps, traffic = RunLog(run.settings.empty_log), Caps(upload=20e6 / 8), (3_400_000, 12_000_000_000)
+    facts = OwnFacts(beats, log, State.TRAINING, False, reach, caps, *traffic)
     return Progress(
         view=RunView(run, facts.heartbeats),
         facts=facts,
@@ -68,8 +68,8 @@ def progress(small_config: RunConfig) -> Progress:
         work=_Work(0.25, 20.0),
         losses=(4.0, 3.0, 2.5),
         contribution=Standing(tokens=1_234_000, rounds=11, share=0.34, rank=2, peers=5),
-        up=_Traffic(1e6 / 8, 20e6 / 8, 3_400_000),
-        down=_Traffic(2e6 / 8, None, 12_000_000_000),
+        up=1e6 / 8,
+        down=2e6 / 8,
         machine="61 °C",
     )
 
@@ -147,7 +147,7 @@ def test_a_run_that_streams_says_whether_training_waits_for_averages(
 
 def test_a_download_names_its_donors_and_rate(progress: Progress) -> None:
     facts = replace(progress.facts, download=cast(Download, SimpleNamespace(fetched={"b": 2, "c": 3})))
-    downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=_Work(0.5, 30), down=_Traffic(80e6 / 8))
+    downloading = replace(progress, facts=facts, phase=DOWNLOADING, work=_Work(0.5, 30), down=80e6 / 8)
     expected = "outer step 12/40 · downloading the state from 2 donors at 80.0 Mbit/s 50%, about 30 s left"
     assert _progress_lines(downloading)[0] == expected
 

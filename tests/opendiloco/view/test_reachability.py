@@ -72,7 +72,7 @@ def test_peers_that_are_hard_to_reach_are_named() -> None:
 def test_status_shows_it_and_says_it_in_json(small_config: RunConfig) -> None:
     shown = beat(endpoints=(HOME,), relays=(NODE,), unreached=("tail0001",), trouble="others cannot reach you")
     run = Run.sign(small_config, Identity.generate())
-    lines = [str(part) for part in _picture(RunView(run, [shown]), NOTHING_SIGNED).renderables]
+    lines = [str(part) for part in _picture(RunView(run, [shown]), NOTHING_SIGNED, {}).renderables]
     assert any("cannot reach 1 (tail0001); others cannot reach you" in line for line in lines)
     said = json.loads(json.dumps(_plain(shown, small_config)))
     assert said["reach"] == "NAT"
