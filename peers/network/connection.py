@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from peers.errors import RemoteProtocolError
-from peers.network.data_port import CERTIFICATE_BYTES, Hello, pack_opening, send
+from peers.network.data_port import CERTIFICATE_BYTES, Hello, pack_opening
 from peers.network.direct_io import DirectReads, TlsTransport, start_tls
 from peers.network.sockets import closed_on_failure, endpoint_of_peer, parse_endpoint
 from peers.values.identity import Identity, peer_id_of_key
@@ -47,7 +47,7 @@ class Credentials:
             Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
         )
         self.dialling = self._context(ssl.PROTOCOL_TLS_CLIENT)
-        """Context of the end that dials. The other end is checked by `_check` before anything is sent."""
+        """Context of the end that dials. The other end is checked by `_handshake` before anything is sent."""
         self.accepting = lru_cache(CONTEXTS)(self._accepting)
         """Return a context that accepts only who shows, and has the key of, this certificate (DER)."""
 
@@ -133,26 +133,14 @@ async def _handshake(sock: socket.socket, peer: str, context: ssl.SSLContext, op
     """
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
-            await send(sock, opening)
+            await asyncio.get_running_loop().sock_sendall(sock, opening)
             transport = await start_tls(sock, context, server_side=not opening)
     except TimeoutError as error:
         raise OSError("no TLS handshake in time") from error
-    try:
-        _check(transport.tls, peer)
-    except RemoteProtocolError:
-        transport.abort()
-        raise
-    return transport
-
-
-def _check(tls: ssl.SSLObject, peer: str) -> None:
-    """Raises: RemoteProtocolError unless it is this peer that the other end of a connection has proven to be."""
-    try:
-        certificate = tls.getpeercert(binary_form=True)
-    except ValueError as error:
-        raise RemoteProtocolError(peer, "the connection ended before anything was proven") from error
+    certificate = transport.tls.getpeercert(binary_form=True)
     if certificate is None or _peer_of(certificate) != peer:
         raise RemoteProtocolError(peer, f"the other end is not peer {peer}")
+    return transport
 
 
 def _peer_of(certificate: bytes) -> str:

@@ -15,6 +15,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import compress
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -96,10 +97,6 @@ def pack_opening(opening: Opening) -> bytes:
     return START.pack(MAGIC, VERSION, KINDS.index(type(opening)), len(body)) + body
 
 
-async def send(sock: socket.socket, data: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, data)
-
-
 async def read_opening(sock: socket.socket, who: str) -> Opening:
     """Read exactly an opening, and nothing of what follows. Raises: RemoteProtocolError, OSError."""
     magic, version, kind, length = START.unpack(await _read_exactly(sock, START.size))
@@ -136,7 +133,7 @@ async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0)
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
-                await send(sock, pack_opening(_Probe(ports=ports)))
+                await asyncio.get_running_loop().sock_sendall(sock, pack_opening(_Probe(ports=ports)))
                 (length,) = LENGTH.unpack(await _read_exactly(sock, LENGTH.size))
                 return unpack(Seen, await _read_exactly(sock, min(length, ANSWER_BYTES)), ANSWER_BYTES)
     except TimeoutError as error:
@@ -148,11 +145,11 @@ async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0)
 async def answer_probe(sock: socket.socket, asked: _Probe) -> None:
     """Answer, and close the connection. Only the address that asks is dialled. Raises: OSError."""
     with sock:
-        host, _ = parse_endpoint(endpoint_of_peer(sock))
-        answers = await asyncio.gather(*(can_dial(endpoint_of(host, port)) for port in set(asked.ports)))
-        found = tuple(port for port, answered in zip(set(asked.ports), answers, strict=True) if answered)
-        answer = pack(Seen(endpoint=endpoint_of_peer(sock), open=found))
-        await send(sock, LENGTH.pack(len(answer)) + answer)
+        here, ports = endpoint_of_peer(sock), set(asked.ports)
+        host, _ = parse_endpoint(here)
+        answers = await asyncio.gather(*(can_dial(endpoint_of(host, port)) for port in ports))
+        answer = pack(Seen(endpoint=here, open=tuple(compress(ports, answers))))
+        await asyncio.get_running_loop().sock_sendall(sock, LENGTH.pack(len(answer)) + answer)
 
 
 class Listener:
@@ -184,7 +181,7 @@ class Listener:
 
     def _accept_one(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, (host, port, *_) = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # it is gone already
             return
         except OSError as error:  # too many open files
@@ -192,24 +189,21 @@ class Listener:
             asyncio.get_running_loop().remove_reader(listener)
             asyncio.get_running_loop().call_later(PAUSE, self._watch, listener)
             return
-        try:
-            who = endpoint_of_peer(tune(sock))
-        except OSError:
-            sock.close()
-            return
-        network = network_of(parse_endpoint(who)[0])
+        host = host.partition("%")[0]
+        network = network_of(host)
         if list(self._strangers.values()).count(network) >= STRANGERS_OF_ONE_NETWORK:
             sock.close()
             return
         if len(self._strangers) >= STRANGERS:  # the oldest has to go, so that a flood shuts nobody out
             next(iter(self._strangers)).cancel()
-        task = asyncio.create_task(self._welcome(sock, who))
+        task = asyncio.create_task(self._welcome(sock, endpoint_of(host, port)))
         self._strangers[task] = network
         task.add_done_callback(self._strangers.pop)
 
     async def _welcome(self, sock: socket.socket, who: str) -> None:
         try:
             with closed_on_failure(sock):
+                tune(sock)
                 async with asyncio.timeout(OPENING_TIMEOUT):
                     opening = await read_opening(sock, who)
             await self._accept(sock, opening)

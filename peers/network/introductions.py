@@ -24,7 +24,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.connection import greet, welcome
 from peers.network.contacts import Contact, public_only
-from peers.network.data_port import Hello, Splice, Token, pack_opening, probe, read_opening, send
+from peers.network.data_port import Hello, Splice, Token, pack_opening, probe, read_opening
 from peers.network.relays import AskInfo, Relay, Relays, Splicer
 from peers.network.sockets import can_dial, closed_on_failure, dial, parse_endpoint
 from peers.presence.heartbeat import Endpoint
@@ -279,7 +279,7 @@ class Arranging:
         try:
             sock = await dial(node, SPLICE_TIMEOUT)
             with closed_on_failure(sock):
-                await send(sock, pack_opening(opening))
+                await asyncio.get_running_loop().sock_sendall(sock, pack_opening(opening))
         except OSError as error:
             logger.debug("no relay to %s at %s: %s", peer, node, error)
         else:
