@@ -1,4 +1,4 @@
-"""The nodes between two peers that can't dial each other: how a peer finds them, and how a node passes bytes on.
+"""The relay between two peers that can't dial each other: it passes bytes on, of connections that both dial to it.
 
 The two speak TLS with each other: a relay reads nothing.
 """
@@ -9,23 +9,17 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from peers import metrics
-from peers.errors import RemoteProtocolError
-from peers.network.channel import PeerUnreachableError
-from peers.network.contacts import host_of
-from peers.network.data_port import TOKEN_BYTES, Splice, probe
-from peers.network.sockets import endpoint_of, parse_endpoint
+from peers.network.data_port import TOKEN_BYTES, Splice
 from peers.network.throttle import Throttle
 from peers.values.wire import Count, Value
 
 logger = logging.getLogger(__name__)
 
 LINK_INFO = "links"  # name of the call
-KNOWN = 64  # nodes at most
 
 TOKEN_LIFETIME = 30.0  # seconds in which both must have come
 TOKENS = 1024  # that are waited for at once
@@ -39,71 +33,6 @@ class LinkInfo(Value):
     """The port at which a node accepts connections; 0: it accepts none."""
 
     port: Count
-
-
-@dataclass
-class Relay:
-    """A node that introduces peers. `endpoint` is its data port.
-
-    `is_reached`: we have had a connection to that port, and not to another one of the node's.
-    """
-
-    peer: str
-    address: str
-    endpoint: str
-    is_reached: bool = False
-    seen: tuple[str, ...] | None = None
-    """Endpoints at which it could dial our data port; None: it has not been asked, or has not answered."""
-
-
-AskInfo = Callable[[str, str], Awaitable[LinkInfo]]
-"""(peer id, multiaddr) -> what that node says of itself, over libp2p. Raises: PeerUnreachableError."""
-
-
-class Relays:
-    """Nodes by multiaddr: those of the invite, and others that peers are introduced by.
-
-    Anybody can name a node of any id at any address, so a node's addresses have nothing to do with each other.
-    """
-
-    def __init__(self, ask: AskInfo) -> None:
-        self._ask = ask
-        self._known: dict[str, Relay] = {}
-
-    async def find(self, address: str) -> Relay | None:
-        """Return the node at a multiaddr; None when it does not answer, or has no data port."""
-        if address in self._known:
-            return self._known[address]
-        host, peer = host_of(address), address.rstrip("/").rpartition("/")[2]
-        try:
-            info = await self._ask(peer, address)
-        except (PeerUnreachableError, RemoteProtocolError) as error:
-            logger.debug("%s says nothing of its data port: %s", address, error)
-            return None
-        if not host or not 0 < info.port < 65536:
-            return None
-        if len(self._known) >= KNOWN:
-            del self._known[next(iter(self._known))]
-        return self._known.setdefault(address, Relay(peer, address, endpoint_of(host, info.port)))
-
-    def forget(self, relay: Relay) -> None:
-        """Ask it again next time: it was not there."""
-        self._known.pop(relay.address, None)
-
-    def forget_reach(self) -> None:
-        """Our network has changed: which endpoints we reach is to be found out anew."""
-        for relay in self._known.values():
-            relay.is_reached = False
-
-    async def look_at_us(self, relay: Relay, port: int) -> None:
-        """Find out whether the node can dial our data port."""
-        try:
-            seen = await probe(relay.endpoint, (port,))
-        except (OSError, RemoteProtocolError) as error:
-            logger.debug("%s does not say how it sees us: %s", relay.address, error)
-            return
-        host, _ = parse_endpoint(seen.endpoint)
-        relay.seen = (endpoint_of(host, port),) if port in seen.open else ()
 
 
 @dataclass

@@ -568,7 +568,7 @@ def test_an_address_of_a_node_that_is_out_of_reach_is_not_used() -> None:
         async with around_a_relay() as (one, other, relay):
             out_of_reach = relay.address.replace("127.0.0.1", "127.0.0.2")
             one.links.start(one.links.arranging.keep([out_of_reach]))
-            node = await one.links.arranging._relays.find(out_of_reach)
+            node = await one.links.arranging._find(out_of_reach)
             assert node is not None
             one.know(other.contact((REFUSING,), (out_of_reach, relay.address)))
             assert (await one.until_up(other)).reach is Reach.RELAYED
@@ -676,14 +676,14 @@ def test_a_look_at_a_relay_that_fails_is_not_the_last(monkeypatch: pytest.Monkey
         async with nodes(2, relay_limit=1e9) as (one, relay):
             monkeypatch.setattr(introductions, "LOOK_INTERVAL", 0.01)
             errors = [ZeroDivisionError(), ValueError()]
-            find = one.links.arranging._relays.find
+            find = one.links.arranging._find
 
             async def find_later(address: str) -> Any:
                 if errors:
                     raise errors.pop()
                 return await find(address)
 
-            monkeypatch.setattr(one.links.arranging._relays, "find", find_later)
+            monkeypatch.setattr(one.links.arranging, "_find", find_later)
             one.links.start(one.links.arranging.keep([relay.address.replace("/ip4/127.0.0.1", "/dns4/localhost")]))
             await one.until(lambda: bool(one.links.arranging.addresses))
             assert isinstance(await probe(relay.contact().endpoints[0]), Seen)
