@@ -290,7 +290,7 @@ class Arranging:
 
     def _seen_here(self, peer: str, endpoints: Sequence[str]) -> tuple[str, ...]:
         """Return those of the endpoints that are at an address from which the peer is connected here."""
-        hosts = self._links.link(peer).hosts
+        hosts = {connection.host for connection in self._links.link(peer).connections}
         return tuple(endpoint for endpoint in endpoints if parse_endpoint(endpoint)[0] in hosts)
 
     # Both dial ------------------------------------------------------------------------------------------------

@@ -184,7 +184,8 @@ class Links:
 
     def tidy(self, peer: str) -> None:
         """Keep nothing of a peer of which no heartbeat is known any more and that is not connected."""
-        if peer in self._ways and not self._ways[peer].is_needed:
+        way = self._ways.get(peer)
+        if way and not (way.contact or way.link.is_up or way.is_busy or way.dials):
             del self._ways[peer]
 
     def way(self, peer: str) -> _Way:
@@ -266,26 +267,22 @@ class Links:
 
     def add(self, connection: Connection) -> None:
         """Use a connection that others wanted, if there is room."""
-        peer = connection.peer
-        if connection.is_open and self._has_room_for(peer) and self._may_come(connection):
-            self.link(peer).add(connection)
+        if connection.is_open and self._is_let_in(connection):
+            self.link(connection.peer).add(connection)
         else:
             metrics.DROPPED.labels("connection").inc()
             connection.close()
 
-    def _may_come(self, connection: Connection) -> bool:
-        """Return whether a peer is known, or one of not too many that nothing is known of."""
-        peer = connection.peer
-        if peer in self._known or self.is_up(peer):
-            return True
-        return self.strangers.come(peer, network_of(connection.host), self.clock())
-
-    def _has_room_for(self, peer: str) -> bool:
-        """Return whether one more connection of a peer is let in. Those that we don't know get half of all room."""
-        count = sum(way.link.connections for way in self._ways.values())
+    def _is_let_in(self, connection: Connection) -> bool:
+        """Return whether there is room for one more connection. Peers that we don't know get half of it."""
+        peer, count = connection.peer, sum(len(way.link.connections) for way in self._ways.values())
         if peer in self._known:
             return count < self._room
-        return count < self._room // 2 and (not self.is_up(peer) or self.link(peer).connections < UNKNOWN)
+        if count >= self._room // 2:
+            return False
+        if self.is_up(peer):
+            return len(self.link(peer).connections) < UNKNOWN
+        return self.strangers.come(peer, network_of(connection.host), self.clock())
 
     async def answer(self, sender: str, name: str, payload: bytes) -> bytes:
         """Answer a message that has come over a link."""
@@ -303,7 +300,7 @@ class _Way:
         self.answered: str | None = None
         """The endpoint at which the peer did."""
         self._is_giving = False  # connections for the peer are on their way
-        self._dials = 0  # under way
+        self.dials = 0  # under way
         self._making: asyncio.Future[None] | None = None
         self._callers = 0
         self.forget_failures()
@@ -337,10 +334,6 @@ class _Way:
     def is_due(self) -> bool:
         """Whether it is time for an attempt."""
         return self._links.clock() >= self._retry_at
-
-    @property
-    def is_needed(self) -> bool:
-        return bool(self.contact or self.link.is_up or self.is_busy or self._dials)
 
     async def serve(self, protocol: str, channel: Channel) -> None:
         """Have a conversation that the peer has opened."""
@@ -386,22 +379,24 @@ class _Way:
         """Try all of the peer's endpoints at once. At the first that answers we make a connection for either side."""
         local = not self._links.port or all(map(is_local, contact.endpoints))
         endpoints = [one for one in contact.endpoints if local or not is_local(one)]
-        pending = {asyncio.ensure_future(self._connect(one, is_ours=True)) for one in endpoints}
+        attempts = [asyncio.ensure_future(self._connect(one, is_ours=True)) for one in endpoints]
         has_answered = False
         try:
-            while pending and self.link.reach is not Reach.OPEN:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                has_answered = has_answered or any(attempt.result() for attempt in done)
+            for attempt in asyncio.as_completed(attempts):
+                has_answered = await attempt or has_answered
+                if self.link.reach is Reach.OPEN:
+                    break
         finally:
-            for attempt in pending:
-                attempt.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            for one in attempts:
+                one.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
         if has_answered:
             await self.complete()
 
     async def complete(self) -> None:
         """Open a connection on which the peer can start conversations, unless it has one or its endpoint is unknown."""
-        if self.answered and not self._is_giving and self.link.is_up and not self.link.gives(Reach.OPEN):
+        has_one = any(one.reach is Reach.OPEN and not one.is_ours for one in self.link.connections)
+        if self.answered and not self._is_giving and self.link.is_up and not has_one:
             await self.give(self.answered, 1)
 
     async def dial_more(self, count: int) -> None:
@@ -423,14 +418,14 @@ class _Way:
             raise RefusalError("they are on their way")
         self._is_giving = True
         try:
-            most = min(count, CONNECTIONS - self.link.theirs)
+            most = min(count, CONNECTIONS - len(self.link.connections) + self.link.ours)
             await asyncio.gather(*(self._connect(endpoint, is_ours=False) for _ in range(most)))
         finally:
             self._is_giving = False
 
     async def _connect(self, endpoint: str, is_ours: bool) -> bool:
         """Add a connection to the link. Returns whether the peer answers at this endpoint."""
-        self._dials += 1
+        self.dials += 1
         try:
             sock = await dial(endpoint, DIAL_TIMEOUT)
             connection = await greet(sock, self._links.credentials, self.link.peer, is_ours, Reach.OPEN)
@@ -440,6 +435,6 @@ class _Way:
             logger.debug("no connection to %s at %s: %s", self.link.peer, endpoint, error)
             return False
         finally:
-            self._dials -= 1
+            self.dials -= 1
             self._links.tidy(self.link.peer)
         return True
