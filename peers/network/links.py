@@ -41,17 +41,12 @@ MORE = "more"  # name of the call: dial me so many connections that are mine
 class LinkSettings:
     """An operator's choices about links.
 
-    `port` is where bulk connections are accepted; 0: any free one. `relay_limit` is how many bytes a second this node
-    passes on for others, in all; None: it relays for nobody.
+    `port` is where bulk connections are accepted; 0: any free one. `relay_limit` is how many megabits a second this
+    node passes on for others, in all; None: it relays for nobody.
     """
 
     port: int = 0
     relay_limit: float | None = None
-
-    @classmethod
-    def of_megabits(cls, port: int, relay_limit: float | None) -> LinkSettings:
-        """Return what options say, whose limits are in megabits a second."""
-        return cls(port, None if relay_limit is None else relay_limit * 1e6 / 8)
 
 
 class _More(Value):
@@ -99,7 +94,7 @@ class Links:
         """Accept connections from now on. Raises: LocalNetworkError when the port can't be used."""
         self._listener = Listener(hosts, settings.port, self._accept)
         if settings.relay_limit is not None:
-            self.arranging.splicer = Splicer(settings.relay_limit, self._room // 4)
+            self.arranging.splicer = Splicer(settings.relay_limit * 1e6 / 8, self._room // 4)
         if not all(map(is_loopback, hosts)):
             self._mapper = PortMapper(self._listener.port)
             self.start(self._mapper.run())
