@@ -166,7 +166,7 @@ class Channel:
 
     async def send_frame(self, header: bytes, data: Buffer) -> None:
         self._writer.write(FRAME.pack(len(header), memoryview(data).nbytes) + header)
-        await self._write(data)
+        await self.send_data(data)
 
     async def send_message(self, header: bytes, data: bytes) -> None:
         """Send a small frame at once: who gives up waiting for the other side to read leaves no half of one behind."""
@@ -191,9 +191,6 @@ class Channel:
     async def send_last_frame(self) -> None:
         await self._send(FRAME.pack(LAST_FRAME, 0))
 
-    async def read_frame_data(self, data: bytearray) -> None:
-        await self._fill(data)
-
     async def answer_frame(self, is_taken: bool) -> None:
         await self._send(ACCEPTED if is_taken else REFUSED)
 
@@ -202,18 +199,6 @@ class Channel:
         if answer not in (ACCEPTED, REFUSED):
             raise RemoteProtocolError(self.peer, "its answer to a frame is neither yes nor no")
         return answer == ACCEPTED
-
-    async def send_data(self, data: Buffer) -> bytes:
-        """Write all of it; returns its digest."""
-        hasher = blake3()
-        await self._write(data, hasher)
-        return hasher.digest()
-
-    async def read_data(self, buffer: bytearray | memoryview) -> bytes:
-        """Fill the buffer; returns the digest of what is in it."""
-        hasher = blake3()
-        await self._fill(buffer, hasher)
-        return hasher.digest()
 
     async def send_digest(self, digest: bytes) -> None:
         """Confirm what was received. The last bytes that we send."""
@@ -243,7 +228,7 @@ class Channel:
         else:
             self._writer.close()
 
-    async def _write(self, data: Buffer, hasher: blake3 | None = None) -> None:
+    async def send_data(self, data: Buffer, hasher: blake3 | None = None) -> None:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._upload.piece):
             piece = view[start : start + self._upload.piece]
@@ -254,7 +239,8 @@ class Channel:
             if hasher:
                 hasher.update(piece)
 
-    async def _fill(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
+    async def read_data(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
+        """Fill the buffer, as fast as our caps allow."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), self._download.reading_piece):
             piece = view[start : start + self._download.reading_piece]
@@ -286,8 +272,9 @@ async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, 
     answer, length = await channel.read_prelude()
     if length > max_bytes:
         raise RemoteProtocolError(channel.peer, f"its answer of {length} bytes exceeds the limit of {max_bytes}")
-    data = bytearray(length)
-    await channel.send_digest(await channel.read_data(data))
+    data, hasher = bytearray(length), blake3()
+    await channel.read_data(data, hasher)
+    await channel.send_digest(hasher.digest())
     channel.is_finished = True
     return answer, data
 
@@ -305,7 +292,9 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
             return
         await channel.accept()
         await channel.send_prelude(answer, memoryview(data).nbytes)
-        await channel.read_digest(await channel.send_data(data))
+        hasher = blake3()
+        await channel.send_data(data, hasher)
+        await channel.read_digest(hasher.digest())
 
 
 class ChunkSender(Generic[Item]):
@@ -419,7 +408,7 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
         await channel.refuse_all(str(refusal))
     await channel.accept()
     while frame := await channel.read_frame_header():
-        await channel.read_frame_data(arrivals.expect(*frame))
+        await channel.read_data(arrivals.expect(*frame))
         await channel.answer_frame(arrivals.arrived())
 
 
@@ -457,6 +446,4 @@ class Places:
             finally:
                 self._free.release()
         finally:
-            self._taken[peer] -= 1
-            if not self._taken[peer]:
-                del self._taken[peer]
+            self._taken -= Counter({peer: 1})  # forgets a peer that has none

@@ -79,9 +79,6 @@ class TlsTransport(asyncio.Transport):
         self._protocol = cast(asyncio.BufferedProtocol, protocol)
 
     # In -------------------------------------------------------------------------------------------------------
-    def is_reading(self) -> bool:
-        return self._is_reading
-
     def pause_reading(self) -> None:
         """The socket is watched until something comes: most pauses are over before."""
         self._is_reading = False
@@ -96,14 +93,10 @@ class TlsTransport(asyncio.Transport):
         if self._incoming.pending or self.tls.pending():  # what was left when it was paused
             self._loop.call_soon(self._decrypt)
 
-    def _stop_watching(self) -> None:
-        if self._is_watched:
-            self._is_watched = False
-            self._loop.remove_reader(self._socket)
-
     def _take_in(self) -> None:
         if not self._is_reading:
-            self._stop_watching()
+            self._is_watched = False
+            self._loop.remove_reader(self._socket)
             return
         try:
             count = self._socket.recv_into(_ciphertext)
@@ -192,17 +185,14 @@ class TlsTransport(asyncio.Transport):
         except OSError as error:
             self._end(error)
         else:
-            self._stop_waiting_to_send()
+            if self._is_waiting_to_send:
+                self._is_waiting_to_send = False
+                self._loop.remove_writer(self._socket)
             if self._is_closing:
                 self._end(None)
         if self._has_paused_writer and self.get_write_buffer_size() <= HIGH_WATER // 4:
             self._has_paused_writer = False
             self._protocol.resume_writing()
-
-    def _stop_waiting_to_send(self) -> None:
-        if self._is_waiting_to_send:
-            self._is_waiting_to_send = False
-            self._loop.remove_writer(self._socket)
 
     def get_write_buffer_size(self) -> int:
         return len(self._unsent) + self._outgoing.pending
@@ -228,8 +218,8 @@ class TlsTransport(asyncio.Transport):
         if self._is_closed:
             return
         self._is_reading = False
-        self._stop_watching()
-        self._stop_waiting_to_send()
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
         self._is_closing = self._is_closed = True
         self._unsent = memoryview(b"")
         self._loop.call_soon(self._say_it_is_over, error)
@@ -262,17 +252,13 @@ class DirectReads(asyncio.BufferedProtocol):
         self._watch: asyncio.TimerHandle | None = None
         self._last_at = 0.0  # when a byte came, or the read began
         self._error = reader.exception()
-        self._has_ended = reader.at_eof() or self._error is not None
+        self.has_ended = reader.at_eof() or self._error is not None
         self._transport: asyncio.Transport = writer.transport  # type: ignore[assignment]  # it reads, too
         self._writing = self._transport.get_protocol()
         self._transport.set_protocol(self)
         self._is_tls = self._transport.get_extra_info("sslcontext") is not None  # over TCP, that is
         self._low_water = 1
         self._take(0)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._has_ended
 
     @property
     def has_unread(self) -> bool:
@@ -326,7 +312,7 @@ class DirectReads(asyncio.BufferedProtocol):
 
     # Waiting --------------------------------------------------------------------------------------------------
     async def _wait(self, patience: float | None) -> None:
-        if self._has_ended:
+        if self.has_ended:
             raise self._error or self._incomplete()
         loop = asyncio.get_running_loop()
         self._ready, self._last_at = loop.create_future(), loop.time()
@@ -386,12 +372,12 @@ class DirectReads(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         """Whether we may go on writing. TLS has no half-closed connections."""
-        self._has_ended = True
+        self.has_ended = True
         self._end(self._incomplete())
         return not self._is_tls
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._has_ended, self._error = True, error
+        self.has_ended, self._error = True, error
         self._end(error or self._incomplete())
         self._writing.connection_lost(error)
         self.on_lost()

@@ -108,7 +108,7 @@ async def _receive(channel: Channel) -> float:
     while frame := await channel.read_frame_header():
         if frame[1] != len(PIECE) or len(passed_at) * len(PIECE) > 2 * MOST:
             raise RemoteProtocolError(channel.peer, "it measures with something else than agreed")
-        await channel.read_frame_data(data)
+        await channel.read_data(data)
         await channel.answer_frame(is_taken=True)
         passed_at.append(time.monotonic())
     return _rate(passed_at)

@@ -70,7 +70,7 @@ async def read_frames(channel: Channel) -> list[tuple[bytes, bytearray]]:
     frames = []
     while announced := await channel.read_frame_header():
         header, data = announced[0], bytearray(announced[1])
-        await channel.read_frame_data(data)
+        await channel.read_data(data)
         frames.append((header, data))
         await channel.answer_frame(True)
     return frames
@@ -214,7 +214,7 @@ def test_both_ends_ask_their_throttles_for_every_byte(gives_way: bool) -> None:
     async def read_frame(channel: Channel) -> None:
         announced = await channel.read_frame_header()
         assert announced is not None
-        await channel.read_frame_data(bytearray(announced[1]))
+        await channel.read_data(bytearray(announced[1]))
 
     async def both(send: Callable[[Channel], Awaitable[Any]], receive: Callable[[Channel], Awaitable[Any]]) -> None:
         upload, download = Counted(), Counted()

@@ -179,7 +179,7 @@ def test_a_stream_that_breaks_off_says_what_was_confirmed_and_what_was_not() -> 
         for answer in (True, False):
             announced = await channel.read_frame_header()
             assert announced is not None
-            await channel.read_frame_data(bytearray(announced[1]))
+            await channel.read_data(bytearray(announced[1]))
             await channel.answer_frame(answer)
 
     broken, _ = exchange(outbox, break_off)
@@ -197,7 +197,7 @@ def test_only_so_many_chunks_are_under_way_without_an_answer() -> None:
         for _ in range(FRAMES_UNDER_WAY):
             announced = await channel.read_frame_header()
             assert announced is not None
-            await channel.read_frame_data(bytearray(announced[1]))
+            await channel.read_data(bytearray(announced[1]))
         for _ in range(100):
             await asyncio.sleep(0)
         return outbox.given
