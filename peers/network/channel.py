@@ -258,11 +258,8 @@ class Channel:
 
     async def _send(self, data: bytes | memoryview) -> None:
         self._writer.write(data)
-        if self._writer.transport.get_write_buffer_size():
-            async with asyncio.timeout(STALL_TIMEOUT):
-                await self._writer.drain()
-        else:  # which raises where the connection is gone: writing to it does not
-            await self._writer.drain()
+        async with asyncio.timeout(STALL_TIMEOUT):
+            await self._writer.drain()  # which raises where the connection is gone: writing to it does not
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:

@@ -246,7 +246,6 @@ class DirectReads(asyncio.BufferedProtocol):
         self._ahead_count = len(early)
         self._memory = memoryview(b"")  # what is being filled
         self._count = 0
-        self._needed = 0  # bytes ahead, for the read that waits
         self.on_lost: Callable[[], None] = lambda: None
         self._ready: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -266,14 +265,9 @@ class DirectReads(asyncio.BufferedProtocol):
         return self._ahead_count > 0
 
     async def read(self, count: int, patience: float | None) -> bytes:
-        if count > len(self._ahead):
-            data = bytearray(count)
-            await self.fill(memoryview(data), patience)
-            return bytes(data)
-        if self._ahead_count < count:
-            self._needed = count
-            await self._wait(patience)
-        return self._take(count)
+        data = bytearray(count)
+        await self.fill(memoryview(data), patience)
+        return bytes(data)
 
     async def fill(self, memory: memoryview, patience: float | None) -> None:
         """Fill memory of single bytes."""
@@ -348,9 +342,7 @@ class DirectReads(asyncio.BufferedProtocol):
             self._ready.set_exception(error)
 
     def _incomplete(self) -> asyncio.IncompleteReadError:
-        if self._memory:
-            return asyncio.IncompleteReadError(bytes(self._memory[: self._count]), len(self._memory))
-        return asyncio.IncompleteReadError(bytes(self._ahead[: self._ahead_count]), self._needed)
+        return asyncio.IncompleteReadError(bytes(self._memory[: self._count]), len(self._memory))
 
     # What the transport calls ---------------------------------------------------------------------------------
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -360,15 +352,13 @@ class DirectReads(asyncio.BufferedProtocol):
         self._last_at = asyncio.get_running_loop().time()
         if self._count < len(self._memory):
             self._count += nbytes
-            is_enough = self._count == len(self._memory)
             self._choose_low_water()
+            if self._count == len(self._memory):
+                self._end()
         else:
             self._ahead_count += nbytes
-            is_enough = not self._memory and self._ahead_count >= self._needed
             if self._ahead_count == len(self._ahead):
                 self._transport.pause_reading()
-        if is_enough:
-            self._end()
 
     def eof_received(self) -> bool:
         """Whether we may go on writing. TLS has no half-closed connections."""
