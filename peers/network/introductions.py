@@ -25,8 +25,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.connection import greet, welcome
 from peers.network.contacts import Contact, host_of, public_only
-from peers.network.data_port import Hello, Splice, Token, pack_opening, probe, read_opening
-from peers.network.relays import LinkInfo, Splicer
+from peers.network.data_port import Hello, LinkInfo, Splice, Splicer, Token, pack_opening, probe, read_opening
 from peers.network.sockets import can_dial, closed_on_failure, dial, endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Endpoint
 from peers.values.wire import Count, PeerId, Reach, Value, pack, unpack_from

@@ -14,12 +14,22 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError
 from peers.network.connection import HANDSHAKE_TIMEOUT, Connection, Credentials, greet, welcome
 from peers.network.contacts import Contact, is_local, is_loopback, may_be_dialled, own_endpoints
-from peers.network.data_port import UNKNOWN_OF_ONE_NETWORK, Hello, Listener, Opening, Splice, Strangers, answer_probe
+from peers.network.data_port import (
+    LINK_INFO,
+    UNKNOWN_OF_ONE_NETWORK,
+    Hello,
+    LinkInfo,
+    Listener,
+    Opening,
+    Splice,
+    Splicer,
+    Strangers,
+    answer_probe,
+)
 from peers.network.introductions import INTRODUCE, MEET, Arranging, AskInfo
 from peers.network.link import CALLS, CONNECTIONS, Answer, Link, Serve, answer_calls
 from peers.network.own_network import network_of
 from peers.network.port_mapping import PortMapper
-from peers.network.relays import LINK_INFO, LinkInfo, Splicer
 from peers.network.sockets import dial, raise_file_limit
 from peers.network.throttle import Throttle
 from peers.values.identity import Identity

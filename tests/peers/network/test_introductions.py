@@ -7,8 +7,8 @@ from typing import Any
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerUnreachableError
+from peers.network.data_port import LinkInfo
 from peers.network.introductions import KNOWN, Arranging
-from peers.network.relays import LinkInfo
 
 
 class Nodes:
