@@ -15,7 +15,7 @@ import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -152,11 +152,9 @@ class Arranging:
             for outcome in await asyncio.gather(*looks, return_exceptions=True):
                 if isinstance(outcome, Exception):
                     logger.error("a look at a relay failed", exc_info=outcome)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_INTERVAL):
                     await self._changed.wait()
-            except TimeoutError:
-                continue
 
     async def _greet_node(self, address: str) -> None:
         node, port = await self._find(address), self._links.port
@@ -219,8 +217,9 @@ class Arranging:
         begins = self._links.me < contact.peer or contact.peer in self.left
         self.left.discard(contact.peer)
         if not begins and not self._links.is_up(contact.peer):
-            await self._links.link(contact.peer).wait_until_up(MEETING_TIMEOUT)
-            if self._links.is_up(contact.peer):
+            link = self._links.link(contact.peer)
+            await link.wait_for(lambda: link.is_up, MEETING_TIMEOUT)
+            if link.is_up:
                 return
         for address in dict.fromkeys((*contact.relays, *self.addresses)):
             node = await self._find(address)

@@ -103,11 +103,11 @@ class Link:
                 self._end(other)
         self._notify()
 
-    async def wait_until_up(self, seconds: float) -> None:
-        """Wait for a connection that the other side makes, for so long at most."""
+    async def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until this is true of the connections, for so long at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self.is_up:
+                while not condition():
                     await self._changed.wait()
 
     def close(self) -> None:
@@ -192,12 +192,11 @@ class Link:
             while (connection := self._take_idle()) is None:
                 if not self.is_up:
                     raise PeerUnreachableError(self.peer, "the link is down")
-                changed = self._changed
                 missing = min(self._wanted, CONNECTIONS - self.ours) - self._dialling
                 if missing > 0:
                     self._dialling += missing
                     self._start(self._dial(missing))
-                await changed.wait()
+                await self._changed.wait()
             return connection
         finally:
             self._wanted -= 1
@@ -219,10 +218,7 @@ class Link:
                 await self._dial_more(count)
             except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
                 logger.debug("no more connections with %s: %r", self.peer, error)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DIAL_PAUSE):
-                    while self.is_up and self.ours <= had:
-                        await self._changed.wait()
+            await self.wait_for(lambda: not self.is_up or self.ours > had, DIAL_PAUSE)
         finally:
             self._dialling -= count
             self._notify()

@@ -365,7 +365,7 @@ class _Way:
     async def _reach_out(self) -> None:
         """Try every way to the peer, from best to worst."""
         if self._links.me > self.link.peer:
-            await self.link.wait_until_up(HEAD_START)  # the other side makes it
+            await self.link.wait_for(lambda: self.link.is_up, HEAD_START)  # the other side makes it
         contact = self.contact
         if self.link.reach is not Reach.OPEN and contact is not None:
             await self.dial_first(contact)

@@ -90,8 +90,7 @@ def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo 
 
 async def neighbours(run: str) -> tuple[str, ...]:
     """Return addresses of those who say in the local network that they are in a run, then of those that help any."""
-    interfaces = _local_interfaces()
-    if not interfaces or not LOOK_SECONDS:
+    if not (interfaces := _local_interfaces()):
         return ()
     try:
         ear = AsyncZeroconf(interfaces=interfaces)
@@ -114,17 +113,16 @@ async def neighbours(run: str) -> tuple[str, ...]:
             texts[name] = {}
             asking.append(loop.create_task(ask(name)))
 
-    browser = AsyncServiceBrowser(ear.zeroconf, SERVICE, handlers=[hear])
-    try:
-        with suppress(TimeoutError):
+    async with ear, AsyncServiceBrowser(ear.zeroconf, SERVICE, handlers=[hear]):
+        try:
             async with asyncio.timeout(LOOK_SECONDS):
                 await is_found.wait()
                 await asyncio.sleep(MORE_SECONDS)
-    finally:
-        for task in asking:
-            task.cancel()
-        await browser.async_cancel()
-        await ear.async_close()
+        except TimeoutError:
+            pass
+        finally:
+            for task in asking:
+                task.cancel()
     useful = [text for wanted in (run, "") for text in texts.values() if text.get("run") == wanted]
     said = [text.get(f"a{number}", "") for text in useful for number in range(MOST_ADDRESSES)]
     return tuple(dict.fromkeys(filter(_can_be_dialled, said)))

@@ -258,9 +258,8 @@ class Lanes:
         self._began = self._settled_at = None
         if rate < GAIN * self._rate:
             self.count, self._is_settled = max(self._fewest, self.count // 2), True
-            return False
-        if self.count == self._most:
+        elif self.count == self._most:
             self._is_settled = True
-            return False
-        self._rate, self.count = rate, self.count * 2
-        return True
+        else:
+            self._rate, self.count = rate, self.count * 2
+        return not self._is_settled

@@ -321,14 +321,14 @@ def test_the_best_way_of_all_connections_counts() -> None:
         async with pair(0) as both:
             assert both.ours.reach is Reach.NONE
             for reach in (Reach.RELAYED, Reach.PUNCHED, Reach.OPEN):
-                waiting = asyncio.create_task(both.ours.wait_until_up(1.0))
+                waiting = asyncio.create_task(both.ours.wait_for(lambda: both.ours.is_up, 1.0))
                 await both.connect(reach=reach)
                 await waiting
                 assert both.ours.reach is reach
             both.ours.close()
             assert both.ours.reach is Reach.NONE, "at once"
             began = now()
-            await both.ours.wait_until_up(3.0)
+            await both.ours.wait_for(lambda: both.ours.is_up, 3.0)
             assert now() - began == pytest.approx(3.0)
 
     simulate(scenario())
