@@ -105,9 +105,8 @@ class Channel:
         self._stays_open = stays_open
         self._opening = opening
         self.is_finished = False
-        """Whether whoever opened the conversation has had all of it. Else no other one follows on the connection."""
-        self.was_refused = False
-        """Whether the other side has said no, after which neither side sends anything."""
+        """Whether the side that opened the conversation has had all of it, or a refusal. Else no other one follows on
+        the connection."""
 
     async def send_prelude(self, header: bytes, length: int) -> None:
         if len(header) > HEADER_LIMIT:
@@ -161,7 +160,7 @@ class Channel:
         if length > REASON_BYTES:
             raise RemoteProtocolError(self.peer, f"its reason of {length} bytes exceeds {REASON_BYTES}")
         text = await self._read(length)
-        self.was_refused = True
+        self.is_finished = True
         raise PeerRefusedError(self.peer, printable(text.decode(errors="replace")))
 
     async def send_frame(self, header: bytes, data: Buffer) -> None:
@@ -361,7 +360,8 @@ class ChunkSender(Generic[Item]):
     async def _read_answers(self, answered: Callable[[Item, bool, float], None]) -> None:
         try:
             await self._channel.read_verdict()
-        except PeerRefusedError as error:  # frames are under way: the connection is of no more use
+        except PeerRefusedError as error:
+            self._channel.is_finished = False  # frames are under way: the connection is of no more use
             raise PeerUnreachableError(error.peer, error.reason) from error
         answered_at = 0.0
         while True:

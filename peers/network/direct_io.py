@@ -110,7 +110,7 @@ class TlsTransport(asyncio.Transport):
         else:
             self._incoming.write_eof()
         self._decrypt()
-        self._send_if(self._outgoing.pending > 0)  # what TLS has to answer
+        self._send_now()  # what TLS has to answer
 
     def _decrypt(self) -> None:
         """Give the protocol all whole records that are here, until it has enough."""
@@ -154,7 +154,8 @@ class TlsTransport(asyncio.Transport):
         try:
             for start in range(0, len(view), TO_SEND):
                 self.tls.write(view[start : start + TO_SEND])
-                self._send_if(self._outgoing.pending >= TO_SEND)
+                if self._outgoing.pending >= TO_SEND:
+                    self._send_now()
         except ssl.SSLError as error:
             self._end(error)
         if self._outgoing.pending and not (self._is_to_send or self._is_waiting_to_send):
@@ -166,10 +167,7 @@ class TlsTransport(asyncio.Transport):
 
     def _send_now(self) -> None:
         self._is_to_send = False
-        self._send_if(self._outgoing.pending > 0)
-
-    def _send_if(self, is_time: bool) -> None:
-        if is_time and not self._is_waiting_to_send and not self._is_closed:
+        if self._outgoing.pending and not self._is_waiting_to_send and not self._is_closed:
             self._send()
 
     def _send(self) -> None:

@@ -163,19 +163,15 @@ class Link:
             async with asyncio.timeout(OPEN_TIMEOUT):
                 if protocol != CALLS:  # messages have the first connection: it may take some to get another
                     await self._calls()
-                connection, is_over = await self._take(), False
+                connection = await self._take()
         except TimeoutError:
             raise PeerUnreachableError(self.peer, "no connection in time") from None
         channel = self._channel(connection, protocol, opening)
         try:
             yield channel
-            is_over = channel.is_finished
-        except PeerRefusedError:
-            is_over = channel.was_refused
-            raise
         finally:
             # A byte that nobody has read would be taken for the answer to the next conversation.
-            if is_over and connection.is_open and not connection.reads.has_unread:
+            if channel.is_finished and connection.is_open and not connection.reads.has_unread:
                 self._idle.append(connection)
                 self._notify()
             else:

@@ -58,9 +58,8 @@ class Caps:
 class Throttle:
     """A limit on the bytes that pass in a second. Waiting callers are served in turn."""
 
-    def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rate: float | None) -> None:
         self._rate = rate
-        self._clock = clock
         self._free_at = 0.0
         self.passed = 0
         """Bytes that were let through until now."""
@@ -74,7 +73,7 @@ class Throttle:
         self.passed += count
         if self._rate is None:
             return
-        now = self._clock()
+        now = asyncio.get_running_loop().time()
         start = max(self._free_at, now - BURST)
         self._free_at = start + count / self._rate
         if self._free_at > now:

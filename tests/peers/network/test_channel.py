@@ -280,7 +280,7 @@ def test_a_refusal_is_read_to_its_end_or_it_is_none(length: int) -> None:
 
     async def refused(channel: Channel) -> tuple[type, bool, bytes]:
         outcome = (await asyncio.gather(channel.read_verdict(), return_exceptions=True))[0]
-        return type(outcome), channel.was_refused, await rest_of(channel)
+        return type(outcome), channel.is_finished, await rest_of(channel)
 
     raw = streams.REFUSED + streams.REASON_LENGTH.pack(length) + b"x" * length
     outcome, _ = converse(refused, lambda channel: send_raw(channel, raw))

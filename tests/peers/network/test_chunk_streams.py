@@ -349,7 +349,7 @@ def test_a_chunk_that_takes_long_under_a_cap_is_not_a_stall(pieces: int) -> None
 
     async def scenario() -> None:
         rate = pieces * PIECE / (1.5 * STALL_TIMEOUT)
-        left, right = await channels(upload=Throttle(rate, now))
+        left, right = await channels(upload=Throttle(rate))
         outbox, inbox = Outbox([bytes(pieces * PIECE)] * 2), Inbox()
         receiving = asyncio.create_task(inbox.receive(right))
         try:
@@ -368,7 +368,7 @@ def test_many_streams_share_one_cap_and_none_breaks() -> None:
     """Regression: 5 members with 4 streams each, and 2 Mbit/s for all of them."""
 
     async def scenario() -> None:
-        throttle = Throttle(250_000, now)
+        throttle = Throttle(250_000)
 
         async def one() -> list[tuple[int, bool]]:
             left, right = await channels(upload=throttle)
