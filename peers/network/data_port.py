@@ -104,9 +104,9 @@ class _Probe(Value):
     ports: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]
 
 
+Accept = Callable[[socket.socket, Hello], Awaitable[None]]
+"""Takes over the socket of a peer that greets us. Raises: OSError, RemoteProtocolError."""
 Opening = Hello | Splice | _Probe
-Accept = Callable[[socket.socket, Opening], Awaitable[None]]
-"""Takes the socket over. Raises: OSError, RemoteProtocolError."""
 KINDS: tuple[type[Opening], ...] = (Hello, Splice, _Probe)
 
 
@@ -160,7 +160,7 @@ async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0)
         raise RemoteProtocolError(endpoint, str(error)) from error
 
 
-async def answer_probe(sock: socket.socket, asked: _Probe) -> None:
+async def _answer_probe(sock: socket.socket, asked: _Probe) -> None:
     """Answer, and close the connection. Only the address that asks is dialled. Raises: OSError."""
     with sock:
         here, ports = endpoint_of_peer(sock), set(asked.ports)
@@ -171,12 +171,13 @@ async def answer_probe(sock: socket.socket, asked: _Probe) -> None:
 
 
 class Listener:
-    """The data port, on all of these addresses."""
+    """The data port, on all of these addresses. Without a `splicer` this node relays for nobody."""
 
-    def __init__(self, hosts: Sequence[str], port: int, accept: Accept) -> None:
+    def __init__(self, hosts: Sequence[str], port: int, accept: Accept, splicer: Splicer | None) -> None:
         """Raises: LocalNetworkError when the port can't be used."""
         self._listeners = listen(hosts, port)
         self._accept = accept
+        self._splicer = splicer
         self._strangers: dict[asyncio.Task[None], str] = {}  # the oldest first, with their networks
         self.port: int = self._listeners[0].getsockname()[1]
         for listener in self._listeners:
@@ -191,6 +192,8 @@ class Listener:
         for task in strangers:
             task.cancel()
         await asyncio.gather(*strangers, return_exceptions=True)
+        if self._splicer:
+            await self._splicer.close()
 
     def _watch(self, listener: socket.socket) -> None:
         # Not by sock_accept: what that has accepted in the moment when it is cancelled stays open.
@@ -224,7 +227,15 @@ class Listener:
                 tune(sock)
                 async with asyncio.timeout(OPENING_TIMEOUT):
                     opening = await read_opening(sock, who)
-            await self._accept(sock, opening)
+            match opening:
+                case Hello():
+                    await self._accept(sock, opening)
+                case Splice() if self._splicer:
+                    self._splicer.arrived(sock, opening)
+                case Splice():
+                    sock.close()
+                case _:
+                    await _answer_probe(sock, opening)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("connection").inc()
             logger.debug("dropped a connection of %s: %s", who, error)

@@ -14,18 +14,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError
 from peers.network.connection import HANDSHAKE_TIMEOUT, Connection, Credentials, greet, welcome
 from peers.network.contacts import Contact, is_local, is_loopback, may_be_dialled, own_endpoints
-from peers.network.data_port import (
-    LINK_INFO,
-    UNKNOWN_OF_ONE_NETWORK,
-    Hello,
-    LinkInfo,
-    Listener,
-    Opening,
-    Splice,
-    Splicer,
-    Strangers,
-    answer_probe,
-)
+from peers.network.data_port import LINK_INFO, UNKNOWN_OF_ONE_NETWORK, Hello, LinkInfo, Listener, Splicer, Strangers
 from peers.network.introductions import INTRODUCE, MEET, Arranging, AskInfo
 from peers.network.link import CALLS, CONNECTIONS, Answer, Link, Serve, answer_calls
 from peers.network.own_network import network_of
@@ -102,9 +91,9 @@ class Links:
     # Life -----------------------------------------------------------------------------------------------------
     def listen(self, hosts: Sequence[str], settings: LinkSettings) -> None:
         """Accept connections from now on. Raises: LocalNetworkError when the port can't be used."""
-        self._listener = Listener(hosts, settings.port, self._accept)
         if settings.relay_limit is not None:
             self.arranging.splicer = Splicer(settings.relay_limit * 1e6 / 8, self._room // 4)
+        self._listener = Listener(hosts, settings.port, self._accept, self.arranging.splicer)
         if not all(map(is_loopback, hosts)):
             self._mapper = PortMapper(self._listener.port)
             self.start(self._mapper.run())
@@ -112,8 +101,6 @@ class Links:
     async def close(self) -> None:
         if self._listener:
             await self._listener.close()
-        if self.arranging.splicer:
-            await self.arranging.splicer.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -259,16 +246,8 @@ class Links:
         self.tidy(peer)
 
     # What comes in --------------------------------------------------------------------------------------------
-    async def _accept(self, sock: socket.socket, opening: Opening) -> None:
-        match opening:
-            case Hello():
-                self.add(await welcome(sock, self.credentials, opening, Reach.OPEN))
-            case Splice() if self.arranging.splicer:
-                self.arranging.splicer.arrived(sock, opening)
-            case Splice():
-                sock.close()
-            case _:
-                await answer_probe(sock, opening)
+    async def _accept(self, sock: socket.socket, hello: Hello) -> None:
+        self.add(await welcome(sock, self.credentials, hello, Reach.OPEN))
 
     def add(self, connection: Connection) -> None:
         """Use a connection that others wanted, if there is room."""

@@ -29,7 +29,7 @@ from peers.network.channel import (
 )
 from peers.network.throttle import PIECE, Throttle
 from tests.peers.network.test_channel import BROKEN, channels, converse, rest_of, send_raw
-from tests.peers.network.test_throttle import now, simulate
+from tests.peers.network.test_throttle import simulate
 
 SIZE_LIMIT = 4 * PIECE
 
