@@ -222,7 +222,7 @@ class Channel:
 
     def close(self) -> None:
         """What was written and not sent yet is never sent: from Python 3.12 on it is the caller's own memory."""
-        if self._stays_open or self._writer.transport.get_write_buffer_size():
+        if self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()
         else:
             self._writer.close()

@@ -39,7 +39,7 @@ from peers.network.sockets import (
 from peers.network.throttle import Throttle
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import Endpoint
-from peers.values.wire import Count, PeerId, Value, WireError, pack, unpack
+from peers.values.wire import Count, PeerId, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
@@ -121,10 +121,7 @@ async def read_opening(sock: socket.socket, who: str) -> Opening:
     if magic != MAGIC or version != VERSION or kind >= len(KINDS) or length > BODY_BYTES:
         raise RemoteProtocolError(who, "its connection does not begin as one of ours")
     wanted: type[Any] = KINDS[kind]
-    try:
-        opening: Opening = unpack(wanted, await _read_exactly(sock, length))
-    except WireError as error:
-        raise RemoteProtocolError(who, str(error)) from error
+    opening: Opening = unpack_from(who, wanted, await _read_exactly(sock, length))
     return opening
 
 
@@ -153,11 +150,9 @@ async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0)
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
                 await asyncio.get_running_loop().sock_sendall(sock, pack_opening(_Probe(ports=ports)))
                 (length,) = LENGTH.unpack(await _read_exactly(sock, LENGTH.size))
-                return unpack(Seen, await _read_exactly(sock, min(length, ANSWER_BYTES)), ANSWER_BYTES)
+                return unpack_from(endpoint, Seen, await _read_exactly(sock, min(length, ANSWER_BYTES)), ANSWER_BYTES)
     except TimeoutError as error:
         raise OSError(f"no answer from {endpoint}") from error
-    except WireError as error:
-        raise RemoteProtocolError(endpoint, str(error)) from error
 
 
 async def _answer_probe(sock: socket.socket, asked: _Probe) -> None:

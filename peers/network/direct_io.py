@@ -69,7 +69,7 @@ class TlsTransport(asyncio.Transport):
         self._unsent = memoryview(b"")  # taken from `outgoing`
         self._is_reading = self._is_watched = False
         self._is_to_send = self._is_waiting_to_send = self._has_paused_writer = False
-        self._is_closing = self._is_closed = False
+        self._is_closed = False
 
     def get_protocol(self) -> asyncio.BaseProtocol:
         return self._protocol
@@ -84,7 +84,7 @@ class TlsTransport(asyncio.Transport):
         self._is_reading = False
 
     def resume_reading(self) -> None:
-        if self._is_reading or self._is_closing:
+        if self._is_reading or self._is_closed:
             return
         self._is_reading = True
         if not self._is_watched:
@@ -116,39 +116,29 @@ class TlsTransport(asyncio.Transport):
         """Give the protocol all whole records that are here, until it has enough."""
         while self._is_reading:
             memory = memoryview(self._protocol.get_buffer(-1))
-            count, end = self._fill(memory)
+            count, end = 0, None
+            try:
+                while count < len(memory):
+                    if not (record := cast(int, self.tls.read(len(memory) - count, memory[count:]))):
+                        raise ssl.SSLEOFError
+                    count += record
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                end = error
             if count:
                 self._protocol.buffer_updated(count)
-            if isinstance(end, ssl.SSLError):
-                self._end(end)
+            if isinstance(end, ssl.SSLEOFError):
+                self._protocol.eof_received()
+                self._end(None)
             elif end is not None:
-                self._is_reading = False
-                if not self._is_closing:
-                    self._protocol.eof_received()
-                    self._end(None)
+                self._end(end)
             if count < len(memory):
                 return
 
-    def _fill(self, memory: memoryview) -> tuple[int, ssl.SSLError | EOFError | None]:
-        """Decrypt into memory: how many bytes, and what has ended the connection after them."""
-        count, size = 0, len(memory)
-        try:
-            while count < size:
-                record = cast(int, self.tls.read(size - count, memory[count:]))
-                if not record:
-                    return count, EOFError()
-                count += record
-        except ssl.SSLWantReadError:
-            pass
-        except ssl.SSLEOFError:
-            return count, EOFError()
-        except ssl.SSLError as error:
-            return count, error
-        return count, None
-
     # Out ------------------------------------------------------------------------------------------------------
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if self._is_closing:
+        if self._is_closed:
             return  # as asyncio's: who writes to what is gone hears of it when draining
         view = memoryview(data).cast("B")
         try:
@@ -186,8 +176,6 @@ class TlsTransport(asyncio.Transport):
             if self._is_waiting_to_send:
                 self._is_waiting_to_send = False
                 self._loop.remove_writer(self._socket)
-            if self._is_closing:
-                self._end(None)
         if self._has_paused_writer and self.get_write_buffer_size() <= HIGH_WATER // 4:
             self._has_paused_writer = False
             self._protocol.resume_writing()
@@ -197,20 +185,14 @@ class TlsTransport(asyncio.Transport):
 
     # The end --------------------------------------------------------------------------------------------------
     def is_closing(self) -> bool:
-        return self._is_closing
-
-    def close(self) -> None:
-        """End it when all that was written has been sent."""
-        if not self._is_closing:
-            self._is_reading = False
-            self._is_closing = True
-            if not self.get_write_buffer_size():
-                self._end(None)
+        return self._is_closed
 
     def abort(self) -> None:
         """End it at once: what the kernel does not take now is lost."""
         self._send_now()
         self._end(None)
+
+    close = abort
 
     def _end(self, error: OSError | None) -> None:
         if self._is_closed:
@@ -218,7 +200,7 @@ class TlsTransport(asyncio.Transport):
         self._is_reading = False
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
-        self._is_closing = self._is_closed = True
+        self._is_closed = True
         self._unsent = memoryview(b"")
         self._loop.call_soon(self._say_it_is_over, error)
 

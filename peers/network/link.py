@@ -353,6 +353,5 @@ async def _read(channel: Channel, length: int) -> bytes:
     if length > MESSAGE_LIMIT:
         raise RemoteProtocolError(channel.peer, f"its message of {length} bytes exceeds {MESSAGE_LIMIT}")
     data = bytearray(length)
-    if length:
-        await channel.read_data(data)
+    await channel.read_data(data)
     return bytes(data)
