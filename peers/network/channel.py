@@ -304,8 +304,7 @@ class ChunkSender(Generic[Item]):
         self._sent: deque[tuple[Item, int, float]] = deque()  # items, their bytes, and when the writing of each began
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._written = asyncio.Semaphore(0)
-        self._is_finished = False
+        self._written = asyncio.Semaphore(0)  # frames, and then the end of the stream
 
     @property
     def pending(self) -> list[Item]:
@@ -348,7 +347,6 @@ class ChunkSender(Generic[Item]):
             frame = await following()
             if frame is None:
                 await self._channel.send_last_frame()
-                self._is_finished = True
                 self._written.release()
                 return
             item, frame_header, data = frame
@@ -366,7 +364,7 @@ class ChunkSender(Generic[Item]):
         answered_at = 0.0
         while True:
             await self._written.acquire()
-            if self._is_finished and not self._sent:
+            if not self._sent:
                 return
             is_taken = await self._channel.read_answer()
             item, _, written_at = self._sent.popleft()

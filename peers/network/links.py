@@ -69,6 +69,7 @@ class Links:
         caps: Callable[[], tuple[Throttle, Throttle]],
     ) -> None:
         self._identity = identity
+        self.me = identity.peer_id
         self.credentials = Credentials(identity)
         self.clock = time.monotonic
         self.serve = serve
@@ -83,10 +84,6 @@ class Links:
         self._listener: Listener | None = None
         self._mapper: PortMapper | None = None
         self.arranging = Arranging(self, ask_info)
-
-    @property
-    def me(self) -> str:
-        return self._identity.peer_id
 
     # Life -----------------------------------------------------------------------------------------------------
     def listen(self, hosts: Sequence[str], settings: LinkSettings) -> None:
@@ -156,8 +153,9 @@ class Links:
         """Know these peers, and `eagerly` make links with them."""
         for peer, contact in contacts.items():
             self.strangers.went(peer)
-            if peer != self.me:
-                self.way(peer).know(contact)
+            if peer != self.me and self.way(peer).contact != contact:
+                self.way(peer).contact = contact
+                self.way(peer).forget_failures()
         known = self._known
         for peer in known.keys() - contacts.keys():
             known.pop(peer).contact = None
@@ -294,12 +292,6 @@ class _Way:
         if not self.is_busy:
             self._failures, self._retry_at = 0, 0.0
             self._has_detour = False  # whether the peer could be reached without a link
-
-    def know(self, contact: Contact) -> None:
-        """Dial the peer here from now on."""
-        if contact != self.contact:
-            self.contact = contact
-            self.forget_failures()
 
     @property
     def reach(self) -> Reach | None:

@@ -43,8 +43,7 @@ class Caps:
     @classmethod
     def of_megabits(cls, upload: float | None, download: float | None) -> Caps:
         """From what people know of their link: megabits a second."""
-        up, down = (None if limit is None else limit * 1e6 / 8 for limit in (upload, download))
-        return cls(up, down)
+        return cls(*(None if limit is None else limit * 1e6 / 8 for limit in (upload, download)))
 
     def of_both(self, upload: float, download: float) -> float:
         """Return what a link carries each way that was seen to carry so much.
