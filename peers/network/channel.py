@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.network.direct_io import DirectReads
+from peers.network.connection import DirectReads
 from peers.network.throttle import UNLIMITED, LinkTime, Throttle
 from peers.values.system import now
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, printable

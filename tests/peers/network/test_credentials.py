@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
 from peers.network import connection
-from peers.network.connection import Credentials, _peer_of, greet, welcome
+from peers.network.connection import Credentials, TlsTransport, _peer_of, greet, start_tls, welcome
 from peers.network.data_port import CERTIFICATE_BYTES, Hello, read_opening
-from peers.network.direct_io import TlsTransport, start_tls
 from peers.values.identity import Identity
 from peers.values.wire import Reach
 from tests.peers.network.pairs import connected, credentials_of, open_files, socket_pair

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from peers.network.direct_io import LOW_WATER, READ_AHEAD, DirectReads
+from peers.network.connection import LOW_WATER, READ_AHEAD, DirectReads
 from tests.peers.network.test_throttle import now, simulate
 
 LIMIT = 1 << 16  # bytes that a StreamReader takes in before it has enough, by half

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from peers.network.direct_io import CIPHERTEXT, HIGH_WATER, TlsTransport, start_tls
+from peers.network.connection import CIPHERTEXT, HIGH_WATER, TlsTransport, start_tls
 from tests.peers.network.pairs import credentials_of, open_files, socket_pair
 from tests.peers.network.test_throttle import simulate
 
