@@ -60,7 +60,6 @@ class PeerUnreachableError(DilocoPeerError):
     """A peer gave no usable answer: dead, cut off, too slow, or talking nonsense."""
 
     exit_code = 4
-
     what_happened = "did not answer"
 
     def __init__(self, peer: str, reason: str) -> None:
@@ -92,10 +91,8 @@ class Channel:
         stays_open: bool = False,
         opening: bytes = b"",
     ) -> None:
-        """`stays_open`: another conversation follows on the same connection, so nobody waits for its end.
-
-        `opening` goes before the prelude, and with it: see `ChunkSender._write`.
-        """
+        """`stays_open`: another conversation follows on the same connection, so nobody waits for its end. `opening`
+        goes before the prelude, and with it: see `ChunkSender._write`."""
         self.peer = peer
         self._upload = upload
         self._gives_way_to: LinkTime | None = None
@@ -319,9 +316,8 @@ class ChunkSender(Generic[Item]):
     ) -> None:
         """Send what `following` gives until that is None, and wait until all of it is answered.
 
-        `answered` is told of each item whether it is taken, and how many seconds of the stream it took.
-
-        The first frames follow the header at once: on a long link, waiting for a yes would cost as much as they do.
+        `answered` is told of each item whether it is taken, and how many seconds of the stream it took. The first
+        frames follow the header at once: on a long link, waiting for a yes would cost as much as they do.
 
         Raises: PeerUnreachableError when the other side says no, and whatever breaks the stream.
         """
@@ -422,9 +418,7 @@ class Places:
 
     @asynccontextmanager
     async def one_for(self, peer: str) -> AsyncIterator[None]:
-        """Raises: RefusalError when there is none for long, or the peer has its share; TimeoutError when it is held for
-        too long.
-        """
+        """Raises: RefusalError when the peer has its share, or none is free in time; TimeoutError if held too long."""
         is_scarce = 2 * (self._count - self._taken.total()) < self._count
         if self._taken[peer] >= (min(FEW_PLACES, self._each) if is_scarce else self._each):
             raise RefusalError("other parts are on their way to you")

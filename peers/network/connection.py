@@ -41,8 +41,7 @@ CIPHERTEXT = 1 << 18  # bytes that are taken from the kernel at once
 HANDSHAKE_BYTES = 1 << 14  # that are taken at once, before it is known who is there
 TO_SEND = 1 << 16  # bytes that are encrypted at once: they are sent while they are in the processor's cache
 HIGH_WATER = 1 << 19  # bytes that wait for the kernel at most
-_ciphertext = memoryview(bytearray(CIPHERTEXT))
-"""What the kernel gave last. All connections of a process take turns."""
+_ciphertext = memoryview(bytearray(CIPHERTEXT))  # what the kernel gave last: all connections of a process take turns
 
 READ_AHEAD = 4096  # bytes; most headers fit in
 LOW_WATER = 1 << 17
@@ -452,13 +451,11 @@ class DirectReads(asyncio.BufferedProtocol):
 
     def _be_patient(self, patience: float) -> None:
         loop = asyncio.get_running_loop()
-        silent = loop.time() - self._last_at
+        if (silent := loop.time() - self._last_at) >= patience and self._low_water > 1:
+            self._wake_after(1)  # bytes may have come, but too few to wake us: the next one will
+            self._last_at, silent = loop.time(), 0.0
         if silent < patience:
             self._watch = loop.call_later(patience - silent, self._be_patient, patience)
-        elif self._low_water > 1:  # bytes may have come, but too few to wake us: the next one will
-            self._wake_after(1)
-            self._last_at = loop.time()
-            self._watch = loop.call_later(patience, self._be_patient, patience)
         else:
             self._end(TimeoutError(f"no byte came for {patience:g} s"))
 

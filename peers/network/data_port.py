@@ -183,10 +183,9 @@ class Listener:
             listener = self._listeners.pop()
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
-        strangers = list(self._strangers)
-        for task in strangers:
+        for task in self._strangers:
             task.cancel()
-        await asyncio.gather(*strangers, return_exceptions=True)
+        await asyncio.gather(*self._strangers, return_exceptions=True)
         if self._splicer:
             await self._splicer.close()
 
@@ -345,10 +344,9 @@ class Splicer:
     async def close(self) -> None:
         for token in list(self._meetings):
             self.cancel(token)
-        pumps = list(self._pumps)
-        for pump in pumps:
+        for pump in self._pumps:
             pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _join(self, one: socket.socket, other: socket.socket) -> None:
         with metrics.RELAYED_CONNECTIONS.track_inprogress(), one, other:

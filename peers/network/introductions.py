@@ -90,15 +90,12 @@ class _Introduced(Value):
 
 @dataclass
 class _Node:
-    """A node that introduces peers. `endpoint` is its data port.
-
-    `is_reached`: we have had a connection to that port, and not to another one of the node's.
-    """
+    """A node that introduces peers."""
 
     peer: str
     address: str
-    endpoint: str
-    is_reached: bool = False
+    endpoint: str  # its data port
+    is_reached: bool = False  # whether we have had a connection to that port, and not to another one of the node's
     seen: tuple[str, ...] | None = None
     """Endpoints at which it could dial our data port; None: it has not been asked, or has not answered."""
 
@@ -112,8 +109,7 @@ class Arranging:
     def __init__(self, links: Links, ask_info: AskInfo) -> None:
         self._links = links
         self._ask_info = ask_info
-        self.splicer: Splicer | None = None
-        """Relays for others, if this node does."""
+        self.splicer: Splicer | None = None  # relays for others, if this node does
         self._known: dict[str, _Node] = {}  # by address: those of the invite, and others that peers are introduced by
         self._ours: dict[str, _Node] = {}  # by address
         self.volunteers: tuple[str, ...] = ()
@@ -201,11 +197,11 @@ class Arranging:
             await self._links.way(node.peer).dial_first(Contact(node.peer, (node.endpoint,)))
         if self._links.is_up(node.peer) and not node.is_reached:
             node.is_reached = await can_dial(node.endpoint)
-        if not self._links.is_up(node.peer) or not node.is_reached:
-            self._known.pop(node.address, None)  # it is asked again next time
-            self._ours.pop(node.address, None)
-            return False
-        return True
+        if self._links.is_up(node.peer) and node.is_reached:
+            return True
+        self._known.pop(node.address, None)  # it is asked again next time
+        self._ours.pop(node.address, None)
+        return False
 
     # Who wants to meet ----------------------------------------------------------------------------------------
     async def meet(self, contact: Contact, connections: int = CONNECTIONS) -> None:
@@ -331,17 +327,16 @@ class Arranging:
 
     async def _begin(self, sock: socket.socket, peer: str, place: int, reach: Reach) -> bool:
         """Begin a connection of which neither end is the one that dialled: the smaller id speaks first."""
-        credentials = self._links.credentials
         try:
-            if credentials.peer_id < peer:
-                connection = await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach)
+            if self._links.me < peer:
+                connection = await greet(sock, self._links.credentials, peer, is_ours=place % 2 == 0, reach=reach)
             else:
                 with closed_on_failure(sock):
                     async with asyncio.timeout(HELLO_TIMEOUT):
                         opening = await read_opening(sock, peer)
                     if not isinstance(opening, Hello):
                         raise RemoteProtocolError(peer, "its connection does not begin with a greeting")
-                connection = await welcome(sock, credentials, opening, reach)
+                connection = await welcome(sock, self._links.credentials, opening, reach)
             if connection.peer != peer:
                 connection.close()
                 raise RemoteProtocolError(connection.peer, f"it came in the place of {peer}")

@@ -58,8 +58,7 @@ class Link:
         self._start = start
         self._caps = caps
         self._on_change = on_change
-        self.connections: dict[Connection, None] = {}
-        """The oldest first."""
+        self.connections: dict[Connection, None] = {}  # the oldest first
         self._idle: list[Connection] = []  # of ours; the one used last at the end, since it is the warmest
         self._wanted = self._dialling = 0  # conversations that wait for a connection, and connections to come
         self._changed = asyncio.Event()
@@ -343,10 +342,9 @@ async def answer_calls(channel: Channel, answer: Answer) -> None:
             task.add_done_callback(replies.pop)
         raise EOFError("the asker ended it")
     finally:
-        unfinished = list(replies)
-        for task in unfinished:
+        for task in replies:
             task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await asyncio.gather(*replies, return_exceptions=True)
 
 
 async def _read(channel: Channel, length: int) -> bytes:

@@ -38,14 +38,10 @@ MORE = "more"  # name of the call: dial me so many connections that are mine
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """An operator's choices about links.
+    """An operator's choices about links."""
 
-    `port` is where bulk connections are accepted; 0: any free one. `relay_limit` is how many megabits a second this
-    node passes on for others, in all; None: it relays for nobody.
-    """
-
-    port: int = 0
-    relay_limit: float | None = None
+    port: int = 0  # at which bulk connections are accepted; 0: any free one
+    relay_limit: float | None = None  # megabits a second that this node passes on for others; None: for nobody
 
 
 class _More(Value):
@@ -279,8 +275,7 @@ class _Way:
         self._links = links
         self.contact: Contact | None = None
         self.link = Link(peer, self.serve, self.dial_more, links.start, links.caps, lambda: links.changed(peer))
-        self.answered: str | None = None
-        """The endpoint at which the peer did."""
+        self.answered: str | None = None  # the endpoint at which the peer did
         self._is_giving = False  # connections for the peer are on their way
         self.dials = 0  # under way
         self._making: asyncio.Future[None] | None = None

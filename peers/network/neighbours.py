@@ -24,10 +24,8 @@ from peers.values.identity import is_peer_id
 logger = logging.getLogger(__name__)
 
 SERVICE = "_diloco-peer._tcp.local."
-LOOK_SECONDS = 3.0
-"""For how long neighbours are listened for; they answer within half a second, if nobody's packet is lost."""
-MORE_SECONDS = 0.5
-"""For how long, once one of the run is found."""
+LOOK_SECONDS = 3.0  # for which neighbours are listened for; they answer within half a second, if no packet is lost
+MORE_SECONDS = 0.5  # once one of the run is found
 MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0
 TEXT_BYTES = 200  # a TXT record's string has up to 255, the key included
 

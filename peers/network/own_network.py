@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
 """Addresses on the internet, one of each version; any would do, and nothing is sent to them."""
 HOST = re.compile(r"/ip[46]/(?P<host>[^/]+)/(?!.*/p2p-circuit)")
-NETWORK_BITS = {4: 24, 6: 48}
-"""Of an address, that one customer of a provider has in common with its own others, more or less."""
+NETWORK_BITS = {4: 24, 6: 48}  # of an address, that one customer of a provider has in all of its own, more or less
 
 INTERVAL = 1.0  # seconds between two looks
 LONG_SLEEP = 30.0  # seconds, also of being stopped: the others have given us up

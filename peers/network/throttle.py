@@ -60,12 +60,10 @@ class Throttle:
     def __init__(self, rate: float | None) -> None:
         self._rate = rate
         self._free_at = 0.0
-        self.passed = 0
-        """Bytes that were let through until now."""
+        self.passed = 0  # bytes that were let through until now
         self.piece = PIECE if rate is None else max(1024, min(PIECE, int(rate * PIECE_SECONDS)))
         """Bytes to let through at once: so few that no slow link looks dead, though many streams share it."""
-        self.reading_piece = READING_PIECE if rate is None else self.piece
-        """Bytes to read at once, of what is there."""
+        self.reading_piece = READING_PIECE if rate is None else self.piece  # bytes to read at once, of what is there
 
     async def take(self, count: int) -> None:
         """Wait until `count` more bytes may pass."""
@@ -95,12 +93,10 @@ class LinkTime(asyncio.Event):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self.rate = 0.0
-        """Bytes a second that the link carries in rounds; 0: not known."""
+        self.rate = 0.0  # bytes a second that the link carries in rounds; 0: not known
         self._clock = clock
         self._busy = 0.0
-        self._seen = clock()
-        self._next = self._seen
+        self._seen = self._next = clock()
         super().set()
 
     def set(self) -> None:
