@@ -94,7 +94,7 @@ def bootstrap(
     from peers.network.links import LinkSettings
     from peers.network.own_network import everywhere
 
-    links = LinkSettings.of_megabits(data_port, None if no_relay else relay_limit)
+    links = LinkSettings(data_port, None if no_relay else relay_limit)
     if metrics_port is not None:
         MetricsServer(metrics_port, metrics_host)
     shown = [read_ticket(ticket) for ticket in tickets]

@@ -81,7 +81,7 @@ class Session:
         caps = Caps.of_megabits(settings.upload_limit, settings.download_limit)
         before = RunFolder.at(invite.run_id, key.peer_id, settings.state)
         remembered = before.remembered_peers()
-        links = LinkSettings.of_megabits(settings.data_port, settings.relay_limit)
+        links = LinkSettings(settings.data_port, settings.relay_limit)
         listen = settings.listen or everywhere(0)
         with watched_by(view.stage), tracking(settings.trackers, invite.run_id, key.peer_id) as trackers:
             at_stage(FINDING)

@@ -6,14 +6,13 @@ channel: BYTES_UNDER_WAY, Channel, ChunkSender, Frame, LONGEST_HELD, PeerRefused
     Places, RefusalError, Serve, receive_chunks
 contacts: host_of, is_loopback, is_numeric, is_public
 daemon: peer_id_of, require_free_port, sweep_sockets
-data_port: PROBED_PORTS, Seen, probe
+data_port: LINK_INFO, LinkInfo, PROBED_PORTS, Seen, probe
 first_contact: CONTACT_LIMIT, FILE_NAME, RememberedPeers, endpoint, which_answer
 known_runs: give
 links: EAGER, LinkSettings
 neighbours: announced, neighbours
 own_network: SOMEWHERE, address_towards, everywhere, is_behind_nat, network_of
 rating: RATING, Rater, ask_rating
-relays: LINK_INFO, LinkInfo
 run_failures: RunFailures
 signals: LEAVE_SIGNALS, signals_held_back
 sockets: endpoint_of, has_bbr, listen, parse_endpoint

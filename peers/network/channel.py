@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 from blake3 import blake3
 
 from peers.errors import DilocoPeerError, LocalProtocolError, RemoteProtocolError
-from peers.network.direct_io import DirectReads
+from peers.network.connection import DirectReads
 from peers.network.throttle import UNLIMITED, LinkTime, Throttle
 from peers.values.system import cancel_and_wait, now
 from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
@@ -59,7 +59,6 @@ class PeerUnreachableError(DilocoPeerError):
     """A peer gave no usable answer: dead, cut off, too slow, or talking nonsense."""
 
     exit_code = 4
-
     what_happened = "did not answer"
 
     def __init__(self, peer: str, reason: str) -> None:
@@ -91,10 +90,8 @@ class Channel:
         stays_open: bool = False,
         opening: bytes = b"",
     ) -> None:
-        """`stays_open`: another conversation follows on the same connection, so nobody waits for its end.
-
-        `opening` goes before the prelude, and with it: see `ChunkSender._write`.
-        """
+        """`stays_open`: another conversation follows on the same connection, so nobody waits for its end. `opening`
+        goes before the prelude, and with it: see `ChunkSender._write`."""
         self.peer = peer
         self._upload = upload
         self._gives_way_to: LinkTime | None = None
@@ -104,9 +101,8 @@ class Channel:
         self._stays_open = stays_open
         self._opening = opening
         self.is_finished = False
-        """Whether whoever opened the conversation has had all of it. Else no other one follows on the connection."""
-        self.was_refused = False
-        """Whether the other side has said no, after which neither side sends anything."""
+        """Whether the side that opened the conversation has had all of it, or a refusal. Else no other one follows on
+        the connection."""
 
     async def send_prelude(self, header: bytes, length: int) -> None:
         if len(header) > HEADER_LIMIT:
@@ -160,12 +156,12 @@ class Channel:
         if length > REASON_BYTES:
             raise RemoteProtocolError(self.peer, f"its reason of {length} bytes exceeds {REASON_BYTES}")
         text = await self._read(length)
-        self.was_refused = True
+        self.is_finished = True
         raise PeerRefusedError(self.peer, printable(text.decode(errors="replace")))
 
     async def send_frame(self, header: bytes, data: Buffer) -> None:
         self._writer.write(FRAME.pack(len(header), memoryview(data).nbytes) + header)
-        await self._write(data)
+        await self.send_data(data)
 
     async def send_message(self, header: bytes, data: bytes) -> None:
         """Send a small frame at once: who gives up waiting for the other side to read leaves no half of one behind."""
@@ -190,9 +186,6 @@ class Channel:
     async def send_last_frame(self) -> None:
         await self._send(FRAME.pack(LAST_FRAME, 0))
 
-    async def read_frame_data(self, data: bytearray) -> None:
-        await self._fill(data)
-
     async def answer_frame(self, is_taken: bool) -> None:
         await self._send(ACCEPTED if is_taken else REFUSED)
 
@@ -201,18 +194,6 @@ class Channel:
         if answer not in (ACCEPTED, REFUSED):
             raise RemoteProtocolError(self.peer, "its answer to a frame is neither yes nor no")
         return answer == ACCEPTED
-
-    async def send_data(self, data: Buffer) -> bytes:
-        """Write all of it; returns its digest."""
-        hasher = blake3()
-        await self._write(data, hasher)
-        return hasher.digest()
-
-    async def read_data(self, buffer: bytearray | memoryview) -> bytes:
-        """Fill the buffer; returns the digest of what is in it."""
-        hasher = blake3()
-        await self._fill(buffer, hasher)
-        return hasher.digest()
 
     async def send_digest(self, digest: bytes) -> None:
         """Confirm what was received. The last bytes that we send."""
@@ -237,12 +218,12 @@ class Channel:
 
     def close(self) -> None:
         """What was written and not sent yet is never sent: from Python 3.12 on it is the caller's own memory."""
-        if self._stays_open or self._writer.transport.get_write_buffer_size():
+        if self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()
         else:
             self._writer.close()
 
-    async def _write(self, data: Buffer, hasher: blake3 | None = None) -> None:
+    async def send_data(self, data: Buffer, hasher: blake3 | None = None) -> None:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self._upload.piece):
             piece = view[start : start + self._upload.piece]
@@ -253,7 +234,8 @@ class Channel:
             if hasher:
                 hasher.update(piece)
 
-    async def _fill(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
+    async def read_data(self, buffer: bytearray | memoryview, hasher: blake3 | None = None) -> None:
+        """Fill the buffer, as fast as our caps allow."""
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), self._download.reading_piece):
             piece = view[start : start + self._download.reading_piece]
@@ -271,11 +253,8 @@ class Channel:
 
     async def _send(self, data: bytes | memoryview) -> None:
         self._writer.write(data)
-        if self._writer.transport.get_write_buffer_size():
-            async with asyncio.timeout(STALL_TIMEOUT):
-                await self._writer.drain()
-        else:  # which raises where the connection is gone: writing to it does not
-            await self._writer.drain()
+        async with asyncio.timeout(STALL_TIMEOUT):
+            await self._writer.drain()  # which raises where the connection is gone: writing to it does not
 
 
 async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, bytearray]:
@@ -285,8 +264,9 @@ async def pull(channel: Channel, header: bytes, max_bytes: int) -> tuple[bytes, 
     answer, length = await channel.read_prelude()
     if length > max_bytes:
         raise RemoteProtocolError(channel.peer, f"its answer of {length} bytes exceeds the limit of {max_bytes}")
-    data = bytearray(length)
-    await channel.send_digest(await channel.read_data(data))
+    data, hasher = bytearray(length), blake3()
+    await channel.read_data(data, hasher)
+    await channel.send_digest(hasher.digest())
     channel.is_finished = True
     return answer, data
 
@@ -304,7 +284,9 @@ async def serve_pull(channel: Channel, serve: Serve) -> None:
             return
         await channel.accept()
         await channel.send_prelude(answer, memoryview(data).nbytes)
-        await channel.read_digest(await channel.send_data(data))
+        hasher = blake3()
+        await channel.send_data(data, hasher)
+        await channel.read_digest(hasher.digest())
 
 
 class ChunkSender(Generic[Item]):
@@ -318,8 +300,7 @@ class ChunkSender(Generic[Item]):
         self._sent: deque[tuple[Item, int, float]] = deque()  # items, their bytes, and when the writing of each began
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._written = asyncio.Semaphore(0)
-        self._is_finished = False
+        self._written = asyncio.Semaphore(0)  # frames, and then the end of the stream
 
     @property
     def pending(self) -> list[Item]:
@@ -334,9 +315,8 @@ class ChunkSender(Generic[Item]):
     ) -> None:
         """Send what `following` gives until that is None, and wait until all of it is answered.
 
-        `answered` is told of each item whether it is taken, and how many seconds of the stream it took.
-
-        The first frames follow the header at once: on a long link, waiting for a yes would cost as much as they do.
+        `answered` is told of each item whether it is taken, and how many seconds of the stream it took. The first
+        frames follow the header at once: on a long link, waiting for a yes would cost as much as they do.
 
         Raises: PeerUnreachableError when the other side says no, and whatever breaks the stream.
         """
@@ -360,7 +340,6 @@ class ChunkSender(Generic[Item]):
             frame = await following()
             if frame is None:
                 await self._channel.send_last_frame()
-                self._is_finished = True
                 self._written.release()
                 return
             item, frame_header, data = frame
@@ -372,12 +351,13 @@ class ChunkSender(Generic[Item]):
     async def _read_answers(self, answered: Callable[[Item, bool, float], None]) -> None:
         try:
             await self._channel.read_verdict()
-        except PeerRefusedError as error:  # frames are under way: the connection is of no more use
+        except PeerRefusedError as error:
+            self._channel.is_finished = False  # frames are under way: the connection is of no more use
             raise PeerUnreachableError(error.peer, error.reason) from error
         answered_at = 0.0
         while True:
             await self._written.acquire()
-            if self._is_finished and not self._sent:
+            if not self._sent:
                 return
             is_taken = await self._channel.read_answer()
             item, _, written_at = self._sent.popleft()
@@ -416,7 +396,7 @@ async def receive_chunks(channel: Channel, admit: Callable[[str, bytes], Awaitab
         await channel.refuse_all(str(refusal))
     await channel.accept()
     while frame := await channel.read_frame_header():
-        await channel.read_frame_data(arrivals.expect(*frame))
+        await channel.read_data(arrivals.expect(*frame))
         await channel.answer_frame(arrivals.arrived())
 
 
@@ -435,9 +415,7 @@ class Places:
 
     @asynccontextmanager
     async def one_for(self, peer: str) -> AsyncIterator[None]:
-        """Raises: RefusalError when there is none for long, or the peer has its share; TimeoutError when it is held for
-        too long.
-        """
+        """Raises: RefusalError when the peer has its share, or none is free in time; TimeoutError if held too long."""
         is_scarce = 2 * (self._count - self._taken.total()) < self._count
         if self._taken[peer] >= (min(FEW_PLACES, self._each) if is_scarce else self._each):
             raise RefusalError("other parts are on their way to you")
@@ -454,6 +432,4 @@ class Places:
             finally:
                 self._free.release()
         finally:
-            self._taken[peer] -= 1
-            if not self._taken[peer]:
-                del self._taken[peer]
+            self._taken -= Counter({peer: 1})  # forgets a peer that has none

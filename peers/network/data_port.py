@@ -1,9 +1,9 @@
-"""The data port: the first bytes on a TCP connection of ours, who may send them, and the answer to a probe.
+"""The data port: the first bytes on a TCP connection of ours, who may send them, probes, and the relaying of bytes.
 
 They say who dials whom and what for, in the clear:
 
 Hello    TLS follows, with the certificate that the opening shows, and then conversations (link.py)
-Splice   bytes follow that are passed on to whoever shows the same token (relays.py)
+Splice   bytes follow that are passed on to the connection that shows the same token (`Splicer`)
 Probe    an answer follows (length, Seen): the address we are seen at, and which of our ports can be reached there
 """
 
@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import compress
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -32,13 +36,15 @@ from peers.network.sockets import (
     parse_endpoint,
     tune,
 )
+from peers.network.throttle import Throttle
 from peers.presence.allowances import Allowances
 from peers.presence.heartbeat import Endpoint
 from peers.values.system import cancel_and_wait
-from peers.values.wire import PeerId, Value, WireError, pack, unpack
+from peers.values.wire import Count, PeerId, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
+LINK_INFO = "links"  # name of the call
 MAGIC = b"DLLK"
 VERSION = 1
 START = struct.Struct(">4sBBH")  # magic, version, kind, length of the body
@@ -60,6 +66,19 @@ PAUSE = 1.0  # seconds, when there are too many open files
 UNKNOWN_OF_ONE_NETWORK = 160  # peers without a heartbeat: a swarm of 128 on one machine, or a lab behind one NAT
 NEWCOMERS_PER_SECOND = 2.0  # of one network, once so many have come
 ALL_NETWORKS = 10**6  # times that: there is no limit on all of them together
+
+TOKEN_LIFETIME = 30.0  # seconds in which both must have come
+TOKENS = 1024  # that are waited for at once
+TOKENS_OF_ONE_PEER = 128  # as many as a newcomer meets others at once
+JOINED_OF_ONE_TOKEN = 16
+SPLICED_CONNECTIONS = 2048  # that are joined, or wait for it, at once
+SPLICED_PIECE = 1 << 16  # bytes
+
+
+class LinkInfo(Value):
+    """The port at which a node accepts connections; 0: it accepts none."""
+
+    port: Count
 
 
 class Hello(Value):
@@ -86,9 +105,9 @@ class _Probe(Value):
     ports: Annotated[tuple[Port, ...], Field(max_length=PROBED_PORTS)]
 
 
+Accept = Callable[[socket.socket, Hello], Awaitable[None]]
+"""Takes over the socket of a peer that greets us. Raises: OSError, RemoteProtocolError."""
 Opening = Hello | Splice | _Probe
-Accept = Callable[[socket.socket, Opening], Awaitable[None]]
-"""Takes the socket over. Raises: OSError, RemoteProtocolError."""
 KINDS: tuple[type[Opening], ...] = (Hello, Splice, _Probe)
 
 
@@ -97,20 +116,13 @@ def pack_opening(opening: Opening) -> bytes:
     return START.pack(MAGIC, VERSION, KINDS.index(type(opening)), len(body)) + body
 
 
-async def send(sock: socket.socket, data: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(sock, data)
-
-
 async def read_opening(sock: socket.socket, who: str) -> Opening:
     """Read exactly an opening, and nothing of what follows. Raises: RemoteProtocolError, OSError."""
     magic, version, kind, length = START.unpack(await _read_exactly(sock, START.size))
     if magic != MAGIC or version != VERSION or kind >= len(KINDS) or length > BODY_BYTES:
         raise RemoteProtocolError(who, "its connection does not begin as one of ours")
     wanted: type[Any] = KINDS[kind]
-    try:
-        opening: Opening = unpack(wanted, await _read_exactly(sock, length))
-    except WireError as error:
-        raise RemoteProtocolError(who, str(error)) from error
+    opening: Opening = unpack_from(who, wanted, await _read_exactly(sock, length))
     return opening
 
 
@@ -137,32 +149,31 @@ async def probe(endpoint: str, ports: tuple[int, ...] = (), local_port: int = 0)
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
             with await dial(endpoint, PROBE_TIMEOUT, local_port) as sock:
-                await send(sock, pack_opening(_Probe(ports=ports)))
+                await asyncio.get_running_loop().sock_sendall(sock, pack_opening(_Probe(ports=ports)))
                 (length,) = LENGTH.unpack(await _read_exactly(sock, LENGTH.size))
-                return unpack(Seen, await _read_exactly(sock, min(length, ANSWER_BYTES)), ANSWER_BYTES)
+                return unpack_from(endpoint, Seen, await _read_exactly(sock, min(length, ANSWER_BYTES)), ANSWER_BYTES)
     except TimeoutError as error:
         raise OSError(f"no answer from {endpoint}") from error
-    except WireError as error:
-        raise RemoteProtocolError(endpoint, str(error)) from error
 
 
-async def answer_probe(sock: socket.socket, asked: _Probe) -> None:
+async def _answer_probe(sock: socket.socket, asked: _Probe) -> None:
     """Answer, and close the connection. Only the address that asks is dialled. Raises: OSError."""
     with sock:
-        host, _ = parse_endpoint(endpoint_of_peer(sock))
-        answers = await asyncio.gather(*(can_dial(endpoint_of(host, port)) for port in set(asked.ports)))
-        found = tuple(port for port, answered in zip(set(asked.ports), answers, strict=True) if answered)
-        answer = pack(Seen(endpoint=endpoint_of_peer(sock), open=found))
-        await send(sock, LENGTH.pack(len(answer)) + answer)
+        here, ports = endpoint_of_peer(sock), set(asked.ports)
+        host, _ = parse_endpoint(here)
+        answers = await asyncio.gather(*(can_dial(endpoint_of(host, port)) for port in ports))
+        answer = pack(Seen(endpoint=here, open=tuple(compress(ports, answers))))
+        await asyncio.get_running_loop().sock_sendall(sock, LENGTH.pack(len(answer)) + answer)
 
 
 class Listener:
-    """The data port, on all of these addresses."""
+    """The data port, on all of these addresses. Without a `splicer` this node relays for nobody."""
 
-    def __init__(self, hosts: Sequence[str], port: int, accept: Accept) -> None:
+    def __init__(self, hosts: Sequence[str], port: int, accept: Accept, splicer: Splicer | None) -> None:
         """Raises: LocalNetworkError when the port can't be used."""
         self._listeners = listen(hosts, port)
         self._accept = accept
+        self._splicer = splicer
         self._strangers: dict[asyncio.Task[None], str] = {}  # the oldest first, with their networks
         self.port: int = self._listeners[0].getsockname()[1]
         for listener in self._listeners:
@@ -174,6 +185,8 @@ class Listener:
             asyncio.get_running_loop().remove_reader(listener)
             listener.close()
         await cancel_and_wait(*self._strangers)
+        if self._splicer:
+            await self._splicer.close()
 
     def _watch(self, listener: socket.socket) -> None:
         # Not by sock_accept: what that has accepted in the moment when it is cancelled stays open.
@@ -182,7 +195,7 @@ class Listener:
 
     def _accept_one(self, listener: socket.socket) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, (host, port, *_) = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # it is gone already
             return
         except OSError as error:  # too many open files
@@ -190,27 +203,32 @@ class Listener:
             asyncio.get_running_loop().remove_reader(listener)
             asyncio.get_running_loop().call_later(PAUSE, self._watch, listener)
             return
-        try:
-            who = endpoint_of_peer(tune(sock))
-        except OSError:
-            sock.close()
-            return
-        network = network_of(parse_endpoint(who)[0])
+        host = host.partition("%")[0]
+        network = network_of(host)
         if list(self._strangers.values()).count(network) >= STRANGERS_OF_ONE_NETWORK:
             sock.close()
             return
         if len(self._strangers) >= STRANGERS:  # the oldest has to go, so that a flood shuts nobody out
             next(iter(self._strangers)).cancel()
-        task = asyncio.create_task(self._welcome(sock, who))
+        task = asyncio.create_task(self._welcome(sock, endpoint_of(host, port)))
         self._strangers[task] = network
         task.add_done_callback(self._strangers.pop)
 
     async def _welcome(self, sock: socket.socket, who: str) -> None:
         try:
             with closed_on_failure(sock):
+                tune(sock)
                 async with asyncio.timeout(OPENING_TIMEOUT):
                     opening = await read_opening(sock, who)
-            await self._accept(sock, opening)
+            match opening:
+                case Hello():
+                    await self._accept(sock, opening)
+                case Splice() if self._splicer:
+                    self._splicer.arrived(sock, opening)
+                case Splice():
+                    sock.close()
+                case _:
+                    await _answer_probe(sock, opening)
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("connection").inc()
             logger.debug("dropped a connection of %s: %s", who, error)
@@ -260,3 +278,85 @@ class Strangers:
         peer = next(peer for peer, one in self._networks.items() if one == network)
         self.went(peer)
         self._end(peer)
+
+
+# Relaying -----------------------------------------------------------------------------------------------------------
+@dataclass
+class _Meeting:
+    """Two peers that were told to come; of each pair of connections the one that came first waits here."""
+
+    asker: str
+    waiting: dict[int, socket.socket] = field(default_factory=dict)
+    joined: int = 0
+
+
+class Splicer:
+    """A node's relaying between two peers that can't dial each other. `limit` is in bytes a second, over all.
+
+    The two speak TLS with each other: a relay reads nothing.
+    """
+
+    def __init__(self, limit: float, connections: int = SPLICED_CONNECTIONS) -> None:
+        self._throttle = Throttle(limit)
+        self._connections = min(connections, SPLICED_CONNECTIONS)
+        self._meetings: dict[bytes, _Meeting] = {}
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    def expect(self, asker: str) -> bytes | None:
+        """Return the token with which two peers' connections find each other; None when there is no room for them."""
+        of_asker = sum(meeting.asker == asker for meeting in self._meetings.values())
+        if len(self._meetings) >= TOKENS or of_asker >= TOKENS_OF_ONE_PEER or self._load >= self._connections:
+            logger.warning("this relay carries as much as it can")
+            return None
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._meetings[token] = _Meeting(asker)
+        asyncio.get_running_loop().call_later(TOKEN_LIFETIME, self.cancel, token)
+        return token
+
+    def cancel(self, token: bytes) -> None:
+        """Wait for nobody with this token any more."""
+        meeting = self._meetings.pop(token, None)
+        for sock in meeting.waiting.values() if meeting else ():
+            sock.close()
+
+    def arrived(self, sock: socket.socket, opening: Splice) -> None:
+        """Join this connection with the other one that names the same, when that is here. Takes the socket over."""
+        meeting = self._meetings.get(opening.token)
+        if meeting is None or meeting.joined >= JOINED_OF_ONE_TOKEN:
+            sock.close()
+            return
+        other = meeting.waiting.pop(opening.number, None)
+        if other is not None:
+            meeting.joined += 1
+            pump = asyncio.create_task(self._join(sock, other))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+        elif self._load < self._connections:
+            meeting.waiting[opening.number] = sock
+        else:
+            sock.close()
+
+    @property
+    def _load(self) -> int:
+        return len(self._pumps) + sum(len(meeting.waiting) for meeting in self._meetings.values())
+
+    async def close(self) -> None:
+        for token in list(self._meetings):
+            self.cancel(token)
+        await cancel_and_wait(*self._pumps)
+
+    async def _join(self, one: socket.socket, other: socket.socket) -> None:
+        with metrics.RELAYED_CONNECTIONS.track_inprogress(), one, other:
+            pumps = [asyncio.create_task(self._pump(one, other)), asyncio.create_task(self._pump(other, one))]
+            try:
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel_and_wait(*pumps)
+
+    async def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        loop, piece = asyncio.get_running_loop(), memoryview(bytearray(min(SPLICED_PIECE, self._throttle.piece)))
+        with suppress(OSError):
+            while count := await loop.sock_recv_into(source, piece):
+                await self._throttle.take(count)
+                await loop.sock_sendall(sink, piece[:count])
+                metrics.RELAYED_BYTES.inc(count)

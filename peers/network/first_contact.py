@@ -111,8 +111,7 @@ class RememberedPeers:
             self._has_warned = True
 
     def _see(self, peer: str, addresses: Iterable[str], now: float) -> None:
-        usable = _usable(peer, addresses)
-        if usable:
+        if usable := _usable(peer, addresses):
             since = self._peers[peer].since if peer in self._peers else int(now)
             self._peers[peer] = _Known(peer=peer, addresses=usable, since=since, seen=int(now))
 
@@ -154,8 +153,7 @@ def _read(path: Path, run_id: str) -> list[_Known]:
 ANSWER_SECONDS = 5.0
 MORE_SECONDS = 1.0  # for the others, once one has answered
 CONTACT_LIMIT = 8  # nodes that a peer begins with
-GREETING = b"\x13/multistream/1.0.0\n"
-"""How every libp2p node begins on every TCP connection."""
+GREETING = b"\x13/multistream/1.0.0\n"  # with which every libp2p node begins every TCP connection
 TCP = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})/p2p/[^/]+/?")
 
 
@@ -169,12 +167,9 @@ async def first_contacts(initial_peers: Sequence[str], remembered: Sequence[str]
         return list(initial_peers)
     candidates = list(dict.fromkeys((*initial_peers, *remembered)))
     answering = await which_answer(candidates)
-    chosen = [
-        address
-        for address in candidates
-        if address in answering or (address in initial_peers and not endpoint(address))
-    ]
     logger.debug("%d of %d addresses answer", len(answering), len(candidates))
+    untried = {address for address in initial_peers if not endpoint(address)}
+    chosen = [address for address in candidates if address in answering | untried]
     return chosen[:CONTACT_LIMIT] or list(initial_peers)
 
 

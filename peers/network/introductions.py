@@ -14,8 +14,9 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -23,10 +24,9 @@ from pydantic import Field
 from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.connection import greet, welcome
-from peers.network.contacts import Contact, public_only
-from peers.network.data_port import Hello, Splice, Token, pack_opening, probe, read_opening, send
-from peers.network.relays import AskInfo, Relay, Relays, Splicer
-from peers.network.sockets import can_dial, closed_on_failure, dial, parse_endpoint
+from peers.network.contacts import Contact, host_of, public_only
+from peers.network.data_port import Hello, LinkInfo, Splice, Splicer, Token, pack_opening, probe, read_opening
+from peers.network.sockets import can_dial, closed_on_failure, dial, endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Endpoint
 from peers.values.wire import Count, PeerId, Reach, Value, pack, unpack_from
 
@@ -52,6 +52,10 @@ MEETING_TIMEOUT = 10.0  # seconds that the other one has to begin
 LOOK_INTERVAL = 15.0  # seconds between two looks at our relays
 MEETINGS = 32  # that we take part in at once because others want them
 INTRODUCING = 3  # nodes that introduce us
+KNOWN = 64  # nodes at most, ours and others
+
+AskInfo = Callable[[str, str], Awaitable[LinkInfo]]
+"""(peer id, multiaddr) -> what that node says of itself, over libp2p. Raises: PeerUnreachableError."""
 
 
 class _Introduce(Value):
@@ -84,15 +88,30 @@ class _Introduced(Value):
     token: Token | None
 
 
+@dataclass
+class _Node:
+    """A node that introduces peers."""
+
+    peer: str
+    address: str
+    endpoint: str  # its data port
+    is_reached: bool = False  # whether we have had a connection to that port, and not to another one of the node's
+    seen: tuple[str, ...] | None = None
+    """Endpoints at which it could dial our data port; None: it has not been asked, or has not answered."""
+
+
 class Arranging:
-    """The part of `Links` that goes through third parties: our nodes, both ends of an introduction, and our own."""
+    """The part of `Links` that goes through third parties: our nodes, both ends of an introduction, and our own.
+
+    Anybody can name a node of any id at any address, so a node's addresses have nothing to do with each other.
+    """
 
     def __init__(self, links: Links, ask_info: AskInfo) -> None:
         self._links = links
-        self._relays = Relays(ask_info)
-        self.splicer: Splicer | None = None
-        """Relays for others, if this node does."""
-        self._ours: dict[str, Relay] = {}  # by address: a node may have several
+        self._ask_info = ask_info
+        self.splicer: Splicer | None = None  # relays for others, if this node does
+        self._known: dict[str, _Node] = {}  # by address: those of the invite, and others that peers are introduced by
+        self._ours: dict[str, _Node] = {}  # by address
         self.volunteers: tuple[str, ...] = ()
         """Multiaddrs of volunteers that can introduce us, too: bootstrap nodes come and go."""
         self._changed = asyncio.Event()
@@ -103,22 +122,22 @@ class Arranging:
     # Nodes that introduce us ----------------------------------------------------------------------------------
     @property
     def addresses(self) -> tuple[str, ...]:
-        return tuple(relay.address for relay in self._ours.values() if self._links.is_up(relay.peer))[:INTRODUCING]
+        return tuple(node.address for node in self._ours.values() if self._links.is_up(node.peer))[:INTRODUCING]
 
     @property
     def nodes(self) -> tuple[str, ...]:
         """Data ports of the nodes that introduce us."""
-        return tuple(relay.endpoint for relay in self._ours.values() if self._links.is_up(relay.peer))
+        return tuple(node.endpoint for node in self._ours.values() if self._links.is_up(node.peer))
 
     @property
     def seen(self) -> tuple[str, ...]:
         """Endpoints at which a node has reached our data port."""
-        return tuple(dict.fromkeys(endpoint for relay in self._ours.values() for endpoint in relay.seen or ()))
+        return tuple(dict.fromkeys(endpoint for node in self._ours.values() for endpoint in node.seen or ()))
 
     def look_again(self) -> None:
-        self._relays.forget_reach()
-        for relay in self._ours.values():
-            relay.seen = None
+        """Find out anew which nodes we reach, and how they see us: our network has changed."""
+        for node in (*self._known.values(), *self._ours.values()):
+            node.is_reached, node.seen = False, None
         self._changed.set()
 
     async def keep(self, addresses: Sequence[str]) -> None:
@@ -129,40 +148,60 @@ class Arranging:
             for outcome in await asyncio.gather(*looks, return_exceptions=True):
                 if isinstance(outcome, Exception):
                     logger.error("a look at a relay failed", exc_info=outcome)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_INTERVAL):
                     await self._changed.wait()
-            except TimeoutError:
-                continue
 
     async def _greet_node(self, address: str) -> None:
-        relay = await self._relays.find(address)
-        if relay is None or relay.peer == self._links.me:
+        node, port = await self._find(address), self._links.port
+        if node is None or node.peer == self._links.me:
             return
-        was_up = self._links.is_up(relay.peer)
-        if not await self._is_linked(relay):
+        was_up = self._links.is_up(node.peer)
+        if not await self._is_linked(node):
             return
         if not was_up:
-            relay.seen = None
-        self._ours[relay.address] = relay
-        await self._links.way(relay.peer).complete()
-        if relay.seen is None and self._links.port:
-            await self._relays.look_at_us(relay, self._links.port)
+            node.seen = None
+        self._ours[address] = node
+        await self._links.way(node.peer).complete()
+        if node.seen is not None or not port:
+            return
+        try:
+            seen = await probe(node.endpoint, (port,))
+        except (OSError, RemoteProtocolError) as error:
+            logger.debug("%s does not say how it sees us: %s", address, error)
+        else:
+            node.seen = (endpoint_of(parse_endpoint(seen.endpoint)[0], port),) if port in seen.open else ()
 
-    async def _is_linked(self, relay: Relay) -> bool:
+    async def _find(self, address: str) -> _Node | None:
+        """Return the node at a multiaddr; None when it does not answer, or has no data port."""
+        if address in self._known:
+            return self._known[address]
+        host, peer = host_of(address), address.rstrip("/").rpartition("/")[2]
+        try:
+            info = await self._ask_info(peer, address)
+        except (PeerUnreachableError, RemoteProtocolError) as error:
+            logger.debug("%s says nothing of its data port: %s", address, error)
+            return None
+        if not host or not 0 < info.port < 65536:
+            return None
+        if len(self._known) >= KNOWN:
+            del self._known[next(iter(self._known))]
+        return self._known.setdefault(address, _Node(peer, address, endpoint_of(host, info.port)))
+
+    async def _is_linked(self, node: _Node) -> bool:
         """Return whether a link with the node is up, made now if it was not, and its endpoint is one that we can dial.
 
         A node with IPv4 and IPv6 has two endpoints: its link may be up by one of them while the other is out of reach.
         """
-        if not self._links.is_up(relay.peer):
-            await self._links.way(relay.peer).dial_first(Contact(relay.peer, (relay.endpoint,)))
-        if self._links.is_up(relay.peer) and not relay.is_reached:
-            relay.is_reached = await can_dial(relay.endpoint)
-        if not self._links.is_up(relay.peer) or not relay.is_reached:
-            self._relays.forget(relay)
-            self._ours.pop(relay.address, None)
-            return False
-        return True
+        if not self._links.is_up(node.peer):
+            await self._links.way(node.peer).dial_first(Contact(node.peer, (node.endpoint,)))
+        if self._links.is_up(node.peer) and not node.is_reached:
+            node.is_reached = await can_dial(node.endpoint)
+        if self._links.is_up(node.peer) and node.is_reached:
+            return True
+        self._known.pop(node.address, None)  # it is asked again next time
+        self._ours.pop(node.address, None)
+        return False
 
     # Who wants to meet ----------------------------------------------------------------------------------------
     async def meet(self, contact: Contact, connections: int = CONNECTIONS) -> None:
@@ -174,37 +213,38 @@ class Arranging:
         begins = self._links.me < contact.peer or contact.peer in self.left
         self.left.discard(contact.peer)
         if not begins and not self._links.is_up(contact.peer):
-            await self._links.link(contact.peer).wait_until_up(MEETING_TIMEOUT)
-            if self._links.is_up(contact.peer):
+            link = self._links.link(contact.peer)
+            await link.wait_for(lambda: link.is_up, MEETING_TIMEOUT)
+            if link.is_up:
                 return
         for address in dict.fromkeys((*contact.relays, *self.addresses)):
-            relay = await self._relays.find(address)
-            if relay is None or not await self._is_linked(relay):
+            node = await self._find(address)
+            if node is None or not await self._is_linked(node):
                 continue
             try:
-                await self._meet_through(relay, contact.peer, min(connections, MOST))
+                await self._meet_through(node, contact.peer, min(connections, MOST))
             except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
-                logger.debug("%s does not bring us together with %s: %s", relay.address, contact.peer, error)
+                logger.debug("%s does not bring us together with %s: %s", address, contact.peer, error)
                 continue
             if self._links.is_up(contact.peer):
                 return
 
-    async def _meet_through(self, relay: Relay, peer: str, connections: int) -> None:
+    async def _meet_through(self, node: _Node, peer: str, connections: int) -> None:
         """Raises: PeerUnreachableError, RemoteProtocolError, OSError."""
         is_relayed = self._links.is_up(peer) and self._links.reach_of(peer) is Reach.RELAYED
         # Where dialling at once has failed before, it would cost each widening of the link seconds.
-        ports, seen = await _look(relay.endpoint, 0 if is_relayed else connections)
+        ports, seen = await _look(node.endpoint, 0 if is_relayed else connections)
         asked = _Introduce(to=peer, endpoints=seen, connections=connections)
-        answer = await self._links.link(relay.peer).call(INTRODUCE, pack(asked), CALL_TIMEOUT)
-        introduced = unpack_from(relay.peer, _Introduced, answer)
-        await self._go(peer, ports, introduced.endpoints, relay.endpoint, introduced.token, connections)
+        answer = await self._links.link(node.peer).call(INTRODUCE, pack(asked), CALL_TIMEOUT)
+        introduced = unpack_from(node.peer, _Introduced, answer)
+        await self._go(peer, ports, introduced.endpoints, node.endpoint, introduced.token, connections)
 
     # Who is asked to meet -------------------------------------------------------------------------------------
     async def on_meet(self, sender: str, payload: bytes) -> bytes:
         """Meet the peer that a node brings together with us."""
         meeting = unpack_from(sender, _Meeting, payload)
-        relay = next((relay for relay in self._ours.values() if relay.peer == sender), None)
-        if relay is None:
+        node = next((node for node in self._ours.values() if node.peer == sender), None)
+        if node is None:
             raise RefusalError("we did not ask you to introduce us")
         if meeting.peer in self._meetings or len(self._meetings) >= MEETINGS:
             raise RefusalError("it is being met already")
@@ -213,13 +253,13 @@ class Arranging:
         is_met.add_done_callback(lambda _: self._meetings.pop(meeting.peer))
         self._meetings[meeting.peer] = is_met
         try:
-            ports, seen = await _look(relay.endpoint, connections if meeting.endpoints else 0)
+            ports, seen = await _look(node.endpoint, connections if meeting.endpoints else 0)
         except BaseException as error:
             is_met.set_result(None)
             if isinstance(error, OSError | RemoteProtocolError):
                 raise RefusalError(f"we do not know where we are seen: {error}") from error
             raise
-        going = self._go(meeting.peer, ports, meeting.endpoints, relay.endpoint, meeting.token, connections)
+        going = self._go(meeting.peer, ports, meeting.endpoints, node.endpoint, meeting.token, connections)
         self._links.start(going).add_done_callback(lambda _: is_met.set_result(None))
         return pack(_Seats(endpoints=seen))
 
@@ -244,7 +284,7 @@ class Arranging:
 
     def _seen_here(self, peer: str, endpoints: Sequence[str]) -> tuple[str, ...]:
         """Return those of the endpoints that are at an address from which the peer is connected here."""
-        hosts = self._links.link(peer).hosts
+        hosts = {connection.host for connection in self._links.link(peer).connections}
         return tuple(endpoint for endpoint in endpoints if parse_endpoint(endpoint)[0] in hosts)
 
     # Both dial ------------------------------------------------------------------------------------------------
@@ -279,7 +319,7 @@ class Arranging:
         try:
             sock = await dial(node, SPLICE_TIMEOUT)
             with closed_on_failure(sock):
-                await send(sock, pack_opening(opening))
+                await asyncio.get_running_loop().sock_sendall(sock, pack_opening(opening))
         except OSError as error:
             logger.debug("no relay to %s at %s: %s", peer, node, error)
         else:
@@ -287,17 +327,16 @@ class Arranging:
 
     async def _begin(self, sock: socket.socket, peer: str, place: int, reach: Reach) -> bool:
         """Begin a connection of which neither end is the one that dialled: the smaller id speaks first."""
-        credentials = self._links.credentials
         try:
-            if credentials.peer_id < peer:
-                connection = await greet(sock, credentials, peer, is_ours=place % 2 == 0, reach=reach)
+            if self._links.me < peer:
+                connection = await greet(sock, self._links.credentials, peer, is_ours=place % 2 == 0, reach=reach)
             else:
                 with closed_on_failure(sock):
                     async with asyncio.timeout(HELLO_TIMEOUT):
                         opening = await read_opening(sock, peer)
                     if not isinstance(opening, Hello):
                         raise RemoteProtocolError(peer, "its connection does not begin with a greeting")
-                connection = await welcome(sock, credentials, opening, reach)
+                connection = await welcome(sock, self._links.credentials, opening, reach)
             if connection.peer != peer:
                 connection.close()
                 raise RemoteProtocolError(connection.peer, f"it came in the place of {peer}")
@@ -313,15 +352,10 @@ async def _look(node: str, count: int) -> tuple[Sequence[int], tuple[str, ...]]:
 
     Raises: OSError, RemoteProtocolError.
     """
-    ports = _free_ports(count)
-    seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
-    return ports, tuple(one.endpoint for one in seen)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return different ports, each free a moment ago. Raises: OSError."""
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # all are bound at once, so that they differ
         socks = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in socks:
             sock.bind(("", 0))
-        return [sock.getsockname()[1] for sock in socks]
+        ports = [sock.getsockname()[1] for sock in socks]
+    seen = await asyncio.gather(*(probe(node, local_port=port) for port in ports))
+    return ports, tuple(one.endpoint for one in seen)

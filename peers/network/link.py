@@ -9,6 +9,7 @@ answerer                                 ◄── frame (number, verdict), answ
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -58,7 +59,7 @@ class Link:
         self._start = start
         self._caps = caps
         self._on_change = on_change
-        self._connections: dict[Connection, None] = {}  # the oldest first
+        self.connections: dict[Connection, None] = {}  # the oldest first
         self._idle: list[Connection] = []  # of ours; the one used last at the end, since it is the warmest
         self._wanted = self._dialling = 0  # conversations that wait for a connection, and connections to come
         self._changed = asyncio.Event()
@@ -66,35 +67,17 @@ class Link:
 
     @property
     def is_up(self) -> bool:
-        return bool(self._connections)
+        return bool(self.connections)
 
     @property
     def reach(self) -> Reach:
         """The best of its connections' ways."""
-        return min((one.reach for one in self._connections), key=BEST_FIRST.index, default=Reach.NONE)
-
-    @property
-    def connections(self) -> int:
-        return len(self._connections)
+        return min((one.reach for one in self.connections), key=BEST_FIRST.index, default=Reach.NONE)
 
     @property
     def ours(self) -> int:
-        """Connections on which we open conversations."""
-        return sum(one.is_ours for one in self._connections)
-
-    @property
-    def theirs(self) -> int:
-        """Connections on which the other side opens conversations."""
-        return len(self._connections) - self.ours
-
-    def gives(self, reach: Reach) -> bool:
-        """Return whether the other side has a connection of this kind to open conversations on."""
-        return any(one.reach is reach and not one.is_ours for one in self._connections)
-
-    @property
-    def hosts(self) -> set[str]:
-        """The addresses from which the other side's connections come."""
-        return {one.host for one in self._connections}
+        """Connections on which we open conversations; on the others the other side does."""
+        return sum(one.is_ours for one in self.connections)
 
     def add(self, connection: Connection) -> None:
         """Use a new connection. Of too many, one of ours is closed, or the oldest of theirs: it may be dead.
@@ -102,35 +85,33 @@ class Link:
         With a new certificate, the other side has started anew, or is in another network: what was connected before is
         dead, and nobody has told us.
         """
-        if not connection.is_open:  # already, so that nobody will tell us
+        alike = [one for one in self.connections if one.is_ours == connection.is_ours]
+        is_full = len(alike) >= CONNECTIONS
+        if not connection.is_open or (is_full and connection.is_ours):  # of an end before now nobody will tell us
             connection.close()
             return
-        alike = [one for one in self._connections if one.is_ours == connection.is_ours]
-        if len(alike) >= CONNECTIONS and connection.is_ours:
-            connection.close()
-            return
-        if len(alike) >= CONNECTIONS:
+        if is_full:
             self._end(alike[0])
-        self._connections[connection] = None
+        self.connections[connection] = None
         connection.reads.on_lost = lambda: self._lost(connection)
         if connection.is_ours:
             self._idle.insert(0, connection)
         else:
             self._start(self._listen(connection))
-        for other in list(self._connections):
+        for other in list(self.connections):
             if other.certificate != connection.certificate:
                 self._end(other)
         self._notify()
 
-    async def wait_until_up(self, seconds: float) -> None:
-        """Wait for a connection that the other side makes, for so long at most."""
+    async def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until this is true of the connections, for so long at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self.is_up:
+                while not condition():
                     await self._changed.wait()
 
     def close(self) -> None:
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             self._end(connection)
 
     def _end(self, connection: Connection) -> None:
@@ -138,9 +119,9 @@ class Link:
         self._lost(connection)
 
     def _lost(self, connection: Connection) -> None:
-        if connection not in self._connections:
+        if connection not in self.connections:
             return
-        del self._connections[connection]
+        del self.connections[connection]
         if connection in self._idle:
             self._idle.remove(connection)
         self._notify()
@@ -182,19 +163,15 @@ class Link:
             async with asyncio.timeout(OPEN_TIMEOUT):
                 if protocol != CALLS:  # messages have the first connection: it may take some to get another
                     await self._calls()
-                connection, is_over = await self._take(), False
+                connection = await self._take()
         except TimeoutError:
             raise PeerUnreachableError(self.peer, "no connection in time") from None
         channel = self._channel(connection, protocol, opening)
         try:
             yield channel
-            is_over = channel.is_finished
-        except PeerRefusedError:
-            is_over = channel.was_refused
-            raise
         finally:
             # A byte that nobody has read would be taken for the answer to the next conversation.
-            if is_over and connection.is_open and not connection.reads.has_unread:
+            if channel.is_finished and connection.is_open and not connection.reads.has_unread:
                 self._idle.append(connection)
                 self._notify()
             else:
@@ -211,12 +188,11 @@ class Link:
             while (connection := self._take_idle()) is None:
                 if not self.is_up:
                     raise PeerUnreachableError(self.peer, "the link is down")
-                changed = self._changed
                 missing = min(self._wanted, CONNECTIONS - self.ours) - self._dialling
                 if missing > 0:
                     self._dialling += missing
                     self._start(self._dial(missing))
-                await changed.wait()
+                await self._changed.wait()
             return connection
         finally:
             self._wanted -= 1
@@ -225,7 +201,7 @@ class Link:
         """Return an idle connection by the best way that there is: a relay is to carry only what has no other."""
         while self._idle:
             connection = self._idle.pop()
-            best = min((one.reach for one in self._connections if one.is_ours), key=BEST_FIRST.index, default=None)
+            best = min((one.reach for one in self.connections if one.is_ours), key=BEST_FIRST.index, default=None)
             if connection.is_open and connection.reach is best:
                 return connection
             self._end(connection)
@@ -238,10 +214,7 @@ class Link:
                 await self._dial_more(count)
             except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
                 logger.debug("no more connections with %s: %r", self.peer, error)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DIAL_PAUSE):
-                    while self.is_up and self.ours <= had:
-                        await self._changed.wait()
+            await self.wait_for(lambda: not self.is_up or self.ours > had, DIAL_PAUSE)
         finally:
             self._dialling -= count
             self._notify()
@@ -296,8 +269,8 @@ class _Caller:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._number = 0
-        self._waiting: dict[int, asyncio.Future[bytes | PeerUnreachableError]] = {}
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[tuple[bool, bytes] | None]] = {}
         self._writing = asyncio.Lock()
         self._is_over = False
 
@@ -308,43 +281,35 @@ class _Caller:
                 verdict = unpack_from(self._channel.peer, _Verdict, frame[0])
                 data = await _read(self._channel, frame[1])
                 waiting = self._waiting.pop(verdict.number, None)
-                if waiting is None or waiting.done():
-                    continue
-                if verdict.is_answered:
-                    waiting.set_result(data)
-                else:
-                    reason = printable(data.decode(errors="replace"))
-                    waiting.set_result(PeerRefusedError(self._channel.peer, reason))
+                if waiting is not None and not waiting.done():
+                    waiting.set_result((verdict.is_answered, data))
             raise EOFError("the other side ended it")
         finally:
             self._is_over = True
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_result(self._broken())
-            self._waiting.clear()
+                    future.set_result(None)
 
     async def ask(self, name: str, payload: bytes) -> bytes:
         """Raises: PeerUnreachableError, PeerRefusedError."""
-        if self._is_over:
-            raise self._broken()
-        self._number += 1
-        number = self._number
+        peer, number = self._channel.peer, next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         answer = self._waiting[number]
         try:
+            if self._is_over:
+                raise ConnectionError("the connection broke")
             async with self._writing:
                 await self._channel.send_message(pack(_Question(number=number, name=name)), payload)
-            outcome = await answer
-        except (OSError, EOFError) as error:
-            raise PeerUnreachableError(self._channel.peer, str(error) or type(error).__name__) from error
+            if (outcome := await answer) is None:
+                raise ConnectionError("the connection broke")
+        except OSError as error:
+            raise PeerUnreachableError(peer, str(error) or type(error).__name__) from error
         finally:
             self._waiting.pop(number, None)
-        if isinstance(outcome, PeerUnreachableError):
-            raise outcome
-        return outcome
-
-    def _broken(self) -> PeerUnreachableError:
-        return PeerUnreachableError(self._channel.peer, "the connection broke")
+        is_answered, data = outcome
+        if not is_answered:
+            raise PeerRefusedError(peer, printable(data.decode(errors="replace")))
+        return data
 
 
 async def answer_calls(channel: Channel, answer: Answer) -> None:
@@ -385,6 +350,5 @@ async def _read(channel: Channel, length: int) -> bytes:
     if length > MESSAGE_LIMIT:
         raise RemoteProtocolError(channel.peer, f"its message of {length} bytes exceeds {MESSAGE_LIMIT}")
     data = bytearray(length)
-    if length:
-        await channel.read_frame_data(data)
+    await channel.read_data(data)
     return bytes(data)

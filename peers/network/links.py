@@ -14,12 +14,11 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError
 from peers.network.connection import HANDSHAKE_TIMEOUT, Connection, Credentials, greet, welcome
 from peers.network.contacts import Contact, is_local, is_loopback, may_be_dialled, own_endpoints
-from peers.network.data_port import UNKNOWN_OF_ONE_NETWORK, Hello, Listener, Opening, Splice, Strangers, answer_probe
-from peers.network.introductions import INTRODUCE, MEET, Arranging
+from peers.network.data_port import LINK_INFO, UNKNOWN_OF_ONE_NETWORK, Hello, LinkInfo, Listener, Splicer, Strangers
+from peers.network.introductions import INTRODUCE, MEET, Arranging, AskInfo
 from peers.network.link import CALLS, CONNECTIONS, Answer, Link, Serve, answer_calls
 from peers.network.own_network import network_of
 from peers.network.port_mapping import PortMapper
-from peers.network.relays import LINK_INFO, AskInfo, LinkInfo, Splicer
 from peers.network.sockets import dial, raise_file_limit
 from peers.network.throttle import Throttle
 from peers.values.identity import Identity
@@ -40,19 +39,10 @@ MORE = "more"  # name of the call: dial me so many connections that are mine
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """An operator's choices about links.
+    """An operator's choices about links."""
 
-    `port` is where bulk connections are accepted; 0: any free one. `relay_limit` is how many bytes a second this node
-    passes on for others, in all; None: it relays for nobody.
-    """
-
-    port: int = 0
-    relay_limit: float | None = None
-
-    @classmethod
-    def of_megabits(cls, port: int, relay_limit: float | None) -> LinkSettings:
-        """Return what options say, whose limits are in megabits a second."""
-        return cls(port, None if relay_limit is None else relay_limit * 1e6 / 8)
+    port: int = 0  # at which bulk connections are accepted; 0: any free one
+    relay_limit: float | None = None  # megabits a second that this node passes on for others; None: for nobody
 
 
 class _More(Value):
@@ -76,6 +66,7 @@ class Links:
         caps: Callable[[], tuple[Throttle, Throttle]],
     ) -> None:
         self._identity = identity
+        self.me = identity.peer_id
         self.credentials = Credentials(identity)
         self.clock = time.monotonic
         self.serve = serve
@@ -91,16 +82,12 @@ class Links:
         self._mapper: PortMapper | None = None
         self.arranging = Arranging(self, ask_info)
 
-    @property
-    def me(self) -> str:
-        return self._identity.peer_id
-
     # Life -----------------------------------------------------------------------------------------------------
     def listen(self, hosts: Sequence[str], settings: LinkSettings) -> None:
         """Accept connections from now on. Raises: LocalNetworkError when the port can't be used."""
-        self._listener = Listener(hosts, settings.port, self._accept)
         if settings.relay_limit is not None:
-            self.arranging.splicer = Splicer(settings.relay_limit, self._room // 4)
+            self.arranging.splicer = Splicer(settings.relay_limit * 1e6 / 8, self._room // 4)
+        self._listener = Listener(hosts, settings.port, self._accept, self.arranging.splicer)
         if not all(map(is_loopback, hosts)):
             self._mapper = PortMapper(self._listener.port)
             self.start(self._mapper.run())
@@ -108,8 +95,6 @@ class Links:
     async def close(self) -> None:
         if self._listener:
             await self._listener.close()
-        if self.arranging.splicer:
-            await self.arranging.splicer.close()
         await cancel_and_wait(*self._tasks)
         for way in list(self._ways.values()):
             way.link.close()
@@ -163,8 +148,9 @@ class Links:
         """Know these peers, and `eagerly` make links with them."""
         for peer, contact in contacts.items():
             self.strangers.went(peer)
-            if peer != self.me:
-                self.way(peer).know(contact)
+            if peer != self.me and self.way(peer).contact != contact:
+                self.way(peer).contact = contact
+                self.way(peer).forget_failures()
         known = self._known
         for peer in known.keys() - contacts.keys():
             known.pop(peer).contact = None
@@ -183,7 +169,8 @@ class Links:
 
     def tidy(self, peer: str) -> None:
         """Keep nothing of a peer of which no heartbeat is known any more and that is not connected."""
-        if peer in self._ways and not self._ways[peer].is_needed:
+        way = self._ways.get(peer)
+        if way and not (way.contact or way.link.is_up or way.is_busy or way.dials):
             del self._ways[peer]
 
     def way(self, peer: str) -> _Way:
@@ -252,39 +239,27 @@ class Links:
         self.tidy(peer)
 
     # What comes in --------------------------------------------------------------------------------------------
-    async def _accept(self, sock: socket.socket, opening: Opening) -> None:
-        match opening:
-            case Hello():
-                self.add(await welcome(sock, self.credentials, opening, Reach.OPEN))
-            case Splice() if self.arranging.splicer:
-                self.arranging.splicer.arrived(sock, opening)
-            case Splice():
-                sock.close()
-            case _:
-                await answer_probe(sock, opening)
+    async def _accept(self, sock: socket.socket, hello: Hello) -> None:
+        self.add(await welcome(sock, self.credentials, hello, Reach.OPEN))
 
     def add(self, connection: Connection) -> None:
         """Use a connection that others wanted, if there is room."""
-        peer = connection.peer
-        if connection.is_open and self._has_room_for(peer) and self._may_come(connection):
-            self.link(peer).add(connection)
+        if connection.is_open and self._is_let_in(connection):
+            self.link(connection.peer).add(connection)
         else:
             metrics.DROPPED.labels("connection").inc()
             connection.close()
 
-    def _may_come(self, connection: Connection) -> bool:
-        """Return whether a peer is known, or one of not too many that nothing is known of."""
-        peer = connection.peer
-        if peer in self._known or self.is_up(peer):
-            return True
-        return self.strangers.come(peer, network_of(connection.host), self.clock())
-
-    def _has_room_for(self, peer: str) -> bool:
-        """Return whether one more connection of a peer is let in. Those that we don't know get half of all room."""
-        count = sum(way.link.connections for way in self._ways.values())
+    def _is_let_in(self, connection: Connection) -> bool:
+        """Return whether there is room for one more connection. Peers that we don't know get half of it."""
+        peer, count = connection.peer, sum(len(way.link.connections) for way in self._ways.values())
         if peer in self._known:
             return count < self._room
-        return count < self._room // 2 and (not self.is_up(peer) or self.link(peer).connections < UNKNOWN)
+        if count >= self._room // 2:
+            return False
+        if self.is_up(peer):
+            return len(self.link(peer).connections) < UNKNOWN
+        return self.strangers.come(peer, network_of(connection.host), self.clock())
 
     async def answer(self, sender: str, name: str, payload: bytes) -> bytes:
         """Answer a message that has come over a link."""
@@ -299,10 +274,9 @@ class _Way:
         self._links = links
         self.contact: Contact | None = None
         self.link = Link(peer, self.serve, self.dial_more, links.start, links.caps, lambda: links.changed(peer))
-        self.answered: str | None = None
-        """The endpoint at which the peer did."""
+        self.answered: str | None = None  # the endpoint at which the peer did
         self._is_giving = False  # connections for the peer are on their way
-        self._dials = 0  # under way
+        self.dials = 0  # under way
         self._making: asyncio.Future[None] | None = None
         self._callers = 0
         self.forget_failures()
@@ -312,12 +286,6 @@ class _Way:
         if not self.is_busy:
             self._failures, self._retry_at = 0, 0.0
             self._has_detour = False  # whether the peer could be reached without a link
-
-    def know(self, contact: Contact) -> None:
-        """Dial the peer here from now on."""
-        if contact != self.contact:
-            self.contact = contact
-            self.forget_failures()
 
     @property
     def reach(self) -> Reach | None:
@@ -336,10 +304,6 @@ class _Way:
     def is_due(self) -> bool:
         """Whether it is time for an attempt."""
         return self._links.clock() >= self._retry_at
-
-    @property
-    def is_needed(self) -> bool:
-        return bool(self.contact or self.link.is_up or self.is_busy or self._dials)
 
     async def serve(self, protocol: str, channel: Channel) -> None:
         """Have a conversation that the peer has opened."""
@@ -366,7 +330,7 @@ class _Way:
     async def _reach_out(self) -> None:
         """Try every way to the peer, from best to worst."""
         if self._links.me > self.link.peer:
-            await self.link.wait_until_up(HEAD_START)  # the other side makes it
+            await self.link.wait_for(lambda: self.link.is_up, HEAD_START)  # the other side makes it
         contact = self.contact
         if self.link.reach is not Reach.OPEN and contact is not None:
             await self.dial_first(contact)
@@ -385,20 +349,22 @@ class _Way:
         """Try all of the peer's endpoints at once. At the first that answers we make a connection for either side."""
         local = not self._links.port or all(map(is_local, contact.endpoints))
         endpoints = [one for one in contact.endpoints if local or not is_local(one)]
-        pending = {asyncio.ensure_future(self._connect(one, is_ours=True)) for one in endpoints}
+        attempts = [asyncio.ensure_future(self._connect(one, is_ours=True)) for one in endpoints]
         has_answered = False
         try:
-            while pending and self.link.reach is not Reach.OPEN:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                has_answered = has_answered or any(attempt.result() for attempt in done)
+            for attempt in asyncio.as_completed(attempts):
+                has_answered = await attempt or has_answered
+                if self.link.reach is Reach.OPEN:
+                    break
         finally:
-            await cancel_and_wait(*pending)
+            await cancel_and_wait(*attempts)
         if has_answered:
             await self.complete()
 
     async def complete(self) -> None:
         """Open a connection on which the peer can start conversations, unless it has one or its endpoint is unknown."""
-        if self.answered and not self._is_giving and self.link.is_up and not self.link.gives(Reach.OPEN):
+        has_one = any(one.reach is Reach.OPEN and not one.is_ours for one in self.link.connections)
+        if self.answered and not self._is_giving and self.link.is_up and not has_one:
             await self.give(self.answered, 1)
 
     async def dial_more(self, count: int) -> None:
@@ -420,14 +386,14 @@ class _Way:
             raise RefusalError("they are on their way")
         self._is_giving = True
         try:
-            most = min(count, CONNECTIONS - self.link.theirs)
+            most = min(count, CONNECTIONS - len(self.link.connections) + self.link.ours)
             await asyncio.gather(*(self._connect(endpoint, is_ours=False) for _ in range(most)))
         finally:
             self._is_giving = False
 
     async def _connect(self, endpoint: str, is_ours: bool) -> bool:
         """Add a connection to the link. Returns whether the peer answers at this endpoint."""
-        self._dials += 1
+        self.dials += 1
         try:
             sock = await dial(endpoint, DIAL_TIMEOUT)
             connection = await greet(sock, self._links.credentials, self.link.peer, is_ours, Reach.OPEN)
@@ -437,6 +403,6 @@ class _Way:
             logger.debug("no connection to %s at %s: %s", self.link.peer, endpoint, error)
             return False
         finally:
-            self._dials -= 1
+            self.dials -= 1
             self._links.tidy(self.link.peer)
         return True

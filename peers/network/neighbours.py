@@ -24,10 +24,8 @@ from peers.values.identity import is_peer_id
 logger = logging.getLogger(__name__)
 
 SERVICE = "_diloco-peer._tcp.local."
-LOOK_SECONDS = 3.0
-"""For how long neighbours are listened for; they answer within half a second, if nobody's packet is lost."""
-MORE_SECONDS = 0.5
-"""For how long, once one of the run is found."""
+LOOK_SECONDS = 3.0  # for which neighbours are listened for; they answer within half a second, if no packet is lost
+MORE_SECONDS = 0.5  # once one of the run is found
 MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0
 TEXT_BYTES = 200  # a TXT record's string has up to 255, the key included
 
@@ -90,8 +88,7 @@ def _service(peer: str, run: str, addresses: Sequence[str]) -> AsyncServiceInfo 
 
 async def neighbours(run: str) -> tuple[str, ...]:
     """Return addresses of those who say in the local network that they are in a run, then of those that help any."""
-    interfaces = _local_interfaces()
-    if not interfaces or not LOOK_SECONDS:
+    if not (interfaces := _local_interfaces()):
         return ()
     try:
         ear = AsyncZeroconf(interfaces=interfaces)
@@ -114,17 +111,16 @@ async def neighbours(run: str) -> tuple[str, ...]:
             texts[name] = {}
             asking.append(loop.create_task(ask(name)))
 
-    browser = AsyncServiceBrowser(ear.zeroconf, SERVICE, handlers=[hear])
-    try:
-        with suppress(TimeoutError):
+    async with ear, AsyncServiceBrowser(ear.zeroconf, SERVICE, handlers=[hear]):
+        try:
             async with asyncio.timeout(LOOK_SECONDS):
                 await is_found.wait()
                 await asyncio.sleep(MORE_SECONDS)
-    finally:
-        for task in asking:
-            task.cancel()
-        await browser.async_cancel()
-        await ear.async_close()
+        except TimeoutError:
+            pass
+        finally:
+            for task in asking:
+                task.cancel()
     useful = [text for wanted in (run, "") for text in texts.values() if text.get("run") == wanted]
     said = [text.get(f"a{number}", "") for text in useful for number in range(MOST_ADDRESSES)]
     return tuple(dict.fromkeys(filter(_can_be_dialled, said)))

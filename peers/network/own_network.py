@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, IPv6Interface, ip_address, ip_network
 
@@ -23,8 +24,7 @@ logger = logging.getLogger(__name__)
 SOMEWHERE = ("1.1.1.1", "2606:4700:4700::1111")
 """Addresses on the internet, one of each version; any would do, and nothing is sent to them."""
 HOST = re.compile(r"/ip[46]/(?P<host>[^/]+)/(?!.*/p2p-circuit)")
-NETWORK_BITS = {4: 24, 6: 48}
-"""Of an address, that one customer of a provider has in common with its own others, more or less."""
+NETWORK_BITS = {4: 24, 6: 48}  # of an address, that one customer of a provider has in all of its own, more or less
 
 INTERVAL = 1.0  # seconds between two looks
 LONG_SLEEP = 30.0  # seconds, also of being stopped: the others have given us up
@@ -74,55 +74,42 @@ def address_towards(target: str) -> str | None:
     return None
 
 
-class _NetworkDetector:
-    """The changes that break connections, as they follow from looks at this machine.
+def _changes(looks: Iterator[tuple[float, frozenset[str]]]) -> Iterator[str]:
+    """Yield what has happened by each look at this machine, in words; empty: nothing that breaks connections.
 
-    None is told while there is no network: nothing could be done about it.
+    A look shows a clock, which counts also the seconds that the machine slept, and the networks that it is in. While
+    there is no network, nothing is told: nothing could be done about it.
     """
-
-    def __init__(self) -> None:
-        self._last_clock: float | None = None
-        self._networks: frozenset[str] = frozenset()  # the last ones that there were
-        self._offline_since: float | None = None
-        self._slept = 0.0
-
-    def see(self, clock: float, networks: frozenset[str]) -> str:
-        """Return what has happened by this look, in words; empty: nothing that breaks connections.
-
-        `clock` counts seconds, also those that the machine slept.
-        """
-        last, self._last_clock = self._last_clock, clock
-        if last is None:
-            self._networks = networks
-            return ""
-        gap = clock - last - INTERVAL
-        if gap >= LONG_SLEEP:
-            self._slept += gap
+    last, known = next(looks)
+    slept, offline_since = 0.0, math.inf
+    yield ""
+    for clock, networks in looks:
+        gap, last = clock - last - INTERVAL, clock
+        slept += gap if gap >= LONG_SLEEP else 0.0
         if not networks:
-            if self._offline_since is None:
-                self._offline_since = clock
-            return ""
-        offline = 0.0 if self._offline_since is None else clock - self._offline_since
-        changes = [f"it slept for {self._slept:.0f} s"] if self._slept else []
-        changes += [f"it had no network for {offline:.0f} s"] if offline >= LONG_OFFLINE else []
-        changes += ["it is in another network"] if self._networks - networks else []
-        self._networks, self._slept, self._offline_since = networks, 0.0, None
-        return ", ".join(changes)
+            offline_since = min(offline_since, clock)
+            yield ""
+            continue
+        changes = [f"it slept for {slept:.0f} s"] if slept else []
+        if (offline := clock - offline_since) >= LONG_OFFLINE:
+            changes.append(f"it had no network for {offline:.0f} s")
+        if known - networks:
+            changes.append("it is in another network")
+        known, slept, offline_since = networks, 0.0, math.inf
+        yield ", ".join(changes)
 
 
 def _observe() -> tuple[float, frozenset[str]]:
     """Return what a look at this machine shows: its clock and its networks."""
-    networks = filter(None, map(_network_towards, SOMEWHERE))
-    return time.clock_gettime(time.CLOCK_BOOTTIME), frozenset(networks)
+    return time.clock_gettime(time.CLOCK_BOOTTIME), frozenset(filter(None, map(_network_towards, SOMEWHERE)))
 
 
 async def watch_network(
     on_change: Callable[[], None], look: Callable[[], tuple[float, frozenset[str]]] = _observe
 ) -> None:
     """Look at this machine again and again until cancelled; call `on_change` when its connections are broken."""
-    detector = _NetworkDetector()
-    while True:
-        if change := detector.see(*look()):
+    for change in _changes(iter(look, None)):
+        if change:
             logger.info("the network of this machine has changed: %s", change)
             on_change()
         await asyncio.sleep(INTERVAL)

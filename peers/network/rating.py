@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from peers.errors import RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError
@@ -74,57 +75,46 @@ async def _send(channel: Channel) -> float:
 
     Returns the rate of the last, which takes long enough: answers to a few pieces may come all at once.
     """
-    size = FIRST
+    count = FIRST // len(PIECE)
     while True:
         began = time.monotonic()
-        passed = _Passed()
-        await asyncio.gather(_send_pieces(channel, size), _read_answers(channel, size, passed))
+        _, passed_at = await asyncio.gather(_send_pieces(channel, count), _read_answers(channel, count))
         seconds = time.monotonic() - began
+        size = count * len(PIECE)
         if (seconds >= LONG_ENOUGH and size > FIRST) or size >= MOST:
             await channel.send_last_frame()
-            return passed.rate or size / max(seconds, 1e-6)
-        size *= 2
+            return _rate(passed_at) or size / max(seconds, 1e-6)
+        count *= 2
 
 
-async def _send_pieces(channel: Channel, size: int) -> None:
-    for _ in range(0, size, len(PIECE)):
+async def _send_pieces(channel: Channel, count: int) -> None:
+    for _ in range(count):
         await channel.send_frame(b"", PIECE)
 
 
-async def _read_answers(channel: Channel, size: int, passed: _Passed) -> None:
-    """Take in each answer when it comes. Where little waits for the link, most have come before all is sent."""
-    for _ in range(0, size, len(PIECE)):
+async def _read_answers(channel: Channel, count: int) -> list[float]:
+    """Return when each answer came. Where little waits for the link, most have come before all is sent."""
+    passed_at = []
+    for _ in range(count):
         await channel.read_answer()
-        passed.more(len(PIECE))
+        passed_at.append(time.monotonic())
+    return passed_at
 
 
 async def _receive(channel: Channel) -> float:
     """Confirm what comes; returns the rate at which it came."""
-    passed = _Passed()
+    passed_at = list[float]()
     data = bytearray(len(PIECE))
     while frame := await channel.read_frame_header():
-        if frame[1] != len(PIECE) or passed.bytes > 2 * MOST:
+        if frame[1] != len(PIECE) or len(passed_at) * len(PIECE) > 2 * MOST:
             raise RemoteProtocolError(channel.peer, "it measures with something else than agreed")
-        await channel.read_frame_data(data)
+        await channel.read_data(data)
         await channel.answer_frame(is_taken=True)
-        passed.more(len(data))
-    return passed.rate
+        passed_at.append(time.monotonic())
+    return _rate(passed_at)
 
 
-class _Passed:
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._until = list[tuple[float, int]]()
-
-    def more(self, count: int) -> None:
-        self.bytes += count
-        self._until.append((time.monotonic(), self.bytes))
-
-    @property
-    def rate(self) -> float:
-        """Return the bytes a second of the second half; 0: too few to tell."""
-        half = [one for one in self._until if one[1] > self.bytes / 2]
-        if len(half) < 2:
-            return 0.0
-        (began, before), (ended, after) = half[0], half[-1]
-        return (after - before) / max(ended - began, 1e-6)
+def _rate(passed_at: Sequence[float]) -> float:
+    """Return the bytes a second of the second half of these pieces; 0: too few to tell."""
+    half = passed_at[len(passed_at) // 2 :]
+    return (len(half) - 1) * len(PIECE) / max(half[-1] - half[0], 1e-6) if half else 0.0

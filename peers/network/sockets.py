@@ -135,12 +135,10 @@ async def _connect(family: int, address: Any, local_port: int) -> socket.socket:
 
 def has_bbr() -> bool:
     """Whether the kernel lets us choose congestion control that takes no loss for a full link."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
-        except OSError:
-            return False
-    return True
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
+        return True
+    return False
 
 
 def tune(sock: socket.socket) -> socket.socket:

@@ -43,8 +43,7 @@ class Caps:
     @classmethod
     def of_megabits(cls, upload: float | None, download: float | None) -> Caps:
         """From what people know of their link: megabits a second."""
-        up, down = (None if limit is None else limit * 1e6 / 8 for limit in (upload, download))
-        return cls(up, down)
+        return cls(*(None if limit is None else limit * 1e6 / 8 for limit in (upload, download)))
 
     def of_both(self, upload: float, download: float) -> float:
         """Return what a link carries each way that was seen to carry so much.
@@ -58,23 +57,20 @@ class Caps:
 class Throttle:
     """A limit on the bytes that pass in a second. Waiting callers are served in turn."""
 
-    def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, rate: float | None) -> None:
         self._rate = rate
-        self._clock = clock
         self._free_at = 0.0
-        self.passed = 0
-        """Bytes that were let through until now."""
+        self.passed = 0  # bytes that were let through until now
         self.piece = PIECE if rate is None else max(1024, min(PIECE, int(rate * PIECE_SECONDS)))
         """Bytes to let through at once: so few that no slow link looks dead, though many streams share it."""
-        self.reading_piece = READING_PIECE if rate is None else self.piece
-        """Bytes to read at once, of what is there."""
+        self.reading_piece = READING_PIECE if rate is None else self.piece  # bytes to read at once, of what is there
 
     async def take(self, count: int) -> None:
         """Wait until `count` more bytes may pass."""
         self.passed += count
         if self._rate is None:
             return
-        now = self._clock()
+        now = asyncio.get_running_loop().time()
         start = max(self._free_at, now - BURST)
         self._free_at = start + count / self._rate
         if self._free_at > now:
@@ -97,12 +93,10 @@ class LinkTime(asyncio.Event):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self.rate = 0.0
-        """Bytes a second that the link carries in rounds; 0: not known."""
+        self.rate = 0.0  # bytes a second that the link carries in rounds; 0: not known
         self._clock = clock
         self._busy = 0.0
-        self._seen = clock()
-        self._next = self._seen
+        self._seen = self._next = clock()
         super().set()
 
     def set(self) -> None:
@@ -258,9 +252,8 @@ class Lanes:
         self._began = self._settled_at = None
         if rate < GAIN * self._rate:
             self.count, self._is_settled = max(self._fewest, self.count // 2), True
-            return False
-        if self.count == self._most:
+        elif self.count == self._most:
             self._is_settled = True
-            return False
-        self._rate, self.count = rate, self.count * 2
-        return True
+        else:
+            self._rate, self.count = rate, self.count * 2
+        return not self._is_settled

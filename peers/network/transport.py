@@ -27,14 +27,13 @@ from peers.network.daemon import (
     stop_daemon,
     to_peer_id,
 )
-from peers.network.data_port import PROBED_PORTS, probe
+from peers.network.data_port import LINK_INFO, PROBED_PORTS, LinkInfo, probe
 from peers.network.dht_node import DhtMembership, DhtNode
 from peers.network.discovery import GOSSIP, PeerDiscovery
 from peers.network.first_contact import endpoint, first_contacts, reach
 from peers.network.known_runs import KnownRuns
 from peers.network.links import EAGER, Links, LinkSettings
 from peers.network.own_network import is_behind_nat, watch_network
-from peers.network.relays import LINK_INFO, LinkInfo
 from peers.network.throttle import Caps, LinkTime, Throttle
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.life_signs import LifeSign

@@ -23,7 +23,7 @@ from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from tests.swarm.fault_peer import UnhurriedWorkload
 
-RELAYED_BYTES = 1e8  # a second
+RELAYED_MEGABITS = 800.0  # a second
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=6.0, grace=6.0, round_timeout=20.0, partition_grace=60.0, resend=0.25, leave=5.0
 )
@@ -67,7 +67,7 @@ async def run_volunteer(contact: tuple[str, ...], listen: tuple[str, ...], peers
 
 
 async def run_node(listen: tuple[str, ...], data_port: int) -> None:
-    links = LinkSettings(data_port, RELAYED_BYTES)
+    links = LinkSettings(data_port, RELAYED_MEGABITS)
     transport = await HivemindTransport.create(Identity.generate(), (), listen, public=True, links=links)
     try:
         say("listening", peer=transport.peer_id, addresses=transport.addresses)

@@ -16,8 +16,8 @@ from peers.network.links import LinkSettings
 @pytest.mark.parametrize(
     ("options", "links"),
     [
-        ([], LinkSettings(31338, 100e6 / 8)),
-        (["--relay-limit", "8", "--data-port", "80"], LinkSettings(80, 1e6)),
+        ([], LinkSettings(31338, 100)),
+        (["--relay-limit", "8", "--data-port", "80"], LinkSettings(80, 8)),
         (["--no-relay"], LinkSettings(31338, None)),
     ],
 )
@@ -49,8 +49,3 @@ def test_a_bootstrap_node_serves_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert CliRunner().invoke(main, arguments).exit_code == 0
     assert CliRunner().invoke(main, [*arguments, "--metrics-host", "0.0.0.0"]).exit_code == 0
     assert served == [(9000, "127.0.0.1"), (9000, "0.0.0.0")]
-
-
-def test_a_volunteer_relays_for_nobody_by_default() -> None:
-    assert LinkSettings.of_megabits(0, None) == LinkSettings()
-    assert LinkSettings.of_megabits(5, 16.0) == LinkSettings(5, 2e6)

@@ -99,14 +99,14 @@ class Member:
         while announced := await channel.read_frame_header():
             header = unpack(ChunkHeader, announced[0])
             data = bytearray(announced[1])
-            await channel.read_frame_data(data)
+            await channel.read_data(data)
             taken = self.answer(header)
             self.received.append((round, header, bytes(data)))
             self._changed()
             await self.may_answer.wait()
             await channel.answer_frame(taken)
             self._changed()
-        if channel._reads._has_ended is False:
+        if not channel._reads.has_ended:
             self.finished.append(round)
 
 

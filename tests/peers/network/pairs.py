@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from peers.network.connection import Connection, Credentials, greet, welcome
 from peers.network.data_port import Hello, read_opening
+from peers.network.link import Link
 from peers.values.identity import Identity
 from peers.values.wire import Reach
 
@@ -45,6 +46,11 @@ async def connected(
     near, far = socket_pair()
     greeting = greet(near, left, right.peer_id, is_lefts, reach)
     return await asyncio.gather(greeting, answer_greeting(far, right, reach))
+
+
+def opened_by_them(link: Link) -> int:
+    """Return the number of connections on which the other side opens conversations."""
+    return len(link.connections) - link.ours
 
 
 def open_files() -> int:

@@ -148,7 +148,7 @@ def test_who_stops_waiting_leaves_no_half_of_a_question_behind() -> None:
     async def answer_on(channel: Channel) -> None:
         while frame := await channel.read_frame_header():
             payload = bytearray(frame[1])
-            await channel.read_frame_data(payload)
+            await channel.read_data(payload)
             question = unpack(_Question, frame[0])
             answer = await echo("", question.name, bytes(payload))
             await channel.send_message(pack(_Verdict(number=question.number, is_answered=True)), answer)

@@ -71,7 +71,7 @@ async def read_frames(channel: Channel) -> list[tuple[bytes, bytearray]]:
     frames = []
     while announced := await channel.read_frame_header():
         header, data = announced[0], bytearray(announced[1])
-        await channel.read_frame_data(data)
+        await channel.read_data(data)
         frames.append((header, data))
         await channel.answer_frame(True)
     return frames
@@ -215,7 +215,7 @@ def test_both_ends_ask_their_throttles_for_every_byte(gives_way: bool) -> None:
     async def read_frame(channel: Channel) -> None:
         announced = await channel.read_frame_header()
         assert announced is not None
-        await channel.read_frame_data(bytearray(announced[1]))
+        await channel.read_data(bytearray(announced[1]))
 
     async def both(send: Callable[[Channel], Awaitable[Any]], receive: Callable[[Channel], Awaitable[Any]]) -> None:
         upload, download = Counted(), Counted()
@@ -281,7 +281,7 @@ def test_a_refusal_is_read_to_its_end_or_it_is_none(length: int) -> None:
 
     async def refused(channel: Channel) -> tuple[type, bool, bytes]:
         outcome = (await asyncio.gather(channel.read_verdict(), return_exceptions=True))[0]
-        return type(outcome), channel.was_refused, await rest_of(channel)
+        return type(outcome), channel.is_finished, await rest_of(channel)
 
     raw = streams.REFUSED + streams.REASON_LENGTH.pack(length) + b"x" * length
     outcome, _ = converse(refused, lambda channel: send_raw(channel, raw))

@@ -29,7 +29,7 @@ from peers.network.channel import (
 )
 from peers.network.throttle import PIECE, Throttle
 from tests.peers.network.test_channel import BROKEN, channels, converse, rest_of, send_raw
-from tests.peers.network.test_throttle import now, simulate
+from tests.peers.network.test_throttle import simulate
 
 SIZE_LIMIT = 4 * PIECE
 
@@ -179,7 +179,7 @@ def test_a_stream_that_breaks_off_says_what_was_confirmed_and_what_was_not() -> 
         for answer in (True, False):
             announced = await channel.read_frame_header()
             assert announced is not None
-            await channel.read_frame_data(bytearray(announced[1]))
+            await channel.read_data(bytearray(announced[1]))
             await channel.answer_frame(answer)
 
     broken, _ = exchange(outbox, break_off)
@@ -197,7 +197,7 @@ def test_only_so_many_chunks_are_under_way_without_an_answer() -> None:
         for _ in range(FRAMES_UNDER_WAY):
             announced = await channel.read_frame_header()
             assert announced is not None
-            await channel.read_frame_data(bytearray(announced[1]))
+            await channel.read_data(bytearray(announced[1]))
         for _ in range(100):
             await asyncio.sleep(0)
         return outbox.given
@@ -349,7 +349,7 @@ def test_a_chunk_that_takes_long_under_a_cap_is_not_a_stall(pieces: int) -> None
 
     async def scenario() -> None:
         rate = pieces * PIECE / (1.5 * STALL_TIMEOUT)
-        left, right = await channels(upload=Throttle(rate, now))
+        left, right = await channels(upload=Throttle(rate))
         outbox, inbox = Outbox([bytes(pieces * PIECE)] * 2), Inbox()
         receiving = asyncio.create_task(inbox.receive(right))
         try:
@@ -368,7 +368,7 @@ def test_many_streams_share_one_cap_and_none_breaks() -> None:
     """Regression: 5 members with 4 streams each, and 2 Mbit/s for all of them."""
 
     async def scenario() -> None:
-        throttle = Throttle(250_000, now)
+        throttle = Throttle(250_000)
 
         async def one() -> list[tuple[int, bool]]:
             left, right = await channels(upload=throttle)

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from peers.errors import RemoteProtocolError
 from peers.network import connection
-from peers.network.connection import Connection, Credentials, _peer_of, greet, welcome
+from peers.network.connection import Credentials, TlsTransport, _peer_of, greet, start_tls, welcome
 from peers.network.data_port import CERTIFICATE_BYTES, Hello, read_opening
-from peers.network.direct_io import TlsTransport, start_tls
 from peers.values.identity import Identity
 from peers.values.wire import Reach
 from tests.peers.network.pairs import connected, credentials_of, open_files, socket_pair
@@ -140,15 +139,3 @@ def test_nothing_of_the_key_is_left_open() -> None:
     one = Credentials(Identity.generate())
     assert one.accepting(OTHER.certificate) is one.accepting(OTHER.certificate)
     assert open_files() == before
-
-
-def test_a_connection_that_proves_nothing_is_nobodys() -> None:
-    async def scenario() -> None:
-        ours, theirs = await connected(ME, OTHER)
-        assert isinstance(ours, Connection)
-        with pytest.raises(RemoteProtocolError):
-            connection._check(ours.writer.get_extra_info("ssl_object"), IMPOSTOR.peer_id)
-        ours.close()
-        theirs.close()
-
-    simulate(scenario())

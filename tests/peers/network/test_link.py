@@ -17,7 +17,7 @@ from peers.network.link import CALLS, CONNECTIONS, DIAL_PAUSE, OPEN_TIMEOUT, Lin
 from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
 from peers.values.wire import Reach
-from tests.peers.network.pairs import connected, credentials_of
+from tests.peers.network.pairs import connected, credentials_of, opened_by_them
 from tests.peers.network.test_throttle import now, simulate
 
 US, THEM = credentials_of("us"), credentials_of("them")
@@ -172,7 +172,7 @@ def test_a_connection_whose_conversation_broke_is_never_used_again(how: str, cap
                     await both.say("break" if how == "an error there" else "fail")
             await both.settle()
             assert [one.is_open for one in both.made] == [True, False]
-            assert both.ours.connections == both.theirs.connections == 1
+            assert len(both.ours.connections) == len(both.theirs.connections) == 1
             await both.say("echo")
             assert len(both.made) == 3
 
@@ -230,7 +230,7 @@ def test_as_many_connections_are_dialled_as_conversations_wait() -> None:
             opened = await asyncio.gather(*openings)
             assert len({id(channel) for channel in opened}) == 5
             assert sum(both.dials) == 4
-            assert (both.ours.ours, both.theirs.theirs, both.ours.theirs) == (6, 6, 0)
+            assert (both.ours.ours, opened_by_them(both.theirs), opened_by_them(both.ours)) == (6, 6, 0)
 
     simulate(scenario())
 
@@ -305,7 +305,7 @@ def test_of_too_many_of_theirs_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) 
             for _ in range(4):
                 await both.connect(is_ours=False)
             assert [one.is_open for one in both.made] == [False, True, True, True]
-            assert both.ours.theirs == 3
+            assert opened_by_them(both.ours) == 3
             ends = [await connected(US, THEM) for _ in range(4)]
             for ours, _ in ends:
                 both.ours.add(ours)
@@ -321,14 +321,14 @@ def test_the_best_way_of_all_connections_counts() -> None:
         async with pair(0) as both:
             assert both.ours.reach is Reach.NONE
             for reach in (Reach.RELAYED, Reach.PUNCHED, Reach.OPEN):
-                waiting = asyncio.create_task(both.ours.wait_until_up(1.0))
+                waiting = asyncio.create_task(both.ours.wait_for(lambda: both.ours.is_up, 1.0))
                 await both.connect(reach=reach)
                 await waiting
                 assert both.ours.reach is reach
             both.ours.close()
             assert both.ours.reach is Reach.NONE, "at once"
             began = now()
-            await both.ours.wait_until_up(3.0)
+            await both.ours.wait_for(lambda: both.ours.is_up, 3.0)
             assert now() - began == pytest.approx(3.0)
 
     simulate(scenario())
@@ -345,7 +345,7 @@ def test_calls_share_one_conversation() -> None:
             with pytest.raises(PeerUnreachableError, match="no answer in time"):
                 await both.ours.call("never", b"", 5.0)
             assert await both.ours.call("again", b"", 5.0) == b"again"
-            assert both.ours.connections == len(both.made) == 1
+            assert len(both.ours.connections) == len(both.made) == 1
 
     simulate(scenario())
 
@@ -415,11 +415,11 @@ def test_what_was_connected_before_the_other_side_moved_is_dead(is_ours: bool) -
         old = [await connected(US, before, side) for side in (True, False)]
         for ours, _ in old:
             pair.ours.add(ours)
-        assert pair.ours.connections == 2
+        assert len(pair.ours.connections) == 2
         new, theirs = await connected(US, after, is_ours)
         pair.ours.add(new)
         assert [ours.is_open for ours, _ in old] == [False, False]
-        assert (pair.ours.connections, new.is_open) == (1, True)
+        assert (len(pair.ours.connections), new.is_open) == (1, True)
         pair.ours.close()
         for other in (theirs, *(end for _, end in old)):
             other.close()

@@ -15,16 +15,15 @@ from peers.network import data_port, introductions, link, links
 from peers.network.channel import Channel, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection, Credentials, greet
 from peers.network.contacts import Contact
-from peers.network.data_port import Seen, probe
+from peers.network.data_port import LinkInfo, Seen, probe
 from peers.network.introductions import INTRODUCE, MEET, Arranging
 from peers.network.link import CONNECTIONS, Link
 from peers.network.links import LINK_TIMEOUT, MORE, UNKNOWN, Links, LinkSettings, _Way
-from peers.network.relays import LinkInfo
 from peers.network.sockets import dial, listen
 from peers.network.throttle import UNLIMITED
 from peers.values.identity import Identity
 from peers.values.wire import Reach, pack, unpack
-from tests.peers.network.pairs import open_files, sorted_identities
+from tests.peers.network.pairs import open_files, opened_by_them, sorted_identities
 
 DEADLINE = 240.0  # seconds
 REFUSING = "127.0.0.1:1"  # where nobody listens
@@ -204,7 +203,7 @@ def test_more_than_there_may_be_is_not_dialled() -> None:
                 await on_more(other.peer, pack(links._More(connections=0)))
             other.know(dialler.contact(), eagerly=False)
             await on_more(other.peer, pack(links._More(connections=1 << 60)))
-            assert link.theirs <= CONNECTIONS
+            assert opened_by_them(link) <= CONNECTIONS
 
     run(scenario())
 
@@ -217,9 +216,9 @@ def test_who_lost_its_only_connection_is_given_another() -> None:
             dialler.know(other.contact())
             here, there = await dialler.until_up(other), await other.until_up(dialler)
             await other.until(lambda: there.ours > 0)
-            lost = next(one for one in there._connections if one.is_ours)
+            lost = next(one for one in there.connections if one.is_ours)
             lost.close()
-            await dialler.until(lambda: here.theirs == 0)
+            await dialler.until(lambda: opened_by_them(here) == 0)
             with pytest.raises(PeerUnreachableError):
                 await other.links.way(dialler.peer).dial_more(1)
             dialler.know(other.contact())
@@ -340,11 +339,11 @@ def test_a_peer_that_nobody_knows_gets_few_connections() -> None:
             for extra in connections[UNKNOWN:]:
                 with pytest.raises((asyncio.IncompleteReadError, OSError)):
                     await extra.reads.read(1, None)
-            assert node.links.link(stranger.peer_id).connections == UNKNOWN
+            assert len(node.links.link(stranger.peer_id).connections) == UNKNOWN
             node.know(Contact(stranger.peer_id, (REFUSING,)), eagerly=False)
             sock = await dial(endpoint, DEADLINE)
             connections.append(await greet(sock, stranger, node.peer, True, Reach.OPEN))
-            await node.until(lambda: node.links.link(stranger.peer_id).connections == UNKNOWN + 1)
+            await node.until(lambda: len(node.links.link(stranger.peer_id).connections) == UNKNOWN + 1)
             for one in connections:
                 one.close()
 
@@ -419,13 +418,15 @@ def test_all_connections_together_are_bounded() -> None:
     async def scenario() -> None:
         async with nodes(3) as (one, two, node):
             node.links._room = 4
-            assert node.links._has_room_for(one.peer)
             one.know(node.contact())
             await one.until_up(node)
-            await node.until(lambda: node.links.is_up(one.peer) and node.links.link(one.peer).connections == 2)
-            assert not node.links._has_room_for(two.peer), "half of it is for those whom we know"
+            await node.until(lambda: len(node.links.link(one.peer).connections) == 2)
+            _, connection = await made_up(node)
+            await is_ended(connection)  # half of the room is for those that we know
             node.know(two.contact(), eagerly=False)
-            assert node.links._has_room_for(two.peer)
+            two.know(node.contact())
+            await node.until(lambda: len(node.links.link(two.peer).connections) == 2)
+            two.links.link(node.peer).close()
 
     run(scenario())
 
@@ -536,7 +537,7 @@ def test_a_relayed_link_takes_the_direct_way_once_there_is_one(monkeypatch: pyte
             near.know(far.contact())
             await one.until(lambda: here.reach is Reach.OPEN)
             await other.until(lambda: there.reach is Reach.OPEN)
-            await near.until(lambda: near.links.link(far.peer).gives(Reach.OPEN))
+            await near.until(lambda: any(not one.is_ours for one in near.links.link(far.peer).connections))
             await asyncio.gather(*(talk(link) for link in (here, there) for _ in range(3)))
             assert all(idle.reach is Reach.OPEN for link in (here, there) for idle in link._idle)
 
@@ -568,13 +569,24 @@ def test_an_address_of_a_node_that_is_out_of_reach_is_not_used() -> None:
         async with around_a_relay() as (one, other, relay):
             out_of_reach = relay.address.replace("127.0.0.1", "127.0.0.2")
             one.links.start(one.links.arranging.keep([out_of_reach]))
-            node = await one.links.arranging._relays.find(out_of_reach)
+            node = await one.links.arranging._find(out_of_reach)
             assert node is not None
             one.know(other.contact((REFUSING,), (out_of_reach, relay.address)))
             assert (await one.until_up(other)).reach is Reach.RELAYED
             assert not node.is_reached
             assert one.links.arranging.addresses == (relay.address,)
             assert len(one.links.arranging.nodes) == 1
+
+    run(scenario())
+
+
+def test_a_node_relays_for_nobody_unless_told_at_how_many_megabits() -> None:
+    async def scenario() -> None:
+        async with nodes(2, relay_limit=8.0) as (one, relay):
+            assert LinkSettings().relay_limit is None
+            assert one.links.arranging.splicer is None
+            assert relay.links.arranging.splicer is not None
+            assert relay.links.arranging.splicer._throttle._rate == 1e6  # bytes
 
     run(scenario())
 
@@ -676,14 +688,14 @@ def test_a_look_at_a_relay_that_fails_is_not_the_last(monkeypatch: pytest.Monkey
         async with nodes(2, relay_limit=1e9) as (one, relay):
             monkeypatch.setattr(introductions, "LOOK_INTERVAL", 0.01)
             errors = [ZeroDivisionError(), ValueError()]
-            find = one.links.arranging._relays.find
+            find = one.links.arranging._find
 
             async def find_later(address: str) -> Any:
                 if errors:
                     raise errors.pop()
                 return await find(address)
 
-            monkeypatch.setattr(one.links.arranging._relays, "find", find_later)
+            monkeypatch.setattr(one.links.arranging, "_find", find_later)
             one.links.start(one.links.arranging.keep([relay.address.replace("/ip4/127.0.0.1", "/dns4/localhost")]))
             await one.until(lambda: bool(one.links.arranging.addresses))
             assert isinstance(await probe(relay.contact().endpoints[0]), Seen)

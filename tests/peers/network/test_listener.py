@@ -14,28 +14,27 @@ from peers.errors import RemoteProtocolError
 from peers.network import data_port
 from peers.network.data_port import (
     UNKNOWN_OF_ONE_NETWORK,
+    Hello,
     Listener,
-    Opening,
     Strangers,
-    _Probe,
     pack_opening,
 )
 from tests.peers.network.pairs import open_files
 
 DEADLINE = 120.0  # seconds
-OPENING = _Probe(ports=())
+OPENING = Hello(to="a" * 20, certificate=b"", is_yours=True)
 
 
 class Door:
-    """A listener that answers every opening with "in"."""
+    """A listener that answers every greeting with "in"."""
 
     def __init__(self) -> None:
-        self.openings: list[Opening] = []
+        self.openings: list[Hello] = []
         self.writers: list[asyncio.StreamWriter] = []
         self.error: Exception | None = None
-        self.listener = Listener(["127.0.0.1"], 0, self.accept)
+        self.listener = Listener(["127.0.0.1"], 0, self.accept, None)
 
-    async def accept(self, sock: socket.socket, opening: Opening) -> None:
+    async def accept(self, sock: socket.socket, opening: Hello) -> None:
         with sock:
             self.openings.append(opening)
             if self.error:

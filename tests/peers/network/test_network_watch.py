@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections import deque
 
 import pytest
 from hypothesis import given
@@ -15,8 +16,8 @@ from peers.network.own_network import (
     INTERVAL,
     LONG_OFFLINE,
     LONG_SLEEP,
+    _changes,
     _network_towards,
-    _NetworkDetector,
     _observe,
     watch_network,
 )
@@ -29,13 +30,15 @@ class Machine:
     """Is looked at once a second."""
 
     def __init__(self, *networks: str) -> None:
-        self._detector = _NetworkDetector()
+        self._looks: deque[tuple[float, frozenset[str]]] = deque()
+        self._changes = _changes(iter(self._looks.popleft, None))
         self._clock = 1000.0
         self.changes = [change for change in [self.look(*networks)] if change]
 
     def look(self, *networks: str, after: float = INTERVAL) -> str:
         self._clock += after
-        return self._detector.see(self._clock, frozenset(networks))
+        self._looks.append((self._clock, frozenset(networks)))
+        return next(self._changes)
 
     def offline(self, seconds: float) -> None:
         for _ in range(int(seconds / INTERVAL)):
@@ -103,12 +106,10 @@ LOOKS = st.lists(
 
 @given(LOOKS)
 def test_whatever_is_seen_all_sleep_is_told_of(looks: list[tuple[float, frozenset[str]]]) -> None:
-    detector, clock, told, slept = _NetworkDetector(), 0.0, 0.0, 0.0
-    detector.see(clock, looks[0][1])
+    machine, told, slept = Machine(*looks[0][1]), 0.0, 0.0
     for after, networks in (*looks[1:], (INTERVAL, frozenset({HOME}))):
-        clock += after
         slept += after - INTERVAL if after - INTERVAL >= LONG_SLEEP else 0.0
-        change = detector.see(clock, networks)
+        change = machine.look(*networks, after=after)
         assert networks or not change
         told += float(seconds[1]) if (seconds := re.match(r"it slept for (\d+) s", change)) else 0.0
     assert told == pytest.approx(slept, abs=len(looks))

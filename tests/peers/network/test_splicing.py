@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from peers.network import relays
-from peers.network.data_port import Splice
-from peers.network.relays import TOKEN_LIFETIME, Splicer
+from peers.network import data_port
+from peers.network.data_port import TOKEN_LIFETIME, Splice, Splicer
 from tests.peers.network.pairs import open_files, socket_pair
 from tests.peers.network.test_throttle import now, simulate
 
@@ -138,7 +137,7 @@ def test_a_token_joins_so_many_connections_and_no_more() -> None:
     async def scenario() -> None:
         async with splicer() as relay:
             token = token_of(relay)
-            pairs = [(comes(relay, token), comes(relay, token)) for _ in range(relays.JOINED_OF_ONE_TOKEN)]
+            pairs = [(comes(relay, token), comes(relay, token)) for _ in range(data_port.JOINED_OF_ONE_TOKEN)]
             assert await has_ended(comes(relay, token))
             for one, other in pairs:
                 assert not await has_ended(one)
@@ -148,8 +147,8 @@ def test_a_token_joins_so_many_connections_and_no_more() -> None:
 
 
 def test_one_peer_cannot_use_up_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "TOKENS_OF_ONE_PEER", 3)
-    monkeypatch.setattr(relays, "TOKENS", 5)
+    monkeypatch.setattr(data_port, "TOKENS_OF_ONE_PEER", 3)
+    monkeypatch.setattr(data_port, "TOKENS", 5)
 
     async def scenario() -> None:
         async with splicer() as relay:

@@ -75,7 +75,7 @@ def now() -> float:
 )
 def test_the_rate_is_kept_within_five_percent(rate: float, piece: int, callers: int) -> None:
     async def scenario() -> None:
-        throttle, pieces = Throttle(rate, now), max(1, round(20 * rate / piece / callers))
+        throttle, pieces = Throttle(rate), max(1, round(20 * rate / piece / callers))
 
         async def send() -> None:
             for _ in range(pieces):
@@ -93,7 +93,7 @@ def test_no_second_carries_more_than_the_cap_and_a_burst() -> None:
     """Whatever the pauses between: who was idle may save up a twentieth of a second, and no more."""
 
     async def scenario() -> None:
-        throttle, passed = Throttle(MEGABYTE, now), list[tuple[float, int]]()
+        throttle, passed = Throttle(MEGABYTE), list[tuple[float, int]]()
         for pause in (0.0, 0.01, 0.1, 3600.0, 0.0, 1.0):
             await asyncio.sleep(pause)
             for _ in range(500):
@@ -109,7 +109,7 @@ def test_no_second_carries_more_than_the_cap_and_a_burst() -> None:
 def test_without_a_cap_nothing_waits() -> None:
     async def scenario() -> None:
         for _ in range(1000):
-            await Throttle(None, now).take(1 << 40)
+            await Throttle(None).take(1 << 40)
         assert now() == 0.0
 
     simulate(scenario())
@@ -117,7 +117,7 @@ def test_without_a_cap_nothing_waits() -> None:
 
 def test_waiting_callers_are_served_in_turn() -> None:
     async def scenario() -> None:
-        throttle, served = Throttle(1000, now), list[tuple[int, float]]()
+        throttle, served = Throttle(1000), list[tuple[int, float]]()
 
         async def send(number: int) -> None:
             await throttle.take(1000)
