@@ -36,7 +36,7 @@ from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.run_failures import RunFailures
-from peers.network.transport import CallHandler, HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import state_told
@@ -48,7 +48,7 @@ from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_heade
 from peers.transfer.payloads import PayloadError, Payloads, serve_payloads
 from peers.transfer.proofs import MissingProofs, serve_proofs
 from peers.transfer.snapshot_fetch import Vouched, ask_size, fetch_snapshot
-from peers.transfer.snapshots import Snapshot, SnapshotSource, serve_snapshots
+from peers.transfer.snapshots import Snapshot, serve_snapshots
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -70,7 +70,7 @@ FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, S
 
 
 class ArchivedRun:
-    """What is kept of one run. Implements `SnapshotSource`."""
+    """What is kept of one run. Implements `peers.transfer.snapshots.SnapshotSource`."""
 
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path, room: _DiskRoom) -> None:
         """May take long, since all that is here is digested. Raises: DilocoPeerError when the folder cannot be used."""
@@ -110,12 +110,10 @@ class ArchivedRun:
     def _load(self) -> None:
         """Give the newest checkpoint from now on, and drop the payloads before the oldest."""
         checkpoints = Checkpoints(self.folder.checkpoints, self.run.run_id)
-        checkpoint = checkpoints.load_newest()
-        if checkpoint is None:
-            return
-        self._snapshot = checkpoint
-        self._size_is(len(checkpoint.data))
-        self.log.prune(min(checkpoints.indices()))
+        if (checkpoint := checkpoints.load_newest()) is not None:
+            self._snapshot = checkpoint
+            self._size_is(len(checkpoint.data))
+            self.log.prune(min(checkpoints.indices()))
 
     def _size_is(self, state_bytes: int) -> None:
         if not self.buffers:
@@ -392,15 +390,14 @@ class Archive:
 
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Keep every run of `manifests`, which is looked through again and again, until cancelled."""
-        sources: dict[str, SnapshotSource] = {}
         pasts: dict[str, Past] = {}
         kept: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
-        await serve_snapshots(transport, sources)
+        await serve_snapshots(transport, self._runs)
         await serve_headers(transport, pasts, self._is_member)
         await serve_payloads(transport, kept)
         await serve_proofs(transport, logs)
-        await transport.on_call(CALL, self._answerer(transport))
+        await transport.on_call(CALL, partial(self._answer, transport))
         opening = RunFailures("opening its archive")
         await asyncio.to_thread(self._room.measure)
         async with asyncio.TaskGroup() as tasks:
@@ -411,7 +408,7 @@ class Archive:
                     archived, task = self._runs[run_id], keeping.pop(run_id)
                     task.cancel()
                     await asyncio.wait([task])
-                    for served in (self._runs, sources, pasts, kept, logs):
+                    for served in (self._runs, pasts, kept, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
                     if archived.end.last is None:  # else a flood of made-up runs would have the work of others removed
@@ -419,11 +416,9 @@ class Archive:
                         self._room.forget(run_id)
                 for run_id in [one for one in known if one not in keeping and opening.is_due(one)]:
                     with opening.caught(run_id):
-                        run = Run.from_manifest(known[run_id])
-                        place = (self._folder, self._room)
+                        run, place = Run.from_manifest(known[run_id]), (self._folder, self._room)
                         archived = await asyncio.to_thread(ArchivedRun, run, self._identity, transport, *place)
-                        self._runs[run_id], sources[run_id] = archived, archived
-                        pasts[run_id], logs[run_id] = archived.log.stretch, archived.log
+                        self._runs[run_id], pasts[run_id], logs[run_id] = archived, archived.log.stretch, archived.log
                         keeping[run_id] = tasks.create_task(self._keep_one(archived, kept))
                 await asyncio.sleep(POLL)
 
@@ -455,32 +450,27 @@ class Archive:
         if archived.end.last is not None:
             metrics.ARCHIVED_OUTER_STEP.labels(archived.run.run_id).set(archived.end.position.index)
 
-    def _answerer(self, transport: HivemindTransport) -> CallHandler:
-        async def answer(sender: str, data: bytes) -> bytes:
-            for run_id, archived in self._runs.items():
-                try:
-                    message = unpack_message(run_id, data, None)
-                except WireError:
-                    continue  # of another run
-                transport.check_admitted(run_id, sender)
-                reply = archived.answer(message) if isinstance(message, Inquire) else None
-                if reply is not None:
-                    with suppress(PeerUnreachableError):
-                        await transport.call(sender, CALL, reply, CALL_TIMEOUT)
-                return b""
-            raise RemoteProtocolError(sender, "a message of no run that is kept here")
-
-        return answer
+    async def _answer(self, transport: HivemindTransport, sender: str, data: bytes) -> bytes:
+        for run_id, archived in self._runs.items():
+            try:
+                message = unpack_message(run_id, data, None)
+            except WireError:
+                continue  # of another run
+            transport.check_admitted(run_id, sender)
+            reply = archived.answer(message) if isinstance(message, Inquire) else None
+            if reply is not None:
+                with suppress(PeerUnreachableError):
+                    await transport.call(sender, CALL, reply, CALL_TIMEOUT)
+            return b""
+        raise RemoteProtocolError(sender, "a message of no run that is kept here")
 
 
 # The disk's room ------------------------------------------------------------------------------------------------------
 # A stranger decides how large a run is.
 
 
-DISK_SHARE = 0.9
-"""Of what is free, or taken by the runs already, that they may take unless their owner says how much."""
-RUN_SHARE = 4
-"""One run may take one such part of all."""
+DISK_SHARE = 0.9  # of what is free or taken by the runs already, that they may take unless their owner says how much
+RUN_SHARE = 4  # one run may take one such part of all
 
 
 class _NoRoomError(MachineError):

@@ -86,20 +86,10 @@ class Checkpoints:
         """Return the first good one of these; each that is not good is named in the log. None: none is good."""
         for index in indices:
             try:
-                return self.load(index)
+                return load_checkpoint(self.folder / file_name(index), self.run)
             except CheckpointError as error:
                 logger.warning("%s It is skipped; another checkpoint is used if there is one.", error.message)
         return None
-
-    def load(self, index: int) -> Checkpoint:
-        """The one after `index` outer steps. Raises: CheckpointError when it is missing, damaged or of another run."""
-        path = self.folder / file_name(index)
-        if not path.exists():
-            there = ", ".join(map(str, self.indices())) or "none"
-            raise CheckpointError(
-                f"{self.folder} has no checkpoint after {index} outer steps.", f"Choose one that is there: {there}."
-            )
-        return load_checkpoint(path, self.run)
 
 
 def load_checkpoint(path: Path, run: str) -> Checkpoint:
@@ -227,13 +217,13 @@ async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> t
             after = at
             for header in headers:
                 after = after.append(header)
-            found = {header.fragment: header.payload for header in headers if header.payload != NO_PAYLOAD}
-            payloads = {part: await asyncio.to_thread(log.payload, digest) for part, digest in found.items()}
-            if not all(payloads.values()):
+            named = [header for header in headers if header.payload != NO_PAYLOAD]
+            kept = {one.fragment: await asyncio.to_thread(log.payload, one.payload) for one in named}
+            payloads = {fragment: payload.data for fragment, payload in kept.items() if payload}
+            if len(payloads) < len(named):
                 logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
                 break
-            found_here = {part: payload.data for part, payload in payloads.items() if payload}
-            await step(workload, index, found_here, at.amendment)
+            await step(workload, index, payloads, at.amendment)
             state_digest = await workload.state_digest()
         except (LogError, BadBlocksError) as error:
             logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)
