@@ -14,7 +14,7 @@ import numpy as np
 
 from opendiloco import kernels
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.model.initial_weights import check_initial_weights
 from opendiloco.run import Run
 from opendiloco.storage.loading import Checkpoint, Checkpoints
@@ -189,7 +189,7 @@ class _Proofs:
             findings.is_verified("proofs of faults", index)
 
 
-def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None, own: OwnFiles = NONE) -> Findings:
+def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) -> Findings:
     """Verify all that can be verified of the log in a folder.
 
     Raises: LogFolderError when it cannot be read, and what building the model raises.
@@ -262,19 +262,15 @@ def _check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> 
 
 
 def _start_states(
-    folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings, own: OwnFiles = NONE
+    folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings, own: OwnFiles
 ) -> _States | None:
     """Where states can be computed from: the given checkpoint, the run's initial model, or else a checkpoint beside the
     log. None, and noted why, if from nowhere.
 
     Raises: CheckpointError when the folder of checkpoints is unreadable.
     """
-    if (
-        checkpoint is None
-        and len(chain)
-        and chain.first == 0
-        and all(_is_here(folder, one) for one in chain.cycles(0, 1))
-    ):
+    has_first = len(chain) > 0 and chain.first == 0 and all(_is_here(folder, one) for one in chain.cycles(0, 1))
+    if checkpoint is None and has_first:
         from opendiloco.model.build import initial_theta
 
         theta = initial_theta(run.with_own(own).config)

@@ -268,18 +268,14 @@ def _finish(path: Path, rate: float | None) -> int:
         _, _, start = read_header(file)
         file.seek(0)
         place = digest_place(file.read(start))
-        done = flushed = 0
         for data in RateLimit(rate).read(file, PIECE):
             digest.update(data)
-            done += len(data)
-            if done - flushed >= FLUSH:
-                os.fdatasync(file.fileno())
-                flushed = done
         os.pwrite(file.fileno(), digest.hexdigest().encode(), place)
         os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
     partial.replace(path)
     sync_folder(path.parent)
-    return start + done
+    return size
 
 
 JOBS: dict[str, type[CheckpointJob | MomentsJob]] = {kind.__name__: kind for kind in (CheckpointJob, MomentsJob)}
