@@ -7,8 +7,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,7 @@ async def enter(
         path = folder.path / REVOCATIONS_FILE
         with suppress(OSError, TicketError):
             admission.revoke(path.read_bytes())
-        transport.runs.admissions.on_revoked = _kept_in(path, run.run_id)
+        transport.runs.admissions.on_revoked = partial(_keep, path, run.run_id)
     for address in addresses:
         with suppress(PeerUnreachableError, RemoteProtocolError):
             await transport.runs.admissions.exchange(transport.call, run.run_id, peer_id_of(address))
@@ -141,21 +142,17 @@ async def ask_for_signed_heads(
             pass
         except (OSError, SignedHeadsError) as error:
             logger.warning("%s is passed over: %s", path, error)
-        transport.runs.heads.on_news = _kept_in(path, run.run_id)
+        transport.runs.heads.on_news = partial(_keep, path, run.run_id)
     with suppress(TimeoutError):
         async with asyncio.timeout(ASK_LIMIT):
             await transport.runs.heads.ask(transport.call, run.run_id, map(peer_id_of, addresses))
 
 
-def _kept_in(path: Path, run_id: str) -> Callable[[str, bytes], None]:
-    """Return what writes each newer list of a run into a file."""
-
-    def keep(run: str, packed: bytes) -> None:
-        if run == run_id:
-            with suppress(OSError):  # others have it, too
-                write_whole(path, [packed])
-
-    return keep
+def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
+    """Write the newest list of a run into a file, if it is the run with this id."""
+    if run == run_id:
+        with suppress(OSError):  # others have it, too
+            write_whole(path, [packed])
 
 
 # An organiser's tickets ---------------------------------------------------------------------------------------

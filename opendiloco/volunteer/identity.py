@@ -61,7 +61,7 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
     Raises: LocalNetworkError when another process holds it, or the file cannot be read or made.
     """
     path = usable_path(path)
-    identity = load_identity(path)
+    identity = Identity.load_or_create(path)
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -89,14 +89,17 @@ class Session:
                 key, invite.addresses, listen, settings.announce, links=links, remembered=remembered.addresses
             ) as transport:
                 transport.cap(caps)
-                run = self._as_wanted(await find_run(transport, invite.run_id, before.remembered_manifest()))
+                run = await find_run(transport, invite.run_id, before.remembered_manifest())
+                run = run.with_data(settings.data).with_own(settings.own_files)
+                run = replace(run, goes_on_alone=settings.on_partition == "continue")
                 folder = RunFolder.open(run, key.peer_id, settings.state)
                 await ask_for_signed_heads(transport, run, invite.addresses, folder)
                 admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
                 view.say(f"found run {run.run_id}; starting a worker (some seconds)")
                 at_stage(CHECKING)
+                neighbours = announced(key.peer_id, run.run_id, transport.addresses)
                 async with (
-                    self._announced(transport, run.run_id),
+                    neighbours if settings.local_network else nullcontext(),
                     listening(transport, run.run_id) as sole,
                     working(run, settings.workers) as workload,
                     Checkpointer(self._keeping(folder, caps)) as checkpointer,
@@ -123,16 +126,6 @@ class Session:
                     reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons)
                     async with view.showing(reader):
                         await volunteer.take_part()
-
-    def _announced(self, transport: HivemindTransport, run_id: str) -> AbstractAsyncContextManager[None]:
-        if not self.settings.local_network:
-            return nullcontext()
-        return announced(self.key.peer_id, run_id, transport.addresses)
-
-    def _as_wanted(self, run: Run) -> Run:
-        """Return the run with what its owner chooses here. Raises: DataError."""
-        run = run.with_data(self.settings.data).with_own(self.settings.own_files)
-        return replace(run, goes_on_alone=self.settings.on_partition == "continue")
 
     def _keeping(self, folder: RunFolder, caps: Caps) -> KeepingPlan:
         settings, rate = self.settings, self.settings.checkpoint_rate
