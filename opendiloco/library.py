@@ -31,8 +31,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -188,13 +189,11 @@ class _LoopWorker:
         goes_on: bool = False,
     ) -> Trained:
         """Always from theta, and all of it at once: runs that stream are refused. What a loop does not say is NaN."""
-        began, steps = time.monotonic(), 0
+        began = time.monotonic()
 
         def progressed(progress: Progress) -> None:
-            nonlocal steps
-            steps = progress.inner_step
             taken = InnerStepDone(
-                inner_step=steps,
+                inner_step=progress.inner_step,
                 loss=math.nan if progress.loss is None else progress.loss,
                 gradient_norm=math.nan,
                 learning_rate=math.nan,
@@ -208,7 +207,7 @@ class _LoopWorker:
         trained = await asyncio.wrap_future(outer_step.trained)
         done = InnerLoopDone(
             tokens=trained.tokens,
-            inner_steps=steps,
+            inner_steps=outer_step.steps_done,
             loss=trained.loss,
             gradient_norm=math.nan,
             learning_rate=math.nan,
@@ -525,7 +524,7 @@ class DiLoCo:
             outer_step.report(Progress(outer_step.steps_done, self._loss, speed))
             if outer_step.steps_done < outer_step.work.steps and trained.samples != outer_step.work.samples:
                 return
-            outer_step.finish(self._publish, trained)
+            outer_step.finish(lambda: self._shards.store(trainable(self._model), self._worker.vectors.local), trained)
         self._begin_outer_step()
 
     def _trained_in(self, outer_step: _OuterStep) -> Trained:
@@ -543,26 +542,18 @@ class DiLoCo:
                 logger.info(
                     "reading the run's text to evaluate theta on what is held out; evaluates=False leaves it out"
                 )
-            return self._held_out_loss(self._text or self._read(self.run.with_data(self._data)))
+            run = self.run.with_data(self._data)
+            section, held_out = run.config.evaluation, (self._text or self._read(run)).held_out
+            self._shards.load(self._worker.vectors.theta, trainable(self._model))
+            is_bf16, device = run.config.training.precision == "bf16", next(self._model.parameters()).device.type
+            precision = partial(torch.autocast, device, torch.bfloat16, enabled=is_bf16)
+            loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, precision)
+            is_runs_text = run.has_runs_text and section.digest in (None, held_out.digest(section.windows))
+            return HeldOut(loss, is_runs_text)
         except Exception as error:  # a model may be called in other ways than transformers'
             logger.warning("this loop takes no turns to evaluate theta: %s", first_line(error))
             self._evaluates = False
             return None
-
-    def _held_out_loss(self, text: TrainingData) -> HeldOut:
-        section, held_out = self.run.config.evaluation, text.held_out
-        self._shards.load(self._worker.vectors.theta, trainable(self._model))
-        loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, self._precision)
-        has_runs_text = self.run.with_data(self._data).has_runs_text
-        is_runs_text = has_runs_text and section.digest in (None, held_out.digest(section.windows))
-        return HeldOut(loss, is_runs_text)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        device = next(self._model.parameters()).device.type
-        return torch.autocast(device, torch.bfloat16, enabled=self.run.config.training.precision == "bf16")
-
-    def _publish(self) -> None:
-        self._shards.store(trainable(self._model), self._worker.vectors.local)
 
 
 def _leave_before_exit(reference: weakref.ref[_Swarm]) -> None:
