@@ -53,7 +53,6 @@ class WorkerGroup:
     device: str
     telemetry: Telemetry
     held_out_digest: str
-    reads_runs_text = True
     bytes_per_token: float
     under_way: UnderWay | None = None  # the newest training
 
@@ -138,7 +137,7 @@ class WorkerGroup:
         supervisor, fragments = self.supervisor, len(self.fragments)
         self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), fragments, on_step, on_captured)
         request = supervisor.requests.add(carry_out)
-        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
+        stored = await under_way.outcome(request, lambda: self.supervisor.tell(EndInnerLoop(number=number)))
         if not self._has_rests:
             await asyncio.shield(request)  # there is nothing more to take
         return Trained(stored.samples, stored.tokens, stored.loss)
@@ -146,16 +145,12 @@ class WorkerGroup:
     def end_rest(self) -> None:
         """Have workers leave their last inner steps, which may wait for averages that never come."""
         if self.under_way is not None and self.under_way.has_rest:
-            self._tell(EndInnerLoop(number=self._trainings))
+            self.supervisor.tell(EndInnerLoop(number=self._trainings))
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
         """Have workers go on with a fragment that they have stored in the newest training. If it `is_changed`, its new
         values are in `vectors.local`."""
-        number = self._trainings
-        self._tell(TakeAverage(number=number, fragment=fragment, is_changed=is_changed))
-
-    def _tell(self, command: ControlMessage) -> None:
-        self.supervisor.tell(command)
+        self.supervisor.tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
 
     # The model -------------------------------------------------------------------------------------------------------
     async def evaluate(self, windows: int) -> Evaluated:

@@ -104,20 +104,11 @@ class Needs:
         peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
         return None if peak is None else self.tokens / (UTILISATION * peak) / SECONDS_A_DAY
 
-    def bits_per_second(self, machine: _Machine) -> float | None:
-        """Return what its link must carry in each direction, so that rounds take no more than their share of the time.
-
-        A member of a large round sends two payloads and gets two.
-        """
-        round_seconds = self.round_seconds(machine)
-        return None if round_seconds is None else 8 * 2 * self.payload / round_seconds
-
-    def round_seconds(self, machine: _Machine) -> float | None:
-        """Return the share of an outer step's time that its rounds may take, with such GPUs."""
-        days = self.days(machine)
-        if days is None:
-            return None
-        return SECONDS_A_DAY * days / self.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
+    def link(self, days: float) -> tuple[float, float]:
+        """Return the seconds that a round may take of so many days of training, and the bits a second that a link must
+        carry in each direction for that: a member of a large round sends two payloads and gets two."""
+        seconds = SECONDS_A_DAY * days / self.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
+        return seconds, 8 * 2 * self.payload / seconds
 
 
 def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
@@ -153,13 +144,13 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
 
 def _time_on(machine: _Machine, needs: Needs) -> str:
     """Return the end of a sentence about a machine: how long it trains, and with which link."""
-    days, bits, rounds = needs.days(machine), needs.bits_per_second(machine), needs.round_seconds(machine)
     if needs.device_memory > machine.memory:
         return ": it is too small"
-    if days is None or bits is None or rounds is None:
+    if (days := needs.days(machine)) is None:
         return "; how fast it trains is not known"
+    round_seconds, bits = needs.link(days)
     time = f"; {days_in_words(days)} at {UTILISATION:.0%} of its peak"
-    if rounds < SHORTEST_ROUND:
+    if round_seconds < SHORTEST_ROUND:
         return f"{time}, and more for rounds, whatever its link"
     return f"{time}, with a link of {float(f'{bits / 1e6:.2g}'):,g} Mbit/s"
 

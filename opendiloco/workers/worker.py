@@ -53,7 +53,6 @@ from opendiloco.workers.control import (
     RunInnerLoop,
     TakeAverage,
 )
-from opendiloco.workers.options import WorkerOptions
 from peers.errors import DilocoPeerError
 
 if TYPE_CHECKING:
@@ -200,7 +199,8 @@ class Worker:
     """A configured worker: model, data and shared vectors."""
 
     def __init__(self, command: Configure, channel: ControlChannel) -> None:
-        _keep_to(command.options)
+        os.nice(command.options.nice)
+        cap_memory(command.options.max_memory, os.getppid())
         # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
         # it comes when it is known that there is a device to train on, and data.
         at_stage("importing torch")
@@ -363,12 +363,6 @@ class Worker:
         model = build_model(self._config, self._tokenizer, draws=draws, threads=self._options.threads)
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
         yield model
-
-
-def _keep_to(options: WorkerOptions) -> None:
-    """Take no more of the machine than its owner gives."""
-    os.nice(options.nice)
-    cap_memory(options.max_memory, os.getppid())
 
 
 @contextmanager

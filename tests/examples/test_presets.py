@@ -237,8 +237,10 @@ def test_the_page_says_what_a_preset_needs(name: str) -> None:
     sizes = one.device_memory, eight.device_memory, one.main_memory, one.main_memory_on_cpu, one.disk, 2 * one.payload
     assert f"| {name} | {' | '.join(rounded(size, 1e9, 3) for size in sizes)} |" in DOCUMENT
     by_machine = [(one if machine.gpus == 1 else eight, machine) for machine in MACHINES]
-    times = [rounded(needs.days(machine)) for needs, machine in by_machine]
-    links = [rounded(needs.bits_per_second(machine), 1e6) for needs, machine in by_machine]
+    days = [needs.days(machine) for needs, machine in by_machine]
+    times = [rounded(each) for each in days]
+    bits = [None if each is None else needs.link(each)[1] for each, (needs, _) in zip(days, by_machine, strict=True)]
+    links = [rounded(each, 1e6) for each in bits]
     row = (
         f"| {name} | {one.outer_steps:,} | {rounded(one.tokens, 1e9, 3)} | {' | '.join(times)} | {' | '.join(links)} |"
     )
