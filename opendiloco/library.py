@@ -242,8 +242,7 @@ class _LoopWorker:
         self._outer_steps.put(error)
 
     def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> _OuterStep | None:
-        """Wait for the swarm to begin one, and `evaluate` when it asks for that; None at the end. Raises: what went
-        wrong."""
+        """Wait for the swarm's next; `evaluate` when it asks; return None at the end. Raises: what went wrong."""
         while True:
             found = self._outer_steps.get()
             if isinstance(found, Future):
@@ -466,10 +465,7 @@ class DiLoCo:
         return () if self._outer_step is None else self._outer_step.work.samples
 
     def track(self, choice: str) -> None:
-        """Draw curves of this loop's training until it leaves: in "tensorboard:FOLDER" or "wandb:PROJECT".
-
-        Raises: ValueError for anything else; MachineError when the package for it is missing.
-        """
+        """Draw curves until it leaves, in "tensorboard:FOLDER" or "wandb:PROJECT". Raises: ValueError, MachineError."""
         chosen = [Choice.parse(choice)]
         peer = self._swarm.identity.peer_id
         opened = self._until_leaving.enter_context(tracking(chosen, self.run.run_id, peer))
@@ -533,8 +529,7 @@ class DiLoCo:
         return Trained(samples, training.sequence_length * sample_count(samples), self._loss or 0.0)
 
     def _evaluate(self) -> HeldOut | None:
-        """Return theta's loss on the run's held-out text, which is read at the first turn; None if the loop takes no
-        turns."""
+        """Return theta's loss on the run's held-out text, read at the first turn; None if the loop takes no turns."""
         if not self._evaluates:
             return None
         try:

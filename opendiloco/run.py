@@ -129,10 +129,7 @@ def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
 
 
 async def find_run(network: HivemindTransport, run_id: str, remembered: SignedManifest | None = None) -> Run:
-    """Return a run by its id: the one remembered, which needs nobody, or else what the network has.
-
-    Raises: SwarmUnreachableError when nobody knows it; ManifestError.
-    """
+    """Return a run: as remembered, or as the network has it. Raises: SwarmUnreachableError, ManifestError."""
     if remembered is not None and remembered.run_id == run_id:
         network.learn(remembered)
         return Run.from_manifest(remembered)

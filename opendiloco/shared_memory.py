@@ -54,10 +54,7 @@ def create_memory_file() -> int:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Take memory for two vectors of `size` values now, so that no later write can fail.
-
-    Raises: MachineError when there is not enough.
-    """
+    """Take memory for two vectors of `size` values, so that no later write fails. Raises: MachineError."""
     needed = 2 * VALUE_BYTES * size
     check_available("The run's shared vectors", needed)
     try:

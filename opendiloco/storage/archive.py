@@ -192,8 +192,7 @@ class ArchivedRun:
 
     # Signing --------------------------------------------------------------------------------------------------
     def _make_signer(self) -> HeadSigner | None:
-        """Return what signs heads of the log; None where our key is none of the run's archives, or the file of what it
-        has signed can't be read."""
+        """Return a signer of heads; None unless our key is an archive's, and what it has signed can be read."""
         me = self._identity.peer_id
         if me not in self.run.manifest.archives:
             return None
@@ -322,9 +321,7 @@ class ArchivedRun:
         return True
 
     async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
-        """Keep a state that our log vouches for, or a better one.
-
-        Raises: LogError, SnapshotError, OSError, _NoRoomError."""
+        """Keep a state that our log vouches for, or a better one. Raises: FAILURES, _NoRoomError."""
         fetch = LineageFetch(self._transport, self.log)
         index = next(beat.index for beat in beats if beat.peer == donors[0])
 

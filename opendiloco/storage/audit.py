@@ -190,10 +190,7 @@ class _Proofs:
 
 
 def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) -> Findings:
-    """Verify all that can be verified of the log in a folder.
-
-    Raises: LogFolderError when it cannot be read, and what building the model raises.
-    """
+    """Verify all that can be verified of a log. Raises: LogFolderError, and what building the model raises."""
     findings = Findings()
     try:
         chain = _check_chain(folder / ENTRIES, run, findings)

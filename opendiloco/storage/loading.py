@@ -75,11 +75,7 @@ class Checkpoints:
             ) from error
 
     def load_newest(self, at_most: int | None = None) -> Checkpoint | None:
-        """The newest good one, or the newest after at most so many outer steps; each that is not good is named in the
-        log. None: there is no good one.
-
-        Raises: CheckpointError when the folder is unreadable.
-        """
+        """Return the newest good one, or the newest after at most so many outer steps. Raises: see `indices`."""
         return self.load_first(index for index in self.indices() if at_most is None or index <= at_most)
 
     def load_first(self, indices: Iterable[int]) -> Checkpoint | None:
@@ -114,9 +110,7 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
 
 
 def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes, tuple[bytes, ...]]:
-    """The log's last header, the state digest, and the digests of all entries of the last cycle.
-
-    Raises: DamagedFileError."""
+    """Return the last header, the state digest, and the last cycle's digests. Raises: DamagedFileError."""
     if metadata.get("format") != FORMAT or metadata.keys() != FIELDS:
         raise DamagedFileError(f"is not of the format {FORMAT!r}")
     if metadata["run"] != run:
@@ -150,10 +144,7 @@ def newest_moments(folder: Path, peer_id: str) -> Path | None:
 
 
 def check_moments_file(path: Path) -> None:
-    """Hold a file against its digest, and its values against what is no number.
-
-    Raises: SnapshotError; OSError.
-    """
+    """Check a file's digest, and that its values are finite. Raises: SnapshotError, OSError."""
     with path.open("rb") as file:
         try:
             metadata, _, start = read_header(file)

@@ -47,10 +47,7 @@ class RateLimit:
 
 
 def check_url(url: str) -> None:
-    """Whether fsspec and the package that it needs for this URL are here; nothing is connected to.
-
-    Raises: RemoteError.
-    """
+    """Raise RemoteError unless fsspec and its package for this URL are here. Connects to nothing."""
     import fsspec
 
     with _as_remote_error(url):
@@ -130,10 +127,7 @@ class Remote:
 
 
 def push_folder(folder: Path, url: str) -> None:
-    """Copy a model's folder to a URL file by file, its README last: where that is new, all the rest is there.
-
-    Raises: RemoteError.
-    """
+    """Copy a folder to a URL, its README last: where that is new, all the rest is there. Raises: RemoteError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     remote = Remote(url)
     for path in sorted(paths, key=lambda path: (path.name == "README.md", path.stat().st_size)):

@@ -46,15 +46,12 @@ class RunFolder:
 
     @classmethod
     def at(cls, run_id: str, peer_id: str, base: Path | None = None) -> RunFolder:
-        """`base`/<run id>/<peer id>, whether it is there or not."""
+        """Return `base`/<run id>/<peer id>, whether it is there or not."""
         return cls(((default_state_folder() if base is None else base) / run_id / peer_id).absolute())
 
     @classmethod
     def open(cls, run: Run, peer_id: str, base: Path | None = None) -> RunFolder:
-        """`base`/<run id>/<peer id>, made if need be, with the run's manifest in it.
-
-        Raises: MachineError when it cannot be made or written to.
-        """
+        """Make the folder, with the run's manifest in it. Raises: MachineError when it cannot be written to."""
         folder = cls.at(run.run_id, peer_id, base)
         try:
             for path in (folder.path, folder.checkpoints, folder.log, folder.download):

@@ -30,10 +30,7 @@ def _default_path() -> Path:
 
 
 def usable_path(path: Path | None) -> Path:
-    """Return `path`, or the default one, whose folder is made if need be.
-
-    Raises: LocalNetworkError when it cannot be made.
-    """
+    """Return `path`, or the default one, whose folder is made if need be. Raises: LocalNetworkError."""
     if path is not None:
         return path
     path = _default_path()
@@ -79,10 +76,7 @@ LOOK_LATER = 2.0  # seconds between two looks afterwards
 
 @asynccontextmanager
 async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[asyncio.Task[None]]:
-    """Begin to listen, beside what else there is to do before we say anything of ourselves.
-
-    Yields what is to be waited for before that; it raises CopiedKeyError.
-    """
+    """Listen beside other work. Yields what to wait for before we say anything; it raises CopiedKeyError."""
     task = asyncio.create_task(listen(transport, run_id))
     try:
         yield task
@@ -92,10 +86,7 @@ async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[
 
 
 async def listen(transport: HivemindTransport, run_id: str) -> None:
-    """Listen until it is certain that no other machine has our key: at once, if none was heard a moment ago.
-
-    Raises: CopiedKeyError when another one has it.
-    """
+    """Listen until it is certain that no other machine has our key. Raises: CopiedKeyError when one has it."""
     copies, has_told = transport.discovery_of(run_id).copies, False
     await transport.heartbeats(run_id)
     while copies.may_live(now()):

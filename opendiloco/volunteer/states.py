@@ -108,10 +108,7 @@ async def newest_state(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder, and check that it can be used, before minutes of work; drop it if those fail and leave it empty.
-
-    Raises: see `make_folder`.
-    """
+    """Make a folder, as `make_folder` does, before minutes of work; drop it if those fail and leave it empty."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     make_folder(folder)
     try:
@@ -137,10 +134,7 @@ def make_folder(folder: Path) -> None:
 
 
 async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWorkload) -> Following:
-    """Take over the newest state. Return what has followed the run to there.
-
-    Raises: SwarmUnreachableError when no peer gives a state that holds up.
-    """
+    """Take over the newest state; return what followed the run to it. Raises: SwarmUnreachableError."""
     following = Following(transport, workload, run.settings, Storage())
     await following.begin()
     while True:
@@ -223,10 +217,7 @@ class Origin:
 
 @asynccontextmanager
 async def state_of(origin: Origin, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """Yield the state there, in a workload as `newest_state` has it.
-
-    Raises: DataError; CheckpointError (see `Origin.bring`), and what starting a worker raises.
-    """
+    """Yield the state there, as `newest_state` does. Raises: DataError; see `Origin.bring` and `working`."""
     run = origin.run if data is None else origin.run.with_data(data)
     async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
         yield run, await origin.bring(workload), workload

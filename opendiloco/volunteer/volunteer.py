@@ -370,10 +370,7 @@ async def connected(
     links: LinkSettings | None = None,
     remembered: Callable[[], Sequence[str]] = tuple,
 ) -> AsyncIterator[HivemindTransport]:
-    """Connect to the swarm, as `DhtNode.create` does.
-
-    Raises: SwarmUnreachableError, LocalNetworkError, ManifestError.
-    """
+    """Connect to the swarm. Raises: SwarmUnreachableError, LocalNetworkError, ManifestError."""
     transport = await HivemindTransport.create(
         identity, initial_peers, listen, announce, client_mode, links=links, remembered=remembered
     )

@@ -148,8 +148,7 @@ class WorkerGroup:
             self.supervisor.tell(EndInnerLoop(number=self._trainings))
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Have workers go on with a fragment that they have stored in the newest training. If it `is_changed`, its new
-        values are in `vectors.local`."""
+        """Have workers go on with a stored fragment: with what is in `vectors.local` now, if it `is_changed`."""
         self.supervisor.tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
 
     # The model -------------------------------------------------------------------------------------------------------

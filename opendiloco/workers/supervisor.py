@@ -266,10 +266,7 @@ class Supervisor:
         await self._move(KeepMoments(path=str(path.absolute()), run=run, index=index))
 
     async def recall_moments(self, path: Path, run: str) -> None:
-        """Have the inner optimizer go on with those in a file; new workers in the place of lost ones do so, too.
-
-        Raises: as `keep_moments`.
-        """
+        """Have the inner optimizer go on with a file's, also that of later workers. Raises: as `keep_moments`."""
         await self._move(RecallMoments(path=str(path.absolute()), run=run))
         self.kept_moments = path, run
 

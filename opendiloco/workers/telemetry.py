@@ -121,8 +121,7 @@ class Telemetry:
         return cls(config.training.inner_steps, peak, configured.bytes_per_token)
 
     def track_with(self, trackers: Iterable[Tracker], configuration: Mapping[str, Any]) -> None:
-        """Tell these trackers, too, from now on; first the configuration of what they will see. Prometheus gets it in
-        any case."""
+        """Tell Prometheus and these trackers the configuration, and the trackers all that comes from now on."""
         RUN.info(dict(_labels(configuration)))
         for tracker in trackers:
             self.trackers.append(tracker)
