@@ -35,14 +35,14 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl
 
 from opendiloco.config.run_config import EvaluationSection, RunConfig
 from opendiloco.data.ahead import Ahead
@@ -430,9 +430,7 @@ class DiLoCo:
         self._until_leaving.callback(self._inner_optimizer.register_step_post_hook(self._after_inner_step).remove)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         try:
             self._swarm.leave()
         except BaseException:  # whoever is interrupted now does not want to wait for the round under way
@@ -571,9 +569,7 @@ class DiLoCoCallback(TrainerCallback):
         self._options = options
         self._diloco: DiLoCo | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         self._leave()  # what an earlier training that raised has left
         optimizer = kwargs["optimizer"]
         inner_optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
@@ -584,23 +580,21 @@ class DiLoCoCallback(TrainerCallback):
         diloco.__enter__()
         self._diloco = diloco
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         control.should_training_stop |= self._diloco is None or self._diloco.finished
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, *_: Any, **kwargs: Any) -> None:
         logs: dict[str, float] = kwargs.get("logs", {})
         if self._diloco is not None and "loss" in logs:
             self._diloco.report(logs["loss"])
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         self._leave()
 
     def _leave(self) -> None:
         diloco, self._diloco = self._diloco, None
         if diloco is not None:
-            diloco.__exit__(None, None, None)
+            diloco.__exit__()
 
 
 class _Call:

@@ -52,8 +52,12 @@ class Run:
 
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
         """Return the run as a volunteer has it, who reads no local folders but these. Raises: see `volunteered`."""
-        config = self.config.model_copy(update={"data": volunteered(self.config.data, folders)})
-        return replace(self, config=config, has_runs_text=not folders or self._says_which_text)
+        data, sources = self.config.data, self.config.data.all_sources
+        own = [source for source in sources if is_local(source.source)] or sources
+        # Text in volunteers' own folders can only be held against a digest.
+        says_which = self.config.evaluation.digest is not None or all(source.digest for source in own)
+        config = self.config.model_copy(update={"data": volunteered(data, folders)})
+        return replace(self, config=config, has_runs_text=not folders or says_which)
 
     def with_own(self, own: OwnFiles) -> Run:
         """Return the run on a volunteer's machine, where nothing local is opened for its model and tokenizer but these.
@@ -67,13 +71,6 @@ class Run:
                     f"Name the run's {table} on this machine: --{table} PATH.",
                 )
         return replace(self, config=with_own_files(self.config, own))
-
-    @property
-    def _says_which_text(self) -> bool:
-        """Return whether text in volunteers' own folders can be held against a digest."""
-        sources = self.config.data.all_sources
-        own = [source for source in sources if is_local(source.source)] or sources
-        return self.config.evaluation.digest is not None or all(source.digest for source in own)
 
     @property
     def run_id(self) -> str:

@@ -88,11 +88,6 @@ def cap_memory(limit: int | None, family: int | None = None) -> None:
     _cap = None if limit is None else (limit, family or os.getpid())
 
 
-def _left_of_cap(limit: int, family: int) -> int:
-    root = psutil.Process(family)
-    return limit - sum(map(_used_by, (root, *root.children(recursive=True))))
-
-
 def _used_by(process: psutil.Process) -> int:
     with suppress(psutil.Error):
         return int(process.memory_full_info().pss)
@@ -102,7 +97,10 @@ def _used_by(process: psutil.Process) -> int:
 def available_memory() -> int:
     """Return the bytes that this process can still take: what is free, or what its owner's cap leaves of that."""
     free = _free_memory()
-    return free if _cap is None else max(0, min(free, _left_of_cap(*_cap)))
+    if _cap is None:
+        return free
+    limit, root = _cap[0], psutil.Process(_cap[1])
+    return max(0, min(free, limit - sum(map(_used_by, (root, *root.children(recursive=True))))))
 
 
 def _free_memory() -> int:

@@ -464,8 +464,6 @@ class Archive:
 
 # The disk's room ------------------------------------------------------------------------------------------------------
 # A stranger decides how large a run is.
-
-
 DISK_SHARE = 0.9  # of what is free or taken by the runs already, that they may take unless their owner says how much
 RUN_SHARE = 4  # one run may take one such part of all
 

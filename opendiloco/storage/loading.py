@@ -129,8 +129,6 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
 
 
 # Moments --------------------------------------------------------------------------------------------------------------
-
-
 MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
 CHECKED_AT_ONCE = 1 << 22
 """Values."""
@@ -161,8 +159,6 @@ def check_moments_file(path: Path) -> None:
 
 
 # Replay ---------------------------------------------------------------------------------------------------------------
-
-
 async def resume(
     workload: Workload, log: RunLog, checkpoint: Snapshot | None = None, until: int | None = None
 ) -> LogState:

@@ -103,8 +103,6 @@ def read_manifest(path: Path) -> Run:
 
 
 # Held-out losses ------------------------------------------------------------------------------------------------------
-
-
 MOST_BYTES = 1 << 24
 """Of a file that is read. A loss takes some 40 of them."""
 MOST_LOSSES = 100_000
@@ -156,8 +154,6 @@ def read_curve(path: Path) -> dict[int, float]:
 # The journal ----------------------------------------------------------------------------------------------------------
 # The entries that a peer applied: what an audit, or the reference, needs to repeat the run. A line holds the entry's
 # index, its header (canonical bytes, in hexadecimal) and the state digest after it.
-
-
 @dataclass(frozen=True)
 class Journal:
     """A file that is only ever appended to."""

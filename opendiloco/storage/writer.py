@@ -103,8 +103,6 @@ def _end(status: int, line: str) -> int:
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CheckpointJob:
     """One checkpoint to write."""
@@ -212,8 +210,6 @@ def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
 
 
 # Moments --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MomentsJob:
     """One file of moments to finish, which workers have written with PARTIAL at its name's end: digest, disk, name.

@@ -391,10 +391,12 @@ class WorkerProcess:
         with theirs:
             worker = cls(await _spawn(theirs.fileno(), inherited, threads), on_stage)
         try:
-            await worker._listen(ours)
+            reader, worker._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
         except BaseException:
             worker.kill()
             raise
+        output = asyncio.create_task(worker._read_output())
+        worker._tasks = [output, asyncio.create_task(worker._read_replies(reader, output))]
         return worker
 
     def write(self, message: ControlMessage) -> None:
@@ -487,11 +489,6 @@ class WorkerProcess:
         while self._process.returncode is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), LOOK_SECONDS)
-
-    async def _listen(self, ours: socket.socket) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
-        output = asyncio.create_task(self._read_output())
-        self._tasks = [output, asyncio.create_task(self._read_replies(reader, output))]
 
     async def _read_replies(self, reader: asyncio.StreamReader, output: asyncio.Task[None]) -> None:
         try:

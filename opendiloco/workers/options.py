@@ -9,8 +9,6 @@ from opendiloco.errors import MachineError
 
 TEMPERATURE = 0.8
 """Of samples, unless told otherwise: a little more likely than the model would write by itself."""
-
-
 AUTO = "auto"
 
 

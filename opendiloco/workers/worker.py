@@ -242,9 +242,8 @@ class Worker:
         self._config = in_fitting_precision(self._config, self._team)
         memory = command.memory if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
-        reduces_once = command.options.reduces_once
         self._replica: ModelReplica = ModelReplica(
-            self._config, model, self._data.samples, self._team, reduces_once=reduces_once
+            self._config, model, self._data.samples, self._team, reduces_once=command.options.reduces_once
         )
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
