@@ -114,24 +114,20 @@ def _initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     """
     model = build_model(config, build_tokenizer(config.tokenizer))
     runs = layout_of(model, config.streaming)
-    _check_layout(layout, runs)
-    vectors = SharedVectors.create(runs.size)
-    store_weights(model, runs, vectors.theta)
-    check_initial_weights(vectors.theta, config.model)
-    return vectors
-
-
-def _check_layout(own: Layout, runs: Layout) -> None:
     remedy = "Build the model as the run's manifest says: `diloco-peer run show` prints it."
-    for ours, theirs in zip(own, runs, strict=False):
+    for ours, theirs in zip(layout, runs, strict=False):
         if ours.shape != theirs.shape:
             raise ManifestError(
                 f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
                 f"{theirs.shape}.",
                 remedy,
             )
-    if own.size != runs.size:
-        raise ManifestError(f"the model has {own.size} trainable values; the run's has {runs.size}.", remedy)
+    if layout.size != runs.size:
+        raise ManifestError(f"the model has {layout.size} trainable values; the run's has {runs.size}.", remedy)
+    vectors = SharedVectors.create(runs.size)
+    store_weights(model, runs, vectors.theta)
+    check_initial_weights(vectors.theta, config.model)
+    return vectors
 
 
 # Between two threads --------------------------------------------------------------------------------------------------

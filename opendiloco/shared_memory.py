@@ -21,7 +21,6 @@ from opendiloco.errors import MachineError
 Vector = NDArray[np.float32]
 VALUE_BYTES = 4
 MORE_MEMORY = "Stop other programs or use a machine with more memory."
-RAISE_CAP = "Raise --max-memory, or leave it out."
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -69,7 +68,9 @@ def check_available(what: str, needed: int) -> None:
     """Raises: MachineError when there are fewer than `needed` bytes; it says what needs them."""
     available = available_memory()
     if needed > available:
-        remedy = RAISE_CAP if _cap is not None and needed <= _free_memory() else MORE_MEMORY
+        remedy = (
+            "Raise --max-memory, or leave it out." if _cap is not None and needed <= _free_memory() else MORE_MEMORY
+        )
         raise MachineError(
             f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", remedy
         )

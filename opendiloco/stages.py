@@ -17,10 +17,8 @@ Item = TypeVar("Item")
 COMPILING, TRYING_ATTENTION = "compiling", "trying attention within documents alone"
 WITH_A_COMPILER = frozenset({COMPILING, TRYING_ATTENTION})
 """Stages in which PyTorch compiles. Compilers that it calls may hang."""
-LOOK_SECONDS = 1.0
-"""Between two words of how far the same stage has come."""
-QUIET_SECONDS = 10.0
-"""Between two lines of the log about the same stage."""
+LOOK_SECONDS = 1.0  # between two words of how far the same stage has come
+QUIET_SECONDS = 10.0  # between two lines of the log about the same stage
 
 
 _watch: Watch = lambda stage, share: None  # noqa: E731

@@ -62,8 +62,7 @@ logger = logging.getLogger(__name__)
 POLL = 5.0  # seconds between two looks for new runs, and at runs in which nobody has been yet
 SIGNING_PAUSE = 60.0  # seconds at least between two heads that are signed
 SIGNING_RETRY = 5.0  # seconds until peers are asked again that did not answer
-ASKED = 32
-"""Peers that are asked, before the first head, what this archive has signed."""
+ASKED = 32  # peers that are asked, before the first head, what this archive has signed
 SNAPSHOT_SHARE = 4  # of so many snapshots of the peers one is kept: each takes their links 8 bytes a parameter
 NO_STATE = bytes(DIGEST_BYTES)
 FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, SnapshotError, OSError)
@@ -382,16 +381,13 @@ class Archive:
         """Return what is kept of a run; None: nothing, or nothing yet."""
         return self._runs.get(run)
 
-    def _is_member(self, run: str, peer: str) -> bool:
-        return run in self._runs and peer in self._runs[run].end.known
-
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Keep every run of `manifests`, which is looked through again and again, until cancelled."""
         pasts: dict[str, Past] = {}
         kept: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
         await serve_snapshots(transport, self._runs)
-        await serve_headers(transport, pasts, self._is_member)
+        await serve_headers(transport, pasts, lambda run, peer: run in self._runs and peer in self._runs[run].end.known)
         await serve_payloads(transport, kept)
         await serve_proofs(transport, logs)
         await transport.on_call(CALL, partial(self._answer, transport))

@@ -5,6 +5,7 @@ Nothing on the disk is changed. Neither torch nor the model is needed, except fo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -36,35 +37,31 @@ from peers.values.workload import BadBlocksError, Blocks
 
 @dataclass
 class Findings:
-    """What was found of which entries: words to their indices, and what is wrong by index."""
+    """Findings in words, with the indices of their entries, and what is wrong by index."""
 
-    verified: dict[str, list[int]] = field(default_factory=dict)
-    unverified: dict[str, list[int]] = field(default_factory=dict)
+    verified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    unverified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     wrong: list[tuple[int, str]] = field(default_factory=list)
 
     def is_verified(self, what: str, index: int) -> None:
-        _note(self.verified, what, index)
+        self.verified[what].add(index)
 
     def is_unverified(self, what: str, index: int) -> None:
-        _note(self.unverified, what, index)
+        self.unverified[what].add(index)
 
     def facts(self) -> dict[str, object]:
         """For scripts: the same, as JSON can say it."""
+        verified, unverified = (
+            {what: sorted(indices) for what, indices in found.items()} for found in (self.verified, self.unverified)
+        )
         wrong = [{"entry": index, "what": what} for index, what in sorted(self.wrong)]
-        return {"verified": self.verified, "not_verified": self.unverified, "wrong": wrong}
+        return {"verified": verified, "not_verified": unverified, "wrong": wrong}
 
     def lines(self) -> Iterable[str]:
         """For people."""
         for heading, found in (("verified", self.verified), ("not verified", self.unverified)):
-            yield from (f"{heading}: {what}: {_entries(indices)}" for what, indices in found.items())
+            yield from (f"{heading}: {what}: {_entries(sorted(indices))}" for what, indices in found.items())
         yield from (f"wrong: entry {index}: {what}" for index, what in sorted(self.wrong))
-
-
-def _note(found: dict[str, list[int]], what: str, index: int) -> None:
-    """Note an index once, of how many fragments it may be true; they come in ascending order."""
-    indices = found.setdefault(what, [])
-    if indices[-1:] != [index]:
-        indices.append(index)
 
 
 def _entries(indices: Iterable[int]) -> str:
@@ -146,7 +143,7 @@ def _check_signatures(entry: Entry, header: Header, before: LogState, findings: 
 
 
 class _Proofs:
-    """Holds what proves the faults in annexes against what was signed; in the folder of a log."""
+    """Proofs of the faults in annexes, beside a log in a folder, held against what was signed."""
 
     def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
         self._folder = folder

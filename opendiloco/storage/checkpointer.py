@@ -1,9 +1,4 @@
-"""A volunteer's side of checkpoints: hands frozen states to the process that writes them, and hears what came of it.
-
-async with Checkpointer(plan) as checkpointer:
-    volunteer = await volunteer_with(workload, run, identity, transport, folder, checkpointer)
-    await volunteer.take_part()
-"""
+"""A volunteer's side of checkpoints: hands frozen states to the process that writes them, and logs what it says."""
 
 from __future__ import annotations
 

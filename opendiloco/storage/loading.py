@@ -1,5 +1,4 @@
-"""A run's state from this machine's own disk: checkpoints and moments, checked before they are used, and the entries of
-the log that lead on from there."""
+"""A run's state from this machine's disk: checkpoints and moments, checked, and the log that leads on from there."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
 
 # Moments --------------------------------------------------------------------------------------------------------------
 MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
-CHECKED_AT_ONCE = 1 << 22
-"""Values."""
+CHECKED_AT_ONCE = 1 << 22  # values
 
 
 def newest_moments(folder: Path, peer_id: str) -> Path | None:

@@ -103,8 +103,7 @@ def read_manifest(path: Path) -> Run:
 
 
 # Held-out losses ------------------------------------------------------------------------------------------------------
-MOST_BYTES = 1 << 24
-"""Of a file that is read. A loss takes some 40 of them."""
+MOST_BYTES = 1 << 24  # of a file that is read. A loss takes some 40 of them
 MOST_LOSSES = 100_000
 """That are kept: an organiser may say that a run has any number of outer steps, and others claim losses of each."""
 

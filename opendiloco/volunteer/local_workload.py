@@ -95,6 +95,8 @@ class Workload(Generic[Trainer_co]):
         self.trainer = trainer
         vectors = trainer.vectors
         self._state = state = LocalState(vectors.theta, config, trainer.fragments)
+        self.fragments: Sequence[Blocked] = state.fragments
+        self.state_size = state.state_size
         self._rounding = RunRounding(config.codec)
         self._evaluation = config.evaluation
         self._outer_steps = config.total_outer_steps
@@ -114,14 +116,6 @@ class Workload(Generic[Trainer_co]):
         self.measuring = Measuring(state.outer, contributions, trains_on=config.streaming.overlap > 0)
 
     # The state -------------------------------------------------------------------------------------------------------
-    @property
-    def fragments(self) -> Sequence[Blocked]:
-        return self._state.fragments
-
-    @property
-    def state_size(self) -> int:
-        return self._state.state_size
-
     async def state_digest(self) -> bytes:
         return await self._state.state_digest()
 
@@ -198,14 +192,10 @@ class Workload(Generic[Trainer_co]):
             for fragment in self._fragments:
                 fragment.begin_again()
             async with self._state_lock:
-                await asyncio.to_thread(self._put_bases_into_local)
+                for fragment in self._fragments:  # an entry that was applied meanwhile has kept its base
+                    await asyncio.to_thread(np.copyto, fragment.local, fragment.base)
             with suppress(WorkersRestartedError):
                 return await self.trainer.run_inner_loop(work, on_progress, captured, from_local=True)
-
-    def _put_bases_into_local(self) -> None:
-        """The theta that training began with. An entry may be applied meanwhile, but keeps the base before it does."""
-        for work in self._fragments:
-            np.copyto(work.local, work.base)
 
     # An outer step ---------------------------------------------------------------------------------------------------
     async def contribution(self, fragment: int = 0) -> Blocks:

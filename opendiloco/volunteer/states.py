@@ -184,8 +184,7 @@ async def export_state(
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model comes from: the state after `index` outer steps, by a checkpoint and the log from there on, which
-    may be in `folder`."""
+    """A model's origin: the state after `index` outer steps, by a checkpoint and the log that may be in `folder`."""
 
     run: Run
     checkpoint: Checkpoint

@@ -59,8 +59,7 @@ logger = logging.getLogger(__name__)
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
-LISTEN_SECONDS = 2.0
-"""Between two looks at what other peers say of theta."""
+LISTEN_SECONDS = 2.0  # between two looks at what other peers say of theta
 
 
 @dataclass(frozen=True)
@@ -240,18 +239,12 @@ class Volunteer:
         self._admission = admission
         self._remembered = remembered
         self._leaving = False
-        self._curves = Curves(workload.trainer.telemetry, HeldOutCurve(folder.held_out if folder else None))
-        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.round_costs)
-
-    @property
-    def log(self) -> RunLog:
+        self.log: RunLog = driver.entries
         """The entries of the run that are here."""
-        return self._driver.entries
-
-    @property
-    def held_out(self) -> HeldOutCurve:
+        self.held_out = HeldOutCurve(folder.held_out if folder else None)
         """The losses of theta that this machine has found or heard of."""
-        return self._curves.held_out
+        self._curves = Curves(workload.trainer.telemetry, self.held_out)
+        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.round_costs)
 
     async def take_part(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""

@@ -37,11 +37,9 @@ logger = logging.getLogger(__name__)
 LINE_LIMIT = 16 * 2**20
 CLOSE_SECONDS = 2.0
 LOOK_SECONDS = 0.2
-LINES_KEPT = 60
-"""As many as a traceback through torch has."""
+LINES_KEPT = 60  # as many as a traceback through torch has
 LINE_LENGTH = 500
-IN_A_SENTENCE = 3
-"""Lines that an error repeats, the last ones; the log has all that were kept."""
+IN_A_SENTENCE = 3  # lines that an error repeats, the last ones; the log has all that were kept
 TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -87,9 +85,7 @@ class CountDevices(Command):
 
 
 class Configure(Command):
-    """Build model, data and optimizer as worker `rank` of `workers`, with so many CPU `threads`.
-
-    Answered by `Configured` when all have.
+    """Build model, data and optimizer as worker `rank` of `workers`. Answered by `Configured` when all have.
 
     `memory` is the inherited descriptor of the `SharedVectors`. Workers meet at the first one's store, on this `port`;
     the first inherits its socket as `listener`. With `fresh`, the first puts the initial weights into shared memory;
@@ -127,7 +123,7 @@ class RunInnerLoop(Command):
 
 
 class EndInnerLoop(Command):
-    """End training `number` after its present inner step, or after its first if it has not begun. Has no reply.
+    """End training `number` after its present inner step, or after its first. Has no reply.
 
     All workers end after the same inner step, as soon as one of them has heard it.
     """
@@ -368,8 +364,7 @@ class WorkerDeathError(WorkerError):
 
 
 class WorkerProcess:
-    """A running worker: takes one request at a time, and moves of moments beside it. Made by `start`; `close` ends
-    it."""
+    """A running worker. It takes one request at a time, and moves of moments beside it. Made by `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_stage: Watch) -> None:
         self.name = "the worker"
@@ -379,6 +374,7 @@ class WorkerProcess:
         self.death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         """What to raise once the worker is dead."""
         self._process = process
+        self._writer: asyncio.StreamWriter
         self._output = _LastWords()
         self._is_ended = False
         """Whether its end is our doing."""
@@ -434,12 +430,9 @@ class WorkerProcess:
         if reply.problem is not None:
             raise SnapshotError(reply.problem)
 
-    def kill(self) -> None:
-        """End the worker at once, without waiting for its end."""
-        self._is_ended = True
-        self._kill()
-
-    def _kill(self) -> None:
+    def kill(self, is_wanted: bool = True) -> None:
+        """End the worker at once, without waiting for its end. Its last words are logged unless that `is_wanted`."""
+        self._is_ended = self._is_ended or is_wanted
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -497,10 +490,10 @@ class WorkerProcess:
         except ConnectionError:  # it has ended before it read all that we said
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
-            self._kill()
+            self.kill(is_wanted=False)
         except ValueError as error:
             self._output.heard(f"control channel: {error}")
-            self._kill()
+            self.kill(is_wanted=False)
         await self._ended()
         await asyncio.wait([output], timeout=CLOSE_SECONDS)
         self._end(self._describe_death())

@@ -26,9 +26,8 @@ class WorkerOptions:
     """`device` is "auto" (all GPUs if torch sees any, else the CPU), "cpu", "cuda" (all GPUs) or one, as "cuda:1".
 
     `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs. Each worker has `threads` CPU threads, also to draw the
-    initial weights (None: see `choose_threads`, and all cores to draw; it is 1 unless told otherwise, since more of
-    them sum in another order). `micro_batch` is how many windows go through the model at once (None: as many as fit, up
-    to what the run recommends).
+    initial weights (None: see `choose_threads`, and all cores to draw; 1 by default: more sum in another order).
+    `micro_batch` windows go through the model at once (None: as many as fit, up to what the run recommends).
     `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
     where the run says fp32. With `whole_gradients`, workers that share a model keep their gradients whole until a
     batch's last window; with `whole_layers` also its layers, from the forward to the backward pass. They share it
