@@ -1,4 +1,4 @@
-"""What a process is busy with while it starts, and how far it has come: for whoever watches, if anybody does."""
+"""The stages of a process that starts, and how far each has come."""
 
 from __future__ import annotations
 

@@ -299,9 +299,9 @@ class ArchivedRun:
     async def _keep_next(self, donors: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
         """Keep the next cycle, unless too few have signed it, and others may still come. Returns whether it is kept.
 
-        There has to be room for a snapshot, too: with the next one, the payloads before the last go.
-
-        Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError, _NoRoomError."""
+        There has to be room for a snapshot, too: with the next one, the payloads before the last go. Raises: FAILURES,
+        LogFolderError, _NoRoomError.
+        """
         found = await next_in_log(self._transport, donors[0], self.end, self._signed, self._heads)
         if not self._doubts.may_follow(self.end, found.proof, beats):
             return False

@@ -51,9 +51,7 @@ def load_identity(path: Path | None) -> Identity:
 
 @contextmanager
 def hold_identity(path: Path | None) -> Iterator[Identity]:
-    """Yield the identity in `path`, made if there is none, to be a peer with.
-
-    Two peers with one identity would answer for each other, so the file is locked meanwhile.
+    """Yield the identity in `path`, made if there is none, to be a peer with; the file is locked meanwhile.
 
     Raises: LocalNetworkError when another process holds it, or the file cannot be read or made.
     """

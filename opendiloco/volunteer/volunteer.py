@@ -155,8 +155,7 @@ async def volunteer_with(
 ) -> Volunteer:
     """Return a volunteer whose workers are ready to train; with a folder, from where this machine left off.
 
-    `checkpointer` writes every snapshot, `journal` every entry that is applied. Raises: DilocoPeerError when this
-    machine does not fit.
+    `checkpointer` writes every snapshot, `journal` every entry that is applied. Raises: DilocoPeerError.
     """
     log, lineage, storage = None, None, None
     if folder is not None:

@@ -67,11 +67,7 @@ class WorkerGroup:
     async def start(
         cls, config: RunConfig, options: WorkerOptions | None = None, reads_runs_text: bool = True
     ) -> WorkerGroup:
-        """Start workers, and have them build model and data: seconds, mostly imports. For `reads_runs_text` see
-        `Run.has_runs_text`.
-
-        Raises: see `Supervisor.start`.
-        """
+        """Start workers. For `reads_runs_text` see `Run.has_runs_text`. Raises: see `Supervisor.start`."""
         options = options or WorkerOptions()
         group = cls(config, options, reads_runs_text)
         supervisor = group.supervisor

@@ -110,8 +110,7 @@ class Supervisor:
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def start(self, fresh: bool = True) -> Configured:
-        """Start workers, and have them build model and data: seconds, mostly imports. If `fresh`, they put the initial
-        theta into the memory.
+        """Start workers, which build model and data in seconds, and put the initial theta into the memory if `fresh`.
 
         Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
         """
@@ -258,8 +257,7 @@ class Supervisor:
 
     # The inner optimizer's state -------------------------------------------------------------------------------------
     async def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """Have workers write their moments into a file (see training/moments_file.py), after `index` outer steps of a
-        run. What is there if that fails is of no use.
+        """Have workers write their moments into a file, after `index` outer steps of a run.
 
         Raises: SnapshotError when there are none, or the file cannot be written; WorkerError when a worker dies.
         """
@@ -396,12 +394,10 @@ class _Restarts:
         self.left = self._allowed
 
     def after(self, error: DilocoPeerError, micro_batch: int, is_starting: bool) -> int | None:
-        """Return with how many windows at once to start the next workers; None: with as many as before.
+        """Return the windows at once with which to start the next workers; None: as many as before.
 
-        `error` is how the present ones failed, which put `micro_batch` windows through at once; `is_starting`, that
-        they did so while they started.
-
-        Raises: the error, when there is to be no other start.
+        The present ones failed with `error` at `micro_batch` windows, perhaps while `is_starting`. Raises: the error,
+        when there is to be no other start.
         """
         is_short = isinstance(error, DeviceMemoryError)
         if is_short and not self._has_halved and micro_batch > 1:
