@@ -430,9 +430,12 @@ class WorkerProcess:
         if reply.problem is not None:
             raise SnapshotError(reply.problem)
 
-    def kill(self, is_wanted: bool = True) -> None:
-        """End the worker at once, without waiting for its end. Its last words are logged unless that `is_wanted`."""
-        self._is_ended = self._is_ended or is_wanted
+    def kill(self) -> None:
+        """End the worker at once, without waiting for its end."""
+        self._is_ended = True
+        self._kill()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -490,10 +493,10 @@ class WorkerProcess:
         except ConnectionError:  # it has ended before it read all that we said
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended(), CLOSE_SECONDS)
-            self.kill(is_wanted=False)
+            self._kill()
         except ValueError as error:
             self._output.heard(f"control channel: {error}")
-            self.kill(is_wanted=False)
+            self._kill()
         await self._ended()
         await asyncio.wait([output], timeout=CLOSE_SECONDS)
         self._end(self._describe_death())

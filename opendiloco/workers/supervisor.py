@@ -314,8 +314,7 @@ class _WorkerPool:
     async def start(
         self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
     ) -> list[Configure]:
-        """Start as many workers as this machine has devices; the first, which is there in any case, counts its GPUs.
-        The watches hear what they are busy with. Return what each is to be told next, in their order.
+        """Start a worker for each device; the first, there in any case, counts the GPUs. Return what to tell each next.
 
         Raises: MachineError when there are too few; WorkerError when one dies, or the pool is closed meanwhile.
         """
