@@ -60,10 +60,7 @@ class Run:
         return replace(self, config=config, has_runs_text=not folders or says_which)
 
     def with_own(self, own: OwnFiles) -> Run:
-        """Return the run on a volunteer's machine, where nothing local is opened for its model and tokenizer but these.
-
-        Raises: DataError when one of them is local and not named here; see also `with_own_files`.
-        """
+        """Return the run where nothing local is opened for its model and tokenizer but these. Raises: DataError."""
         for table, path in local_tables(self.config).items():
             if getattr(own, table) is None:
                 raise DataError(

@@ -280,9 +280,9 @@ def _start_states(
 
 
 def _find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
-    """Return the good checkpoint beside a log from which most of its states can be computed; None: there is none.
+    """Return the oldest good checkpoint beside a log with all payloads after it, or else the newest; None without any.
 
-    That is the oldest of those that have all payloads after them, or else the newest. Raises: CheckpointError.
+    Raises: CheckpointError.
     """
     beside = Checkpoints(RunFolder(folder.absolute().parent).checkpoints, run.run_id)
     gaps = (entry.index + 1 for entry in reversed(chain.entries) if not _is_here(folder, entry))

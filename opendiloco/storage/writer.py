@@ -122,10 +122,7 @@ class CheckpointJob:
         return self.plan.remote
 
     def write(self) -> int:
-        """Write it, and remove the checkpoints that are not to be kept. Returns its bytes.
-
-        Raises: OSError; ValueError when it takes more room than its owner gives.
-        """
+        """Write it, and remove those not to be kept. Returns its bytes. Raises: OSError; ValueError without room."""
         plan, limit = self.plan, self.plan.disk_limit
         if limit is not None and folder_bytes(plan.folder) + self.state_bytes > limit:
             raise ValueError(
@@ -253,10 +250,7 @@ class MomentsJob:
 
 
 def _finish(path: Path, rate: float | None) -> int:
-    """Write the digest into the partial file, have it on the disk, and give it its name. Returns its bytes.
-
-    Raises: OSError; ValueError when it is not what workers write.
-    """
+    """Write the digest into the partial file, and give it its name. Returns its bytes. Raises: OSError, ValueError."""
     from blake3 import blake3
 
     partial, digest = path.with_name(path.name + PARTIAL), blake3()

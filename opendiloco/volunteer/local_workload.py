@@ -95,8 +95,6 @@ class Workload(Generic[Trainer_co]):
         self.trainer = trainer
         vectors = trainer.vectors
         self._state = state = LocalState(vectors.theta, config, trainer.fragments)
-        self.fragments: Sequence[Blocked] = state.fragments
-        self.state_size = state.state_size
         self._rounding = RunRounding(config.codec)
         self._evaluation = config.evaluation
         self._outer_steps = config.total_outer_steps
@@ -116,6 +114,14 @@ class Workload(Generic[Trainer_co]):
         self.measuring = Measuring(state.outer, contributions, trains_on=config.streaming.overlap > 0)
 
     # The state -------------------------------------------------------------------------------------------------------
+    @property
+    def fragments(self) -> Sequence[Blocked]:
+        return self._state.fragments
+
+    @property
+    def state_size(self) -> int:
+        return self._state.state_size
+
     async def state_digest(self) -> bytes:
         return await self._state.state_digest()
 

@@ -53,6 +53,7 @@ class WorkerGroup:
     device: str
     telemetry: Telemetry
     held_out_digest: str
+    reads_runs_text = True
     bytes_per_token: float
     under_way: UnderWay | None = None  # the newest training
 

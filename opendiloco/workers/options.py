@@ -70,11 +70,8 @@ def needs_gpu_count(options: WorkerOptions) -> bool:
 
 
 def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -> int:
-    """Return the CPU threads of each worker on a machine with so many cores.
-
-    Workers on the CPU share all cores but one, which the peer process has to itself: it hears others while they train.
-    A GPU's worker needs one.
-    """
+    """Return the CPU threads of each worker: one beside a GPU. On the CPU, workers share all cores but one, which the
+    peer process has to itself: it hears others while they train."""
     if options.threads is not None:
         return options.threads
     on_cpu = sum(device == "cpu" for device in devices)

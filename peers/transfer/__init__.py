@@ -10,6 +10,6 @@ lineage_fetch: Compared, LineageError, LineageFetch, Past, add_headers_before, s
 payloads: PayloadError, Payloads, serve_payloads
 proofs: MissingProofs, serve_proofs
 snapshot_fetch: Vouched, ask_size, fetch_snapshot
-snapshots: Freezer, FrozenSnapshot, Snapshot, SnapshotSource, serve_snapshots
+snapshots: Freezer, FrozenSnapshot, Snapshot, serve_snapshots
 storage: FolderStorage, IN_MEMORY, Storage, empty
 """
