@@ -6,18 +6,14 @@ from peers.errors import DilocoPeerError
 
 
 def first_line(error: Exception) -> str:
-    """What a library says, as the end of a sentence of ours: its first line, or the error's name, with a full stop. A
-    line that only announces the next one has that with it."""
+    """Return a library's error as the end of a sentence: its first line, with the next if that ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return said if said.endswith((".", "!", "?")) else f"{said}."
 
 
 def fit_for_terminal(text: str) -> str:
-    """Return a text without control characters, with which a stranger could rewrite what a terminal shows.
-
-    Its lines stay.
-    """
+    """Return a text, lines kept, without control characters, which could rewrite what a terminal shows."""
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 

@@ -81,8 +81,7 @@ class HostMemory:
 
     @property
     def late(self) -> int:
-        """While others average without it: with a copy of the theta that it began with, and ranges of the payload that
-        it fetches."""
+        """While others average without it: also a copy of the theta that it began with, and ranges of their payload."""
         return self.training + VALUE_BYTES * self.values + min(self.payload, FETCHED_AT_ONCE)
 
     @property

@@ -31,17 +31,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl
 
 from opendiloco.config.model import check_initial_weights
 from opendiloco.config.run_config import EvaluationSection, RunConfig
@@ -113,24 +114,20 @@ def _initial_vectors(config: RunConfig, layout: Layout) -> SharedVectors:
     """
     model = build_model(config, build_tokenizer(config.tokenizer))
     runs = layout_of(model, config.streaming)
-    _check_layout(layout, runs)
-    vectors = SharedVectors.create(runs.size)
-    Shards(runs).store(trainable(model), vectors.theta)
-    check_initial_weights(vectors.theta, config.model)
-    return vectors
-
-
-def _check_layout(own: Layout, runs: Layout) -> None:
     remedy = "Build the model as the run's manifest says: `diloco-peer run show` prints it."
-    for ours, theirs in zip(own, runs, strict=False):
+    for ours, theirs in zip(layout, runs, strict=False):
         if ours.shape != theirs.shape:
             raise ManifestError(
                 f"the model's parameter {ours.name} has the shape {ours.shape}; the run's {theirs.name} has "
                 f"{theirs.shape}.",
                 remedy,
             )
-    if own.size != runs.size:
-        raise ManifestError(f"the model has {own.size} trainable values; the run's has {runs.size}.", remedy)
+    if layout.size != runs.size:
+        raise ManifestError(f"the model has {layout.size} trainable values; the run's has {runs.size}.", remedy)
+    vectors = SharedVectors.create(runs.size)
+    Shards(runs).store(trainable(model), vectors.theta)
+    check_initial_weights(vectors.theta, config.model)
+    return vectors
 
 
 # Between two threads --------------------------------------------------------------------------------------------------
@@ -188,13 +185,11 @@ class _LoopWorker:
         goes_on: bool = False,
     ) -> Trained:
         """Always from theta, and all of it at once: runs that stream are refused. What a loop does not say is NaN."""
-        began, steps = time.monotonic(), 0
+        began = time.monotonic()
 
         def progressed(progress: Progress) -> None:
-            nonlocal steps
-            steps = progress.inner_step
             taken = InnerStepDone(
-                inner_step=steps,
+                inner_step=progress.inner_step,
                 loss=math.nan if progress.loss is None else progress.loss,
                 gradient_norm=math.nan,
                 learning_rate=math.nan,
@@ -208,7 +203,7 @@ class _LoopWorker:
         trained = await asyncio.wrap_future(outer_step.trained)
         done = InnerLoopDone(
             tokens=trained.tokens,
-            inner_steps=steps,
+            inner_steps=outer_step.steps_done,
             loss=trained.loss,
             gradient_norm=math.nan,
             learning_rate=math.nan,
@@ -243,8 +238,7 @@ class _LoopWorker:
         self._outer_steps.put(error)
 
     def next_outer_step(self, evaluate: Callable[[], HeldOut | None] = lambda: None) -> _OuterStep | None:
-        """Wait for the swarm to begin one, and `evaluate` when it asks for that; None at the end. Raises: what went
-        wrong."""
+        """Wait for the swarm's next; `evaluate` when it asks; return None at the end. Raises: what went wrong."""
         while True:
             found = self._outer_steps.get()
             if isinstance(found, Future):
@@ -432,9 +426,7 @@ class DiLoCo:
         self._until_leaving.callback(self._inner_optimizer.register_step_post_hook(self._after_inner_step).remove)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         try:
             self._swarm.leave()
         except BaseException:  # whoever is interrupted now does not want to wait for the round under way
@@ -467,10 +459,7 @@ class DiLoCo:
         return () if self._outer_step is None else self._outer_step.work.samples
 
     def track(self, choice: str) -> None:
-        """Draw curves of this loop's training until it leaves: in "tensorboard:FOLDER" or "wandb:PROJECT".
-
-        Raises: ValueError for anything else; MachineError when the package for it is missing.
-        """
+        """Draw curves until it leaves, in "tensorboard:FOLDER" or "wandb:PROJECT". Raises: ValueError, MachineError."""
         chosen = [Choice.parse(choice)]
         peer = self._swarm.identity.peer_id
         opened = self._until_leaving.enter_context(tracking(chosen, self.run.run_id, peer))
@@ -525,7 +514,7 @@ class DiLoCo:
             outer_step.report(Progress(outer_step.steps_done, self._loss, speed))
             if outer_step.steps_done < outer_step.work.steps and trained.samples != outer_step.work.samples:
                 return
-            outer_step.finish(self._publish, trained)
+            outer_step.finish(lambda: self._shards.store(trainable(self._model), self._worker.vectors.local), trained)
         self._begin_outer_step()
 
     def _trained_in(self, outer_step: _OuterStep) -> Trained:
@@ -534,8 +523,7 @@ class DiLoCo:
         return Trained(samples, training.sequence_length * sample_count(samples), self._loss or 0.0)
 
     def _evaluate(self) -> HeldOut | None:
-        """Return theta's loss on the run's held-out text, which is read at the first turn; None if the loop takes no
-        turns."""
+        """Return theta's loss on the run's held-out text, read at the first turn; None if the loop takes no turns."""
         if not self._evaluates:
             return None
         try:
@@ -543,26 +531,18 @@ class DiLoCo:
                 logger.info(
                     "reading the run's text to evaluate theta on what is held out; evaluates=False leaves it out"
                 )
-            return self._held_out_loss(self._text or self._read(self.run.with_data(self._data)))
+            run = self.run.with_data(self._data)
+            section, held_out = run.config.evaluation, (self._text or self._read(run)).held_out
+            self._shards.load(self._worker.vectors.theta, trainable(self._model))
+            is_bf16, device = run.config.training.precision == "bf16", next(self._model.parameters()).device.type
+            precision = partial(torch.autocast, device, torch.bfloat16, enabled=is_bf16)
+            loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, precision)
+            is_runs_text = run.has_runs_text and section.digest in (None, held_out.digest(section.windows))
+            return HeldOut(loss, is_runs_text)
         except Exception as error:  # a model may be called in other ways than transformers'
             logger.warning("this loop takes no turns to evaluate theta: %s", first_line(error))
             self._evaluates = False
             return None
-
-    def _held_out_loss(self, text: TrainingData) -> HeldOut:
-        section, held_out = self.run.config.evaluation, text.held_out
-        self._shards.load(self._worker.vectors.theta, trainable(self._model))
-        loss, _ = held_out_loss(self._model, held_out, section.windows, EVALUATED_AT_ONCE, self._precision)
-        has_runs_text = self.run.with_data(self._data).has_runs_text
-        is_runs_text = has_runs_text and section.digest in (None, held_out.digest(section.windows))
-        return HeldOut(loss, is_runs_text)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        device = next(self._model.parameters()).device.type
-        return torch.autocast(device, torch.bfloat16, enabled=self.run.config.training.precision == "bf16")
-
-    def _publish(self) -> None:
-        self._shards.store(trainable(self._model), self._worker.vectors.local)
 
 
 def _leave_before_exit(reference: weakref.ref[_Swarm]) -> None:
@@ -585,9 +565,7 @@ class DiLoCoCallback(TrainerCallback):
         self._options = options
         self._diloco: DiLoCo | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         self._leave()  # what an earlier training that raised has left
         optimizer = kwargs["optimizer"]
         inner_optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
@@ -598,23 +576,21 @@ class DiLoCoCallback(TrainerCallback):
         diloco.__enter__()
         self._diloco = diloco
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         control.should_training_stop |= self._diloco is None or self._diloco.finished
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, *_: Any, **kwargs: Any) -> None:
         logs: dict[str, float] = kwargs.get("logs", {})
         if self._diloco is not None and "loss" in logs:
             self._diloco.report(logs["loss"])
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         self._leave()
 
     def _leave(self) -> None:
         diloco, self._diloco = self._diloco, None
         if diloco is not None:
-            diloco.__exit__(None, None, None)
+            diloco.__exit__()
 
 
 class _Call:

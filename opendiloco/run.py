@@ -52,14 +52,15 @@ class Run:
 
     def with_data(self, folders: Sequence[Path] = ()) -> Run:
         """Return the run as a volunteer has it, who reads no local folders but these. Raises: see `volunteered`."""
-        config = self.config.model_copy(update={"data": volunteered(self.config.data, folders)})
-        return replace(self, config=config, has_runs_text=not folders or self._says_which_text)
+        data, sources = self.config.data, self.config.data.all_sources
+        own = [source for source in sources if is_local(source.source)] or sources
+        # Text in volunteers' own folders can only be held against a digest.
+        says_which = self.config.evaluation.digest is not None or all(source.digest for source in own)
+        config = self.config.model_copy(update={"data": volunteered(data, folders)})
+        return replace(self, config=config, has_runs_text=not folders or says_which)
 
     def with_own(self, own: OwnFiles) -> Run:
-        """Return the run on a volunteer's machine, where nothing local is opened for its model and tokenizer but these.
-
-        Raises: DataError when one of them is local and not named here; see also `with_own_files`.
-        """
+        """Return the run where nothing local is opened for its model and tokenizer but these. Raises: DataError."""
         for table, path in local_tables(self.config).items():
             if getattr(own, table) is None:
                 raise DataError(
@@ -67,13 +68,6 @@ class Run:
                     f"Name the run's {table} on this machine: --{table} PATH.",
                 )
         return replace(self, config=with_own_files(self.config, own))
-
-    @property
-    def _says_which_text(self) -> bool:
-        """Return whether text in volunteers' own folders can be held against a digest."""
-        sources = self.config.data.all_sources
-        own = [source for source in sources if is_local(source.source)] or sources
-        return self.config.evaluation.digest is not None or all(source.digest for source in own)
 
     @property
     def run_id(self) -> str:
@@ -129,10 +123,7 @@ def with_own_files(config: RunConfig, own: OwnFiles) -> RunConfig:
 
 
 async def find_run(network: HivemindTransport, run_id: str, remembered: SignedManifest | None = None) -> Run:
-    """Return a run by its id: the one remembered, which needs nobody, or else what the network has.
-
-    Raises: SwarmUnreachableError when nobody knows it; ManifestError.
-    """
+    """Return a run: as remembered, or as the network has it. Raises: SwarmUnreachableError, ManifestError."""
     if remembered is not None and remembered.run_id == run_id:
         network.learn(remembered)
         return Run.from_manifest(remembered)

@@ -21,7 +21,6 @@ from opendiloco.errors import MachineError
 Vector = NDArray[np.float32]
 VALUE_BYTES = 4
 MORE_MEMORY = "Stop other programs or use a machine with more memory."
-RAISE_CAP = "Raise --max-memory, or leave it out."
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -54,10 +53,7 @@ def create_memory_file() -> int:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Take memory for two vectors of `size` values now, so that no later write can fail.
-
-    Raises: MachineError when there is not enough.
-    """
+    """Take memory for two vectors of `size` values, so that no later write fails. Raises: MachineError."""
     needed = 2 * VALUE_BYTES * size
     check_available("The run's shared vectors", needed)
     try:
@@ -72,7 +68,9 @@ def check_available(what: str, needed: int) -> None:
     """Raises: MachineError when there are fewer than `needed` bytes; it says what needs them."""
     available = available_memory()
     if needed > available:
-        remedy = RAISE_CAP if _cap is not None and needed <= _free_memory() else MORE_MEMORY
+        remedy = (
+            "Raise --max-memory, or leave it out." if _cap is not None and needed <= _free_memory() else MORE_MEMORY
+        )
         raise MachineError(
             f"{what}: {needed / 2**20:.0f} MiB are needed, {available / 2**20:.0f} MiB are free.", remedy
         )
@@ -91,11 +89,6 @@ def cap_memory(limit: int | None, family: int | None = None) -> None:
     _cap = None if limit is None else (limit, family or os.getpid())
 
 
-def _left_of_cap(limit: int, family: int) -> int:
-    root = psutil.Process(family)
-    return limit - sum(map(_used_by, (root, *root.children(recursive=True))))
-
-
 def _used_by(process: psutil.Process) -> int:
     with suppress(psutil.Error):
         return int(process.memory_full_info().pss)
@@ -105,7 +98,10 @@ def _used_by(process: psutil.Process) -> int:
 def available_memory() -> int:
     """Return the bytes that this process can still take: what is free, or what its owner's cap leaves of that."""
     free = _free_memory()
-    return free if _cap is None else max(0, min(free, _left_of_cap(*_cap)))
+    if _cap is None:
+        return free
+    limit, root = _cap[0], psutil.Process(_cap[1])
+    return max(0, min(free, limit - sum(map(_used_by, (root, *root.children(recursive=True))))))
 
 
 def _free_memory() -> int:

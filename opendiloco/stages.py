@@ -1,4 +1,4 @@
-"""What a process is busy with while it starts, and how far it has come: for whoever watches, if anybody does."""
+"""The stages of a process that starts, and how far each has come."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ Item = TypeVar("Item")
 COMPILING, TRYING_ATTENTION = "compiling", "trying attention within documents alone"
 WITH_A_COMPILER = frozenset({COMPILING, TRYING_ATTENTION})
 """Stages in which PyTorch compiles. Compilers that it calls may hang."""
-LOOK_SECONDS = 1.0
-"""Between two words of how far the same stage has come."""
-QUIET_SECONDS = 10.0
-"""Between two lines of the log about the same stage."""
+LOOK_SECONDS = 1.0  # between two words of how far the same stage has come
+QUIET_SECONDS = 10.0  # between two lines of the log about the same stage
 
 
 _watch: Watch = lambda stage, share: None  # noqa: E731

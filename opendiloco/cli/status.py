@@ -96,7 +96,7 @@ class _ListedRun:
             yield (
                 f"  takes {in_words(needs.device_memory)} of a GPU and activations, or the CPU with "
                 f"{in_words(needs.main_memory_on_cpu)} of memory; {in_words(needs.disk)} of disk; "
-                f"{in_words(2 * needs.payload)} each way in an outer step"
+                f"{in_words(2 * needs.host.payload)} each way in an outer step"
             )
 
 

@@ -36,7 +36,7 @@ from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.run_failures import RunFailures
-from peers.network.transport import CallHandler, HivemindTransport
+from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import state_told
@@ -46,7 +46,7 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import Doubts, next_in_log
 from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_headers_before, serve_headers
 from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
-from peers.transfer.snapshots import Snapshot, SnapshotSource, Vouched, ask_size, fetch_snapshot, serve_snapshots
+from peers.transfer.snapshots import Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
@@ -60,15 +60,14 @@ logger = logging.getLogger(__name__)
 POLL = 5.0  # seconds between two looks for new runs, and at runs in which nobody has been yet
 SIGNING_PAUSE = 60.0  # seconds at least between two heads that are signed
 SIGNING_RETRY = 5.0  # seconds until peers are asked again that did not answer
-ASKED = 32
-"""Peers that are asked, before the first head, what this archive has signed."""
+ASKED = 32  # peers that are asked, before the first head, what this archive has signed
 SNAPSHOT_SHARE = 4  # of so many snapshots of the peers one is kept: each takes their links 8 bytes a parameter
 NO_STATE = bytes(DIGEST_BYTES)
 FAILURES = (PeerUnreachableError, RemoteProtocolError, LogError, PayloadError, SnapshotError, OSError)
 
 
 class ArchivedRun:
-    """What is kept of one run. Implements `SnapshotSource`."""
+    """What is kept of one run. Implements `peers.transfer.snapshots.SnapshotSource`."""
 
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path, room: _DiskRoom) -> None:
         """May take long, since all that is here is digested. Raises: DilocoPeerError when the folder cannot be used."""
@@ -108,12 +107,10 @@ class ArchivedRun:
     def _load(self) -> None:
         """Give the newest checkpoint from now on, and drop the payloads before the oldest."""
         checkpoints = Checkpoints(self.folder.checkpoints, self.run.run_id)
-        checkpoint = checkpoints.load_newest()
-        if checkpoint is None:
-            return
-        self._snapshot = checkpoint
-        self._size_is(len(checkpoint.data))
-        self.log.prune(min(checkpoints.indices()))
+        if (checkpoint := checkpoints.load_newest()) is not None:
+            self._snapshot = checkpoint
+            self._size_is(len(checkpoint.data))
+            self.log.prune(min(checkpoints.indices()))
 
     def _size_is(self, state_bytes: int) -> None:
         if not self.buffers:
@@ -192,8 +189,7 @@ class ArchivedRun:
 
     # Signing --------------------------------------------------------------------------------------------------
     def _make_signer(self) -> HeadSigner | None:
-        """Return what signs heads of the log; None where our key is none of the run's archives, or the file of what it
-        has signed can't be read."""
+        """Return a signer of heads; None unless our key is an archive's, and what it has signed can be read."""
         me = self._identity.peer_id
         if me not in self.run.manifest.archives:
             return None
@@ -301,9 +297,9 @@ class ArchivedRun:
     async def _keep_next(self, donors: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
         """Keep the next cycle, unless too few have signed it, and others may still come. Returns whether it is kept.
 
-        There has to be room for a snapshot, too: with the next one, the payloads before the last go.
-
-        Raises: LogError, PayloadError, PeerUnreachableError, RemoteProtocolError, LogFolderError, _NoRoomError."""
+        There has to be room for a snapshot, too: with the next one, the payloads before the last go. Raises: FAILURES,
+        LogFolderError, _NoRoomError.
+        """
         found = await next_in_log(self._transport, donors[0], self.end, self._signed, self._heads)
         if not self._doubts.may_follow(self.end, found.proof, beats):
             return False
@@ -322,9 +318,7 @@ class ArchivedRun:
         return True
 
     async def _keep_snapshot(self, beats: Sequence[Heartbeat], donors: Sequence[str], least: int) -> None:
-        """Keep a state that our log vouches for, or a better one.
-
-        Raises: LogError, SnapshotError, OSError, _NoRoomError."""
+        """Keep a state that our log vouches for, or a better one. Raises: FAILURES, _NoRoomError."""
         fetch = LineageFetch(self._transport, self.log)
         index = next(beat.index for beat in beats if beat.peer == donors[0])
 
@@ -385,20 +379,16 @@ class Archive:
         """Return what is kept of a run; None: nothing, or nothing yet."""
         return self._runs.get(run)
 
-    def _is_member(self, run: str, peer: str) -> bool:
-        return run in self._runs and peer in self._runs[run].end.known
-
     async def keep(self, transport: HivemindTransport, manifests: Iterable[SignedManifest]) -> None:
         """Keep every run of `manifests`, which is looked through again and again, until cancelled."""
-        sources: dict[str, SnapshotSource] = {}
         pasts: dict[str, Past] = {}
         kept: dict[str, Sequence[PayloadBuffers]] = {}
         logs: dict[str, RunLog] = {}
-        await serve_snapshots(transport, sources)
-        await serve_headers(transport, pasts, self._is_member)
+        await serve_snapshots(transport, self._runs)
+        await serve_headers(transport, pasts, lambda run, peer: run in self._runs and peer in self._runs[run].end.known)
         await serve_payloads(transport, kept)
         await serve_proofs(transport, logs)
-        await transport.on_call(CALL, self._answerer(transport))
+        await transport.on_call(CALL, partial(self._answer, transport))
         opening = RunFailures("opening its archive")
         await asyncio.to_thread(self._room.measure)
         async with asyncio.TaskGroup() as tasks:
@@ -409,7 +399,7 @@ class Archive:
                     archived, task = self._runs[run_id], keeping.pop(run_id)
                     task.cancel()
                     await asyncio.wait([task])
-                    for served in (self._runs, sources, pasts, kept, logs):
+                    for served in (self._runs, pasts, kept, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
                     if archived.end.last is None:  # else a flood of made-up runs would have the work of others removed
@@ -417,11 +407,9 @@ class Archive:
                         self._room.forget(run_id)
                 for run_id in [one for one in known if one not in keeping and opening.is_due(one)]:
                     with opening.caught(run_id):
-                        run = Run.from_manifest(known[run_id])
-                        place = (self._folder, self._room)
+                        run, place = Run.from_manifest(known[run_id]), (self._folder, self._room)
                         archived = await asyncio.to_thread(ArchivedRun, run, self._identity, transport, *place)
-                        self._runs[run_id], sources[run_id] = archived, archived
-                        pasts[run_id], logs[run_id] = archived.log.stretch, archived.log
+                        self._runs[run_id], pasts[run_id], logs[run_id] = archived, archived.log.stretch, archived.log
                         keeping[run_id] = tasks.create_task(self._keep_one(archived, kept))
                 await asyncio.sleep(POLL)
 
@@ -453,32 +441,25 @@ class Archive:
         if archived.end.last is not None:
             metrics.ARCHIVED_OUTER_STEP.labels(archived.run.run_id).set(archived.end.position.index)
 
-    def _answerer(self, transport: HivemindTransport) -> CallHandler:
-        async def answer(sender: str, data: bytes) -> bytes:
-            for run_id, archived in self._runs.items():
-                try:
-                    message = unpack_message(run_id, data, None)
-                except WireError:
-                    continue  # of another run
-                transport.check_admitted(run_id, sender)
-                reply = archived.answer(message) if isinstance(message, Inquire) else None
-                if reply is not None:
-                    with suppress(PeerUnreachableError):
-                        await transport.call(sender, CALL, reply, CALL_TIMEOUT)
-                return b""
-            raise RemoteProtocolError(sender, "a message of no run that is kept here")
-
-        return answer
+    async def _answer(self, transport: HivemindTransport, sender: str, data: bytes) -> bytes:
+        for run_id, archived in self._runs.items():
+            try:
+                message = unpack_message(run_id, data, None)
+            except WireError:
+                continue  # of another run
+            transport.check_admitted(run_id, sender)
+            reply = archived.answer(message) if isinstance(message, Inquire) else None
+            if reply is not None:
+                with suppress(PeerUnreachableError):
+                    await transport.call(sender, CALL, reply, CALL_TIMEOUT)
+            return b""
+        raise RemoteProtocolError(sender, "a message of no run that is kept here")
 
 
 # The disk's room ------------------------------------------------------------------------------------------------------
 # A stranger decides how large a run is.
-
-
-DISK_SHARE = 0.9
-"""Of what is free, or taken by the runs already, that they may take unless their owner says how much."""
-RUN_SHARE = 4
-"""One run may take one such part of all."""
+DISK_SHARE = 0.9  # of what is free or taken by the runs already, that they may take unless their owner says how much
+RUN_SHARE = 4  # one run may take one such part of all
 
 
 class _NoRoomError(MachineError):

@@ -5,6 +5,7 @@ Nothing on the disk is changed. Neither torch nor the model is needed, except fo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,7 +16,7 @@ import numpy as np
 from opendiloco import kernels
 from opendiloco.config.model import check_initial_weights
 from opendiloco.config.run_config import RunConfig
-from opendiloco.data.own_files import NONE, OwnFiles
+from opendiloco.data.own_files import OwnFiles
 from opendiloco.run import Run
 from opendiloco.storage.loading import Checkpoint, Checkpoints
 from opendiloco.storage.run_folder import RunFolder
@@ -36,35 +37,31 @@ from peers.values.workload import BadBlocksError, Blocks
 
 @dataclass
 class Findings:
-    """What was found of which entries: words to their indices, and what is wrong by index."""
+    """Findings in words, with the indices of their entries, and what is wrong by index."""
 
-    verified: dict[str, list[int]] = field(default_factory=dict)
-    unverified: dict[str, list[int]] = field(default_factory=dict)
+    verified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    unverified: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     wrong: list[tuple[int, str]] = field(default_factory=list)
 
     def is_verified(self, what: str, index: int) -> None:
-        _note(self.verified, what, index)
+        self.verified[what].add(index)
 
     def is_unverified(self, what: str, index: int) -> None:
-        _note(self.unverified, what, index)
+        self.unverified[what].add(index)
 
     def facts(self) -> dict[str, object]:
         """For scripts: the same, as JSON can say it."""
+        verified, unverified = (
+            {what: sorted(indices) for what, indices in found.items()} for found in (self.verified, self.unverified)
+        )
         wrong = [{"entry": index, "what": what} for index, what in sorted(self.wrong)]
-        return {"verified": self.verified, "not_verified": self.unverified, "wrong": wrong}
+        return {"verified": verified, "not_verified": unverified, "wrong": wrong}
 
     def lines(self) -> Iterable[str]:
         """For people."""
         for heading, found in (("verified", self.verified), ("not verified", self.unverified)):
-            yield from (f"{heading}: {what}: {_entries(indices)}" for what, indices in found.items())
+            yield from (f"{heading}: {what}: {_entries(sorted(indices))}" for what, indices in found.items())
         yield from (f"wrong: entry {index}: {what}" for index, what in sorted(self.wrong))
-
-
-def _note(found: dict[str, list[int]], what: str, index: int) -> None:
-    """Note an index once, of how many fragments it may be true; they come in ascending order."""
-    indices = found.setdefault(what, [])
-    if indices[-1:] != [index]:
-        indices.append(index)
 
 
 def _entries(indices: Iterable[int]) -> str:
@@ -146,7 +143,7 @@ def _check_signatures(entry: Entry, header: Header, before: LogState, findings: 
 
 
 class _Proofs:
-    """Holds what proves the faults in annexes against what was signed; in the folder of a log."""
+    """Proofs of the faults in annexes, beside a log in a folder, held against what was signed."""
 
     def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
         self._folder = folder
@@ -189,11 +186,8 @@ class _Proofs:
             findings.is_verified("proofs of faults", index)
 
 
-def audit(folder: Path, run: Run, checkpoint: Checkpoint | None = None, own: OwnFiles = NONE) -> Findings:
-    """Verify all that can be verified of the log in a folder.
-
-    Raises: LogFolderError when it cannot be read, and what building the model raises.
-    """
+def audit(folder: Path, run: Run, checkpoint: Checkpoint | None, own: OwnFiles) -> Findings:
+    """Verify all that can be verified of a log. Raises: LogFolderError, and what building the model raises."""
     findings = Findings()
     try:
         chain = _check_chain(folder / ENTRIES, run, findings)
@@ -262,19 +256,15 @@ def _check_payload(folder: Path, run: Run, entry: Entry, findings: Findings) -> 
 
 
 def _start_states(
-    folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings, own: OwnFiles = NONE
+    folder: Path, run: Run, chain: Chain, checkpoint: Checkpoint | None, findings: Findings, own: OwnFiles
 ) -> _States | None:
     """Where states can be computed from: the given checkpoint, the run's initial model, or else a checkpoint beside the
     log. None, and noted why, if from nowhere.
 
     Raises: CheckpointError when the folder of checkpoints is unreadable.
     """
-    if (
-        checkpoint is None
-        and len(chain)
-        and chain.first == 0
-        and all(_is_here(folder, one) for one in chain.cycles(0, 1))
-    ):
+    has_first = len(chain) > 0 and chain.first == 0 and all(_is_here(folder, one) for one in chain.cycles(0, 1))
+    if checkpoint is None and has_first:
         from opendiloco.model.build import initial_theta
 
         theta = initial_theta(run.with_own(own).config)
@@ -290,9 +280,9 @@ def _start_states(
 
 
 def _find_checkpoint(folder: Path, run: Run, chain: Chain) -> Checkpoint | None:
-    """Return the good checkpoint beside a log from which most of its states can be computed; None: there is none.
+    """Return the oldest good checkpoint beside a log with all payloads after it, or else the newest; None without any.
 
-    That is the oldest of those that have all payloads after them, or else the newest. Raises: CheckpointError.
+    Raises: CheckpointError.
     """
     beside = Checkpoints(RunFolder(folder.absolute().parent).checkpoints, run.run_id)
     gaps = (entry.index + 1 for entry in reversed(chain.entries) if not _is_here(folder, entry))

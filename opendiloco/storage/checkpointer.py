@@ -1,9 +1,4 @@
-"""A volunteer's side of checkpoints: hands frozen states to the process that writes them, and hears what came of it.
-
-async with Checkpointer(plan) as checkpointer:
-    volunteer = await volunteer_with(workload, run, identity, transport, folder, checkpointer)
-    await volunteer.take_part()
-"""
+"""A volunteer's side of checkpoints: hands frozen states to the process that writes them, and logs what it says."""
 
 from __future__ import annotations
 
@@ -64,7 +59,10 @@ class Checkpointer:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
         """Give what was taken some seconds more; then end our process, which leaves the checkpoints that were there."""
         if self._writing is None:
             return
@@ -74,12 +72,6 @@ class Checkpointer:
             if self._writing.cancel():
                 logger.warning("the last checkpoint was not finished; the one before is in %s", self._plan.folder)
             await asyncio.gather(self._writing, return_exceptions=True)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *raised: object) -> None:
-        await self.close()
 
     async def _write_waiting(self) -> None:
         while self._waiting is not None:

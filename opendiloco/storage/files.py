@@ -86,10 +86,7 @@ def file_header(state_bytes: int, metadata: Mapping[str, str]) -> bytes:
 
 
 def read_file_header(file: BinaryIO) -> tuple[dict[str, str], int]:
-    """Return the metadata, and the offset of the state's first byte. What our writer would not have written is refused.
-
-    Raises: DamagedFileError, OSError.
-    """
+    """Return the metadata, and where the state begins. Raises: DamagedFileError when we would not write it; OSError."""
     try:
         metadata, tensors, start = read_header(file)
     except ValueError as error:

@@ -1,5 +1,4 @@
-"""A run's state from this machine's own disk: checkpoints and moments, checked before they are used, and the entries of
-the log that lead on from there."""
+"""A run's state from this machine's disk: checkpoints and moments, checked, and the log that leads on from there."""
 
 from __future__ import annotations
 
@@ -75,31 +74,17 @@ class Checkpoints:
             ) from error
 
     def load_newest(self, at_most: int | None = None) -> Checkpoint | None:
-        """The newest good one, or the newest after at most so many outer steps; each that is not good is named in the
-        log. None: there is no good one.
-
-        Raises: CheckpointError when the folder is unreadable.
-        """
+        """Return the newest good one, or the newest after at most so many outer steps. Raises: see `indices`."""
         return self.load_first(index for index in self.indices() if at_most is None or index <= at_most)
 
     def load_first(self, indices: Iterable[int]) -> Checkpoint | None:
         """Return the first good one of these; each that is not good is named in the log. None: none is good."""
         for index in indices:
             try:
-                return self.load(index)
+                return load_checkpoint(self.folder / file_name(index), self.run)
             except CheckpointError as error:
                 logger.warning("%s It is skipped; another checkpoint is used if there is one.", error.message)
         return None
-
-    def load(self, index: int) -> Checkpoint:
-        """The one after `index` outer steps. Raises: CheckpointError when it is missing, damaged or of another run."""
-        path = self.folder / file_name(index)
-        if not path.exists():
-            there = ", ".join(map(str, self.indices())) or "none"
-            raise CheckpointError(
-                f"{self.folder} has no checkpoint after {index} outer steps.", f"Choose one that is there: {there}."
-            )
-        return load_checkpoint(path, self.run)
 
 
 def load_checkpoint(path: Path, run: str) -> Checkpoint:
@@ -124,9 +109,7 @@ def load_checkpoint(path: Path, run: str) -> Checkpoint:
 
 
 def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None, bytes, tuple[bytes, ...]]:
-    """The log's last header, the state digest, and the digests of all entries of the last cycle.
-
-    Raises: DamagedFileError."""
+    """Return the last header, the state digest, and the last cycle's digests. Raises: DamagedFileError."""
     if metadata.get("format") != FORMAT or metadata.keys() != FIELDS:
         raise DamagedFileError(f"is not of the format {FORMAT!r}")
     if metadata["run"] != run:
@@ -145,11 +128,8 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
 
 
 # Moments --------------------------------------------------------------------------------------------------------------
-
-
 MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
-CHECKED_AT_ONCE = 1 << 22
-"""Values."""
+CHECKED_AT_ONCE = 1 << 22  # values
 
 
 def newest_moments(folder: Path, peer_id: str) -> Path | None:
@@ -160,10 +140,7 @@ def newest_moments(folder: Path, peer_id: str) -> Path | None:
 
 
 def check_moments_file(path: Path) -> None:
-    """Hold a file against its digest, and its values against what is no number.
-
-    Raises: SnapshotError; OSError.
-    """
+    """Check a file's digest, and that its values are finite. Raises: SnapshotError, OSError."""
     with path.open("rb") as file:
         try:
             metadata, _, start = read_header(file)
@@ -180,8 +157,6 @@ def check_moments_file(path: Path) -> None:
 
 
 # Replay ---------------------------------------------------------------------------------------------------------------
-
-
 async def resume(
     workload: Workload, log: RunLog, checkpoint: Snapshot | None = None, until: int | None = None
 ) -> LogState:
@@ -227,13 +202,13 @@ async def _replay(workload: Workload, log: RunLog, at: LogState, stop: int) -> t
             after = at
             for header in headers:
                 after = after.append(header)
-            found = {header.fragment: header.payload for header in headers if header.payload != NO_PAYLOAD}
-            payloads = {part: await asyncio.to_thread(log.payload, digest) for part, digest in found.items()}
-            if not all(payloads.values()):
+            named = [header for header in headers if header.payload != NO_PAYLOAD]
+            kept = {one.fragment: await asyncio.to_thread(log.payload, one.payload) for one in named}
+            payloads = {fragment: payload.data for fragment, payload in kept.items() if payload}
+            if len(payloads) < len(named):
                 logger.warning("the payload of entry %d is not here: nothing from there on is replayed", index)
                 break
-            found_here = {part: payload.data for part, payload in payloads.items() if payload}
-            await step(workload, index, found_here, at.amendment)
+            await step(workload, index, payloads, at.amendment)
             state_digest = await workload.state_digest()
         except (LogError, BadBlocksError) as error:
             logger.warning("entry %d of this machine's log cannot be replayed: %s", index, error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,10 +47,7 @@ class RateLimit:
 
 
 def check_url(url: str) -> None:
-    """Whether fsspec and the package that it needs for this URL are here; nothing is connected to.
-
-    Raises: RemoteError.
-    """
+    """Raise RemoteError unless fsspec and its package for this URL are here. Connects to nothing."""
     import fsspec
 
     with _as_remote_error(url):
@@ -65,14 +62,14 @@ class Remote:
         import fsspec
 
         self._url = url
-        with self._errors():
+        with _as_remote_error(self._url):
             self._files, root = fsspec.core.url_to_fs(url)
             self._root = root.rstrip("/")
             self._make_folder(self._root)
 
     def names(self) -> list[str]:
         """Of what is in it now. Raises: RemoteError."""
-        with self._errors():
+        with _as_remote_error(self._url):
             self._files.invalidate_cache()
             try:
                 found = self._files.ls(self._root, detail=False)
@@ -82,7 +79,7 @@ class Remote:
 
     def send(self, path: Path, name: str) -> None:
         """Copy a file into it, the way that its kind of storage does it best. Raises: RemoteError."""
-        with self._errors():
+        with _as_remote_error(self._url):
             self._make_folder(self._path(name).rpartition("/")[0])
             self._files.put_file(str(path), self._path(name))
 
@@ -94,7 +91,7 @@ class Remote:
             if left.endswith(suffix):
                 self.remove(left)
         partial = self._path(name + suffix)
-        with self._errors():
+        with _as_remote_error(self._url):
             try:
                 with path.open("rb") as source, self._files.open(partial, "wb") as file:
                     for piece in RateLimit(rate).read(source, PIECE):
@@ -114,7 +111,7 @@ class Remote:
 
     def remove(self, name: str) -> None:
         """Raises: RemoteError."""
-        with self._errors(), suppress(FileNotFoundError):
+        with _as_remote_error(self._url), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
     def _make_folder(self, path: str) -> None:
@@ -128,15 +125,9 @@ class Remote:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _errors(self) -> AbstractContextManager[None]:
-        return _as_remote_error(self._url)
-
 
 def push_folder(folder: Path, url: str) -> None:
-    """Copy a model's folder to a URL file by file, its README last: where that is new, all the rest is there.
-
-    Raises: RemoteError.
-    """
+    """Copy a folder to a URL, its README last: where that is new, all the rest is there. Raises: RemoteError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     remote = Remote(url)
     for path in sorted(paths, key=lambda path: (path.name == "README.md", path.stat().st_size)):

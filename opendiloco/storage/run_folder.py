@@ -24,8 +24,6 @@ from peers.values.wire import pack, unpack
 
 logger = logging.getLogger(__name__)
 
-SIGNED_HEADS, HELD_OUT = "signed_heads", "held_out.jsonl"
-
 
 def default_state_folder() -> Path:
     """`~/.local/state/diloco-peer`, or where XDG_STATE_HOME says."""
@@ -33,23 +31,27 @@ def default_state_folder() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "diloco-peer"
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Made by `open`. Two peers on one machine share nothing."""
+    """The places of what is kept of a run. Made by `open`. Two peers on one machine share nothing."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_id, self.peer_id = path.parent.name, path.name
+        self.manifest, self.checkpoints = path / MANIFEST, path / CHECKPOINTS_FOLDER
+        self.log, self.download = path / "log", path / "download"
+        self.signed_heads = path / "signed_heads"
+        """What the run's archives have signed, as far as this peer has heard."""
+        self.held_out = path / "held_out.jsonl"
+        """The losses on held-out text that this peer has heard of (see `HeldOutCurve`)."""
 
     @classmethod
     def at(cls, run_id: str, peer_id: str, base: Path | None = None) -> RunFolder:
-        """`base`/<run id>/<peer id>, whether it is there or not."""
+        """Return `base`/<run id>/<peer id>, whether it is there or not."""
         return cls(((default_state_folder() if base is None else base) / run_id / peer_id).absolute())
 
     @classmethod
     def open(cls, run: Run, peer_id: str, base: Path | None = None) -> RunFolder:
-        """`base`/<run id>/<peer id>, made if need be, with the run's manifest in it.
-
-        Raises: MachineError when it cannot be made or written to.
-        """
+        """Make the folder, with the run's manifest in it. Raises: MachineError when it cannot be written to."""
         folder = cls.at(run.run_id, peer_id, base)
         try:
             for path in (folder.path, folder.checkpoints, folder.log, folder.download):
@@ -67,40 +69,6 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):  # it has another peer's
             self.path.parent.rmdir()
-
-    @property
-    def run_id(self) -> str:
-        return self.path.parent.name
-
-    @property
-    def peer_id(self) -> str:
-        return self.path.name
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS_FOLDER
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log"
-
-    @property
-    def download(self) -> Path:
-        return self.path / "download"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / MANIFEST
-
-    @property
-    def signed_heads(self) -> Path:
-        """What the run's archives have signed, as far as this peer has heard."""
-        return self.path / SIGNED_HEADS
-
-    @property
-    def held_out(self) -> Path:
-        """The losses on held-out text that this peer has heard of (see `HeldOutCurve`)."""
-        return self.path / HELD_OUT
 
     def remembered_manifest(self) -> SignedManifest | None:
         """Return the run's manifest from when this peer was in the run before; None when there is none to read."""
@@ -135,10 +103,7 @@ def read_manifest(path: Path) -> Run:
 
 
 # Held-out losses ------------------------------------------------------------------------------------------------------
-
-
-MOST_BYTES = 1 << 24
-"""Of a file that is read. A loss takes some 40 of them."""
+MOST_BYTES = 1 << 24  # of a file that is read. A loss takes some 40 of them
 MOST_LOSSES = 100_000
 """That are kept: an organiser may say that a run has any number of outer steps, and others claim losses of each."""
 
@@ -188,8 +153,6 @@ def read_curve(path: Path) -> dict[int, float]:
 # The journal ----------------------------------------------------------------------------------------------------------
 # The entries that a peer applied: what an audit, or the reference, needs to repeat the run. A line holds the entry's
 # index, its header (canonical bytes, in hexadecimal) and the state digest after it.
-
-
 @dataclass(frozen=True)
 class Journal:
     """A file that is only ever appended to."""

@@ -103,8 +103,6 @@ def _end(status: int, line: str) -> int:
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CheckpointJob:
     """One checkpoint to write."""
@@ -124,10 +122,7 @@ class CheckpointJob:
         return self.plan.remote
 
     def write(self) -> int:
-        """Write it, and remove the checkpoints that are not to be kept. Returns its bytes.
-
-        Raises: OSError; ValueError when it takes more room than its owner gives.
-        """
+        """Write it, and remove those not to be kept. Returns its bytes. Raises: OSError; ValueError without room."""
         plan, limit = self.plan, self.plan.disk_limit
         if limit is not None and folder_bytes(plan.folder) + self.state_bytes > limit:
             raise ValueError(
@@ -212,8 +207,6 @@ def _copy(source: int, target: int, count: int, limit: RateLimit) -> None:
 
 
 # Moments --------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MomentsJob:
     """One file of moments to finish, which workers have written with PARTIAL at its name's end: digest, disk, name.
@@ -257,10 +250,7 @@ class MomentsJob:
 
 
 def _finish(path: Path, rate: float | None) -> int:
-    """Write the digest into the partial file, have it on the disk, and give it its name. Returns its bytes.
-
-    Raises: OSError; ValueError when it is not what workers write.
-    """
+    """Write the digest into the partial file, and give it its name. Returns its bytes. Raises: OSError, ValueError."""
     from blake3 import blake3
 
     partial, digest = path.with_name(path.name + PARTIAL), blake3()
@@ -268,18 +258,14 @@ def _finish(path: Path, rate: float | None) -> int:
         _, _, start = read_header(file)
         file.seek(0)
         place = digest_place(file.read(start))
-        done = flushed = 0
         for data in RateLimit(rate).read(file, PIECE):
             digest.update(data)
-            done += len(data)
-            if done - flushed >= FLUSH:
-                os.fdatasync(file.fileno())
-                flushed = done
         os.pwrite(file.fileno(), digest.hexdigest().encode(), place)
         os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
     partial.replace(path)
     sync_folder(path.parent)
-    return start + done
+    return size
 
 
 JOBS: dict[str, type[CheckpointJob | MomentsJob]] = {kind.__name__: kind for kind in (CheckpointJob, MomentsJob)}

@@ -1,5 +1,4 @@
-"""Admission to a run: the ticket that this machine shows, the run's signed heads that it knows, and the tickets that it
-has given as an organiser."""
+"""Admission to a run: this machine's ticket, the signed heads that it knows, and the tickets that it has given."""
 
 from __future__ import annotations
 
@@ -7,8 +6,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ async def enter(
         path = folder.path / REVOCATIONS_FILE
         with suppress(OSError, TicketError):
             admission.revoke(path.read_bytes())
-        transport.runs.admissions.on_revoked = _kept_in(path, run.run_id)
+        transport.runs.admissions.on_revoked = partial(_keep, path, run.run_id)
     for address in addresses:
         with suppress(PeerUnreachableError, RemoteProtocolError):
             await transport.runs.admissions.exchange(transport.call, run.run_id, peer_id_of(address))
@@ -141,27 +141,22 @@ async def ask_for_signed_heads(
             pass
         except (OSError, SignedHeadsError) as error:
             logger.warning("%s is passed over: %s", path, error)
-        transport.runs.on_heads = _kept_in(path, run.run_id)
+        transport.runs.on_heads = partial(_keep, path, run.run_id)
     with suppress(TimeoutError):
         async with asyncio.timeout(ASK_LIMIT):
             await transport.runs.ask_for_heads(transport.call, run.run_id, map(peer_id_of, addresses))
 
 
-def _kept_in(path: Path, run_id: str) -> Callable[[str, bytes], None]:
-    """Return what writes each newer list of a run into a file."""
-
-    def keep(run: str, packed: bytes) -> None:
-        if run == run_id:
-            with suppress(OSError):  # others have it, too
-                write_whole(path, [packed])
-
-    return keep
+def _keep(path: Path, run_id: str, run: str, packed: bytes) -> None:
+    """Write the newest list of a run into a file, if it is the run with this id."""
+    if run == run_id:
+        with suppress(OSError):  # others have it, too
+            write_whole(path, [packed])
 
 
 # An organiser's tickets ---------------------------------------------------------------------------------------
 class GivenTickets:
-    """The tickets that an organiser has given for a run from this machine, and the newest list of revoked ones: two
-    files beside what else this machine keeps of the run."""
+    """An organiser's tickets for a run and the newest list of revoked ones: two files in its folder."""
 
     def __init__(self, run: str, organiser: str, base: Path | None = None) -> None:
         self._run = run
@@ -171,13 +166,8 @@ class GivenTickets:
     @property
     def tickets(self) -> list[Ticket]:
         """Return all of them, in the order in which they were given. Raises: MachineError."""
-        path = self._folder / GIVEN
-        try:
-            return [Ticket.parse(line) for line in path.read_text().splitlines()]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, AdmissionError) as error:
-            raise _unreadable(path, error) from error
+        with _readable(self._folder / GIVEN) as kept:
+            return [Ticket.parse(line) for line in (kept or b"").decode().splitlines()]
 
     def add(self, ticket: Ticket) -> None:
         """Raises: MachineError when it cannot be written down."""
@@ -187,13 +177,8 @@ class GivenTickets:
     @property
     def revocations(self) -> Revocations | None:
         """Return the newest list that this machine has signed. Raises: MachineError."""
-        path = self._folder / GIVEN_REVOCATIONS
-        try:
-            return Revocations.unpack(path.read_bytes(), self._run, self._organiser)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            raise _unreadable(path, error) from error
+        with _readable(self._folder / GIVEN_REVOCATIONS) as kept:
+            return None if kept is None else Revocations.unpack(kept, self._run, self._organiser)
 
     def revoke(self, ids: Sequence[str], organiser: Identity, told: Revocations | None = None) -> Revocations:
         """Sign and keep a list that has these tickets, and those of the newest lists here and in the run (`told`).
@@ -223,8 +208,13 @@ class GivenTickets:
             raise MachineError(message, "Name another one with --state.") from error
 
 
-def _unreadable(path: Path, error: Exception) -> MachineError:
-    return MachineError(f"{path} cannot be read: {error}.", "Restore it from a copy, or move it away.")
+@contextmanager
+def _readable(path: Path) -> Iterator[bytes | None]:
+    """Yield what a file has, None if there is none. Raises: MachineError where the file or its content is no good."""
+    try:
+        yield path.read_bytes() if path.exists() else None
+    except (OSError, ValueError, AdmissionError) as error:
+        raise MachineError(f"{path} cannot be read: {error}.", "Restore it from a copy, or move it away.") from error
 
 
 def _id(text: str) -> bytes:

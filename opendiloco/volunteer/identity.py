@@ -30,10 +30,7 @@ def _default_path() -> Path:
 
 
 def usable_path(path: Path | None) -> Path:
-    """Return `path`, or the default one, whose folder is made if need be.
-
-    Raises: LocalNetworkError when it cannot be made.
-    """
+    """Return `path`, or the default one, whose folder is made if need be. Raises: LocalNetworkError."""
     if path is not None:
         return path
     path = _default_path()
@@ -54,14 +51,12 @@ def load_identity(path: Path | None) -> Identity:
 
 @contextmanager
 def hold_identity(path: Path | None) -> Iterator[Identity]:
-    """Yield the identity in `path`, made if there is none, to be a peer with.
-
-    Two peers with one identity would answer for each other, so the file is locked meanwhile.
+    """Yield the identity in `path`, made if there is none, to be a peer with; the file is locked meanwhile.
 
     Raises: LocalNetworkError when another process holds it, or the file cannot be read or made.
     """
     path = usable_path(path)
-    identity = load_identity(path)
+    identity = Identity.load_or_create(path)
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,10 +74,7 @@ LOOK_LATER = 2.0  # seconds between two looks afterwards
 
 @asynccontextmanager
 async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[asyncio.Task[None]]:
-    """Begin to listen, beside what else there is to do before we say anything of ourselves.
-
-    Yields what is to be waited for before that; it raises CopiedKeyError.
-    """
+    """Listen beside other work. Yields what to wait for before we say anything; it raises CopiedKeyError."""
     task = asyncio.create_task(listen(transport, run_id))
     try:
         yield task
@@ -91,10 +83,7 @@ async def listening(transport: HivemindTransport, run_id: str) -> AsyncIterator[
 
 
 async def listen(transport: HivemindTransport, run_id: str) -> None:
-    """Listen until it is certain that no other machine has our key: at once, if none was heard a moment ago.
-
-    Raises: CopiedKeyError when another one has it.
-    """
+    """Listen until it is certain that no other machine has our key. Raises: CopiedKeyError when one has it."""
     copies, has_told = transport.discovery_of(run_id).copies, False
     await transport.heartbeats(run_id)
     while copies.may_live(now()):

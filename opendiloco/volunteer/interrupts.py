@@ -85,10 +85,7 @@ class RememberedInterrupt:
 
 
 def run_interruptible(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T | None:
-    """Run `main` in a new event loop; None when the first signal cancelled it.
-
-    Raises: KeyboardInterrupt when a second one did.
-    """
+    """Run `main`; None when the first signal cancelled it. Raises: KeyboardInterrupt when a second one did."""
     interrupts: Interrupts | None = None
 
     async def with_signals() -> T:

@@ -198,14 +198,10 @@ class Workload(Generic[Trainer_co]):
             for fragment in self._fragments:
                 fragment.begin_again()
             async with self._state_lock:
-                await asyncio.to_thread(self._put_bases_into_local)
+                for fragment in self._fragments:  # an entry that was applied meanwhile has kept its base
+                    await asyncio.to_thread(np.copyto, fragment.local, fragment.base)
             with suppress(WorkersRestartedError):
                 return await self.trainer.run_inner_loop(work, on_progress, captured, from_local=True)
-
-    def _put_bases_into_local(self) -> None:
-        """The theta that training began with. An entry may be applied meanwhile, but keeps the base before it does."""
-        for work in self._fragments:
-            np.copyto(work.local, work.base)
 
     # An outer step ---------------------------------------------------------------------------------------------------
     async def contribution(self, fragment: int = 0) -> Blocks:

@@ -107,10 +107,7 @@ async def newest_state(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder, and check that it can be used, before minutes of work; drop it if those fail and leave it empty.
-
-    Raises: see `make_folder`.
-    """
+    """Make a folder, as `make_folder` does, before minutes of work; drop it if those fail and leave it empty."""
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     make_folder(folder)
     try:
@@ -136,10 +133,7 @@ def make_folder(folder: Path) -> None:
 
 
 async def fetch_state(run: Run, transport: HivemindTransport, workload: LocalWorkload) -> Following:
-    """Take over the newest state. Return what has followed the run to there.
-
-    Raises: SwarmUnreachableError when no peer gives a state that holds up.
-    """
+    """Take over the newest state; return what followed the run to it. Raises: SwarmUnreachableError."""
     following = Following(transport, workload, run.settings)
     await following.begin()
     while True:
@@ -189,20 +183,22 @@ async def export_state(
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a model comes from: the state after `index` outer steps, by a checkpoint and the log from there on."""
+    """A model's origin: the state after `index` outer steps, by a checkpoint and the log that may be in `folder`."""
 
     run: Run
     checkpoint: Checkpoint
     index: int
-    log: Path
-    held_out: Path
+    folder: RunFolder
 
     async def bring(self, workload: LocalWorkload) -> Past:
         """Give the workload that state. Return how it came to be. Nothing on the disk is changed.
 
         Raises: CheckpointError when the checkpoint is of another model, or the log does not lead that far.
         """
-        log = self._read_log(workload)
+        empty_log, file = self.run.settings.empty_log, self.folder.log / ENTRIES
+        # Its peer may be writing to it: what is wrong at its end is passed over.
+        chain = read_chain(file, empty_log)[0] if file.exists() else Chain(empty_log)
+        log = LogFolder(self.folder.log, chain, FORMATS[self.run.config.codec.kind].block_bytes)
         try:
             reached = await resume(workload, log, self.checkpoint, self.index)
         except SnapshotError as error:
@@ -210,25 +206,16 @@ class Origin:
             raise CheckpointError(message, "Use another checkpoint.") from error
         if reached.position.index != self.index:
             raise CheckpointError(
-                f"from {self.checkpoint.path} on, the log in {self.log} leads to outer step {reached.position.index} "
-                f"and not to {self.index}.",
+                f"from {self.checkpoint.path} on, the log in {self.folder.log} leads to outer step "
+                f"{reached.position.index} and not to {self.index}.",
                 "Choose one from there to there, or one of which there is a checkpoint.",
             )
-        return Past.of(log, reached.last, read_curve(self.held_out))
-
-    def _read_log(self, workload: LocalWorkload) -> LogFolder:
-        """Its peer may be writing to it: what is wrong at its end is passed over."""
-        empty_log, file = self.run.settings.empty_log, self.log / ENTRIES
-        chain = read_chain(file, empty_log)[0] if file.exists() else Chain(empty_log)
-        return LogFolder(self.log, chain, FORMATS[self.run.config.codec.kind].block_bytes)
+        return Past.of(log, reached.last, read_curve(self.folder.held_out))
 
 
 @asynccontextmanager
 async def state_of(origin: Origin, data: Sequence[Path] | None) -> AsyncIterator[tuple[Run, Past, LocalWorkload]]:
-    """Yield the state there, in a workload as `newest_state` has it.
-
-    Raises: DataError; CheckpointError (see `Origin.bring`), and what starting a worker raises.
-    """
+    """Yield the state there, as `newest_state` does. Raises: DataError; see `Origin.bring` and `working`."""
     run = origin.run if data is None else origin.run.with_data(data)
     async with working(run, NO_TEXT if data is None else NO_TRAINING) as workload:
         yield run, await origin.bring(workload), workload
@@ -248,29 +235,21 @@ def find_origin(source: Path, index: int | None = None, manifest: Path | None = 
     if (inner := RunFolder(folder).checkpoints).is_dir():
         folder = inner
     run = _find_run(folder, manifest).with_own(own)
-    if source.is_dir():
-        checkpoint = _newest(Checkpoints(folder, run.run_id), index)
-    else:
-        checkpoint = load_checkpoint(source, run.run_id)
-    beside = RunFolder(folder.absolute().parent)
-    log = beside.log
-    index = checkpoint.index if index is None else index
-    if index < checkpoint.index or (index > checkpoint.index and not (log / ENTRIES).exists()):
-        raise CheckpointError(
-            f"{checkpoint.path} is the state after {checkpoint.index} outer steps, not after {index}, and there is no "
-            f"log in {log} that leads from there.",
-            "Choose another --at or --from.",
-        )
-    return Origin(run, checkpoint, index, log, beside.held_out)
-
-
-def _newest(checkpoints: Checkpoints, index: int | None) -> Checkpoint:
-    newest = checkpoints.load_newest(index)
-    if newest is None:
+    checkpoints = Checkpoints(folder, run.run_id)
+    checkpoint = checkpoints.load_newest(index) if source.is_dir() else load_checkpoint(source, run.run_id)
+    if checkpoint is None:
         limit = "" if index is None else f" after {index} outer steps or fewer"
         there = ", ".join(map(str, checkpoints.indices())) or "none"
-        raise CheckpointError(f"{checkpoints.folder} has no good checkpoint{limit}.", f"Those that are there: {there}.")
-    return newest
+        raise CheckpointError(f"{folder} has no good checkpoint{limit}.", f"Those that are there: {there}.")
+    beside = RunFolder(folder.absolute().parent)
+    index = checkpoint.index if index is None else index
+    if index < checkpoint.index or (index > checkpoint.index and not (beside.log / ENTRIES).exists()):
+        raise CheckpointError(
+            f"{checkpoint.path} is the state after {checkpoint.index} outer steps, not after {index}, and there is no "
+            f"log in {beside.log} that leads from there.",
+            "Choose another --at or --from.",
+        )
+    return Origin(run, checkpoint, index, beside)
 
 
 def _find_run(folder: Path, manifest: Path | None) -> Run:

@@ -173,7 +173,7 @@ async def retrying(attempt: Callable[[], Awaitable[T]], seconds: float) -> T:
 
 
 async def state_for(run: Run, transport: FollowTransport) -> LocalState:
-    """Return room for the run's state, without building its model. Its size is what the run says, or else most peers.
+    """Return room for the run's state, of the size that the run says, or else most peers.
 
     Raises: SwarmUnreachableError when no peer says, MachineError when there is not so much memory.
     """

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -59,8 +59,7 @@ logger = logging.getLogger(__name__)
 RESUMABLE = 2  # of the newest checkpoints have the payloads after them: should one be damaged, there is another
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 AT_WORK = frozenset({State.TRAINING, State.READY, State.AVERAGING, State.APPLYING})
-LISTEN_SECONDS = 2.0
-"""Between two looks at what other peers say of theta."""
+LISTEN_SECONDS = 2.0  # between two looks at what other peers say of theta
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,17 @@ class Session:
                 key, invite.addresses, listen, settings.announce, links=links, remembered=remembered.addresses
             ) as transport:
                 transport.cap(caps)
-                run = self._as_wanted(await find_run(transport, invite.run_id, before.remembered_manifest()))
+                run = await find_run(transport, invite.run_id, before.remembered_manifest())
+                run = run.with_data(settings.data).with_own(settings.own_files)
+                run = replace(run, goes_on_alone=settings.on_partition == "continue")
                 folder = RunFolder.open(run, key.peer_id, settings.state)
                 await ask_for_signed_heads(transport, run, invite.addresses, folder)
                 admission = await enter(transport, run, key, invite.addresses, folder, self.ticket)
                 view.say(f"found run {run.run_id}; starting a worker (some seconds)")
                 at_stage(CHECKING)
+                neighbours = announced(key.peer_id, run.run_id, transport.addresses)
                 async with (
-                    self._announced(transport, run.run_id),
+                    neighbours if settings.local_network else nullcontext(),
                     listening(transport, run.run_id) as sole,
                     working(run, settings.workers) as workload,
                     Checkpointer(self._keeping(folder, caps)) as checkpointer,
@@ -123,16 +125,6 @@ class Session:
                     reader = ProgressReader(run, volunteer.facts, lambda: self.watch.reasons)
                     async with view.showing(reader):
                         await volunteer.take_part()
-
-    def _announced(self, transport: HivemindTransport, run_id: str) -> AbstractAsyncContextManager[None]:
-        if not self.settings.local_network:
-            return nullcontext()
-        return announced(self.key.peer_id, run_id, transport.addresses)
-
-    def _as_wanted(self, run: Run) -> Run:
-        """Return the run with what its owner chooses here. Raises: DataError."""
-        run = run.with_data(self.settings.data).with_own(self.settings.own_files)
-        return replace(run, goes_on_alone=self.settings.on_partition == "continue")
 
     def _keeping(self, folder: RunFolder, caps: Caps) -> KeepingPlan:
         settings, rate = self.settings, self.settings.checkpoint_rate
@@ -163,8 +155,7 @@ async def volunteer_with(
 ) -> Volunteer:
     """Return a volunteer whose workers are ready to train; with a folder, from where this machine left off.
 
-    `checkpointer` writes every snapshot, `journal` every entry that is applied. Raises: DilocoPeerError when this
-    machine does not fit.
+    `checkpointer` writes every snapshot, `journal` every entry that is applied. Raises: DilocoPeerError.
     """
     log, lineage, storage = None, None, None
     if folder is not None:
@@ -247,18 +238,12 @@ class Volunteer:
         self._admission = admission
         self._remembered = remembered
         self._leaving = False
-        self._curves = Curves(workload.trainer.telemetry, HeldOutCurve(folder.held_out if folder else None))
-        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.rounds.costs)
-
-    @property
-    def log(self) -> RunLog:
+        self.log: RunLog = driver.entries
         """The entries of the run that are here."""
-        return self._driver.entries
-
-    @property
-    def held_out(self) -> HeldOutCurve:
+        self.held_out = HeldOutCurve(folder.held_out if folder else None)
         """The losses of theta that this machine has found or heard of."""
-        return self._curves.held_out
+        self._curves = Curves(workload.trainer.telemetry, self.held_out)
+        workload.measuring.on_outer_step = lambda step: self._curves.taken(step, driver.rounds.costs)
 
     async def take_part(self) -> None:
         """Take part until `leave` is called. Raises: DilocoPeerError: what made going on impossible."""
@@ -375,10 +360,7 @@ async def connected(
     links: LinkSettings | None = None,
     remembered: Callable[[], Sequence[str]] = tuple,
 ) -> AsyncIterator[HivemindTransport]:
-    """Connect to the swarm, as `DhtNode.create` does.
-
-    Raises: SwarmUnreachableError, LocalNetworkError, ManifestError.
-    """
+    """Connect to the swarm. Raises: SwarmUnreachableError, LocalNetworkError, ManifestError."""
     transport = await HivemindTransport.create(
         identity, initial_peers, listen, announce, client_mode, links=links, remembered=remembered
     )

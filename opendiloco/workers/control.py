@@ -38,11 +38,9 @@ logger = logging.getLogger(__name__)
 LINE_LIMIT = 16 * 2**20
 CLOSE_SECONDS = 2.0
 LOOK_SECONDS = 0.2
-LINES_KEPT = 60
-"""As many as a traceback through torch has."""
+LINES_KEPT = 60  # as many as a traceback through torch has
 LINE_LENGTH = 500
-IN_A_SENTENCE = 3
-"""Lines that an error repeats, the last ones; the log has all that were kept."""
+IN_A_SENTENCE = 3  # lines that an error repeats, the last ones; the log has all that were kept
 TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -88,9 +86,7 @@ class CountDevices(Command):
 
 
 class Configure(Command):
-    """Build model, data and optimizer as worker `rank` of `workers`, with so many CPU `threads`.
-
-    Answered by `Configured` when all have.
+    """Build model, data and optimizer as worker `rank` of `workers`. Answered by `Configured` when all have.
 
     `memory` is the inherited descriptor of the `SharedVectors`. Workers meet at the first one's store, on this `port`;
     the first inherits its socket as `listener`. With `fresh`, the first puts the initial weights into shared memory;
@@ -128,7 +124,7 @@ class RunInnerLoop(Command):
 
 
 class EndInnerLoop(Command):
-    """End training `number` after its present inner step, or after its first if it has not begun. Has no reply.
+    """End training `number` after its present inner step, or after its first. Has no reply.
 
     All workers end after the same inner step, as soon as one of them has heard it.
     """
@@ -369,8 +365,7 @@ class WorkerDeathError(WorkerError):
 
 
 class WorkerProcess:
-    """A running worker: takes one request at a time, and moves of moments beside it. Made by `start`; `close` ends
-    it."""
+    """A running worker. It takes one request at a time, and moves of moments beside it. Made by `start`."""
 
     def __init__(self, process: asyncio.subprocess.Process, on_stage: Watch) -> None:
         self.name = "the worker"
@@ -380,6 +375,7 @@ class WorkerProcess:
         self.death: asyncio.Future[DilocoPeerError] = asyncio.get_running_loop().create_future()
         """What to raise once the worker is dead."""
         self._process = process
+        self._writer: asyncio.StreamWriter
         self._output = _LastWords()
         self._is_ended = False
         """Whether its end is our doing."""
@@ -392,10 +388,12 @@ class WorkerProcess:
         with theirs:
             worker = cls(await _spawn(theirs.fileno(), inherited, threads), on_stage)
         try:
-            await worker._listen(ours)
+            reader, worker._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
         except BaseException:
             worker.kill()
             raise
+        output = asyncio.create_task(worker._read_output())
+        worker._tasks = [output, asyncio.create_task(worker._read_replies(reader, output))]
         return worker
 
     def write(self, message: ControlMessage) -> None:
@@ -486,11 +484,6 @@ class WorkerProcess:
         while self._process.returncode is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), LOOK_SECONDS)
-
-    async def _listen(self, ours: socket.socket) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
-        output = asyncio.create_task(self._read_output())
-        self._tasks = [output, asyncio.create_task(self._read_replies(reader, output))]
 
     async def _read_replies(self, reader: asyncio.StreamReader, output: asyncio.Task[None]) -> None:
         try:

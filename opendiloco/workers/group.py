@@ -68,11 +68,7 @@ class WorkerGroup:
     async def start(
         cls, config: RunConfig, options: WorkerOptions | None = None, reads_runs_text: bool = True
     ) -> WorkerGroup:
-        """Start workers, and have them build model and data: seconds, mostly imports. For `reads_runs_text` see
-        `Run.has_runs_text`.
-
-        Raises: see `Supervisor.start`.
-        """
+        """Start workers. For `reads_runs_text` see `Run.has_runs_text`. Raises: see `Supervisor.start`."""
         options = options or WorkerOptions()
         group = cls(config, options, reads_runs_text)
         supervisor = group.supervisor
@@ -138,7 +134,7 @@ class WorkerGroup:
         supervisor, fragments = self.supervisor, len(self.fragments)
         self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), fragments, on_step, on_captured)
         request = supervisor.requests.add(carry_out)
-        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
+        stored = await under_way.outcome(request, lambda: self.supervisor.tell(EndInnerLoop(number=number)))
         if not self._has_rests:
             await asyncio.shield(request)  # there is nothing more to take
         return Trained(stored.samples, stored.tokens, stored.loss)
@@ -146,16 +142,11 @@ class WorkerGroup:
     def end_rest(self) -> None:
         """Have workers leave their last inner steps, which may wait for averages that never come."""
         if self.under_way is not None and self.under_way.has_rest:
-            self._tell(EndInnerLoop(number=self._trainings))
+            self.supervisor.tell(EndInnerLoop(number=self._trainings))
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
-        """Have workers go on with a fragment that they have stored in the newest training. If it `is_changed`, its new
-        values are in `vectors.local`."""
-        number = self._trainings
-        self._tell(TakeAverage(number=number, fragment=fragment, is_changed=is_changed))
-
-    def _tell(self, command: ControlMessage) -> None:
-        self.supervisor.tell(command)
+        """Have workers go on with a stored fragment: with what is in `vectors.local` now, if it `is_changed`."""
+        self.supervisor.tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
 
     # The model -------------------------------------------------------------------------------------------------------
     async def evaluate(self, windows: int) -> Evaluated:

@@ -18,16 +18,12 @@ from opendiloco.quantities import days_in_words, in_words
 from opendiloco.training.optimizers import FUSED_ON
 from opendiloco.workers.options import WorkerOptions
 
-UTILISATION = 0.4
-"""Share of its peak at which a GPU is taken to train."""
-SHARE_OF_ROUNDS = 0.1
-"""Of a peer's time, that rounds may take: what a link must carry follows from it."""
-CHECKPOINTS = 3
-"""Two that are kept, and one that is being written."""
+UTILISATION = 0.4  # share of its peak at which a GPU is taken to train
+SHARE_OF_ROUNDS = 0.1  # of a peer's time, that rounds may take: what a link must carry follows from it
+CHECKPOINTS = 3  # two that are kept, and one that is being written
 MOMENTS_FILES = 2
 SECONDS_A_DAY = 86_400
-SHORTEST_ROUND = 1.0
-"""Seconds that a round over the internet takes for its messages alone, more or less."""
+SHORTEST_ROUND = 1.0  # seconds that a round over the internet takes for its messages alone, more or less
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,6 @@ class Needs:
     host: HostMemory
     device: WorkerMemory
     on_cpu: WorkerMemory
-    payload: int
     tokens_per_outer_step: int
     outer_steps: int
     precision: Precision
@@ -94,7 +89,7 @@ class Needs:
             "main_memory": self.main_memory,
             "main_memory_on_cpu": self.main_memory_on_cpu,
             "disk": self.disk,
-            "traffic_each_way": 2 * self.payload,
+            "traffic_each_way": 2 * self.host.payload,
         }
 
     def days(self, machine: _Machine) -> float | None:
@@ -104,20 +99,11 @@ class Needs:
         peak = peak_tokens_per_second(machine.gpu, machine.gpus, self.precision, self.token_flops)
         return None if peak is None else self.tokens / (UTILISATION * peak) / SECONDS_A_DAY
 
-    def bits_per_second(self, machine: _Machine) -> float | None:
-        """Return what its link must carry in each direction, so that rounds take no more than their share of the time.
-
-        A member of a large round sends two payloads and gets two.
-        """
-        round_seconds = self.round_seconds(machine)
-        return None if round_seconds is None else 8 * 2 * self.payload / round_seconds
-
-    def round_seconds(self, machine: _Machine) -> float | None:
-        """Return the share of an outer step's time that its rounds may take, with such GPUs."""
-        days = self.days(machine)
-        if days is None:
-            return None
-        return SECONDS_A_DAY * days / self.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
+    def link(self, days: float) -> tuple[float, float]:
+        """Return the seconds that a round may take of so many days of training, and the bits a second that a link must
+        carry in each direction for that: a member of a large round sends two payloads and gets two."""
+        seconds = SECONDS_A_DAY * days / self.outer_steps * SHARE_OF_ROUNDS / (1 - SHARE_OF_ROUNDS)
+        return seconds, 8 * 2 * self.host.payload / seconds
 
 
 def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
@@ -129,7 +115,6 @@ def needs_of(config: RunConfig, skeleton: Any, gpus: int = 1) -> Needs:
         host=host,
         device=worker_memory(skeleton, training, "cuda", gpus),
         on_cpu=worker_memory(skeleton, training, "cpu", 1),
-        payload=host.payload,
         tokens_per_outer_step=training.inner_steps * training.batch_size * training.sequence_length,
         outer_steps=config.total_outer_steps,
         precision=training.precision,
@@ -144,7 +129,7 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
     yield f"{one.host.values:,} parameters; {one.outer_steps} outer steps, {one.tokens:,} tokens of each peer"
     yield f"main memory: {beside} beside GPUs, {alone} without; Python's libraries and the data come on top"
     yield f"disk: {in_words(one.disk)} for checkpoints, and the log"
-    yield f"each outer step: {in_words(2 * one.payload)} to send and as much to get"
+    yield f"each outer step: {in_words(2 * one.host.payload)} to send and as much to get"
     for machine in MACHINES:
         here = needs(machine.gpus)
         memory = f"{machine.name}: {in_words(here.device_memory)} of each GPU, and activations"
@@ -153,13 +138,13 @@ def needs_lines(needs: Callable[[int], Needs]) -> Iterator[str]:
 
 def _time_on(machine: _Machine, needs: Needs) -> str:
     """Return the end of a sentence about a machine: how long it trains, and with which link."""
-    days, bits, rounds = needs.days(machine), needs.bits_per_second(machine), needs.round_seconds(machine)
     if needs.device_memory > machine.memory:
         return ": it is too small"
-    if days is None or bits is None or rounds is None:
+    if (days := needs.days(machine)) is None:
         return "; how fast it trains is not known"
+    round_seconds, bits = needs.link(days)
     time = f"; {days_in_words(days)} at {UTILISATION:.0%} of its peak"
-    if rounds < SHORTEST_ROUND:
+    if round_seconds < SHORTEST_ROUND:
         return f"{time}, and more for rounds, whatever its link"
     return f"{time}, with a link of {float(f'{bits / 1e6:.2g}'):,g} Mbit/s"
 

@@ -9,8 +9,6 @@ from opendiloco.errors import MachineError
 
 TEMPERATURE = 0.8
 """Of samples, unless told otherwise: a little more likely than the model would write by itself."""
-
-
 AUTO = "auto"
 
 
@@ -28,9 +26,8 @@ class WorkerOptions:
     """`device` is "auto" (all GPUs if torch sees any, else the CPU), "cpu", "cuda" (all GPUs) or one, as "cuda:1".
 
     `cpu_workers` counts on the CPU, `gpus` (None: all) on GPUs. Each worker has `threads` CPU threads, also to draw the
-    initial weights (None: see `choose_threads`, and all cores to draw; it is 1 unless told otherwise, since more of
-    them sum in another order). `micro_batch` is how many windows go through the model at once (None: as many as fit, up
-    to what the run recommends).
+    initial weights (None: see `choose_threads`, and all cores to draw; 1 by default: more sum in another order).
+    `micro_batch` windows go through the model at once (None: as many as fit, up to what the run recommends).
     `activation_checkpointing` None: as the run recommends. `compile` None: on GPUs. With `tf32`, GPUs multiply in TF32
     where the run says fp32. With `whole_gradients`, workers that share a model keep their gradients whole until a
     batch's last window; with `whole_layers` also its layers, from the forward to the backward pass. They share it
@@ -73,11 +70,8 @@ def needs_gpu_count(options: WorkerOptions) -> bool:
 
 
 def choose_threads(options: WorkerOptions, devices: Sequence[str], cores: int) -> int:
-    """Return the CPU threads of each worker on a machine with so many cores.
-
-    Workers on the CPU share all cores but one, which the peer process has to itself: it hears others while they train.
-    A GPU's worker needs one.
-    """
+    """Return the CPU threads of each worker: one beside a GPU. On the CPU, workers share all cores but one, which the
+    peer process has to itself: it hears others while they train."""
     if options.threads is not None:
         return options.threads
     on_cpu = sum(device == "cpu" for device in devices)

@@ -110,8 +110,7 @@ class Supervisor:
 
     # Starting and ending ---------------------------------------------------------------------------------------------
     async def start(self, fresh: bool = True) -> Configured:
-        """Start workers, and have them build model and data: seconds, mostly imports. If `fresh`, they put the initial
-        theta into the memory.
+        """Start workers, which build model and data in seconds, and put the initial theta into the memory if `fresh`.
 
         Raises: MachineError, DataError, ManifestError, or WorkerError when one dies meanwhile.
         """
@@ -258,18 +257,14 @@ class Supervisor:
 
     # The inner optimizer's state -------------------------------------------------------------------------------------
     async def keep_moments(self, path: Path, run: str, index: int) -> None:
-        """Have workers write their moments into a file (see training/moments_file.py), after `index` outer steps of a
-        run. What is there if that fails is of no use.
+        """Have workers write their moments into a file, after `index` outer steps of a run.
 
         Raises: SnapshotError when there are none, or the file cannot be written; WorkerError when a worker dies.
         """
         await self._move(KeepMoments(path=str(path.absolute()), run=run, index=index))
 
     async def recall_moments(self, path: Path, run: str) -> None:
-        """Have the inner optimizer go on with those in a file; new workers in the place of lost ones do so, too.
-
-        Raises: as `keep_moments`.
-        """
+        """Have the inner optimizer go on with a file's, also that of later workers. Raises: as `keep_moments`."""
         await self._move(RecallMoments(path=str(path.absolute()), run=run))
         self.kept_moments = path, run
 
@@ -319,8 +314,7 @@ class _WorkerPool:
     async def start(
         self, config: RunConfig, options: WorkerOptions, fresh: bool, of_first: Watch, of_other: Watch
     ) -> list[Configure]:
-        """Start as many workers as this machine has devices; the first, which is there in any case, counts its GPUs.
-        The watches hear what they are busy with. Return what each is to be told next, in their order.
+        """Start a worker for each device; the first, there in any case, counts the GPUs. Return what to tell each next.
 
         Raises: MachineError when there are too few; WorkerError when one dies, or the pool is closed meanwhile.
         """
@@ -399,12 +393,10 @@ class _Restarts:
         self.left = self._allowed
 
     def after(self, error: DilocoPeerError, micro_batch: int, is_starting: bool) -> int | None:
-        """Return with how many windows at once to start the next workers; None: with as many as before.
+        """Return the windows at once with which to start the next workers; None: as many as before.
 
-        `error` is how the present ones failed, which put `micro_batch` windows through at once; `is_starting`, that
-        they did so while they started.
-
-        Raises: the error, when there is to be no other start.
+        The present ones failed with `error` at `micro_batch` windows, perhaps while `is_starting`. Raises: the error,
+        when there is to be no other start.
         """
         is_short = isinstance(error, DeviceMemoryError)
         if is_short and not self._has_halved and micro_batch > 1:

@@ -121,8 +121,7 @@ class Telemetry:
         return cls(config.training.inner_steps, peak, configured.bytes_per_token)
 
     def track_with(self, trackers: Iterable[Tracker], configuration: Mapping[str, Any]) -> None:
-        """Tell these trackers, too, from now on; first the configuration of what they will see. Prometheus gets it in
-        any case."""
+        """Tell Prometheus and these trackers the configuration, and the trackers all that comes from now on."""
         RUN.info(dict(_labels(configuration)))
         for tracker in trackers:
             self.trackers.append(tracker)
@@ -159,25 +158,20 @@ class Telemetry:
         self._track((index + 1) * self._inner_steps, {f"outer_step/{name}": value for name, value in values.items()})
 
     def evaluated(self, held_out: HeldOutLoss, is_runs_text: bool = True) -> None:
-        """This machine has evaluated theta, on the run's held-out text or on other text of its own. (`peers.metrics`
-        has the gauge of the loss.)"""
-        kind, other = "held_out", ""
-        if not is_runs_text:
-            kind, other = "own_held_out", ", on other text than the run's: not to be compared with other machines'"
-        values, said = {f"{kind}/loss": held_out.loss}, ""
-        if self.bytes_per_token is not None:
-            bits = bits_per_byte(held_out.loss, self.bytes_per_token)
-            values[f"{kind}/bits_per_byte"], said = bits, f" ({bits:.4f} bits per byte)"
-            BITS_PER_BYTE.set(bits)
+        """This machine has evaluated theta, on the run's held-out text or on other text. See `peers.metrics`, too."""
+        bits = self.heard(held_out, "held_out" if is_runs_text else "own_held_out")
+        said = "" if bits is None else f" ({bits:.4f} bits per byte)"
+        BITS_PER_BYTE.set(math.nan if bits is None else bits)
+        other = "" if is_runs_text else ", on other text than the run's: not to be compared with other machines'"
         logger.info("held-out loss %.4f%s after outer step %d%s", held_out.loss, said, held_out.index, other)
-        self._track(held_out.index * self._inner_steps, values)
 
-    def heard(self, held_out: HeldOutLoss) -> None:
-        """Another peer has evaluated theta on the run's held-out text."""
-        values = {"held_out/loss": held_out.loss}
+    def heard(self, held_out: HeldOutLoss, kind: str = "held_out") -> float | None:
+        """Draw a loss, by default another peer's of the run's held-out text. Return it in bits per byte, if known."""
+        values, bits = {f"{kind}/loss": held_out.loss}, None
         if self.bytes_per_token is not None:
-            values["held_out/bits_per_byte"] = bits_per_byte(held_out.loss, self.bytes_per_token)
+            values[f"{kind}/bits_per_byte"] = bits = bits_per_byte(held_out.loss, self.bytes_per_token)
         self._track(held_out.index * self._inner_steps, values)
+        return bits
 
     def _track(self, inner_step: int, values: Mapping[str, float]) -> None:
         known = {name: value for name, value in values.items() if math.isfinite(value)}

@@ -49,6 +49,8 @@ class Choice(NamedTuple):
 class TensorBoard:
     """Event files in a folder, for `tensorboard --logdir FOLDER`; written by a thread, at least every two minutes."""
 
+    remedy = "Name a folder that can be written."
+
     def __init__(self, folder: str, run_id: str, peer_id: str) -> None:
         """Raises: ImportError, OSError."""
         from tensorboard.summary import DirectoryOutput, Writer
@@ -83,6 +85,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of a project of Weights & Biases: those of one training run are a group, and this peer's has its name."""
 
+    remedy = "Run `wandb login` first, or set WANDB_MODE=offline and upload later with `wandb sync`."
+
     def __init__(self, project: str, run_id: str, peer_id: str) -> None:
         """Raises: ImportError; what wandb raises without a login or network."""
         import wandb
@@ -105,10 +109,6 @@ TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }
-REMEDIES = {
-    "tensorboard": "Name a folder that can be written.",
-    "wandb": "Run `wandb login` first, or set WANDB_MODE=offline and upload later with `wandb sync`.",
-}
 
 
 def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
@@ -122,7 +122,7 @@ def _open_tracker(choice: Choice, run_id: str, peer_id: str) -> Tracker:
         ) from error
     except Exception as error:  # each library has its own ways to object
         message = f"--track {choice.kind}:{choice.target} cannot be used: {first_line(error)}"
-        raise MachineError(message, REMEDIES[choice.kind]) from error
+        raise MachineError(message, TRACKERS[choice.kind].remedy) from error
 
 
 @contextmanager

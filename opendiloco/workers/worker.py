@@ -1,8 +1,7 @@
 """A worker process: trains, evaluates and exports on command. Started as `python -m opendiloco.workers.worker`.
 
 It lives exactly as long as the control channel: when the peer process dies, however it dies, the channel closes and
-the worker exits at once. Ctrl-C and other requests to end are the peer process's business alone: they reach the worker
-blocked.
+the worker exits at once. Ctrl-C and other requests to end are the peer process's alone: here they are blocked.
 """
 
 from __future__ import annotations
@@ -26,34 +25,7 @@ from opendiloco.errors import DeviceMemoryError, MachineError, WorkerError
 from opendiloco.shared_memory import SharedVectors, Vector, cap_memory
 from opendiloco.stages import at_stage, watched_by
 from opendiloco.training.streaming import Cycles
-from opendiloco.workers.control import (
-    AtStage,
-    Command,
-    Configure,
-    Configured,
-    ControlMessage,
-    CountDevices,
-    DevicesCounted,
-    EndInnerLoop,
-    Evaluate,
-    Evaluated,
-    Export,
-    Exported,
-    Failed,
-    FragmentStored,
-    Generate,
-    Generated,
-    Hold,
-    InnerLoopDone,
-    InnerStepDone,
-    KeepMoments,
-    MomentsMoved,
-    MoveMoments,
-    RecallMoments,
-    RunInnerLoop,
-    TakeAverage,
-)
-from opendiloco.workers.options import WorkerOptions
+from opendiloco.workers import control
 from peers.errors import DilocoPeerError
 
 if TYPE_CHECKING:
@@ -61,8 +33,7 @@ if TYPE_CHECKING:
     from opendiloco.training.inner import InnerStep, InnerSteps, ModelReplica
     from opendiloco.training.team import Team
 
-LOOK_SECONDS = 0.1
-"""Between two looks of a worker, in a pause, at what the peer process wants."""
+LOOK_SECONDS = 0.1  # between two looks of a worker, in a pause, at what the peer process wants
 
 
 def _serve(channel: ControlChannel) -> None:
@@ -74,13 +45,13 @@ def _serve(channel: ControlChannel) -> None:
         if worker is not None:
             worker.inner_loops.idled += time.monotonic() - began
         try:
-            if isinstance(command, Configure):
+            if isinstance(command, control.Configure):
                 worker = Worker(command, channel)
-                reply: ControlMessage = worker.description
-            elif isinstance(command, CountDevices):
+                reply: control.ControlMessage = worker.description
+            elif isinstance(command, control.CountDevices):
                 import torch
 
-                reply = DevicesCounted(gpus=torch.cuda.device_count())
+                reply = control.DevicesCounted(gpus=torch.cuda.device_count())
             elif worker is None:
                 raise WorkerError("the worker is not configured yet.", "This is a bug; report it.")
             else:
@@ -101,31 +72,26 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _is_short_of_shared_memory(error: Exception) -> bool:
-    """Return whether NCCL found too little in /dev/shm, of which a container has 64 MB unless told otherwise."""
-    said = str(error)
-    return isinstance(error, RuntimeError) and "/dev/shm" in said and ("segment" in said or "No space left" in said)
-
-
-def _describe_failure(error: Exception) -> Failed:
+def _describe_failure(error: Exception) -> control.Failed:
     """Return what the peer process needs to raise the same error on its side."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ImportError):
         error = MachineError(f"a library of the training stack cannot be imported: {error}.", "Install it with pip.")
-    if _is_short_of_shared_memory(error):
+    said = str(error)
+    if isinstance(error, RuntimeError) and "/dev/shm" in said and ("segment" in said or "No space left" in said):
+        # NCCL found too little of it: a container has 64 MB unless told otherwise.
         remedy = "In a container, give it more: docker run --shm-size 1g, or --ipc host. Else train on one GPU."
         error = MachineError("/dev/shm has too little room for what this machine's GPUs tell each other.", remedy)
     if _is_out_of_memory(error):
         remedy = "Use --micro-batch with a smaller number, --activation-checkpointing, or another device."
         error = DeviceMemoryError("the device ran out of memory.", remedy)
     message, remedy = (error.message, error.remedy) if isinstance(error, DilocoPeerError) else (str(error), "")
-    return Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
+    return control.Failed(error=type(error).__name__, message=message, remedy=remedy, traceback=trace)
 
 
 # The control channel -------------------------------------------------------------------------------------------------
 class _Average(NamedTuple):
-    """The newest word of a fragment: its training, whether there are new values, and when it was heard, by the
-    monotonic clock."""
+    """The newest word of a fragment: its training, whether it has new values, and when that was heard (monotonic)."""
 
     number: int
     is_changed: bool
@@ -143,7 +109,7 @@ class ControlChannel:
         self._may_step.set()
         self._averages: dict[int, _Average] = {}
         self._news = threading.Event()
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[control.Command] = queue.SimpleQueue()
 
     def start(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
@@ -152,7 +118,7 @@ class ControlChannel:
         """Wait for a moment for a pause to end; return whether the next step of training `number` still has to wait."""
         return number > self.stopped_number and not self._may_step.wait(LOOK_SECONDS)
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, message: control.ControlMessage) -> None:
         with self._sending:  # batches are read by a thread of their own, which may have to tokenize
             self._connection.sendall(message.line())
 
@@ -169,14 +135,14 @@ class ControlChannel:
                 return
             self._news.wait()
 
-    def take(self, command: Command) -> None:
+    def take(self, command: control.Command) -> None:
         """Hear a command; those that are not heard while training wait in `commands`."""
         match command:
-            case EndInnerLoop():
+            case control.EndInnerLoop():
                 self.stopped_number = command.number
-            case Hold():
+            case control.Hold():
                 (self._may_step.clear if command.held else self._may_step.set)()
-            case TakeAverage():
+            case control.TakeAverage():
                 self._averages[command.fragment] = _Average(command.number, command.is_changed, time.monotonic())
             case _:
                 self.commands.put(command)
@@ -186,7 +152,7 @@ class ControlChannel:
         """Lines to commands, until the peer process is gone. Training cannot be interrupted politely, so: _exit."""
         try:
             for line in self._connection.makefile("rb"):
-                self.take(Command.parse(line))
+                self.take(control.Command.parse(line))
         except ConnectionError:
             pass
         except Exception:
@@ -199,8 +165,9 @@ class ControlChannel:
 class Worker:
     """A configured worker: model, data and shared vectors."""
 
-    def __init__(self, command: Configure, channel: ControlChannel) -> None:
-        _keep_to(command.options)
+    def __init__(self, command: control.Configure, channel: ControlChannel) -> None:
+        os.nice(command.options.nice)
+        cap_memory(command.options.max_memory, os.getppid())
         # Imported here, after the channel is being listened to: these take seconds. transformers takes most of them, so
         # it comes when it is known that there is a device to train on, and data.
         at_stage("importing torch")
@@ -242,9 +209,8 @@ class Worker:
         self._config = in_fitting_precision(self._config, self._team)
         memory = command.memory if command.fresh else None
         model = assemble_model(self._config, self._tokenizer, self._team, command.options, memory)
-        reduces_once = command.options.reduces_once
         self._replica: ModelReplica = ModelReplica(
-            self._config, model, self._data.samples, self._team, reduces_once=reduces_once
+            self._config, model, self._data.samples, self._team, reduces_once=command.options.reduces_once
         )
         at_stage("trying how many windows fit")
         self._replica.micro_batch = self._choose_micro_batch()
@@ -256,7 +222,7 @@ class Worker:
         )
         layout, length = self._replica.layout, self._config.training.sequence_length
         held_out, windows = self._data.held_out, self._config.evaluation.windows
-        self.description = Configured(
+        self.description = control.Configured(
             parameters=layout.size,
             device=str(device),
             device_name=device_name(device),
@@ -288,18 +254,18 @@ class Worker:
         most = min(self._config.training.micro_batch or piece, piece)
         return fitting_micro_batch(self._replica, most, self._team, self._options.trains)
 
-    def carry_out(self, command: Command) -> ControlMessage:
+    def carry_out(self, command: control.Command) -> control.ControlMessage:
         """Carry out one command; return the reply."""
         match command:
-            case RunInnerLoop():
+            case control.RunInnerLoop():
                 return self.inner_loops.run(command)
-            case Evaluate():
+            case control.Evaluate():
                 return self._evaluate(command)
-            case Generate():
+            case control.Generate():
                 return self._generate(command)
-            case Export():
+            case control.Export():
                 return self._export(command)
-            case MoveMoments():
+            case control.MoveMoments():
                 return self._move_moments(command)
             case _:
                 raise WorkerError(f"{type(command).__name__} is out of place here.", "This is a bug; report it.")
@@ -312,18 +278,18 @@ class Worker:
             while True:
                 self._channel.send(self.carry_out(self._channel.commands.get_nowait()))
 
-    def _move_moments(self, command: MoveMoments) -> MomentsMoved:
+    def _move_moments(self, command: control.MoveMoments) -> control.MomentsMoved:
         try:
             match command:
-                case KeepMoments():
+                case control.KeepMoments():
                     self._replica.keep_moments(Path(command.path), command.run, command.index)
-                case RecallMoments():
+                case control.RecallMoments():
                     self._replica.recall_moments(Path(command.path), command.run)
         except Exception as error:  # a failure to move moments must not stop training
-            return MomentsMoved(problem=str(error))
-        return MomentsMoved()
+            return control.MomentsMoved(problem=str(error))
+        return control.MomentsMoved()
 
-    def _evaluate(self, command: Evaluate) -> Evaluated:
+    def _evaluate(self, command: control.Evaluate) -> control.Evaluated:
         """Each worker reads its piece of the windows; each forward pass takes all of them."""
         from opendiloco.training.evaluation import held_out_loss
 
@@ -331,22 +297,22 @@ class Worker:
         with self._replica.showing(self._vectors.theta) as model:
             precision = self._replica.precision
             loss, tokens = held_out_loss(model, self._data.held_out, windows, at_once, precision, self._team)
-        return Evaluated(loss=loss, tokens=tokens)
+        return control.Evaluated(loss=loss, tokens=tokens)
 
-    def _generate(self, command: Generate) -> Generated:
+    def _generate(self, command: control.Generate) -> control.Generated:
         from opendiloco.training.evaluation import generate_sample
 
         sampling = command.tokens, command.seed, command.temperature
         with self._whole_model() as model:
-            return Generated(text=generate_sample(model, self._tokenizer, command.prompt, *sampling))
+            return control.Generated(text=generate_sample(model, self._tokenizer, command.prompt, *sampling))
 
-    def _export(self, command: Export) -> Exported:
+    def _export(self, command: control.Export) -> control.Exported:
         from opendiloco.model.export import export_model
 
         folder = Path(command.folder)
         with self._whole_model() as model:
             export_model(model, self._tokenizer, folder, self._config, command.facts, command.dtype)
-        return Exported()
+        return control.Exported()
 
     @contextmanager
     def _whole_model(self) -> Iterator[Any]:
@@ -362,12 +328,6 @@ class Worker:
         model = build_model(self._config, self._tokenizer, draws=draws, threads=self._options.threads)
         Shards(self._replica.layout).load(self._vectors.theta, trainable(model))
         yield model
-
-
-def _keep_to(options: WorkerOptions) -> None:
-    """Take no more of the machine than its owner gives."""
-    os.nice(options.nice)
-    cap_memory(options.max_memory, os.getppid())
 
 
 @contextmanager
@@ -405,7 +365,7 @@ class InnerLoops:
         self.idled = 0.0
         """Seconds for which the worker had nothing to do since its last training."""
 
-    def run(self, command: RunInnerLoop) -> InnerLoopDone:
+    def run(self, command: control.RunInnerLoop) -> control.InnerLoopDone:
         """Train. A worker that goes on has waited until now for the last average of the cycle before."""
         from opendiloco.training.team import forget_peak_memory, peak_memory
 
@@ -424,7 +384,7 @@ class InnerLoops:
         self._wait_while_held()
         self._pass_through(inner_steps)
         trained = inner_steps.trained
-        return InnerLoopDone(
+        return control.InnerLoopDone(
             tokens=trained.tokens,
             inner_steps=trained.inner_steps,
             loss=trained.loss,
@@ -453,7 +413,7 @@ class InnerLoops:
                 samples, tokens = done.samples, done.tokens
                 if is_whole:
                     samples, tokens = inner_steps.planned_samples, inner_steps.planned_tokens
-                stored = FragmentStored(fragment=fragment, samples=samples, tokens=tokens, loss=done.loss)
+                stored = control.FragmentStored(fragment=fragment, samples=samples, tokens=tokens, loss=done.loss)
                 self._channel.send(stored)
         if is_whole:
             self._cycles.train_to_the_end(local)
@@ -482,18 +442,6 @@ class InnerLoops:
     def _is_stopped(self) -> bool:
         return self._number <= self._channel.stopped_number
 
-    def _tell(self, step: InnerStep) -> None:
-        trained = step.samples * self._config.training.sequence_length
-        seconds = time.monotonic() - self._began - self._held - self._waited
-        progress = InnerStepDone(
-            inner_step=step.number,
-            loss=step.loss,
-            gradient_norm=step.gradient_norm,
-            learning_rate=self._replica.learning_rate,
-            tokens_per_second=trained / seconds,
-        )
-        self._channel.send(progress)
-
     def _wait_while_held(self) -> None:
         """Wait while the owner wants a pause, and this training is not to end."""
         began = time.monotonic()
@@ -506,7 +454,16 @@ class InnerLoops:
         for step in inner_steps.every():
             if step.is_finite:
                 if self._team.rank == 0:
-                    self._tell(step)
+                    trained = step.samples * self._config.training.sequence_length
+                    seconds = time.monotonic() - self._began - self._held - self._waited
+                    progress = control.InnerStepDone(
+                        inner_step=step.number,
+                        loss=step.loss,
+                        gradient_norm=step.gradient_norm,
+                        learning_rate=self._replica.learning_rate,
+                        tokens_per_second=trained / seconds,
+                    )
+                    self._channel.send(progress)
                 self._carry_out_asides()
                 self._wait_while_held()
             yield step
@@ -517,7 +474,7 @@ def main() -> None:
     faulthandler.enable()  # a crash in a library says where it was
     channel = ControlChannel(socket.socket(fileno=int(sys.argv[1])))
     channel.start()
-    with watched_by(lambda stage, share: channel.send(AtStage(stage=stage, share=share))):
+    with watched_by(lambda stage, share: channel.send(control.AtStage(stage=stage, share=share))):
         _serve(channel)
 
 

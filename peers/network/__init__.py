@@ -17,5 +17,5 @@ run_failures: RunFailures
 signals: LEAVE_SIGNALS, signals_held_back
 sockets: endpoint_of, has_bbr, listen, parse_endpoint
 throttle: Caps, FEWEST, FEWEST_WITH_BBR, Lanes, MOST, MOST_WITH_BBR, RateMeter
-transport: CallHandler, HivemindTransport
+transport: HivemindTransport
 """

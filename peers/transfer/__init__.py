@@ -7,6 +7,6 @@ download: Download, PullTransport, shuffled
 following: CannotFollowError, Donors, Doubts, FollowTransport, Following, next_in_log, nobody_trains, step
 lineage_fetch: Compared, LineageError, LineageFetch, Past, add_headers_before, serve_headers
 payloads: MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
-snapshots: Freezer, FrozenSnapshot, Snapshot, SnapshotSource, Vouched, ask_size, fetch_snapshot, serve_snapshots
+snapshots: Freezer, FrozenSnapshot, Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
 storage: FolderStorage, IN_MEMORY, Storage, empty
 """

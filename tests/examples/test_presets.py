@@ -234,11 +234,14 @@ def test_the_page_says_what_a_preset_needs(name: str) -> None:
     config = preset(name)
     skeleton = build_skeleton(config, ByteTokenizer())
     one, eight = (needs_of(config, skeleton, gpus) for gpus in (1, 8))
-    sizes = one.device_memory, eight.device_memory, one.main_memory, one.main_memory_on_cpu, one.disk, 2 * one.payload
+    traffic = 2 * one.host.payload
+    sizes = one.device_memory, eight.device_memory, one.main_memory, one.main_memory_on_cpu, one.disk, traffic
     assert f"| {name} | {' | '.join(rounded(size, 1e9, 3) for size in sizes)} |" in DOCUMENT
     by_machine = [(one if machine.gpus == 1 else eight, machine) for machine in MACHINES]
-    times = [rounded(needs.days(machine)) for needs, machine in by_machine]
-    links = [rounded(needs.bits_per_second(machine), 1e6) for needs, machine in by_machine]
+    days = [needs.days(machine) for needs, machine in by_machine]
+    times = [rounded(each) for each in days]
+    bits = [None if each is None else needs.link(each)[1] for each, (needs, _) in zip(days, by_machine, strict=True)]
+    links = [rounded(each, 1e6) for each in bits]
     row = (
         f"| {name} | {one.outer_steps:,} | {rounded(one.tokens, 1e9, 3)} | {' | '.join(times)} | {' | '.join(links)} |"
     )

@@ -147,6 +147,7 @@ def test_a_loop_takes_its_turns_to_evaluate_and_draws_curves(found: HeldOut | No
         assert evaluated
         outer_step.report(Progress(1, None, 1.0))
         outer_step.report(Progress(2, 1.5, 1.0))
+        outer_step.steps_done = 2
         outer_step.finish(lambda: None, TRAINED)
 
     async def scenario() -> None:

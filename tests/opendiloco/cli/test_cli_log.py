@@ -442,17 +442,17 @@ def keep(folder: Path, proof: bytes) -> None:
 def test_what_excludes_a_peer_is_verified_where_its_proof_is_here(recorded: RecordedRun, tmp_path: Path) -> None:
     proof = two_commitments(position(recorded, 1))
     lacking = f"the proof that {proof.accused} lied, which is not here"
-    assert found_of(recorded, tmp_path, proof.fault).unverified == {lacking: [2]}
+    assert found_of(recorded, tmp_path, proof.fault).unverified == {lacking: {2}}
     keep(tmp_path, pack(proof))
-    assert found_of(recorded, tmp_path, proof.fault).verified == {"proofs of faults": [2]}
-    assert found_of(recorded, tmp_path, proof.fault, FAULT_AGE).verified == {"proofs of faults": [FAULT_AGE]}
+    assert found_of(recorded, tmp_path, proof.fault).verified == {"proofs of faults": {2}}
+    assert found_of(recorded, tmp_path, proof.fault, FAULT_AGE).verified == {"proofs of faults": {FAULT_AGE}}
 
 
 def test_a_proof_of_what_came_before_the_log_is_not_verified(recorded: RecordedRun, tmp_path: Path) -> None:
     proof = two_commitments(position(recorded, 1))
     keep(tmp_path, pack(proof))
     assert found_of(recorded, tmp_path, proof.fault, first=1).unverified == {
-        "proofs of faults, since what came before is not here": [2]
+        "proofs of faults, since what came before is not here": {2}
     }
 
 

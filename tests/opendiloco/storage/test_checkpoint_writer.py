@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from opendiloco.storage.files import file_name
-from opendiloco.storage.loading import Checkpoints
+from opendiloco.storage.loading import Checkpoints, load_checkpoint
 from opendiloco.storage.writer import NOT_SAVED, NOT_SENT, SAVED, CheckpointJob, _write_checkpoint, folder_bytes, main
 from peers.transfer.snapshots import FrozenSnapshot
 from tests.opendiloco.storage.frozen_states import RUN, frozen, job
@@ -88,7 +88,7 @@ def test_it_says_in_one_line_what_it_wrote(tmp_path: Path) -> None:
     code, said = run(PLAIN, folder, 5)
     assert (code, said.count("\n")) == (SAVED, 1)
     assert said.startswith(f"{folder / file_name(5)} (2.4 MB in ")
-    assert Checkpoints(folder, RUN).load(5).data == frozen(5).memory.data
+    assert load_checkpoint(folder / file_name(5), RUN).data == frozen(5).memory.data
 
 
 def test_it_starts_without_what_is_slow_to_import() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from opendiloco.errors import CheckpointError
 from opendiloco.storage.files import file_header, file_name, read_file_header
-from opendiloco.storage.loading import Checkpoints, metadata_of
+from opendiloco.storage.loading import Checkpoints, load_checkpoint, metadata_of
 from opendiloco.storage.writer import _write_checkpoint
 from peers.transfer.snapshots import FrozenSnapshot
 from peers.values.chunks import chunk_digests
@@ -38,7 +38,7 @@ def test_what_was_frozen_is_loaded(index: int, tmp_path: Path) -> None:
 
 def test_a_mapped_state_outlives_its_file(tmp_path: Path) -> None:
     state = write(tmp_path, 1)
-    found = Checkpoints(tmp_path, RUN).load(1)
+    found = load_checkpoint(tmp_path / file_name(1), RUN)
     (tmp_path / file_name(1)).unlink()
     assert found.data == state.memory.data
 
@@ -48,7 +48,9 @@ def test_the_newest_comes_first(tmp_path: Path) -> None:
         write(tmp_path, index)
     checkpoints = Checkpoints(tmp_path, RUN)
     assert checkpoints.indices() == [120, 15, 9]
-    assert [checkpoints.load(index).index for index in (9, 15)] == [9, 15]
+    found = checkpoints.load_newest(at_most=100)
+    assert found is not None
+    assert found.index == 15
 
 
 def test_a_folder_without_any(tmp_path: Path) -> None:
@@ -56,10 +58,6 @@ def test_a_folder_without_any(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be read"):
         Checkpoints(tmp_path / "file", RUN).load_newest()
-    write(tmp_path, 7)
-    with pytest.raises(CheckpointError, match="no checkpoint after 8 outer steps") as caught:
-        Checkpoints(tmp_path, RUN).load(8)
-    assert caught.value.remedy.endswith(": 7.")
 
 
 @pytest.mark.parametrize("lost", [1, 4000, 8000, 8900])
@@ -87,7 +85,7 @@ def test_no_bit_can_flip_unnoticed(tmp_path: Path) -> None:
             damaged[byte] ^= 1 << bit
             path.write_bytes(damaged)
             with pytest.raises(CheckpointError, match=path.name):
-                Checkpoints(tmp_path, RUN).load(2)
+                load_checkpoint(tmp_path / file_name(2), RUN)
 
 
 def test_all_damaged_is_none_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -101,11 +99,11 @@ def test_a_file_of_another_run_or_index(tmp_path: Path) -> None:
     other = "other-" + "b" * 32
     write(tmp_path, 1, run=other)
     with pytest.raises(CheckpointError, match=f"belongs to the run '{other}', not to {RUN}"):
-        Checkpoints(tmp_path, RUN).load(1)
+        load_checkpoint(tmp_path / file_name(1), RUN)
     write(tmp_path, 2)
     (tmp_path / file_name(2)).rename(tmp_path / file_name(3))
     with pytest.raises(CheckpointError, match="after 2 outer steps, not what its name says"):
-        Checkpoints(tmp_path, RUN).load(3)
+        load_checkpoint(tmp_path / file_name(3), RUN)
 
 
 @pytest.mark.parametrize(
@@ -128,4 +126,4 @@ def test_metadata_must_hold_together(changed: dict[str, str], reason: str, tmp_p
     state = path.read_bytes()[offset:]
     path.write_bytes(file_header(len(state), metadata | changed) + state)
     with pytest.raises(CheckpointError, match=reason):
-        Checkpoints(tmp_path, RUN).load(2)
+        load_checkpoint(tmp_path / file_name(2), RUN)

@@ -33,7 +33,7 @@ def test_the_default_is_in_the_users_state(run: Run, tmp_path: Path, monkeypatch
 def test_what_is_in_it(run: Run, tmp_path: Path) -> None:
     for _ in range(2):  # it may be there already
         folder = RunFolder.open(run, "PeerA", tmp_path)
-    assert folder == RunFolder(tmp_path / run.run_id / "PeerA")
+    assert folder.path == tmp_path / run.run_id / "PeerA"
     assert (folder.run_id, folder.peer_id) == (run.run_id, "PeerA")
     assert {path.name for path in folder.path.iterdir()} == {"checkpoints", "log", "download", "run.manifest"}
     assert read_manifest(folder.manifest) == run
@@ -45,7 +45,7 @@ def test_who_comes_back_knows_the_manifest(run: Run, tmp_path: Path, caplog: pyt
     assert before.remembered_peers().addresses() == ()
     assert not caplog.records
     assert not before.path.exists()
-    assert RunFolder.open(run, "PeerA", tmp_path) == before
+    assert RunFolder.open(run, "PeerA", tmp_path).path == before.path
     assert before.remembered_manifest() == run.manifest
     before.manifest.write_bytes(Run.sign(run.config, Identity.generate()).manifest.pack())
     assert before.remembered_manifest() is None

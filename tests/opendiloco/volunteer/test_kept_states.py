@@ -146,7 +146,7 @@ def test_where_a_model_comes_from(index: int | None, start: int, end: int, kept:
     for source in (kept.folder.path, kept.folder.checkpoints):
         origin = find_origin(source, index)
         assert (origin.run, origin.checkpoint.index, origin.index) == (kept.recorded.run, start, end)
-        assert origin.log == kept.folder.log
+        assert origin.folder.log == kept.folder.log
     one = find_origin(kept.checkpoint(1), index)
     assert (one.checkpoint.index, one.index) == (1, index or 1)
 

@@ -149,7 +149,7 @@ def test_an_outer_step_is_training_and_a_round(config: RunConfig, skeleton: Any)
     assert (alone.count, own.inner_steps, own.cycles) == (2, 20, 1)
     assert alone.training_seconds(alone.peers[0]) == pytest.approx(10.0)
     assert found.cycle_seconds == pytest.approx(10.0 + found.round_seconds)
-    assert own.sent_bits / 8 == pytest.approx(needs_of(config, skeleton).payload, rel=0.2)
+    assert own.sent_bits / 8 == pytest.approx(needs_of(config, skeleton).host.payload, rel=0.2)
     assert forecast(planned(config, skeleton, 64.0, 1e8)).round_seconds < found.round_seconds
 
 
