@@ -134,7 +134,7 @@ class WorkerGroup:
         supervisor, fragments = self.supervisor, len(self.fragments)
         self.under_way = under_way = UnderWay(lambda: len(supervisor.workers), fragments, on_step, on_captured)
         request = supervisor.requests.add(carry_out)
-        stored = await under_way.outcome(request, lambda: self.supervisor.tell(EndInnerLoop(number=number)))
+        stored = await under_way.outcome(request, lambda: self._tell(EndInnerLoop(number=number)))
         if not self._has_rests:
             await asyncio.shield(request)  # there is nothing more to take
         return Trained(stored.samples, stored.tokens, stored.loss)
@@ -142,11 +142,14 @@ class WorkerGroup:
     def end_rest(self) -> None:
         """Have workers leave their last inner steps, which may wait for averages that never come."""
         if self.under_way is not None and self.under_way.has_rest:
-            self.supervisor.tell(EndInnerLoop(number=self._trainings))
+            self._tell(EndInnerLoop(number=self._trainings))
 
     async def take_average(self, fragment: int, is_changed: bool) -> None:
         """Have workers go on with a stored fragment: with what is in `vectors.local` now, if it `is_changed`."""
-        self.supervisor.tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
+        self._tell(TakeAverage(number=self._trainings, fragment=fragment, is_changed=is_changed))
+
+    def _tell(self, command: ControlMessage) -> None:  # a worker in a thread is told in another way
+        self.supervisor.tell(command)
 
     # The model -------------------------------------------------------------------------------------------------------
     async def evaluate(self, windows: int) -> Evaluated:
