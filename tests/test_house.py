@@ -6,7 +6,6 @@ from tests.house import ATTRIBUTES_AT_MOST, JOIN_TO_BACKWARD, large_classes
 from tests.test_layering import ROOT
 
 STILL_LARGE = {
-    "opendiloco.storage.archive.ArchivedRun",
     "peers.presence.presence.Presence",
     "peers.protocol.exchange.Exchange",
     "peers.protocol.gathering.Gathering",

@@ -72,11 +72,8 @@ class ArchivedRun:
     def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, base: Path, room: _DiskRoom) -> None:
         """May take long, since all that is here is digested. Raises: DilocoPeerError when the folder cannot be used."""
         self.run = run
-        self._identity = identity
         self._transport = transport
         self._room = room
-        self.lacks_room = False
-        """Whether the disk has had none for what was to be fetched last."""
         self.folder = RunFolder.open(run, identity.peer_id, base)
         block_bytes = kernels.FORMATS[run.config.codec.kind].block_bytes
         self.log = LogFolder.open(self.folder.log, run.settings.empty_log, block_bytes)
@@ -87,10 +84,7 @@ class ArchivedRun:
         self._snapshot: Snapshot | None = None
         self._sequence = 0
         self._peers: frozenset[str] = frozenset()
-        self._signer = self._make_signer()
-        self._last_signed = self._signer.last if self._signer else None
-        self._signs_at = 0.0
-        self._has_asked = False
+        self._signing = _Signing(run, identity, transport, self.folder.path)
         self._doubts = Doubts(run.settings.timing.partition_grace)
         self._load()
         end = self.log.log_after(self.log.next_index)
@@ -116,8 +110,8 @@ class ArchivedRun:
         if not self.buffers:
             whole = slice(0, state_bytes // (2 * VALUE_BYTES))
             fragments = self.run.config.streaming.fragments or (whole,)
-            self._state_bytes = 2 * VALUE_BYTES * fragments[-1].stop
             format = kernels.FORMATS[self.run.config.codec.kind]
+            self._state_bytes = 2 * VALUE_BYTES * fragments[-1].stop
             codecs = [BlockCodec(format, part.stop - part.start) for part in fragments]
             self.buffers = PayloadBuffers.of_each(codecs, 0, self.log.payload)
 
@@ -158,14 +152,14 @@ class ArchivedRun:
         log = frozen if position.is_in_cycle_of(frozen.position) else self.log.log_after(position.index)
         return log.of(position.fragment) if log is not None and position.is_in_cycle_of(log.position) else None
 
-    async def publish(self) -> None:
+    async def publish(self, identity: Identity) -> None:
         """Say that the run is kept here, up to where."""
         end = self.end
         self._sequence = next_sequence(self._sequence, self._transport.discovery_of(self.run.run_id).pace().after)
         ticket, revocations = self._transport.credentials(self.run.run_id)
         heartbeat = Heartbeat(
             run=self.run.run_id,
-            peer=self._identity.peer_id,
+            peer=identity.peer_id,
             incarnation=0,
             sequence=self._sequence,
             lifetime=2 * max(self.run.settings.timing.heartbeat_expiry, 2 * POLL),
@@ -182,63 +176,25 @@ class ArchivedRun:
             roster_size=len(end.roster),
             ticket=ticket,
             revocations=revocations,
-            signed=self._last_signed,
+            signed=self._signing.newest,
             amendment=end.amendment,
         )
-        await self._transport.publish(heartbeat.sign(self._identity), self.run.run_id)
+        await self._transport.publish(heartbeat.sign(identity), self.run.run_id)
 
-    # Signing --------------------------------------------------------------------------------------------------
-    def _make_signer(self) -> HeadSigner | None:
-        """Return a signer of heads; None unless our key is an archive's, and what it has signed can be read."""
-        me = self._identity.peer_id
-        if me not in self.run.manifest.archives:
-            return None
-        try:
-            return HeadSigner(self.run.run_id, me, self._identity, self.folder.path)
-        except SignedFileError as error:
-            logger.error("run %s: no outer step is signed: %s", self.run.run_id, error)
-            return None
-
-    @property
-    def _signed(self) -> SignedHeads:
-        """The signed heads that logs are held against: our own, once we have signed any, or else all."""
-        known = self._transport.signed_heads_of(self.run.run_id)
-        own = known.only(self._identity.peer_id)
-        return own if own.heads else known
-
+    # Signed heads ---------------------------------------------------------------------------------------------
     @property
     def _is_astray(self) -> bool:
         """Whether the run's archives have signed another log than the one that is kept here."""
-        return self._signed.contradiction(self._heads) is not None
+        return self._signing.believed.contradiction(self._heads) is not None
 
     @property
     def _heads(self) -> dict[int, bytes]:
         """What the log that is kept here has where archives have signed."""
-        return self.log.heads_at(self._signed.indices)
+        return self.log.heads_at(self._signing.believed.indices)
 
     async def sign(self) -> None:
         """Sign the newest head that we have checked, if we are one of the run's archives, at most once a minute."""
-        if self._signer is None or self.log.first or now() < self._signs_at or not (self._peers or self._has_asked):
-            return
-        run, runs = self.run.run_id, self._transport.runs
-        self._signs_at = now() + SIGNING_RETRY
-        if not self._has_asked:  # a disk that was set back knows less than others do of what this key has signed
-            self._has_asked = await runs.ask_for_heads(self._transport.call, run, sorted(self._peers)[:ASKED]) > 0
-        if not self._has_asked:
-            logger.info("run %s: nobody says what this archive has signed before: it signs nothing yet", run)
-            return
-        self._signs_at = now() + SIGNING_PAUSE
-        try:
-            signed = await asyncio.to_thread(self._signer.sign, self.log, runs.signed_heads_of(run))
-        except (CannotSignError, SignedFileError) as error:
-            logger.warning("run %s: this archive does not sign the log that is kept here: %s", run, error)
-            return
-        if signed is None:
-            self._signs_at = 0.0  # at once when there is something
-            return
-        self._last_signed = signed
-        runs.take_heads(run, [signed])
-        logger.info("run %s: outer step %d is signed", run, signed.index)
+        await self._signing.sign(self.log, self._peers)
 
     # Keeping --------------------------------------------------------------------------------------------------
     async def follow(self) -> None:
@@ -277,7 +233,6 @@ class ArchivedRun:
         due = self._snapshot.index + every if self._snapshot else 0  # without any, nobody could begin from here
         if self.end.position.index > due:
             await self._keep_snapshot(beats, donors, due)
-        self.lacks_room = False
 
     async def _keep_up_with(self, beat: Heartbeat, others: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
         """Keep what a peer has that is ahead of us. Returns whether it had anything that we keep. Raises: FAILURES."""
@@ -300,7 +255,7 @@ class ArchivedRun:
         There has to be room for a snapshot, too: with the next one, the payloads before the last go. Raises: FAILURES,
         LogFolderError, _NoRoomError.
         """
-        found = await next_in_log(self._transport, donors[0], self.end, self._signed, self._heads)
+        found = await next_in_log(self._transport, donors[0], self.end, self._signing.believed, self._heads)
         if not self._doubts.may_follow(self.end, found.proof, beats):
             return False
         payloads = Payloads(self._transport, self.run.run_id, self.buffers)
@@ -325,13 +280,13 @@ class ArchivedRun:
         async def compare(index: int) -> Compared:
             found = await fetch.compare(donors[0], index, donors[1:], self.end)
             is_astray = self._is_astray and found.theirs.has(self.end.position)
-            if is_astray or found.theirs.contradiction(self._signed) is not None:
+            if is_astray or found.theirs.contradiction(self._signing.believed) is not None:
                 raise LogError(f"the log of {donors[0]} is not the one that the run's archives have signed")
             return found
 
         found = await compare(index)
         is_ours = found.theirs.has(self.end.position)
-        if not (is_ours or found.theirs.is_better_than(found.ours, self._signed)):
+        if not (is_ours or found.theirs.is_better_than(found.ours, self._signing.believed)):
             raise LogError(f"the log of {donors[0]} is not better than the one that is kept here")
 
         async def vouch() -> Vouched:
@@ -365,6 +320,56 @@ class ArchivedRun:
         return 2 * self._state_bytes - folder_bytes(self.folder.download)
 
 
+class _Signing:
+    """The heads of one run that archives have signed; where our key is one of the archives', it signs them, too."""
+
+    def __init__(self, run: Run, identity: Identity, transport: HivemindTransport, folder: Path) -> None:
+        self._run = run.run_id
+        self._me = identity.peer_id
+        self._transport = transport
+        self._signer: HeadSigner | None = None
+        if self._me in run.manifest.archives:
+            try:
+                self._signer = HeadSigner(self._run, self._me, identity, folder)
+            except SignedFileError as error:
+                logger.error("run %s: no outer step is signed: %s", self._run, error)
+        self.newest = self._signer.last if self._signer else None
+        """What our key has signed last."""
+        self._due_at = 0.0
+        self._has_asked = False
+
+    @property
+    def believed(self) -> SignedHeads:
+        """The signed heads that logs are held against: our own, once we have signed any, or else all."""
+        known = self._transport.signed_heads_of(self._run)
+        own = known.only(self._me)
+        return own if own.heads else known
+
+    async def sign(self, log: LogFolder, peers: frozenset[str]) -> None:
+        """Sign the newest head of `log` that may be signed, at most once a minute."""
+        if self._signer is None or log.first or now() < self._due_at or not (peers or self._has_asked):
+            return
+        run, runs = self._run, self._transport.runs
+        self._due_at = now() + SIGNING_RETRY
+        if not self._has_asked:  # a disk that was set back knows less than others do of what this key has signed
+            self._has_asked = await runs.ask_for_heads(self._transport.call, run, sorted(peers)[:ASKED]) > 0
+        if not self._has_asked:
+            logger.info("run %s: nobody says what this archive has signed before: it signs nothing yet", run)
+            return
+        self._due_at = now() + SIGNING_PAUSE
+        try:
+            signed = await asyncio.to_thread(self._signer.sign, log, runs.signed_heads_of(run))
+        except (CannotSignError, SignedFileError) as error:
+            logger.warning("run %s: this archive does not sign the log that is kept here: %s", run, error)
+            return
+        if signed is None:
+            self._due_at = 0.0  # at once when there is something
+            return
+        self.newest = signed
+        runs.take_heads(run, [signed])
+        logger.info("run %s: outer step %d is signed", run, signed.index)
+
+
 class Archive:
     """All runs that a node keeps, in a folder."""
 
@@ -374,6 +379,7 @@ class Archive:
         self._folder = folder
         self._room = _DiskRoom(folder, limit)
         self._runs: dict[str, ArchivedRun] = {}
+        self._crowded = set[str]()  # runs for which the disk had no room at the last look
 
     def kept(self, run: str) -> ArchivedRun | None:
         """Return what is kept of a run; None: nothing, or nothing yet."""
@@ -405,6 +411,7 @@ class Archive:
                     if archived.end.last is None:  # else a flood of made-up runs would have the work of others removed
                         await asyncio.to_thread(archived.folder.remove)
                         self._room.forget(run_id)
+                    self._crowded.discard(run_id)
                 for run_id in [one for one in known if one not in keeping and opening.is_due(one)]:
                     with opening.caught(run_id):
                         run, place = Run.from_manifest(known[run_id]), (self._folder, self._room)
@@ -425,21 +432,26 @@ class Archive:
                 await asyncio.sleep(pause if is_in_use else max(pause, POLL))
 
     async def _keep_up(self, archived: ArchivedRun, kept: dict[str, Sequence[PayloadBuffers]]) -> None:
-        for work in (archived.follow, archived.sign):  # what a peer does not give keeps no archive from signing
-            try:
-                await work()
-            except _NoRoomError as error:
-                if not archived.lacks_room:
-                    logger.error("run %s: %s", archived.run.run_id, error)
-                archived.lacks_room = True
-            except (*FAILURES, DilocoPeerError) as error:
-                logger.warning("run %s: %s", archived.run.run_id, error)
+        run_id = archived.run.run_id
+        try:
+            await archived.follow()
+            self._crowded.discard(run_id)
+        except _NoRoomError as error:
+            if run_id not in self._crowded:
+                logger.error("run %s: %s", run_id, error)
+            self._crowded.add(run_id)
+        except (*FAILURES, DilocoPeerError) as error:
+            logger.warning("run %s: %s", run_id, error)
+        try:  # also where a peer does not give what was asked for
+            await archived.sign()
+        except (*FAILURES, DilocoPeerError) as error:
+            logger.warning("run %s: %s", run_id, error)
         if archived.buffers:
-            kept[archived.run.run_id] = archived.buffers
+            kept[run_id] = archived.buffers
         if archived.end.last is not None or archived.run.manifest.is_by_invitation:  # else nobody gives it any
-            await archived.publish()
+            await archived.publish(self._identity)
         if archived.end.last is not None:
-            metrics.ARCHIVED_OUTER_STEP.labels(archived.run.run_id).set(archived.end.position.index)
+            metrics.ARCHIVED_OUTER_STEP.labels(run_id).set(archived.end.position.index)
 
     async def _answer(self, transport: HivemindTransport, sender: str, data: bytes) -> bytes:
         for run_id, archived in self._runs.items():

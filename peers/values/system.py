@@ -4,7 +4,6 @@ folders that only this user may enter whatever the umask, files that are there w
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import shutil
@@ -13,7 +12,10 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 PARTIAL = ".partial"
 """What the name of a file ends in while it is written. A process that is killed leaves it behind."""
@@ -26,6 +28,8 @@ def now() -> float:
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     """Cancel these tasks, and return when all have ended. What they raise is dropped."""
+    import asyncio  # here, since the checkpoints' writer, which needs none, is to start fast
+
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

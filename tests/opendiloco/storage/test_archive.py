@@ -145,7 +145,7 @@ def test_it_tells_what_followed_any_entry_that_it_has(run: Run, tmp_path: Path) 
 def test_it_says_that_it_is_an_archive(run: Run, tmp_path: Path) -> None:
     states = positions(archive(run, tmp_path), 2)
     kept = archive(run, tmp_path)
-    asyncio.run(kept.publish())
+    asyncio.run(kept.publish(NODE))
     [heartbeat] = cast(Any, kept._transport).published
     assert heartbeat.state is PeerState.ARCHIVING
     assert (heartbeat.index, heartbeat.head) == (2, states[-1].position.head)
@@ -160,9 +160,9 @@ def test_its_heartbeats_follow_each_other_whatever_the_clock_does(
     network = cast(Any, kept._transport)
     monkeypatch.setattr(time, "time_ns", lambda: next(times) * 1_000_000_000)
     for _ in range(3):
-        asyncio.run(kept.publish())
+        asyncio.run(kept.publish(NODE))
     network.heard = 2_000_000  # by ourselves, before a restart with a clock that is behind
-    asyncio.run(kept.publish())
+    asyncio.run(kept.publish(NODE))
     assert [beat.sequence for beat in network.published] == [1_000_000, 1_000_001, 1_000_002, 2_000_001]
 
 
@@ -298,13 +298,15 @@ def test_a_run_that_is_too_large_is_not_fetched_until_there_is_room(
     network = cast(Any, kept._transport)
     network.connect = answering(True)
 
+    keeping = Archive(NODE, tmp_path)
+
     def look(state_bytes: int, index: int = 1) -> list[str]:
         network.heartbeats = answering([beat.model_copy(update={"index": index})])
         caplog.clear()
         if kept.end.last is not None:
             kept._state_bytes, kept.buffers = 0, ()  # else asked for anew: what peers told may have been a lie
         monkeypatch.setattr(archives, "ask_size", answering(state_bytes))
-        asyncio.run(Archive(NODE, tmp_path)._keep_up(kept, {}))
+        asyncio.run(keeping._keep_up(kept, {}))
         return [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR]
 
     with monkeypatch.context() as context:
@@ -494,7 +496,7 @@ def test_an_archive_of_the_run_signs_what_it_has_checked(
     assert signed() == [2], "not yet"
     clock += 61.0
     assert signed() == [2, 3]
-    asyncio.run(kept.publish())
+    asyncio.run(kept.publish(NODE))
     [heartbeat] = cast(Any, kept._transport).published
     assert heartbeat.signed == known(run.run_id).newest
 
