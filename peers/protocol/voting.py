@@ -1,0 +1,370 @@
+"""The voting of one peer: which votes it gives at a position of the log, and what it must write down before it does.
+
+Two votes make an entry. In phase 1 a voter agrees to a proposal; a quorum of those is a *prepare certificate*. In phase
+2 it *locks* the header of that certificate; a quorum of those commits the entry. The rules (docs/protocol.md has their
+numbers) are all that safety rests on, whatever leaders propose and whatever the network loses, delays or reorders:
+
+    R5   Vote 1 agrees to a proposal. A voter votes in ballots that only go up, and once in each phase of a ballot. It
+         does not vote for a proposal that shows no prepare certificate, or one that is older than the voter's lock.
+    R6   Vote 2 needs a prepare certificate of its ballot. The header of that becomes the voter's lock.
+    R9   Two votes that no honest voter gives both convict their voter; so does a vote after a farewell.
+    R10  A vote is on the disk before it is on the wire, so that a restarted peer is the same voter.
+    R11  A voter that has said farewell, or has forgotten what it did at a position, does not vote there.
+
+Any two quorums share a voter. So if A is committed in ballot a, no other header is ever prepared after a: the first
+such certificate would have a voter that had locked A in a, and was shown a newer certificate of the other header; there
+is none. A liar that breaks this has signed two votes that convict it.
+
+Everything here is pure: no clock, no input or output. The driver writes a `VotingRecord` and then sends the vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from peers.log.certificate import CertificateError, Departure
+from peers.log.header import Header, Position
+from peers.log.state import LogError, LogState
+from peers.protocol.ballots import (
+    Ballot,
+    Certificate,
+    Certified,
+    Choice,
+    Flag,
+    Phase,
+    Propose,
+    Quorum,
+    Vote,
+    certify,
+    electorate,
+    prove,
+)
+from peers.values.identity import Keys, Signature, Verify
+from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
+
+RECORD_LIMIT = 1 << 24  # bytes; a locked header of 1,000 members has some 200 KB
+PLACES = 64
+"""Positions whose votes are remembered: those of one cycle, and some before. A peer comes back to an old one only where
+two lineages meet."""
+FIRST = Ballot(view=0, attempt=0)
+"""Lower than any ballot: a leader's first attempt has the number 1."""
+
+
+class Refusal(StrEnum):
+    """The reason for which a voter does not vote."""
+
+    ELSEWHERE = "it is about another position than this voter's"
+    CLOSED = "a certified entry of this position is known"
+    LEFT = "the voter has said farewell"
+    FORGOTTEN = "the voter may have voted here and does not remember it"
+    OLD_BALLOT = "the voter has voted in a newer ballot"
+    OTHER_VOTE = "the voter has voted for something else in this ballot"
+    BAD_CERTIFICATE = "the certificate shown does not prepare this header in an older ballot"
+    NO_PREPARE = "the certificate does not prepare this header"
+    LOCKED = "the voter's lock is newer than the certificate shown"
+    DOES_NOT_FOLLOW = "the header does not follow from the log"
+    NO_PAYLOAD = "the voter does not have the payload"
+    UNSIGNED_PART = "a part of the payload lacks its reducer's signature"
+    NOT_GONE = "the voter hears a peer that the header says is gone"
+    UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"
+
+
+@dataclass(frozen=True)
+class VotingPlace:
+    """What a voter knows of a position without its own votes: the log before the entry, and its own key."""
+
+    log: LogState
+    quorum: Quorum
+    keys: Keys
+
+    def is_prepared(self, header: Header, certificate: Certificate) -> bool:
+        """Return whether this is a valid prepare certificate of the header."""
+        if certificate.choice.phase is not Phase.PREPARE:
+            return False
+        try:
+            prove(certificate, self.log, header, self.quorum, self.keys.verify)
+        except CertificateError:
+            return False
+        return True
+
+    def follows(self, header: Header) -> bool:
+        """Return whether the header may be the next entry."""
+        try:
+            self.log.check_next(header)
+        except LogError:
+            return False
+        return True
+
+
+# One voter at one position -------------------------------------------------------------------------------------
+class VoterState(Value):
+    """All that a voter remembers of one position: its lock, and its last vote in each phase.
+
+    It votes in no ballot below `promised`. Nothing else raises that than a vote: safety needs no more, and a voter
+    whose timer has run out may still help the leader before.
+    """
+
+    position: Position
+    incarnation: Count
+    lock: Certified | None = None
+    prepare: Vote | None = None
+    commit: Vote | None = None
+    is_closed: Flag = False
+
+    @property
+    def promised(self) -> Ballot:
+        """The newest ballot that it has voted in."""
+        return max((vote.choice.ballot for vote in (self.prepare, self.commit) if vote), default=FIRST)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A vote, and the state that must be on the disk before the vote is sent."""
+
+    state: VoterState
+    vote: Vote
+
+
+def vote_prepare(
+    state: VoterState, propose: Propose, place: VotingPlace, objection: Refusal | None = None
+) -> Cast | Refusal:
+    """Decide vote 1: agree to a proposal. A vote that was given before is given again, with the same bytes.
+
+    `objection` is what the round has against the proposal: a missing payload or signature, a peer that is not gone, a
+    fault without proof.
+    """
+    choice, justify = propose.choice, propose.justify
+    if propose.position != state.position:
+        return Refusal.ELSEWHERE
+    if state.prepare and state.prepare.choice == choice:
+        return Cast(state, state.prepare)
+    if refusal := _why_not_in(state, choice.ballot, state.prepare):
+        return refusal
+    if justify is not None:
+        is_older = justify.choice.ballot < choice.ballot and (propose.alone or not justify.choice.alone)
+        if not is_older or not place.is_prepared(propose.header, justify):
+            return Refusal.BAD_CERTIFICATE
+    if _is_bound(state.lock, propose):
+        return Refusal.LOCKED
+    if not place.follows(propose.header):
+        return Refusal.DOES_NOT_FOLLOW
+    if objection is not None:
+        return objection
+    vote = _sign(state, choice, place)
+    return Cast(state.model_copy(update={"prepare": vote}), vote)
+
+
+def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> Cast | Refusal:
+    """Decide vote 2: lock the header that a prepare certificate proves. It needs neither vote 1 nor the payload: those
+    who gave vote 1 have the payload, and whoever lacks it fetches it."""
+    header, shown = prepared.header, prepared.certificate.choice
+    choice = shown.model_copy(update={"phase": Phase.COMMIT, "justify": None})
+    if prepared.position != state.position:
+        return Refusal.ELSEWHERE
+    if state.commit and state.commit.choice == choice:
+        return Cast(state, state.commit)
+    if refusal := _why_not_in(state, choice.ballot, state.commit):
+        return refusal
+    if not place.is_prepared(header, prepared.certificate):
+        return Refusal.NO_PREPARE
+    if not place.follows(header):
+        return Refusal.DOES_NOT_FOLLOW
+    is_lighter = state.lock is not None and shown.weight < state.lock.choice.weight
+    vote = _sign(state, choice, place)
+    return Cast(state.model_copy(update={"commit": vote, "lock": state.lock if is_lighter else prepared}), vote)
+
+
+def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal | None:
+    """Return why nothing new is voted for in a ballot. `last` is the last vote in the phase that is asked for."""
+    if state.is_closed:
+        return Refusal.CLOSED
+    if ballot < state.promised or ballot <= FIRST:
+        return Refusal.OLD_BALLOT
+    return Refusal.OTHER_VOTE if last and last.choice.ballot == ballot else None
+
+
+def _is_bound(lock: Certified | None, propose: Propose) -> bool:
+    """Return whether a lock keeps the voter from a proposal: unless the proposal shows a certificate that is newer, or
+    as new and of the same header. A minority's lock binds only in a minority's ballots."""
+    if lock is None or (lock.choice.alone and not propose.alone):
+        return False
+    if propose.justify is None:
+        return True
+    shown = propose.justify.choice
+    if shown.weight == lock.choice.weight:
+        return shown.header != lock.choice.header
+    return shown.weight < lock.choice.weight
+
+
+def _sign(state: VoterState, choice: Choice, place: VotingPlace) -> Vote:
+    signature = place.keys.sign(choice.text(state.position, state.incarnation))
+    return Vote(position=state.position, incarnation=state.incarnation, choice=choice, signature=signature)
+
+
+# What is on the disk -------------------------------------------------------------------------------------------
+class RecordError(ValueError):
+    """A voting record that can't be used. The peer begins as another incarnation."""
+
+
+class VotingRecord(Value):
+    """A peer's votes in one run, as they are on its disk. Immutable; each change returns the record to write next.
+
+    `incarnation` is the number that this memory has: a peer that starts again with its record goes on as the same
+    voter, and one that has lost it draws another number. `left` is the index from which on it has said that it votes no
+    more. Before index `forgotten` it may have voted where nothing is remembered.
+    """
+
+    version: Literal[1] = 1
+    run: RunId
+    peer: PeerId
+    incarnation: Count
+    left: Count | None = None
+    forgotten: Count = 0
+    places: Annotated[tuple[VoterState, ...], Field(max_length=PLACES)] = ()
+
+    def at(self, position: Position) -> VoterState | Refusal:
+        """Return what the peer remembers of a position, or why it does not vote there."""
+        if self.left is not None and position.index >= self.left:
+            return Refusal.LEFT
+        known = next((state for state in self.places if state.position == position), None)
+        if known is not None:
+            return known
+        if position.index < self.forgotten:
+            return Refusal.FORGOTTEN
+        return VoterState(position=position, incarnation=self.incarnation)
+
+    def after(self, state: VoterState) -> VotingRecord:
+        """Return the record with this state of its position. The oldest position is forgotten if there are too many."""
+        others = [known for known in self.places if known.position != state.position]
+        places = sorted([*others, state], key=lambda one: (one.position.index, one.position.fragment))
+        dropped = places[: max(0, len(places) - PLACES)]
+        forgotten = max([self.forgotten, *(one.position.index + 1 for one in dropped)])
+        return self.model_copy(update={"places": tuple(places[len(dropped) :]), "forgotten": forgotten})
+
+    def closed(self, position: Position) -> VotingRecord:
+        """Return the record once a certified entry of the position is known: nothing needs to be voted there again, so
+        nothing needs to be remembered but that."""
+        return self.after(VoterState(position=position, incarnation=self.incarnation, is_closed=True))
+
+    @property
+    def departure(self) -> int:
+        """The index from which on the peer has voted nowhere."""
+        return max([self.forgotten, *(state.position.index + 1 for state in self.places)])
+
+    def farewell(self) -> tuple[VotingRecord, Departure]:
+        """Return the record of a peer that leaves, and what it then signs."""
+        left = self.departure if self.left is None else self.left
+        departure = Departure(run=self.run, peer=self.peer, incarnation=self.incarnation, index=left)
+        return self.model_copy(update={"left": left}), departure
+
+    def renewed(self, incarnation: int) -> VotingRecord:
+        """Return the empty record of another incarnation: of a peer that has left and comes back, or that gives up its
+        vote, since nobody has the payload of its lock any more."""
+        return VotingRecord(run=self.run, peer=self.peer, incarnation=incarnation)
+
+    def pack(self) -> bytes:
+        """Return the bytes to write: a digest, so that a damaged file is noticed, and the record."""
+        packed = pack(self)
+        return digest_of(packed) + packed
+
+    @classmethod
+    def load(cls, data: bytes, run: str, peer: str) -> VotingRecord:
+        """Return the record in these bytes. Raises: RecordError unless it is whole, and of this peer in this run."""
+        digest, packed = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if digest_of(packed) != digest:
+            raise RecordError("the voting record is damaged")
+        try:
+            record = unpack(cls, packed, RECORD_LIMIT)
+        except WireError as error:
+            raise RecordError(f"the voting record is of another version, or damaged: {error}") from error
+        if (record.run, record.peer) != (run, peer):
+            raise RecordError(f"the voting record is of {record.peer} in run {record.run}")
+        return record
+
+
+# What convicts -------------------------------------------------------------------------------------------------
+class TwoVotes(Value):
+    """Two votes of one peer that no honest voter gives both."""
+
+    peer: PeerId
+    first: Vote
+    second: Vote
+
+
+class VoteAfterFarewell(Value):
+    """A farewell from an index on, and a vote of the same incarnation from there on."""
+
+    departure: Departure
+    signature: Signature
+    vote: Vote
+
+
+Contradiction: TypeAlias = TwoVotes | VoteAfterFarewell
+
+
+def convicts(proof: Contradiction, verify: Verify) -> bool:
+    """Return whether a proof shows to anybody that its peer lies: the statements contradict each other, and the peer
+    has signed both."""
+    if isinstance(proof, VoteAfterFarewell):
+        gone, vote = proof.departure, proof.vote
+        is_broken = vote.incarnation == gone.incarnation and vote.position.index >= gone.index
+        return is_broken and all(
+            verify(gone.peer, *signed) for signed in ((gone.text, proof.signature), (vote.text, vote.signature))
+        )
+    first, second = proof.first, proof.second
+    return contradict(first, second) and all(verify(proof.peer, one.text, one.signature) for one in (first, second))
+
+
+def contradict(first: Vote, second: Vote) -> bool:
+    """Return whether no honest voter gives both votes: two in one phase of a ballot; or a vote 2, and in a later ballot
+    a vote 1 for another header that names no certificate newer than vote 2."""
+    if (first.position, first.incarnation) != (second.position, second.incarnation):
+        return False
+    one, other = first.choice, second.choice
+    if (one.ballot, one.phase) == (other.ballot, other.phase):
+        return one != other
+    return _breaks_lock(one, other) or _breaks_lock(other, one)
+
+
+def _breaks_lock(commit: Choice, prepare: Choice) -> bool:
+    """Return whether a vote 2 forbids a vote 1. What minorities do is certified by nobody, and convicts nobody."""
+    if (commit.phase, prepare.phase) != (Phase.COMMIT, Phase.PREPARE) or commit.alone or prepare.alone:
+        return False
+    is_later = commit.ballot < prepare.ballot and commit.header != prepare.header
+    return is_later and (prepare.justify is None or prepare.justify <= commit.ballot)
+
+
+# Counting ------------------------------------------------------------------------------------------------------
+@dataclass
+class Tally:
+    """The newest vote of each peer in each phase, as one peer hears them at a position."""
+
+    place: VotingPlace
+    _votes: dict[tuple[str, Phase], Vote] = field(default_factory=dict)
+
+    def hear(self, peer: str, vote: Vote) -> TwoVotes | None:
+        """Count a vote if its peer has signed it. Returns the proof if it contradicts one that was heard before."""
+        key, log = (peer, vote.choice.phase), self.place.log
+        if vote == self._votes.get(key) or vote.position != log.position:
+            return None
+        if not self.place.keys.verify(peer, vote.text, vote.signature):
+            return None
+        known = [self._votes[peer, phase] for phase in Phase if (peer, phase) in self._votes]
+        broken = next((one for one in known if contradict(one, vote)), None)
+        before = self._votes.get(key)
+        if before is None or before.choice.ballot < vote.choice.ballot:
+            self._votes[key] = vote
+        return TwoVotes(peer=peer, first=broken, second=vote) if broken else None
+
+    def certificate(
+        self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]]
+    ) -> Certificate | None:
+        """Return the certificate of a choice of this header; None: too few have voted for it."""
+        voters = electorate(self.place.log, header, choice.alone, self.place.quorum)
+        votes = [(peer, vote) for (peer, phase), vote in self._votes.items() if phase is choice.phase]
+        return certify(voters, choice, votes, farewells)

@@ -1,0 +1,545 @@
+"""Votes, locks, certificates and the record of them, rule by rule; docs/agreement-plan.md numbers the rules.
+
+tests/simulation/test_voting_exhaustively.py explores what several voters can do together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from peers.log.certificate import CertificateError, Departure, Proof
+from peers.log.header import Header, Member, Position
+from peers.log.state import LogState
+from peers.protocol.ballots import (
+    COMMITTEE,
+    Ballot,
+    Certificate,
+    Certified,
+    Choice,
+    Electorate,
+    Phase,
+    Propose,
+    Quorum,
+    Vote,
+    committee,
+    electorate,
+    prove,
+)
+from peers.protocol.voting import (
+    PLACES,
+    Cast,
+    RecordError,
+    Refusal,
+    Tally,
+    TwoVotes,
+    VoteAfterFarewell,
+    VoterState,
+    VotingPlace,
+    VotingRecord,
+    contradict,
+    convicts,
+    vote_commit,
+    vote_prepare,
+)
+from peers.values.wire import Value, WireError, digest_of, from_plain, pack, unpack
+from tests.peers.builders import LOG, PAYLOAD, RUN
+from tests.simulator.simulated_keys import SimulatedKeys
+
+verify = SimulatedKeys("").verify
+
+
+def log_of(peers: str, incarnation: int = 7, empty: LogState = LOG) -> LogState:
+    roster = [
+        Member(peer=peer, tokens=100, samples=empty.grants[place], incarnation=incarnation)
+        for place, peer in enumerate(peers)
+    ]
+    return empty.append(empty.next_header(roster, PAYLOAD))
+
+
+ABC = log_of("abc")
+
+
+def header(number: int = 0, log: LogState = ABC, peers: str = "") -> Header:
+    members = [log.expected(peer) for peer in peers or log.roster]
+    return log.next_header(members, digest_of(bytes([number])))
+
+
+A, B = header(0), header(1)
+
+
+def ballot(view: int, attempt: int = 1) -> Ballot:
+    return Ballot(view=view, attempt=attempt)
+
+
+def place_of(peer: str, log: LogState = ABC, quorum: Quorum = Quorum.MAJORITY) -> VotingPlace:
+    return VotingPlace(log, quorum, SimulatedKeys(peer))
+
+
+def choice(
+    entry: Header, view: int, phase: Phase = Phase.PREPARE, justify: int | None = None, alone: bool = False
+) -> Choice:
+    shown = None if justify is None else ballot(justify)
+    return Choice(ballot=ballot(view), phase=phase, header=entry.digest, alone=alone, justify=shown)
+
+
+def vote(peer: str, what: Choice, log: LogState = ABC, incarnation: int = 7) -> Vote:
+    signature = SimulatedKeys(peer).sign(what.text(log.position, incarnation))
+    return Vote(position=log.position, incarnation=incarnation, choice=what, signature=signature)
+
+
+def certificate(
+    entry: Header, what: Choice, signers: str, log: LogState = ABC, gone: str = "", quorum: Quorum = Quorum.MAJORITY
+) -> Certificate | None:
+    tally = Tally(place_of("a", log, quorum))
+    for peer in signers:
+        assert tally.hear(peer, vote(peer, what, log)) is None
+    return tally.certificate(entry, what, {peer: (1, farewell(peer, 1).signature) for peer in gone})
+
+
+def prepared(entry: Header, view: int, signers: str = "ab", alone: bool = False, **more: Any) -> Certified:
+    found = certificate(entry, choice(entry, view, alone=alone), signers, **more)
+    assert found is not None
+    return Certified(header=entry, certificate=found)
+
+
+def propose(entry: Header, view: int, justify: Certified | None = None, alone: bool = False) -> Propose:
+    return Propose(ballot=ballot(view), header=entry, alone=alone, justify=justify.certificate if justify else None)
+
+
+def farewell(peer: str, index: int, incarnation: int = 7) -> VoteAfterFarewell:
+    """A farewell, and a vote at index 1 after it."""
+    departure = Departure(run=RUN, peer=peer, incarnation=incarnation, index=index)
+    signature = SimulatedKeys(peer).sign(departure.text)
+    return VoteAfterFarewell(departure=departure, signature=signature, vote=vote(peer, choice(A, 1)))
+
+
+FRESH = VoterState(position=ABC.position, incarnation=7)
+C = place_of("c")
+
+
+def cast(answer: Cast | Refusal) -> VoterState:
+    assert isinstance(answer, Cast), answer
+    return answer.state
+
+
+def after(*steps: Propose | Certified) -> VoterState:
+    """Voter c after it has voted for all of these."""
+    state = FRESH
+    for step in steps:
+        state = cast(vote_prepare(state, step, C) if isinstance(step, Propose) else vote_commit(state, step, C))
+    return state
+
+
+# R5: vote 1 ------------------------------------------------------------------------------------------------------
+def test_r5_a_fresh_voter_votes_for_what_is_proposed_and_says_it_again_in_the_same_bytes() -> None:
+    first = vote_prepare(FRESH, propose(A, 1), C)
+    assert isinstance(first, Cast)
+    assert first.vote == vote("c", choice(A, 1))
+    assert vote_prepare(first.state, propose(A, 1), C, Refusal.NO_PAYLOAD) == Cast(first.state, first.vote)
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "refusal"),
+    [
+        ([propose(A, 2)], propose(A, 1), Refusal.OLD_BALLOT),
+        ([propose(A, 2)], propose(B, 2), Refusal.OTHER_VOTE),
+        ([propose(A, 1)], propose(A, 1, alone=True), Refusal.OTHER_VOTE),
+        ([prepared(A, 2)], propose(B, 1), Refusal.OLD_BALLOT),
+        ([], Propose(ballot=ballot(0, 0), header=A, alone=False, justify=None), Refusal.OLD_BALLOT),
+    ],
+)
+def test_r5_ballots_go_up_and_each_has_one_vote(
+    before: Iterable[Propose | Certified], asked: Propose, refusal: Refusal
+) -> None:
+    assert vote_prepare(after(*before), asked, C) is refusal
+
+
+@pytest.mark.parametrize(
+    ("entry", "shown", "refusal"),
+    [
+        (B, None, Refusal.LOCKED),
+        (B, prepared(B, 1), Refusal.LOCKED),
+        (B, prepared(B, 2), Refusal.LOCKED),
+        (B, prepared(B, 3), None),
+        (A, None, Refusal.LOCKED),
+        (A, prepared(A, 1), Refusal.LOCKED),
+        (A, prepared(A, 2), None),
+        (A, prepared(A, 3), None),
+    ],
+)
+def test_r5_a_lock_gives_way_to_a_certificate_as_new_and_to_nothing_else(
+    entry: Header, shown: Certified | None, refusal: Refusal | None
+) -> None:
+    """Also for the header that is locked: a vote names what was shown, which must not be older than the lock."""
+    answer = vote_prepare(after(prepared(A, 2)), propose(entry, 4, shown), C)
+    assert (answer if isinstance(answer, Refusal) else None) is refusal
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        pytest.param(prepared(A, 1), id="of another header"),
+        pytest.param(prepared(B, 5), id="of a later ballot"),
+        pytest.param(prepared(B, 4), id="of the same ballot"),
+        pytest.param(prepared(B, 1, alone=True), id="of a minority"),
+        pytest.param(
+            Certified(
+                header=B,
+                certificate=prepared(B, 1).certificate.model_copy(update={"choice": choice(B, 1, Phase.COMMIT)}),
+            ),
+            id="of phase 2",
+        ),
+        pytest.param(
+            Certified(
+                header=B,
+                certificate=prepared(B, 1).certificate.model_copy(
+                    update={"signers": prepared(B, 1).certificate.signers[:1]}
+                ),
+            ),
+            id="of too few",
+        ),
+        pytest.param(
+            Certified(header=B, certificate=prepared(B, 1).certificate.model_copy(update={"choice": choice(B, 2)})),
+            id="with signatures of another ballot",
+        ),
+    ],
+)
+def test_r5_a_proposal_must_be_justified_by_a_prepare_certificate_of_its_header_in_an_older_ballot(
+    shown: Certified,
+) -> None:
+    assert vote_prepare(FRESH, propose(B, 4, shown), C) is Refusal.BAD_CERTIFICATE
+
+
+def test_r5_what_the_round_has_against_a_proposal_is_the_reason() -> None:
+    for objection in (Refusal.NO_PAYLOAD, Refusal.UNSIGNED_PART, Refusal.NOT_GONE, Refusal.UNPROVEN_FAULT):
+        assert vote_prepare(FRESH, propose(A, 1), C, objection) is objection
+
+
+def test_r5_only_what_follows_from_the_log_is_voted_for() -> None:
+    wrong = A.model_copy(update={"lineage_tokens": 5})
+    assert vote_prepare(FRESH, propose(wrong, 1), C) is Refusal.DOES_NOT_FOLLOW
+    other_state = replace(C, log=ABC.in_state(digest_of(b"another state")))
+    assert vote_prepare(FRESH, propose(A, 1), other_state) is Refusal.DOES_NOT_FOLLOW
+    assert vote_prepare(FRESH, propose(header(log=log_of("abd")), 1), C) is Refusal.ELSEWHERE
+
+
+# R6: vote 2 ------------------------------------------------------------------------------------------------------
+def test_r6_a_prepare_certificate_is_locked_and_voted_for() -> None:
+    answer = vote_commit(FRESH, prepared(A, 1), C)
+    assert isinstance(answer, Cast)
+    assert answer.vote == vote("c", choice(A, 1, Phase.COMMIT))
+    assert answer.state.lock == prepared(A, 1)
+    assert vote_commit(answer.state, prepared(A, 1, "bc"), C) == answer, "once and for all"
+
+
+@pytest.mark.parametrize(
+    ("before", "shown", "refusal"),
+    [
+        ([propose(A, 2)], prepared(A, 1), Refusal.OLD_BALLOT),
+        ([prepared(A, 1)], prepared(B, 1), Refusal.OTHER_VOTE),
+        ([propose(A, 1)], prepared(B, 1), None),
+        ([prepared(A, 1)], prepared(B, 2), None),
+    ],
+)
+def test_r6_vote_2_is_for_what_a_quorum_has_agreed_to_in_the_newest_ballot(
+    before: Iterable[Propose | Certified], shown: Certified, refusal: Refusal | None
+) -> None:
+    answer = vote_commit(after(*before), shown, C)
+    assert (answer if isinstance(answer, Refusal) else None) is refusal
+
+
+def test_r6_what_is_no_prepare_certificate_locks_nobody() -> None:
+    good = prepared(A, 1).certificate
+    for changes in ({"choice": choice(A, 1, Phase.COMMIT)}, {"signers": good.signers[:1]}, {"choice": choice(B, 1)}):
+        bad = Certified(header=A, certificate=good.model_copy(update=changes))
+        assert vote_commit(FRESH, bad, C) is Refusal.NO_PREPARE
+
+
+def test_decisions_do_not_depend_on_who_signed_a_certificate() -> None:
+    """As the exhaustive search takes for granted."""
+    for first, second in (("ab", "bc"), ("ab", "abc")):
+        locked = [cast(vote_commit(FRESH, prepared(A, 1, signers), C)) for signers in (first, second)]
+        answers = [vote_prepare(state, propose(B, 3, prepared(B, 2, first)), C) for state in locked]
+        answers += [vote_prepare(state, propose(B, 3, prepared(B, 2, second)), C) for state in locked]
+        assert {answer.vote for answer in answers if isinstance(answer, Cast)} == {vote("c", choice(B, 3, justify=2))}
+
+
+# R8: a minority's ballots ----------------------------------------------------------------------------------------
+ALONE = header(2, peers="c")
+
+
+def test_r8_a_minority_is_the_headers_own_members_and_certifies_nothing() -> None:
+    shown = prepared(ALONE, 1, "c", alone=True)
+    assert prove(shown.certificate, ABC, ALONE, Quorum.MAJORITY, verify) == Proof(is_certified=False, signers=1)
+    assert certificate(ALONE, choice(ALONE, 1), "c") is None, "of the whole run"
+    two_thirds = electorate(ABC, header(peers="bc"), True, Quorum.TWO_THIRDS)
+    assert two_thirds == Electorate((("b", 7), ("c", 7)), Quorum.MAJORITY)
+
+
+def test_r8_a_minoritys_lock_binds_only_minorities() -> None:
+    locked = after(prepared(ALONE, 1, "c", alone=True))
+    assert vote_prepare(locked, propose(header(3, peers="c"), 2, alone=True), C) is Refusal.LOCKED
+    assert isinstance(vote_prepare(locked, propose(A, 2), C), Cast)
+
+
+def test_r8_the_whole_runs_lock_binds_minorities_too_and_is_kept() -> None:
+    locked = after(prepared(A, 1))
+    assert vote_prepare(locked, propose(ALONE, 2, alone=True), C) is Refusal.LOCKED
+    assert vote_prepare(locked, propose(ALONE, 3, prepared(ALONE, 2, "c", alone=True), alone=True), C) is Refusal.LOCKED
+    again = cast(vote_prepare(locked, propose(A, 2, prepared(A, 1), alone=True), C))
+    certified = certificate(A, choice(A, 2, alone=True, justify=1), "abc")
+    assert certified is not None
+    assert cast(vote_commit(again, Certified(header=A, certificate=certified), C)).lock == prepared(A, 1)
+
+
+# R9: what convicts -----------------------------------------------------------------------------------------------
+VOTED = choice(A, 3, Phase.COMMIT)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_lie"),
+    [
+        (choice(A, 1), choice(B, 1), True),
+        (choice(A, 1), choice(A, 1, alone=True), True),
+        (choice(A, 2), choice(A, 2, justify=1), True),
+        (choice(A, 1, Phase.COMMIT), choice(B, 1, Phase.COMMIT), True),
+        (choice(A, 1), choice(A, 1), False),
+        (choice(A, 1), choice(B, 1, Phase.COMMIT), False),
+        (VOTED, choice(B, 4), True),
+        (VOTED, choice(B, 4, justify=2), True),
+        (VOTED, choice(B, 5, justify=3), True),
+        (VOTED, choice(B, 6, justify=4), False),
+        (VOTED, choice(A, 4), False),
+        (VOTED, choice(B, 2), False),
+        (VOTED, choice(B, 4, Phase.COMMIT), False),
+        (VOTED, choice(B, 4, alone=True), False),
+        (choice(A, 3, Phase.COMMIT, alone=True), choice(B, 4), False),
+    ],
+)
+def test_r9_two_votes_of_one_ballot_or_a_forgotten_lock_convict(first: Choice, second: Choice, is_lie: bool) -> None:
+    for one, other in ((first, second), (second, first)):
+        proof = TwoVotes(peer="b", first=vote("b", one), second=vote("b", other))
+        assert convicts(unpack(TwoVotes, pack(proof)), verify) is is_lie
+
+
+def test_r9_votes_of_two_peers_or_incarnations_convict_nobody() -> None:
+    first, second = vote("b", choice(A, 1)), vote("b", choice(B, 1))
+    assert not convicts(TwoVotes(peer="a", first=first, second=second), verify)
+    assert not convicts(TwoVotes(peer="b", first=first, second=vote("a", choice(B, 1))), verify)
+    assert not contradict(first, vote("b", choice(B, 1), incarnation=8))
+    assert not contradict(first, vote("b", choice(B, 1), log_of("abd")))
+
+
+def test_r9_a_vote_after_a_farewell_convicts() -> None:
+    """Else two liars of five could count themselves out of one quorum, and vote in the other: in this fork no signature
+    is of a peer that has voted twice."""
+    assert convicts(farewell("b", 1), verify)
+    assert not convicts(farewell("b", 2), verify)
+    assert not convicts(farewell("b", 1, incarnation=8), verify)
+    assert not convicts(farewell("b", 1).model_copy(update={"signature": bytes(64)}), verify)
+    five = log_of("abcde")
+    one, other = header(0, five), header(1, five)
+    first = certificate(one, choice(one, 1, Phase.COMMIT), "ab", five, gone="de")
+    second = certificate(other, choice(other, 1, Phase.COMMIT), "cde", five)
+    assert first is not None
+    assert second is not None
+    assert {signer.place for signer in first.signers}.isdisjoint(signer.place for signer in second.signers)
+
+
+# R10: the disk ---------------------------------------------------------------------------------------------------
+EMPTY = VotingRecord(run=RUN, peer="c", incarnation=7)
+
+
+def position(index: int, fragment: int = 0) -> Position:
+    return Position(index=index, head=digest_of(b"head %d" % index), fragment=fragment)
+
+
+def state_at(index: int) -> VoterState:
+    return VoterState(position=position(index), incarnation=7)
+
+
+def test_r10_a_restarted_peer_goes_on_as_the_same_voter() -> None:
+    record = EMPTY.after(after(propose(A, 1), prepared(A, 1)))
+    again = VotingRecord.load(record.pack(), RUN, "c")
+    assert again == record
+    state = again.at(ABC.position)
+    assert isinstance(state, VoterState)
+    assert vote_prepare(state, propose(B, 2), C) is Refusal.LOCKED
+    assert vote_commit(state, prepared(A, 1), C) == Cast(state, vote("c", choice(A, 1, Phase.COMMIT)))
+
+
+def test_r10_a_record_of_few_voters_is_small() -> None:
+    assert len(EMPTY.after(after(propose(A, 1), prepared(A, 1))).pack()) < 1500
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", EMPTY.pack()[:-1], EMPTY.pack() + b"\0", b"\0" + EMPTY.pack()[1:], digest_of(b"x") + b"x"],
+    ids=["empty", "cut off", "too long", "flipped", "no record"],
+)
+def test_r10_a_damaged_record_is_not_used(data: bytes) -> None:
+    with pytest.raises(RecordError):
+        VotingRecord.load(data, RUN, "c")
+
+
+def test_r10_a_record_of_another_peer_or_run_or_version_is_not_used() -> None:
+    later = pack(EMPTY.model_copy(update={"version": 2}))
+    for data, run, peer in ((EMPTY.pack(), RUN, "d"), (EMPTY.pack(), "x", "c"), (digest_of(later) + later, RUN, "c")):
+        with pytest.raises(RecordError):
+            VotingRecord.load(data, run, peer)
+
+
+# R11: farewells, and what is forgotten ---------------------------------------------------------------------------
+def test_r11_a_peer_that_has_left_votes_no_more_from_there_on() -> None:
+    record, departure = EMPTY.after(state_at(3)).farewell()
+    assert (departure.peer, departure.incarnation, departure.index) == ("c", 7, 4)
+    assert record.at(position(4)) is Refusal.LEFT
+    assert record.at(position(3)) == state_at(3), "others may be behind"
+    assert record.farewell() == (record, departure)
+    assert record.renewed(8).at(position(4)) == VoterState(position=position(4), incarnation=8)
+
+
+def test_r11_what_is_forgotten_is_not_voted_on_again() -> None:
+    record = EMPTY
+    for index in range(PLACES + 3):
+        record = record.after(state_at(index))
+    assert record.forgotten == 3
+    assert record.at(position(2)) is Refusal.FORGOTTEN
+    assert record.at(position(3)) == state_at(3)
+    assert record.departure == PLACES + 3
+
+
+def test_r11_nothing_is_voted_for_where_a_certified_entry_is_known() -> None:
+    record = EMPTY.after(after(prepared(A, 1))).closed(ABC.position)
+    state = record.at(ABC.position)
+    assert isinstance(state, VoterState)
+    assert vote_prepare(state, propose(A, 5), C) is Refusal.CLOSED
+    assert vote_commit(state, prepared(A, 5), C) is Refusal.CLOSED
+
+
+# R12: who counts, and how many are enough ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("peers", "signers", "gone", "majority", "two_thirds"),
+    [
+        ("a", "a", "", True, True),
+        ("ab", "a", "", False, False),
+        ("ab", "a", "b", True, True),
+        ("abc", "ab", "", True, False),
+        ("abc", "abc", "", True, True),
+        ("abc", "a", "bc", True, True),
+        ("abc", "ab", "c", True, True),
+        ("abcd", "ab", "", False, False),
+        ("abcd", "abc", "", True, True),
+        ("abcd", "ab", "d", True, False),
+        ("abcde", "abc", "", True, False),
+        ("abcde", "ab", "de", True, False),
+        ("ab", "", "ab", False, False),
+    ],
+)
+def test_r12_a_quorum_of_those_that_have_not_left(
+    peers: str, signers: str, gone: str, majority: bool, two_thirds: bool
+) -> None:
+    log = log_of(peers)
+    entry = header(0, log)
+    for quorum, is_enough in ((Quorum.MAJORITY, majority), (Quorum.TWO_THIRDS, two_thirds)):
+        found = certificate(entry, choice(entry, 1, Phase.COMMIT), signers, log, gone, quorum)
+        assert (found is not None) is is_enough
+        if found is not None:
+            found = unpack(Certificate, pack(found))
+            assert prove(found, log, entry, quorum, verify) == Proof(True, len(signers))
+
+
+def test_r12_a_certificate_is_of_its_entry_and_its_voters_alone() -> None:
+    good = certificate(A, choice(A, 1), "abc")
+    assert good is not None
+    forged = good.signers[0].model_copy(update={"signature": bytes(64)})
+    far = good.signers[0].model_copy(update={"place": 3})
+    left = certificate(header(0, log_of("ab")), choice(header(0, log_of("ab")), 1), "a", log_of("ab"), gone="b")
+    assert left is not None
+    later = left.farewells[0].model_copy(update={"index": 2, "place": 2})
+    for changes in (
+        {"signers": (*good.signers, good.signers[0])},
+        {"signers": (far, *good.signers[1:])},
+        {"signers": (forged, *good.signers[1:])},
+        {"signers": good.signers[:2], "farewells": (later,)},
+        {"choice": choice(B, 1)},
+        {"choice": choice(A, 2)},
+        {"choice": choice(A, 1, justify=0)},
+        {"choice": choice(A, 1, alone=True)},
+    ):
+        with pytest.raises(CertificateError):
+            prove(good.model_copy(update=changes), ABC, A, Quorum.MAJORITY, verify)
+    with pytest.raises(CertificateError, match="another entry"):
+        prove(good, log_of("abd"), A, Quorum.MAJORITY, verify)
+    with pytest.raises(CertificateError, match="too few"):
+        prove(good.model_copy(update={"signers": good.signers[:2]}), ABC, A, Quorum.TWO_THIRDS, verify)
+
+
+def test_r12_a_vote_of_another_incarnation_does_not_count() -> None:
+    tally, what = Tally(C), choice(A, 1)
+    for peer, incarnation in (("a", 7), ("b", 8), ("z", 7)):
+        assert tally.hear(peer, vote(peer, what, incarnation=incarnation)) is None
+    assert tally.certificate(A, what, {}) is None
+
+
+def test_r12_the_first_entry_is_founded_by_its_own_members() -> None:
+    founding = ABC.last
+    assert founding is not None
+    assert electorate(LOG, founding, False, Quorum.TWO_THIRDS) == Electorate(
+        (("a", 7), ("b", 7), ("c", 7)), Quorum.TWO_THIRDS
+    )
+
+
+def test_r12_of_more_than_a_committee_the_same_voters_are_chosen_everywhere() -> None:
+    voters = tuple((f"p{number}", number) for number in range(300))
+    chosen = committee(voters, b"seed")
+    assert len(chosen) == COMMITTEE
+    assert list(chosen) == [voter for voter in voters if voter in set(chosen)], "in the voters' order"
+    assert set(committee(voters[::-1], b"seed")) == set(chosen)
+    assert set(committee(voters, b"another")) != set(chosen)
+    assert committee(voters[:COMMITTEE], b"seed") == voters[:COMMITTEE]
+
+
+def test_r12_a_tally_keeps_the_newest_vote_and_shows_contradictions() -> None:
+    tally = Tally(C)
+    assert tally.hear("b", vote("b", choice(A, 1))) is None
+    assert tally.hear("b", vote("b", choice(A, 1))) is None
+    proof = tally.hear("b", vote("b", choice(B, 1)))
+    assert proof is not None
+    assert convicts(proof, verify)
+    forged = vote("b", choice(B, 2)).model_copy(update={"signature": bytes(64)})
+    assert tally.hear("b", forged) is None
+    assert tally.hear("b", vote("b", choice(B, 3, Phase.COMMIT))) is None
+    proof = tally.hear("b", vote("b", choice(A, 4)))
+    assert proof is not None
+    assert convicts(proof, verify)
+
+
+# Bytes from the network --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "value",
+    [vote("a", choice(A, 2, justify=1)), propose(A, 2, prepared(A, 1)), prepared(A, 1), farewell("b", 1), EMPTY],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_are_packed_and_unpacked(value: Value) -> None:
+    assert unpack(type(value), pack(value)) == value
+
+
+@pytest.mark.parametrize("phase", [0, 3, 1.0, "1", True, None])
+def test_a_phase_is_an_integer(phase: object) -> None:
+    with pytest.raises(WireError, match="phase"):
+        from_plain(Choice, [[1, 2], phase, bytes(32), False, None])
+
+
+def test_what_is_signed_differs_wherever_a_vote_does() -> None:
+    texts = {
+        what.text(at, incarnation)
+        for what in (choice(A, 1), choice(B, 1), choice(A, 1, Phase.COMMIT), choice(A, 1, justify=0), choice(A, 2))
+        for at in (position(1), position(1, 1), position(2))
+        for incarnation in (7, 8)
+    }
+    assert len(texts) == 5 * 3 * 2
