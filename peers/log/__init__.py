@@ -1,8 +1,8 @@
 """The run's log: headers, what follows from them, and how a peer keeps them on disk.
 
 Other rooms import:
-certificate: AttemptName, Ballot, Certificate, CertificateError, Departure, Farewell, Proof, ballot, certify, electorate,
-    prove, shortened, weigh
+certificate: AttemptName, Ballot, Certificate, CertificateError, Departure, Farewell, Proof, ballot, certify,
+    electorate, prove, shortened, weigh
 chain: Chain, Entry, Outcome, Places, STRETCH_LIMIT, Stretch, Turnout, follow, header_of, outcome_of, places_of,
     turnout_of, voters_at
 folder: ENTRIES, LogFolder, LogFolderError, PAYLOADS, RunLog, payload_path, proof_path, read_chain, read_payload

@@ -72,6 +72,8 @@ class Refusal(StrEnum):
     UNSIGNED_PART = "a part of the payload lacks its reducer's signature"
     NOT_GONE = "the voter hears a peer that the header says is gone"
     UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"
+    HAS_WORK = "the voter has trained the fragment that the header skips"
+    NOT_ALONE = "the voter hears a quorum, or its owner waits for one"
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,7 @@ def vote_prepare(
 ) -> Cast | Refusal:
     """Decide vote 1: agree to a proposal. A vote that was given before is given again, with the same bytes.
 
-    `objection` is what the round has against the proposal: a missing payload or signature, a peer that is not gone, a
-    fault without proof.
+    `objection` is what the round has against the proposal: the refusals from NO_PAYLOAD on.
     """
     choice, justify = propose.choice, propose.justify
     if propose.position != state.position:

@@ -37,10 +37,10 @@ from peers.values.wire import digest_of
 from tests.peers.builders import LOG, PAYLOAD
 from tests.simulator.simulated_keys import SimulatedKeys
 
-Prepare = tuple[int, int, int | None]
-"""A choice of phase 1: ballot, header (0 or 1), and the ballot that justifies it."""
 Commit = tuple[int, int]
-"""A choice of phase 2: ballot and header."""
+"""A choice of phase 2: ballot and header (0 or 1; by a minority 2 or 3)."""
+Prepare = tuple[int, int, Commit | None]
+"""A choice of phase 1: ballot, header, and what the certificate that justifies it prepares."""
 Signed = tuple[frozenset[Prepare], frozenset[Commit]]
 """All that one voter has signed."""
 NOTHING: Signed = frozenset(), frozenset()
@@ -49,17 +49,22 @@ NOTHING: Signed = frozenset(), frozenset()
 def mirrored(signed: Signed) -> Signed:
     """Return the same with the two headers exchanged."""
     prepares, commits = signed
-    return frozenset((b, 1 - h, j) for b, h, j in prepares), frozenset((b, 1 - h) for b, h in commits)
+    return (
+        frozenset((ballot, header ^ 1, shown and (shown[0], shown[1] ^ 1)) for ballot, header, shown in prepares),
+        frozenset((ballot, header ^ 1) for ballot, header in commits),
+    )
 
 
 @dataclass(frozen=True)
 class World:
-    """So many voters, the last of them liars, and so many ballots."""
+    """So many voters, the last of them liars, and so many ballots. `minorities`: votes that are `alone`, too, and every
+    certificate of minorities that there could be."""
 
     voters: int
     ballots: int
     liars: int = 0
     quorum: Quorum = Quorum.MAJORITY
+    minorities: bool = False
 
     def noted(self, prepare: Prepare) -> Prepare:
         """Return what is noted of a vote 1: of honest voters not which certificate it names."""
@@ -97,9 +102,9 @@ class Product:
         return Choice(
             ballot=Ballot(view=number, attempt=1),
             phase=Phase.PREPARE,
-            header=self.headers[header].digest,
-            alone=False,
-            justify=None if justify is None else Ballot(view=justify, attempt=1),
+            header=self.headers[header % 2].digest,
+            alone=header >= 2,
+            justify=None if justify is None else Ballot(view=justify[0], attempt=1),
         )
 
     def commit_choice(self, commit: Commit) -> Choice:
@@ -113,7 +118,7 @@ class Product:
         tally, choice = Tally(self.place), self.choice(prepare)
         for peer in signers:
             assert tally.hear(peer, self.vote(peer, choice)) is None
-        return tally.certificate(self.headers[prepare[1]], choice, {})
+        return tally.certificate(self.headers[prepare[1] % 2], choice, {})
 
     @cache  # noqa: B019
     def shown(self, prepare: Prepare) -> Certificate:
@@ -123,8 +128,12 @@ class Product:
 
     def _explore(self) -> None:
         """Ask the product about everything that one voter may ever be shown, whether it can come about or not."""
-        numbers = range(self.world.ballots)
-        proposals = [(b, h, j) for b in numbers for h in range(2) for j in (None, *range(b))]
+        numbers, kinds = range(self.world.ballots), (0, 2) if self.world.minorities else (0,)
+        commits = [(number, header + kind) for number in numbers for header in range(2) for kind in kinds]
+        proposals: list[Prepare] = [(*commit, None) for commit in commits]
+        for number, header in commits:
+            shown = [(before, header % 2 + kind) for before in range(number) for kind in kinds if kind <= header]
+            proposals += [(number, header, one) for one in shown]
         todo = [NOTHING]
         while todo:
             signed = todo.pop()
@@ -134,7 +143,7 @@ class Product:
                 after = self._prepared(signed, state, prepare)
                 if after is not None and after != signed:
                     self.prepares[signed][prepare] = after
-            for commit in ((b, h) for b in numbers for h in range(2)):
+            for commit in commits:
                 after = self._committed(signed, state, commit)
                 if after is not None and after != signed:
                     self.commits[signed][commit] = after
@@ -145,9 +154,9 @@ class Product:
         number, header, justify = prepare
         propose = Propose(
             ballot=Ballot(view=number, attempt=1),
-            header=self.headers[header],
-            alone=False,
-            justify=None if justify is None else self.shown((justify, header, None)),
+            header=self.headers[header % 2],
+            alone=header >= 2,
+            justify=None if justify is None else self.shown((*justify, None)),
         )
         answer = vote_prepare(state, propose, self.place)
         if not isinstance(answer, Cast):
@@ -156,7 +165,7 @@ class Product:
         return self._note((signed[0] | {self.world.noted(prepare)}, signed[1]), answer.state)
 
     def _committed(self, signed: Signed, state: VoterState, commit: Commit) -> Signed | None:
-        certified = Certified(header=self.headers[commit[1]], certificate=self.shown((*commit, None)))
+        certified = Certified(header=self.headers[commit[1] % 2], certificate=self.shown((*commit, None)))
         answer = vote_commit(state, certified, self.place)
         if not isinstance(answer, Cast):
             return None
@@ -262,11 +271,11 @@ class Search:
         proofs, after = self.prepared(honest, liar), set[int]()
         for place, number in enumerate(honest):
             others = honest[:place] + honest[place + 1 :]
-            for (_, header, justify), to in self.prepares[number]:
-                for lying in (liar,) if justify is None else proofs.get((justify, header), ()):
+            for (_, _, justify), to in self.prepares[number]:
+                for lying in (liar,) if justify is None or justify[1] >= 2 else proofs.get(justify, ()):
                     after.add(self.swarm([*others, to], lying))
             for commit, to in self.commits[number]:
-                for lying in proofs.get(commit, ()):
+                for lying in (liar,) if commit[1] >= 2 else proofs.get(commit, ()):
                     after.add(self.swarm([*others, to], lying))
         return after
 
@@ -289,7 +298,8 @@ class Search:
         counts: dict[Commit, int] = {}
         for number in honest:
             for commit in self.signed[number][1]:
-                counts[commit] = counts.get(commit, 0) + 1
+                if commit[1] < 2:
+                    counts[commit] = counts.get(commit, 0) + 1
         enough = self.product.enough
         committed = [commit for commit, count in counts.items() if count + self.world.liars >= enough]
         if len({header for _, header in committed}) < 2:
@@ -333,11 +343,19 @@ def test_two_thirds_of_four_never_fork_with_one_liar(ballots: int) -> None:
     assert states(world, goes_on=True).forks == 0
 
 
+@pytest.mark.parametrize("liars", [0, 1])
+def test_minorities_change_nothing_of_that(liars: int) -> None:
+    """R5, R6, R8, R9."""
+    assert bool(states(World(voters=3, ballots=2, liars=liars, minorities=True)).forks) is bool(liars)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "world",
     [
         World(voters=3, ballots=4, liars=1),
+        World(voters=2, ballots=3, minorities=True),
+        World(voters=4, ballots=2, liars=1),
         World(voters=4, ballots=3),
         World(voters=5, ballots=2, liars=2),
         World(voters=5, ballots=3, liars=1, quorum=Quorum.TWO_THIRDS),

@@ -215,7 +215,7 @@ def test_r5_a_proposal_must_be_justified_by_a_prepare_certificate_of_its_header_
 
 
 def test_r5_what_the_round_has_against_a_proposal_is_the_reason() -> None:
-    for objection in (Refusal.NO_PAYLOAD, Refusal.UNSIGNED_PART, Refusal.NOT_GONE, Refusal.UNPROVEN_FAULT):
+    for objection in (Refusal.NO_PAYLOAD, Refusal.UNSIGNED_PART, Refusal.NOT_GONE, Refusal.NOT_ALONE):
         assert vote_prepare(FRESH, propose(A, 1), C, objection) is objection
 
 
