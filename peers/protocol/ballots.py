@@ -25,7 +25,7 @@ from peers.log.certificate import CertificateError, Departure, Farewell, Proof
 from peers.log.header import MEMBER_LIMIT, Header, Position
 from peers.log.state import LogState
 from peers.values.identity import Signature, Verify
-from peers.values.wire import Count, Digest, Value, digest_of, pack_plain
+from peers.values.wire import Count, Digest, PeerId, Value, digest_of, pack_plain
 
 VOTE_CONTEXT = b"diloco-peer two votes\0"  # a signature made for anything else is worth nothing here
 COMMITTEE_CONTEXT = b"diloco-peer committee\0"
@@ -65,7 +65,8 @@ class Ballot(Value):
         return f"{self.view}.{self.attempt}"
 
 
-Flag = Annotated[bool, Field(strict=True)]
+Group = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
+"""The peers of a minority and their incarnations, all that are here. Empty: the whole run's voters decide."""
 
 
 def _phase(plain: object) -> Phase:
@@ -77,13 +78,18 @@ def _phase(plain: object) -> Phase:
 
 class Choice(Value):
     """A header (by its digest) in one ballot and phase. `justify` is the ballot of the prepare certificate that the
-    proposal showed; None: it showed none, or this is phase 2. A minority's choice says that it is `alone`."""
+    proposal showed; None: it showed none, or this is phase 2. A minority's choice names the digest of its `group`."""
 
     ballot: Ballot
     phase: Annotated[Phase, PlainValidator(_phase)]
     header: Digest
-    alone: Flag
+    group: Digest | None
     justify: Ballot | None
+
+    @property
+    def alone(self) -> bool:
+        """Whether a minority goes on without the others: what it decides is never certified."""
+        return self.group is not None
 
     @property
     def weight(self) -> tuple[bool, int, int]:
@@ -92,7 +98,7 @@ class Choice(Value):
 
     def text(self, position: Position, incarnation: int) -> bytes:
         """Return the bytes that a voter signs."""
-        choice = [self.ballot, int(self.phase), self.header, self.alone, self.justify]
+        choice = [self.ballot, int(self.phase), self.header, self.group, self.justify]
         return VOTE_CONTEXT + pack_plain([position, incarnation, choice])
 
 
@@ -121,6 +127,7 @@ class Certificate(Value):
     """Signatures of enough voters for one choice. Farewells are there only if the votes would not be enough without."""
 
     choice: Choice
+    group: Group
     signers: Annotated[tuple[Signer, ...], Field(max_length=MEMBER_LIMIT)]
     farewells: Annotated[tuple[Farewell, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
 
@@ -143,12 +150,12 @@ class Certified(Value):
 
 class Propose(Value):
     """Leader → members: vote for this header. `justify` is the prepare certificate of this header that the leader knows
-    of, if it knows of one. The Parts that the payload rests on travel beside it; the voter's round checks them."""
+    of, if it knows of one. What the round came to is in the header; members have it with the chunks."""
 
     kind: ClassVar[Literal["propose"]] = "propose"
     ballot: Ballot
     header: Header
-    alone: Flag
+    group: Group
     justify: Certificate | None
 
     @property
@@ -162,9 +169,14 @@ class Propose(Value):
             ballot=self.ballot,
             phase=Phase.PREPARE,
             header=self.header.digest,
-            alone=self.alone,
+            group=digest_of_group(self.group),
             justify=self.justify.choice.ballot if self.justify else None,
         )
+
+
+def digest_of_group(group: Group) -> bytes | None:
+    """Return what a choice names a minority by; None for the whole run."""
+    return digest_of(pack_plain(group)) if group else None
 
 
 def position_of(header: Header) -> Position:
@@ -187,15 +199,15 @@ class Electorate:
         return 2 * signers > remaining > 0
 
 
-def electorate(log: LogState, header: Header, alone: bool, quorum: Quorum) -> Electorate:
-    """Return the voters of a header that follows this log: those that the log names. Of a founding, and of a minority's
-    entry, the header's own members vote, since nobody else has a say in what follows; of a minority always by majority.
-    """
-    if not alone and log.last is not None:
+def electorate(log: LogState, header: Header, group: Group, quorum: Quorum) -> Electorate:
+    """Return the voters of a header that follows this log: those that the log names; of a founding the header's own
+    members, since nobody else has a say in what follows. A minority decides among its group, always by majority: the
+    members of a header that it takes over may be gone."""
+    if group:
+        return Electorate(committee(group, header.previous), Quorum.MAJORITY)
+    if log.last is not None:
         return Electorate(committee(tuple(log.starts.items()), log.last.previous), quorum)
-    members = [one for one in header.roster if not log.is_on_probation(one.peer)] or header.roster
-    voters = tuple((one.peer, one.incarnation) for one in members)
-    return Electorate(committee(voters, header.previous), Quorum.MAJORITY if alone else quorum)
+    return Electorate(committee(tuple((one.peer, one.incarnation) for one in header.roster), header.previous), quorum)
 
 
 def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[str, int], ...]:
@@ -210,11 +222,16 @@ def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[s
 
 # Certificates ----------------------------------------------------------------------------------------------------
 def certify(
-    voters: Electorate, choice: Choice, votes: Collection[tuple[str, Vote]], farewells: Mapping[str, tuple[int, bytes]]
+    voters: Electorate,
+    choice: Choice,
+    group: Group,
+    votes: Collection[tuple[str, Vote]],
+    farewells: Mapping[str, tuple[int, bytes]],
 ) -> Certificate | None:
     """Return the certificate of a choice, or None while too few have voted for it.
 
     Args:
+        group: those of whom the choice names the digest.
         votes: by peer, with signatures that have been checked.
         farewells: by peer that left before this position, the index of its departure and its signature.
     """
@@ -233,7 +250,7 @@ def certify(
         ]
     if not voters.is_enough(len(signers), len(gone)):
         return None
-    return Certificate(choice=choice, signers=tuple(signers), farewells=tuple(gone))
+    return Certificate(choice=choice, group=group, signers=tuple(signers), farewells=tuple(gone))
 
 
 def prove(certificate: Certificate, log: LogState, header: Header, quorum: Quorum, verify: Verify) -> Proof:
@@ -242,9 +259,11 @@ def prove(certificate: Certificate, log: LogState, header: Header, quorum: Quoru
     Raises: CertificateError when a signature is false, or when there are too few.
     """
     choice, position, name = certificate.choice, position_of(header), f"entry {header.index}"
-    if choice.header != header.digest or position != log.of(header.fragment).position:
+    if (choice.header, choice.group) != (header.digest, digest_of_group(certificate.group)):
+        raise CertificateError(f"{name}: the certificate is of another entry, or of another group")
+    if position != log.of(header.fragment).position:
         raise CertificateError(f"{name}: the certificate is of another entry")
-    voters = electorate(log, header, choice.alone, quorum)
+    voters = electorate(log, header, certificate.group, quorum)
     places = [one.place for one in certificate.signers] + [one.place for one in certificate.farewells]
     if len(set(places)) != len(places) or any(place >= len(voters.voters) for place in places):
         raise CertificateError(f"{name}: the certificate names places that the electorate does not have")

@@ -35,7 +35,7 @@ from peers.protocol.ballots import (
     Certificate,
     Certified,
     Choice,
-    Flag,
+    Group,
     Phase,
     Propose,
     Quorum,
@@ -69,11 +69,16 @@ class Refusal(StrEnum):
     LOCKED = "the voter's lock is newer than the certificate shown"
     DOES_NOT_FOLLOW = "the header does not follow from the log"
     NO_PAYLOAD = "the voter does not have the payload"
-    UNSIGNED_PART = "a part of the payload lacks its reducer's signature"
+    UNSIGNED_AVERAGE = "an average, or the absence of a member's blocks, is not signed by its reducer"
     NOT_GONE = "the voter hears a peer that the header says is gone"
     UNPROVEN_FAULT = "the voter has not seen the proof of a fault that the header names"
     HAS_WORK = "the voter has trained the fragment that the header skips"
     NOT_ALONE = "the voter hears a quorum, or its owner waits for one"
+
+
+LASTING = frozenset({Refusal.NO_PAYLOAD, Refusal.NOT_ALONE})
+"""Objections that hold also against a header that was prepared before. The others a quorum has looked into then; were
+they raised again, a locked header could become impossible: one that says a peer is gone that has come back since."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class VoterState(Value):
     lock: Certified | None = None
     prepare: Vote | None = None
     commit: Vote | None = None
-    is_closed: Flag = False
+    is_closed: Annotated[bool, Field(strict=True)] = False
 
     @property
     def promised(self) -> Ballot:
@@ -147,14 +152,14 @@ def vote_prepare(
     if refusal := _why_not_in(state, choice.ballot, state.prepare):
         return refusal
     if justify is not None:
-        is_older = justify.choice.ballot < choice.ballot and (propose.alone or not justify.choice.alone)
+        is_older = justify.choice.ballot < choice.ballot and (choice.alone or not justify.choice.alone)
         if not is_older or not place.is_prepared(propose.header, justify):
             return Refusal.BAD_CERTIFICATE
     if _is_bound(state.lock, propose):
         return Refusal.LOCKED
     if not place.follows(propose.header):
         return Refusal.DOES_NOT_FOLLOW
-    if objection is not None:
+    if objection is not None and (justify is None or objection in LASTING):
         return objection
     vote = _sign(state, choice, place)
     return Cast(state.model_copy(update={"prepare": vote}), vote)
@@ -192,7 +197,7 @@ def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal
 def _is_bound(lock: Certified | None, propose: Propose) -> bool:
     """Return whether a lock keeps the voter from a proposal: unless the proposal shows a certificate that is newer, or
     as new and of the same header. A minority's lock binds only in a minority's ballots."""
-    if lock is None or (lock.choice.alone and not propose.alone):
+    if lock is None or (lock.choice.alone and not propose.choice.alone):
         return False
     if propose.justify is None:
         return True
@@ -363,9 +368,9 @@ class Tally:
         return TwoVotes(peer=peer, first=broken, second=vote) if broken else None
 
     def certificate(
-        self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]]
+        self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]], group: Group = ()
     ) -> Certificate | None:
         """Return the certificate of a choice of this header; None: too few have voted for it."""
-        voters = electorate(self.place.log, header, choice.alone, self.place.quorum)
+        voters = electorate(self.place.log, header, group, self.place.quorum)
         votes = [(peer, vote) for (peer, phase), vote in self._votes.items() if phase is choice.phase]
-        return certify(voters, choice, votes, farewells)
+        return certify(voters, choice, group, votes, farewells)

@@ -21,7 +21,18 @@ from itertools import combinations
 import pytest
 
 from peers.log.header import Member
-from peers.protocol.ballots import Ballot, Certificate, Certified, Choice, Phase, Propose, Quorum, Vote
+from peers.protocol.ballots import (
+    Ballot,
+    Certificate,
+    Certified,
+    Choice,
+    Group,
+    Phase,
+    Propose,
+    Quorum,
+    Vote,
+    digest_of_group,
+)
 from peers.protocol.voting import (
     Cast,
     Tally,
@@ -57,7 +68,7 @@ def mirrored(signed: Signed) -> Signed:
 
 @dataclass(frozen=True)
 class World:
-    """So many voters, the last of them liars, and so many ballots. `minorities`: votes that are `alone`, too, and every
+    """So many voters, the last of them liars, and so many ballots. `minorities`: votes of minorities, too, and every
     certificate of minorities that there could be."""
 
     voters: int
@@ -97,13 +108,17 @@ class Product:
     def is_enough(self, signers: int) -> bool:
         return self.certificate((0, 0, None), self.world.names[:signers]) is not None
 
+    def group_of(self, header: int) -> Group:
+        """Return whom a minority's choice names: as many as there are, so that its certificates weigh most."""
+        return tuple((peer, 0) for peer in self.world.names) if header >= 2 else ()
+
     def choice(self, prepare: Prepare) -> Choice:
         number, header, justify = prepare
         return Choice(
             ballot=Ballot(view=number, attempt=1),
             phase=Phase.PREPARE,
             header=self.headers[header % 2].digest,
-            alone=header >= 2,
+            group=digest_of_group(self.group_of(header)),
             justify=None if justify is None else Ballot(view=justify[0], attempt=1),
         )
 
@@ -118,7 +133,7 @@ class Product:
         tally, choice = Tally(self.place), self.choice(prepare)
         for peer in signers:
             assert tally.hear(peer, self.vote(peer, choice)) is None
-        return tally.certificate(self.headers[prepare[1] % 2], choice, {})
+        return tally.certificate(self.headers[prepare[1] % 2], choice, {}, self.group_of(prepare[1]))
 
     @cache  # noqa: B019
     def shown(self, prepare: Prepare) -> Certificate:
@@ -155,7 +170,7 @@ class Product:
         propose = Propose(
             ballot=Ballot(view=number, attempt=1),
             header=self.headers[header % 2],
-            alone=header >= 2,
+            group=self.group_of(header),
             justify=None if justify is None else self.shown((*justify, None)),
         )
         answer = vote_prepare(state, propose, self.place)
