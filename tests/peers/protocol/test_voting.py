@@ -285,6 +285,14 @@ def test_r6_what_is_no_prepare_certificate_locks_nobody() -> None:
         assert vote_commit(FRESH, bad, C) is Refusal.NO_PREPARE
 
 
+def test_r6_a_commit_certificate_is_no_prepare_certificate() -> None:
+    committed = certificate(A, choice(A, 1, Phase.COMMIT), "ab")
+    assert committed is not None
+    shown = Certified(header=A, certificate=committed)
+    assert vote_commit(FRESH, shown, C) is Refusal.NO_PREPARE
+    assert vote_prepare(FRESH, propose(A, 2, shown), C) is Refusal.BAD_CERTIFICATE
+
+
 def test_decisions_do_not_depend_on_who_signed_a_certificate() -> None:
     """As the exhaustive search takes for granted."""
     for first, second in (("ab", "bc"), ("ab", "abc")):
