@@ -202,6 +202,22 @@ class Product:
         assert not any(self._contradict(one, other) for one, other in combinations(choices, 2)), "an honest voter"
         return signed
 
+    def locked(self, signed: Signed) -> Commit | None:
+        """Return what a voter has locked that has signed all this."""
+        lock = self.states[signed].lock
+        if lock is None:
+            return None
+        return lock.choice.ballot.view, self.headers.index(lock.header) + 2 * lock.choice.alone
+
+    @cache  # noqa: B019
+    def agrees(self, signed: Signed, lock: Commit | None) -> bool:
+        """Return whether a voter gives both votes in the next ballot, for what is locked, or for anything."""
+        header = lock[1] if lock else 0
+        again = self._prepared(signed, self.states[signed], (self.world.ballots, header, lock))
+        if again is None:
+            return False
+        return self._committed(again, self.states[again], (self.world.ballots, header)) is not None
+
     @cache  # noqa: B019
     def _contradict(self, one: Choice, other: Choice) -> bool:
         return contradict(self.vote("a", one), self.vote("a", other))
@@ -370,6 +386,23 @@ def test_two_thirds_of_four_never_fork_with_one_liar(ballots: int) -> None:
 def test_minorities_change_nothing_of_that(world: World) -> None:
     """R5, R6, R8, R9."""
     assert bool(states(world).forks) is bool(world.liars)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [World(voters=3, ballots=3), World(voters=4, ballots=2, liars=1, quorum=Quorum.TWO_THIRDS)],
+    ids=str,
+)
+def test_from_everywhere_a_leader_that_hears_a_quorum_makes_the_entry(world: World) -> None:
+    """R4: it proposes the newest lock that any quorum of honest voters shows; and all of them give both votes."""
+    search = Search(world, goes_on=True).run()
+    product = search.product
+    for swarm in search.seen:
+        honest = [search.signed[number] for number in search.members(swarm)[0]]
+        for quorum in combinations(honest, product.enough):
+            locks = [lock for signed in quorum if (lock := product.locked(signed)) is not None]
+            newest = max(locks, default=None)
+            assert all(product.agrees(signed, newest) for signed in quorum), [product.states[one] for one in quorum]
 
 
 @pytest.mark.thorough
