@@ -249,7 +249,7 @@ MOST_BYTES = 1 << 30
 MOST_SECONDS = 10
 """Of the processor's time; whatever else runs on the machine makes no difference to it."""
 STILLNESS = 10.0
-"""Seconds asleep, without any of the processor's time, after which a child hangs."""
+"""Seconds without any of the processor's time, though it does not wait for a core, after which a child hangs."""
 ATTEMPTS = 3
 """A child hangs if another thread held a lock at the fork: nothing there lets go of it. The next one need not."""
 PARENT_DEATH_SIGNAL = 1
@@ -302,7 +302,7 @@ def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | No
             process = psutil.Process(child)
             times = process.cpu_times()
             before, used = used, times.user + times.system
-            if used == before and process.status() == psutil.STATUS_SLEEPING:  # else a busy machine keeps it waiting
+            if used == before and process.status() != psutil.STATUS_RUNNING:  # a busy machine lets it wait
                 return None
     finally:
         os.close(reading)

@@ -197,8 +197,11 @@ class ArchivedRun:
         await self._signing.sign(self.log, self._peers)
 
     # Keeping --------------------------------------------------------------------------------------------------
-    async def follow(self) -> None:
-        """Learn what has happened since, from whoever is furthest on. What fails is tried again at the next call."""
+    async def follow(self) -> bool:
+        """Learn what has happened since, from the peers that are furthest on. Returns whether any is ahead.
+
+        What fails is tried again at the next call.
+        """
         beats = [beat for beat in await self._transport.heartbeats(self.run.run_id) if beat.state in PARTICIPATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         self._peers = frozenset(beat.peer for beat in beats)
@@ -211,7 +214,7 @@ class ArchivedRun:
         ]
         donors = [beat.peer for beat in ahead]
         if not donors:
-            return
+            return False
         for beat in beats:
             await self._transport.connect(beat.peer, beat.addresses)
         if self.end.last is None:  # nothing has come that fits the size that was told: it may have been a lie
@@ -233,6 +236,7 @@ class ArchivedRun:
         due = self._snapshot.index + every if self._snapshot else 0  # without any, nobody could begin from here
         if self.end.position.index > due:
             await self._keep_snapshot(beats, donors, due)
+        return True
 
     async def _keep_up_with(self, beat: Heartbeat, others: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
         """Keep what a peer has that is ahead of us. Returns whether it had anything that we keep. Raises: FAILURES."""
@@ -434,8 +438,8 @@ class Archive:
     async def _keep_up(self, archived: ArchivedRun, kept: dict[str, Sequence[PayloadBuffers]]) -> None:
         run_id = archived.run.run_id
         try:
-            await archived.follow()
-            self._crowded.discard(run_id)
+            if await archived.follow():
+                self._crowded.discard(run_id)
         except _NoRoomError as error:
             if run_id not in self._crowded:
                 logger.error("run %s: %s", run_id, error)

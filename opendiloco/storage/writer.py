@@ -39,7 +39,7 @@ from peers.values.system import PARTIAL, make_private_folder, sync_folder
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6
 NICENESS = 19
 PIECE = 4 << 20  # bytes copied at once
-FLUSH = 64 << 20  # bytes; what is not on the disk yet, and the page cache, are kept below about so many
+FLUSH = 64 << 20  # bytes of a checkpoint that are written before it is made sure that they are on the disk
 
 
 @dataclass(frozen=True)
