@@ -18,9 +18,9 @@ from pathlib import Path
 
 from opendiloco import kernels
 from opendiloco.errors import MachineError
-from opendiloco.quantities import in_words
+from opendiloco.quantities import VALUE_BYTES, in_words
 from opendiloco.run import Run
-from opendiloco.shared_memory import VALUE_BYTES, available_memory, check_available
+from opendiloco.shared_memory import available_memory, check_available
 from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
