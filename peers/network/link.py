@@ -35,7 +35,7 @@ Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): have the conversation that the other side has opened."""
 
 CALLS = "calls"
-ASKED_AT_ONCE = 64
+ASKED_AT_ONCE = 64  # questions of one connection that are not answered yet, before more are read
 HELD_BYTES = 4 << 20  # of questions that are not answered yet, before more are read
 Answer: TypeAlias = Callable[[str, str, bytes], Awaitable[bytes]]
 """(sender, name, payload) -> answer; RefusalError refuses."""
