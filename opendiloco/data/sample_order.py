@@ -253,7 +253,7 @@ def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) 
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
-AHEAD = 2
+AHEAD = 2  # batches: one alone would not make up for a slow read
 
 
 class Batches:

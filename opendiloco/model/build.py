@@ -348,7 +348,7 @@ def _bytes_of(name: str) -> int:
 BLOCK = 1 << 20
 """Values that one thread draws at once."""
 DRAWS = 12  # of one value: the variance of their sum is 1
-HIGHEST = (1 << 16) - 1  # draw
+HIGHEST = (1 << 16) - 1  # the largest draw of 16 bits
 DRAWS_A_WORD = 4
 """Draws in a word of Philox."""
 THREADS_AT_MOST = 16

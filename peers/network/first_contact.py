@@ -150,7 +150,7 @@ def _read(path: Path, run_id: str) -> list[_Known]:
     return content.peers
 
 
-ANSWER_SECONDS = 5.0  # for the first node that answers: two TCP retries, and TLS over a slow link
+ANSWER_SECONDS = 5.0  # for the first node that answers: TCP repeats a lost SYN after 1 and 3
 MORE_SECONDS = 1.0  # for the others, once one has answered
 CONTACT_LIMIT = 8  # nodes that a peer begins with
 GREETING = b"\x13/multistream/1.0.0\n"  # with which every libp2p node begins every TCP connection
