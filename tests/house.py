@@ -149,7 +149,8 @@ def unexplained_constants(text: str) -> list[str]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and is_number(node.value):
             has_docstring = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             beside = any("#" in line for line in lines[node.lineno : (node.end_lineno or node.lineno) + 1])
-            if not has_docstring and not beside and not lines[node.lineno - 1].startswith("#"):
+            above = lines[node.lineno - 1]
+            if not (has_docstring or beside or (above.startswith("#") and not above.endswith("---"))):
                 found.append(lines[node.lineno])
     return found
 

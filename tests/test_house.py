@@ -39,16 +39,8 @@ def test_each_numeric_constant_says_its_unit_and_why_it_is_so() -> None:
 
 
 def test_a_constant_without_a_reason_is_found() -> None:
-    bare = ["A = 1", "B: float = -2.5", "C, D = 3, 1 << 4", "E = A + 5"]
-    explained = [
-        "F = 6  # seconds",
-        "# Of all.",
-        "G = 7",
-        "H = 8",
-        '"""Bytes."""',
-        "I = True",
-        "J = A",
-        'K = "9"',
-        "L = ()",
-    ]
-    assert unexplained_constants("\n".join([*bare, *explained])) == bare
+    bare = ["A = 1", "B: float = -2.5", "C, D = 3, 1 << 4", "E = A + 5", "# A part's heading -----", "F = 6"]
+    explained = ["G = 7  # seconds", "# Of all.", "H = 8", "I = 9", '"""Bytes."""']
+    not_numbers = ["J = True", "K = A", 'L = "10"', "M = ()"]
+    found = unexplained_constants("\n".join([*bare, *explained, *not_numbers]))
+    assert found == [line for line in bare if not line.startswith("#")]
