@@ -7,23 +7,35 @@ answerer                                 ◄── frame (number, verdict), answ
 """
 
 from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import Annotated, TypeAlias
-
-from pydantic import Field
-
+from collections.abc import AsyncIterator
+from collections.abc import Awaitable
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from contextlib import suppress
 from peers import metrics
 from peers.errors import RemoteProtocolError
-from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
+from peers.network.channel import Channel
+from peers.network.channel import PeerRefusedError
+from peers.network.channel import PeerUnreachableError
+from peers.network.channel import RefusalError
 from peers.network.connection import Connection
-from peers.network.throttle import MOST, UNLIMITED, Throttle
+from peers.network.throttle import MOST
+from peers.network.throttle import Throttle
+from peers.network.throttle import UNLIMITED
 from peers.values.system import cancel_and_wait
-from peers.values.wire import MESSAGE_LIMIT, Count, Reach, Value, pack, printable, unpack_from
+from peers.values.wire import Count
+from peers.values.wire import MESSAGE_LIMIT
+from peers.values.wire import Reach
+from peers.values.wire import Value
+from peers.values.wire import pack
+from peers.values.wire import printable
+from peers.values.wire import unpack_from
+from pydantic import Field
+from typing import Annotated
+from typing import TypeAlias
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +47,7 @@ Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): have the conversation that the other side has opened."""
 
 CALLS = "calls"
-ASKED_AT_ONCE = 64
+ASKED_AT_ONCE = 64  # questions of one connection that are not answered yet, before more are read
 HELD_BYTES = 4 << 20  # of questions that are not answered yet, before more are read
 Answer: TypeAlias = Callable[[str, str, bytes], Awaitable[bytes]]
 """(sender, name, payload) -> answer; RefusalError refuses."""
