@@ -4,55 +4,41 @@ Every peer builds the initial weights itself, so these must be the same bits on 
 """
 
 from __future__ import annotations
+
 import ctypes
 import difflib
 import gc
 import json
-import numpy as np
 import os
-import psutil
 import resource
 import select
 import signal
-import torch
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import replace
-from opendiloco.config.run_config import RunConfig
-from opendiloco.config.run_config import misfit
-from opendiloco.cores import usable_cores
-from opendiloco.data.hub import CONFIG
-from opendiloco.data.hub import MODEL_FILES
-from opendiloco.data.hub import check_weights
-from opendiloco.data.hub import model_values
-from opendiloco.data.hub import pretrained_folder
-from opendiloco.data.tokenizer import ByteTokenizer
-from opendiloco.data.tokenizer import Tokenizer
-from opendiloco.data.tokenizer import build_tokenizer
-from opendiloco.errors import MachineError
-from opendiloco.errors import first_line
-from opendiloco.model.loss import check_document_mask
-from opendiloco.model.parameters import Shards
-from opendiloco.model.parameters import layout_of
-from opendiloco.model.parameters import trainable
-from opendiloco.quantities import VALUE_BYTES
-from opendiloco.shared_memory import Vector
-from opendiloco.shared_memory import available_memory
-from opendiloco.shared_memory import check_available
-from opendiloco.stages import at_stage
+from dataclasses import dataclass, replace
 from pathlib import Path
-from peers.errors import DilocoPeerError
-from peers.errors import ManifestError
+from typing import Any, NoReturn
+
+import numpy as np
+import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from opendiloco.config.run_config import RunConfig, misfit
+from opendiloco.cores import usable_cores
+from opendiloco.data.hub import CONFIG, MODEL_FILES, check_weights, model_values, pretrained_folder
+from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from opendiloco.errors import MachineError, first_line
+from opendiloco.model.loss import check_document_mask
+from opendiloco.model.parameters import Shards, layout_of, trainable
+from opendiloco.quantities import VALUE_BYTES
+from opendiloco.shared_memory import Vector, available_memory, check_available
+from opendiloco.stages import at_stage
+from peers.errors import DilocoPeerError, ManifestError
 from peers.network.signals import signals_held_back
 from peers.values.wire import printable
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
-from typing import Any
-from typing import NoReturn
 
 FOLDERS = (
     "Give a hub name, or a folder as ./folder or /folder, with weights as safetensors; on a machine without internet, "

@@ -6,86 +6,53 @@ part in rounds. Where its key is one of the run's archives, it signs heads of th
 """
 
 from __future__ import annotations
+
 import asyncio
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from collections.abc import Iterable
-from collections.abc import Sequence
-from contextlib import asynccontextmanager
-from contextlib import suppress
-from functools import cached_property
-from functools import partial
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import cached_property, partial
+from pathlib import Path
+
 from opendiloco import kernels
 from opendiloco.errors import MachineError
-from opendiloco.quantities import VALUE_BYTES
-from opendiloco.quantities import in_words
+from opendiloco.quantities import VALUE_BYTES, in_words
 from opendiloco.run import Run
-from opendiloco.shared_memory import available_memory
-from opendiloco.shared_memory import check_available
+from opendiloco.shared_memory import available_memory, check_available
 from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints
-from opendiloco.storage.run_folder import HeldOutCurve
-from opendiloco.storage.run_folder import RunFolder
-from opendiloco.storage.writer import KeepingPlan
-from opendiloco.storage.writer import folder_bytes
+from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
+from opendiloco.storage.writer import KeepingPlan, folder_bytes
 from opendiloco.training.codec import BlockCodec
-from pathlib import Path
 from peers import metrics
-from peers.driver.driver import CALL
-from peers.driver.driver import CALL_TIMEOUT
-from peers.errors import DilocoPeerError
-from peers.errors import RemoteProtocolError
-from peers.log.folder import LogFolder
-from peers.log.folder import RunLog
-from peers.log.head_signer import CannotSignError
-from peers.log.head_signer import HeadSigner
-from peers.log.head_signer import SignedFileError
-from peers.log.header import NO_PAYLOAD
-from peers.log.header import Position
+from peers.driver.driver import CALL, CALL_TIMEOUT
+from peers.errors import DilocoPeerError, RemoteProtocolError
+from peers.log.folder import LogFolder, RunLog
+from peers.log.head_signer import CannotSignError, HeadSigner, SignedFileError
+from peers.log.header import NO_PAYLOAD, Position
 from peers.log.lineage import RECENT_ENTRIES
-from peers.log.state import LogError
-from peers.log.state import LogState
-from peers.network.channel import PeerUnreachableError
-from peers.network.channel import RefusalError
+from peers.log.state import LogError, LogState
+from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
-from peers.presence.heartbeat import Heartbeat
-from peers.presence.heartbeat import PeerState
+from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import state_told
-from peers.protocol.messages import Commit
-from peers.protocol.messages import Elsewhere
-from peers.protocol.messages import Inquire
-from peers.protocol.packing import pack_message
-from peers.protocol.packing import unpack_message
+from peers.protocol.messages import Commit, Elsewhere, Inquire
+from peers.protocol.packing import pack_message, unpack_message
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.following import Doubts
-from peers.transfer.following import next_in_log
-from peers.transfer.lineage_fetch import Compared
-from peers.transfer.lineage_fetch import LineageFetch
-from peers.transfer.lineage_fetch import Past
-from peers.transfer.lineage_fetch import add_headers_before
-from peers.transfer.lineage_fetch import serve_headers
-from peers.transfer.payloads import MissingProofs
-from peers.transfer.payloads import PayloadError
-from peers.transfer.payloads import Payloads
-from peers.transfer.payloads import serve_payloads
-from peers.transfer.payloads import serve_proofs
-from peers.transfer.snapshots import Snapshot
-from peers.transfer.snapshots import Vouched
-from peers.transfer.snapshots import ask_size
-from peers.transfer.snapshots import fetch_snapshot
-from peers.transfer.snapshots import serve_snapshots
+from peers.transfer.following import Doubts, next_in_log
+from peers.transfer.lineage_fetch import Compared, LineageFetch, Past, add_headers_before, serve_headers
+from peers.transfer.payloads import MissingProofs, PayloadError, Payloads, serve_payloads, serve_proofs
+from peers.transfer.snapshots import Snapshot, Vouched, ask_size, fetch_snapshot, serve_snapshots
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import next_sequence
-from peers.values.system import now
-from peers.values.wire import DIGEST_BYTES
-from peers.values.wire import WireError
+from peers.values.system import next_sequence, now
+from peers.values.wire import DIGEST_BYTES, WireError
 from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ Killed at any moment, it leaves the files that were there before, and perhaps a 
 """
 
 from __future__ import annotations
+
 import errno
 import fcntl
 import json
@@ -17,25 +18,24 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
 from opendiloco.child_processes import NICENESS
 from opendiloco.errors import RemoteError
-from opendiloco.storage.files import CHECKPOINTS_FOLDER
-from opendiloco.storage.files import MANIFEST
-from opendiloco.storage.files import file_header
-from opendiloco.storage.files import file_name
-from opendiloco.storage.files import kept
-from opendiloco.storage.files import moments_name
-from opendiloco.storage.files import prune
-from opendiloco.storage.files import sweep
-from opendiloco.storage.remote import RateLimit
-from opendiloco.storage.remote import Remote
-from opendiloco.training.moments_file import digest_place
-from opendiloco.training.moments_file import read_header
-from pathlib import Path
-from peers.values.system import PARTIAL
-from peers.values.system import make_private_folder
-from peers.values.system import sync_folder
-from typing import Literal
+from opendiloco.storage.files import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST,
+    file_header,
+    file_name,
+    kept,
+    moments_name,
+    prune,
+    sweep,
+)
+from opendiloco.storage.remote import RateLimit, Remote
+from opendiloco.training.moments_file import digest_place, read_header
+from peers.values.system import PARTIAL, make_private_folder, sync_folder
 
 SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6  # exit statuses; the interpreter's own are 1 and 2
 PIECE = 4 << 20  # bytes copied at once

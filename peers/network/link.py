@@ -7,35 +7,23 @@ answerer                                 ◄── frame (number, verdict), answ
 """
 
 from __future__ import annotations
+
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
-from collections.abc import Awaitable
-from collections.abc import Callable
-from contextlib import asynccontextmanager
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
+
 from peers import metrics
 from peers.errors import RemoteProtocolError
-from peers.network.channel import Channel
-from peers.network.channel import PeerRefusedError
-from peers.network.channel import PeerUnreachableError
-from peers.network.channel import RefusalError
+from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError
 from peers.network.connection import Connection
-from peers.network.throttle import MOST
-from peers.network.throttle import Throttle
-from peers.network.throttle import UNLIMITED
+from peers.network.throttle import MOST, UNLIMITED, Throttle
 from peers.values.system import cancel_and_wait
-from peers.values.wire import Count
-from peers.values.wire import MESSAGE_LIMIT
-from peers.values.wire import Reach
-from peers.values.wire import Value
-from peers.values.wire import pack
-from peers.values.wire import printable
-from peers.values.wire import unpack_from
-from pydantic import Field
-from typing import Annotated
-from typing import TypeAlias
+from peers.values.wire import MESSAGE_LIMIT, Count, Reach, Value, pack, printable, unpack_from
 
 logger = logging.getLogger(__name__)
 
