@@ -94,8 +94,8 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
     reducers = len(rates)
     known = sorted(rate for rate in rates if rate > 0)
     if members < 3 or not known:
-        bounds = [chunk_count * place // reducers for place in range(reducers + 1)]
-        return [after - before for before, after in pairwise(bounds)]
+        places = range(reducers)
+        return [chunk_count * (place + 1) // reducers - chunk_count * place // reducers for place in places]
     rates = [(rate or known[0]) / known[-1] for rate in rates]
     shares = [0.0] * reducers
     fastest = sorted(rates, reverse=True)

@@ -96,6 +96,7 @@ def test_all_links_that_reduce_are_done_together() -> None:
 @pytest.mark.parametrize(
     ("rates", "shares"),
     [
+        ([], []),
         ([5.0, 1.0], [50, 50]),
         ([0.0, 0.0, 0.0, 0.0], [25, 25, 25, 25]),
         ([3.0, 0.0, 3.0, 3.0], [25, 25, 25, 25]),
