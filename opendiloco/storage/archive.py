@@ -51,7 +51,7 @@ from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import next_sequence, now
+from peers.values.system import cancel_and_wait, next_sequence, now
 from peers.values.wire import DIGEST_BYTES, WireError
 from peers.values.workload import SnapshotError
 
@@ -407,8 +407,7 @@ class Archive:
                 known = {manifest.run_id: manifest for manifest in manifests}
                 for run_id in keeping.keys() - known.keys():  # forgotten by the node
                     archived, task = self._runs[run_id], keeping.pop(run_id)
-                    task.cancel()
-                    await asyncio.wait([task])
+                    await cancel_and_wait(task)
                     for served in (self._runs, pasts, kept, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
