@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+NICENESS = 19  # of those that prepare or save something: the lowest priority, since training comes first
+
 
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in a process of its own."""

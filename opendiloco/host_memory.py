@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from opendiloco.config.run_config import CodecSection
 from opendiloco.kernels import FORMATS, Format
-from opendiloco.shared_memory import VALUE_BYTES
+from opendiloco.quantities import VALUE_BYTES
 from peers.transfer.storage import IN_MEMORY
 from peers.values.chunks import KEPT_BYTES
 

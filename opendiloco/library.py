@@ -258,7 +258,7 @@ class _LoopWorker:
 # The swarm's thread ---------------------------------------------------------------------------------------------------
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # between two looks at whether the training loop is still there
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
-"""Bytes, bandwidths and durations, in words for people."""
+"""Units; and bytes, bandwidths and durations in words for people."""
 
 from __future__ import annotations
 
+VALUE_BYTES = 4  # of an fp32 value: weights, moments and averages in main memory are of these
+MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
+SECONDS_A_DAY = 86_400  # without leap seconds, as computers count
 UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 

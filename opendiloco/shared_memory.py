@@ -17,9 +17,9 @@ import psutil
 from numpy.typing import NDArray
 
 from opendiloco.errors import MachineError
+from opendiloco.quantities import VALUE_BYTES
 
 Vector = NDArray[np.float32]
-VALUE_BYTES = 4
 MORE_MEMORY = "Stop other programs or use a machine with more memory."
 CGROUP = Path("/sys/fs/cgroup")
 

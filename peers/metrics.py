@@ -104,7 +104,7 @@ BUILD = Info("diloco_peer_build", "The protocol version that this peer speaks")
 HEALTHY.set_function(lambda: not HEALTH.reasons)
 BUILD.info({"protocol": str(PROTOCOL_VERSION)})
 
-REQUESTS_AT_ONCE = 32
+REQUESTS_AT_ONCE = 32  # a scraper needs one; more is a flood, and each has a thread
 REQUEST_BYTES = 1 << 14
 """Of a request that are read: the library would hold six megabytes of its headers."""
 REQUEST_SECONDS = 10.0

@@ -59,7 +59,7 @@ LONGEST = (
     "test_without_bootstrap.py",
     "test_moments_file.py",
     "test_hivemind_transport.py",
-    "test_worker_group.py",
+    "test_group.py",
     "test_driver.py",
     "test_joining.py",
 )

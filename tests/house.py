@@ -1,4 +1,5 @@
-"""The size of the code, as a table: `python -m tests.house`. tests/test_house.py holds that no class grows too large.
+"""The size of the code, as a table: `python -m tests.house`. tests/test_house.py holds that no class grows too large,
+and that constants have a reason.
 
 Product code is what is in `opendiloco` and `peers`. Public names are the classes and functions of modules' top levels
 without an underscore in front, and what packages export in `__all__`. Attributes of a class are what its body declares
@@ -121,6 +122,37 @@ def large_classes() -> dict[str, int]:
     """Return the classes with more attributes than a class with one job needs, and how many these are."""
     counts = {name: len(attributes(name)) for name in classes() if not is_value(name)}
     return {name: count for name, count in counts.items() if count > ATTRIBUTES_AT_MOST}
+
+
+# Constants -----------------------------------------------------------------------------------------------------------
+def is_number(value: ast.expr) -> bool:
+    """Return whether an expression is a number, or calculated with one; or a tuple of such."""
+    match value:
+        case ast.Constant(value=bool()):
+            return False
+        case ast.Constant(value=int() | float()):
+            return True
+        case ast.BinOp(left=left, right=right):
+            return is_number(left) or is_number(right)
+        case ast.UnaryOp(operand=operand):
+            return is_number(operand)
+        case ast.Tuple(elts=[_, *_] as each):
+            return all(map(is_number, each))
+    return False
+
+
+def unexplained_constants(text: str) -> list[str]:
+    """Return the numbers of a module's top level that have no docstring, and no comment beside or above them."""
+    lines, found = ["", *text.splitlines()], []
+    body = ast.parse(text).body
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value and is_number(node.value):
+            has_docstring = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            beside = any("#" in line for line in lines[node.lineno : (node.end_lineno or node.lineno) + 1])
+            above = lines[node.lineno - 1]
+            if not (has_docstring or beside or (above.startswith("#") and not above.endswith("---"))):
+                found.append(lines[node.lineno])
+    return found
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

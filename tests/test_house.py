@@ -1,9 +1,9 @@
-"""A class has one job, and few attributes for it."""
+"""A class has one job, and few attributes for it; a constant has a reason."""
 
 from __future__ import annotations
 
-from tests.house import ATTRIBUTES_AT_MOST, JOIN_TO_BACKWARD, large_classes
-from tests.test_layering import ROOT
+from tests.house import ATTRIBUTES_AT_MOST, JOIN_TO_BACKWARD, large_classes, unexplained_constants
+from tests.test_layering import ROOT, SOURCES, is_in, module_name
 
 STILL_LARGE = {
     "peers.presence.presence.Presence",
@@ -15,6 +15,8 @@ STILL_LARGE = {
     "peers.protocol.trainer.Trainer",
 }
 """Classes that had more attributes when the rule came. The list only shrinks."""
+NOT_YET_EXPLAINED = ("peers.presence", "peers.protocol")
+"""Rooms whose constants need no reason yet: both are about to be replaced."""
 
 
 def test_no_further_class_has_many_attributes() -> None:
@@ -27,3 +29,18 @@ def test_classes_that_have_become_small_leave_the_list() -> None:
 
 def test_the_way_from_join_to_the_backward_pass_names_files_that_are_there() -> None:
     assert all((ROOT / path).exists() for path in JOIN_TO_BACKWARD)
+
+
+def test_each_numeric_constant_says_its_unit_and_why_it_is_so() -> None:
+    """In a comment on its line or the one above, or a docstring below it."""
+    modules = [path for path in SOURCES if not any(is_in(module_name(path), room) for room in NOT_YET_EXPLAINED)]
+    found = {module_name(path): unexplained_constants(path.read_text(encoding="utf-8")) for path in modules}
+    assert not {name: lines for name, lines in found.items() if lines}
+
+
+def test_a_constant_without_a_reason_is_found() -> None:
+    bare = ["A = 1", "B: float = -2.5", "C, D = 3, 1 << 4", "E = A + 5", "# A part's heading -----", "F = 6"]
+    explained = ["G = 7  # seconds", "# Of all.", "H = 8", "I = 9", '"""Bytes."""']
+    not_numbers = ["J = True", "K = A", 'L = "10"', "M = ()"]
+    found = unexplained_constants("\n".join([*bare, *explained, *not_numbers]))
+    assert found == [line for line in bare if not line.startswith("#")]

@@ -49,6 +49,7 @@ def metadata(wheel: Path) -> Message:
         return Parser().parsestr(archive.read("diloco_peer-0.1.0.dist-info/METADATA").decode())
 
 
+@pytest.mark.thorough
 def test_one_wheel_serves_all_python_versions(wheel: Path) -> None:
     assert wheel.name.startswith("diloco_peer-0.1.0-cp311-abi3-")
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
     from peers.values.manifest import SignedManifest
 
-LIBP2P_PORT, DATA_PORT = 31337, 31338
+LIBP2P_PORT, DATA_PORT = 31337, 31338  # the same on every node by default: a firewall is opened once
 RELAY_MEGABITS = 100.0
 """A tenth of what an ordinary server's link carries, in either direction; 32 TB a month each way if it never rests."""
 

@@ -36,7 +36,7 @@ EXIT_CODES = {
     130: "left at once: after a second Ctrl-C, or the first where there is nothing to finish",
 }
 """What each exit status means: the one table of them, which `diloco-peer --help` shows."""
-UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130
+UNEXPECTED, UNFIT, INTERRUPTED = 1, 16, 130  # those of the table that the command line itself ends with
 
 COMMANDS = {
     "demo": "machine:demo",

@@ -54,14 +54,14 @@ def plan(run_toml: Path, links_toml: Path, json_file: Path | None) -> None:
     Nobody needs to rent a machine for it: how much of their time peers compute, what they send, how long joining
     takes, memory, tokens a day, cost, and the bandwidth that computing for more of the time would need.
     """
+    from rich.console import Console
+
     from opendiloco.config.run_config import RunConfig
     from opendiloco.tools.plan import TARGETS, Links, forecast, least_bandwidth, plain, plan_of, show
 
     config, links = RunConfig.from_toml(run_toml), Links.from_toml(links_toml)
 
-    from rich.console import Console
-
-    from opendiloco.model.build import sized_skeleton
+    from opendiloco.model.build import sized_skeleton  # takes seconds to load: not before a mistake is found
 
     planned = plan_of(config, sized_skeleton(config), links)
     found = forecast(planned)

@@ -35,7 +35,7 @@ NOT_MEASURED = "not measured: other runs took too long"
 MOST_SECONDS = 30.0
 """Of the processor's time, for what all runs take of a machine: a stranger's model may take long to lay out, and there
 may be many."""
-WATCH_SECONDS = 1.0
+WATCH_SECONDS = 1.0  # between two pictures: a peer sends a heartbeat every two
 COMPARE_SECONDS = 15.0
 """For which `status` looks until two peers have been seen at one outer step: they may be short."""
 

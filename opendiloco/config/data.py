@@ -18,7 +18,7 @@ BYTE_TOKENIZER_SIZE = 259
 STANDARD_LIBRARY = "stdlib"
 """The source that every machine has: the source of Python's standard library."""
 
-SOURCE_LIMIT = 64
+SOURCE_LIMIT = 64  # of one run: a manifest of a stranger must not open thousands of data sets
 LONGEST_CYCLE = 10_000
 """Samples after which a mixture begins again; `Mixture` keeps a table of them."""
 

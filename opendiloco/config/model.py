@@ -6,17 +6,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias
 
-import numpy as np
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from opendiloco.config.section import Digest, Section, Seed
 from opendiloco.errors import MachineError
-from opendiloco.shared_memory import Vector
 from peers.errors import ManifestError
-from peers.values.chunks import digest_of_state
 from peers.values.wire import printable
+
+if TYPE_CHECKING:
+    from opendiloco.shared_memory import Vector
 
 LARGEST_COUNT = 1 << 24
 """Of all whole numbers in a model's config: more than any vocabulary, context or layer has."""
@@ -123,7 +123,9 @@ def read_model_values(text: str) -> dict[str, Any]:
 
 def digest_of_weights(theta: Vector) -> str:
     """Return 64 hexadecimal digits, of the values as fp32 in the model's order, however files hold them."""
-    return digest_of_state([theta.view(np.uint8).data]).hex()
+    from peers.values.chunks import digest_of_state  # imports numpy, which a bootstrap node does without
+
+    return digest_of_state([theta.data.cast("B")]).hex()
 
 
 def check_initial_weights(theta: Vector, section: ModelSection) -> None:

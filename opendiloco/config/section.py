@@ -32,7 +32,7 @@ def _check_peer_id(value: str) -> str:
 # The bounds are far beyond what makes sense, and keep every number that is made of these within what the wire, fp32 and
 # the clocks can carry: a manifest may come from a stranger.
 LARGEST_NUMBER = 1e30
-VALUES_LIMIT = 10**12
+VALUES_LIMIT = 10**12  # of a model
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
 StepCount = Annotated[int, Field(ge=0, le=10**9)]
 ValueCount = Annotated[int, Field(ge=1, le=VALUES_LIMIT)]
@@ -57,8 +57,8 @@ class Section(BaseModel):
 # Mistakes -------------------------------------------------------------------------------------------------------------
 # Turns pydantic's and tomllib's errors into lines a person can act on: field, value, remedy.
 
-LONGEST_VALUE = 60
-PROBLEMS_LIMIT = 20
+LONGEST_VALUE = 60  # characters of a wrong value that are shown: the problem stays on one line
+PROBLEMS_LIMIT = 20  # that are shown: a stranger's file may have thousands
 REMEDIES = {
     "greater_than": "too small. Use a number above {gt}.",
     "greater_than_equal": "too small. Use {ge} or more.",
@@ -95,7 +95,7 @@ def read_toml(path: Path, remedy: str) -> dict[str, Any]:
 def describe_validation_error(origin: str, error: ValidationError, model: type[BaseModel]) -> str:
     """Return one line for each problem, each with its own remedy."""
     problems = error.errors()
-    lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]  # a stranger's file may have thousands
+    lines = [_line(problem, model) for problem in problems[:PROBLEMS_LIMIT]]
     if len(lines) == 1:
         return f"{origin}: {lines[0]}"
     return f"{origin}: {len(problems)} problems:\n" + "\n".join(f"  {line}" for line in lines)

@@ -124,7 +124,7 @@ class NodeSources:
 # What was seen of a run -----------------------------------------------------------------------------------------------
 Plain = dict[str, Any]
 
-SHOWN_PEERS = 200
+SHOWN_PEERS = 200  # rows of a table, which is sent whole with each change
 SHOWN_ABSENT = 16  # peers that an entry is told to lack
 REMEMBERED_SECONDS = 600.0  # for which a peer is shown that is gone
 BUCKET = 0.25  # outer steps between two points of a new curve of training losses

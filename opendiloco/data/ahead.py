@@ -12,11 +12,9 @@ import subprocess
 import sys
 import threading
 
-from opendiloco.child_processes import child_environment, module_command
+from opendiloco.child_processes import NICENESS, child_environment, module_command
 from opendiloco.config.run_config import RunConfig
 from opendiloco.data.token_files import FEW_TOKENS
-
-NICENESS = 19
 
 
 class Ahead:

@@ -252,9 +252,9 @@ def _check_shards(section: SourceSection, parts: int, what: str = "files") -> No
 # read.
 
 READ_FORMATS = ("arrow", "csv", "json", "parquet", "text")
-HUB_SECONDS = 100.0
-ROWS_AT_ONCE = 16
-TABLE_BYTES = 1 << 24
+HUB_SECONDS = 100.0  # for one answer of the hub: as long as `datasets` waits
+ROWS_AT_ONCE = 16  # of a Parquet file: they are in memory before their size is known
+TABLE_BYTES = 1 << 24  # of rows that are handed on together: each table has a cost of its own
 PIECE_BYTES, PARQUET_GROWTH = 1 << 30, 1000
 """A Parquet file's rows take at most so many bytes, and so many times those of the file. A file of another format that
 is read as a whole has at most so many bytes; it may come compressed."""

@@ -103,7 +103,7 @@ def _text_of(file: Path, most: int = CONFIG_BYTES) -> str:
 # Downloads ------------------------------------------------------------------------------------------------------------
 # The libraries that download draw bars of their own, each in its way; so we look at the folder that they write to.
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # between two looks at the folder
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from opendiloco.data.tokenizer import TokenArray, Tokenizer
 from peers.values.leases import SampleRange
 
-FEISTEL_ROUNDS = 6
+FEISTEL_ROUNDS = 6  # four are enough in theory (Luby, Rackoff 1988); small data sets have few bits to mix
 
 Numbers = NDArray[np.int64]
 
@@ -253,7 +253,7 @@ def _by_group(keys: Numbers, read: Callable[[int, NDArray[np.bool_]], Numbers]) 
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
-AHEAD = 2
+AHEAD = 2  # batches: one alone would not make up for a slow read
 
 
 class Batches:

@@ -298,8 +298,7 @@ def _age(path: Path) -> float:
 # once. What is wrong with a folder is found when it is opened, once on each machine.
 
 FORMAT: Literal["diloco-peer tokens, version 1"] = "diloco-peer tokens, version 1"
-CHECKED_AT_ONCE = 1 << 24
-"""Tokens."""
+CHECKED_AT_ONCE = 1 << 24  # tokens, so that a check takes no memory to speak of
 ANEW = "Make the folder anew with `diloco-peer tokenize`, or copy it again."
 
 

@@ -18,7 +18,7 @@ from opendiloco.config.data import BYTE_TOKENIZER_SIZE, TokenizerSection
 from opendiloco.data.hub import TOKENIZER_FILES, check_tokenizer, pretrained_folder
 from opendiloco.errors import DataError, MachineError, first_line
 
-BEGIN, END, PADDING = 256, 257, 258
+BEGIN, END, PADDING = 256, 257, 258  # of ByteTokenizer: the numbers after all bytes
 SPECIAL_TOKENS = {"<|begin|>": BEGIN, "<|end|>": END, "<|padding|>": PADDING}
 
 USUAL_ENDS = frozenset({"<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "</s>", "[EOS]"})

@@ -33,7 +33,8 @@ from opendiloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from opendiloco.errors import MachineError, first_line
 from opendiloco.model.loss import check_document_mask
 from opendiloco.model.parameters import Shards, layout_of, trainable
-from opendiloco.shared_memory import VALUE_BYTES, Vector, available_memory, check_available
+from opendiloco.quantities import VALUE_BYTES
+from opendiloco.shared_memory import Vector, available_memory, check_available
 from opendiloco.stages import at_stage
 from peers.errors import DilocoPeerError, ManifestError
 from peers.network.signals import signals_held_back
@@ -249,10 +250,10 @@ MOST_BYTES = 1 << 30
 MOST_SECONDS = 10
 """Of the processor's time; whatever else runs on the machine makes no difference to it."""
 STILLNESS = 10.0
-"""Seconds asleep, without any of the processor's time, after which a child hangs."""
+"""Seconds without any of the processor's time, though it does not wait for a core, after which a child hangs."""
 ATTEMPTS = 3
 """A child hangs if another thread held a lock at the fork: nothing there lets go of it. The next one need not."""
-PARENT_DEATH_SIGNAL = 1
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 NEARLY = 1 << 24
 """Bytes below the limit at which whatever goes wrong does so for want of memory: libraries say it in many ways."""
 
@@ -302,7 +303,7 @@ def _attempt(build: Callable[[], object], origin: str, limit: int) -> bytes | No
             process = psutil.Process(child)
             times = process.cpu_times()
             before, used = used, times.user + times.system
-            if used == before and process.status() == psutil.STATUS_SLEEPING:  # else a busy machine keeps it waiting
+            if used == before and process.status() != psutil.STATUS_RUNNING:  # a busy machine lets it wait
                 return None
     finally:
         os.close(reading)
@@ -346,8 +347,8 @@ def _bytes_of(name: str) -> int:
 
 BLOCK = 1 << 20
 """Values that one thread draws at once."""
-DRAWS = 12
-HIGHEST = (1 << 16) - 1
+DRAWS = 12  # of one value: the variance of their sum is 1
+HIGHEST = (1 << 16) - 1  # the largest draw of 16 bits
 DRAWS_A_WORD = 4
 """Draws in a word of Philox."""
 THREADS_AT_MOST = 16

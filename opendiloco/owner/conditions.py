@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from opendiloco.owner.facts import Facts
 
-BUSY_PERCENT, HOT_CELSIUS = 50, 85
+BUSY_PERCENT, HOT_CELSIUS = 50, 85  # where the owner names no limit
 PERCENTS, DEGREES = range(1, 100), range(30, 121)
 """What these conditions may be said with: others would hold always, or never."""
 

@@ -20,8 +20,8 @@ from opendiloco.errors import MachineError
 from peers.values.system import make_private_folder
 
 NAME = "control"
-ANSWER_SECONDS = 5.0
-LINE_LIMIT = 4096  # bytes
+ANSWER_SECONDS = 5.0  # for a request and its answer, on one machine; the volunteer may be busy
+LINE_LIMIT = 4096  # bytes of a request, or of its answer
 
 
 class Request(BaseModel):

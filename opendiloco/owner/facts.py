@@ -20,7 +20,6 @@ PROCESSORS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-t
 """What Linux calls the sensors of processors; others belong to disks and network cards."""
 PLAUSIBLE = range(1, 126)
 """Degrees Celsius. Sensors that are not connected say other numbers."""
-MILLIWATTS = 1000
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def _state_of(gpu: Any) -> GpuState:
 
     def watts(question: Callable[..., int]) -> float | None:
         found = asked(question)
-        return None if found is None else found / MILLIWATTS
+        return None if found is None else found / 1000  # it says milliwatts
 
     slowed = asked(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0
     by_heat = pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown

@@ -24,7 +24,7 @@ from peers.values.system import cancel_and_wait
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
+LOOK_SECONDS = 2.0  # between two looks at the machine, which cost little
 CALM_SECONDS = 30.0
 """For how long a condition must not hold before training goes on: what comes and goes would stop it again and again."""
 LONGEST_HOLD = 60.0

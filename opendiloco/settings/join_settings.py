@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_
 from opendiloco.data.own_files import OwnFiles
 from opendiloco.errors import SettingsError
 from opendiloco.owner.conditions import Condition, parse_conditions, parse_hours, parse_until
+from opendiloco.quantities import GIGABYTE, MEGABIT
 from opendiloco.workers.options import WorkerOptions, parse_overlap
 from opendiloco.workers.trackers import Choice
 
@@ -154,8 +155,7 @@ def _validator(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 # The settings ---------------------------------------------------------------------------------------------------------
-MEGABIT, GIGABYTE = 1e6 / 8, 1e9  # bytes
-MOST_GIGABYTES = 1e9
+MOST_GIGABYTES = 1e9  # more than any machine has; in bytes they fit 64 bits
 
 
 def _is_there(folder: Path) -> None:

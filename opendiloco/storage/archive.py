@@ -18,9 +18,9 @@ from pathlib import Path
 
 from opendiloco import kernels
 from opendiloco.errors import MachineError
-from opendiloco.quantities import in_words
+from opendiloco.quantities import VALUE_BYTES, in_words
 from opendiloco.run import Run
-from opendiloco.shared_memory import VALUE_BYTES, available_memory, check_available
+from opendiloco.shared_memory import available_memory, check_available
 from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.loading import Checkpoints
 from opendiloco.storage.run_folder import HeldOutCurve, RunFolder
@@ -51,7 +51,7 @@ from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import next_sequence, now
+from peers.values.system import cancel_and_wait, next_sequence, now
 from peers.values.wire import DIGEST_BYTES, WireError
 from peers.values.workload import SnapshotError
 
@@ -197,8 +197,11 @@ class ArchivedRun:
         await self._signing.sign(self.log, self._peers)
 
     # Keeping --------------------------------------------------------------------------------------------------
-    async def follow(self) -> None:
-        """Learn what has happened since, from whoever is furthest on. What fails is tried again at the next call."""
+    async def follow(self) -> bool:
+        """Learn what has happened since, from the peers that are furthest on. Returns whether any is ahead.
+
+        What fails is tried again at the next call.
+        """
         beats = [beat for beat in await self._transport.heartbeats(self.run.run_id) if beat.state in PARTICIPATING]
         beats.sort(key=lambda beat: (beat.lineage_tokens, beat.sequence), reverse=True)
         self._peers = frozenset(beat.peer for beat in beats)
@@ -211,7 +214,7 @@ class ArchivedRun:
         ]
         donors = [beat.peer for beat in ahead]
         if not donors:
-            return
+            return False
         for beat in beats:
             await self._transport.connect(beat.peer, beat.addresses)
         if self.end.last is None:  # nothing has come that fits the size that was told: it may have been a lie
@@ -233,6 +236,7 @@ class ArchivedRun:
         due = self._snapshot.index + every if self._snapshot else 0  # without any, nobody could begin from here
         if self.end.position.index > due:
             await self._keep_snapshot(beats, donors, due)
+        return True
 
     async def _keep_up_with(self, beat: Heartbeat, others: Sequence[str], beats: Sequence[Heartbeat]) -> bool:
         """Keep what a peer has that is ahead of us. Returns whether it had anything that we keep. Raises: FAILURES."""
@@ -403,8 +407,7 @@ class Archive:
                 known = {manifest.run_id: manifest for manifest in manifests}
                 for run_id in keeping.keys() - known.keys():  # forgotten by the node
                     archived, task = self._runs[run_id], keeping.pop(run_id)
-                    task.cancel()
-                    await asyncio.wait([task])
+                    await cancel_and_wait(task)
                     for served in (self._runs, pasts, kept, logs):
                         served.pop(run_id, None)
                     transport.forget(run_id)
@@ -434,8 +437,8 @@ class Archive:
     async def _keep_up(self, archived: ArchivedRun, kept: dict[str, Sequence[PayloadBuffers]]) -> None:
         run_id = archived.run.run_id
         try:
-            await archived.follow()
-            self._crowded.discard(run_id)
+            if await archived.follow():
+                self._crowded.discard(run_id)
         except _NoRoomError as error:
             if run_id not in self._crowded:
                 logger.error("run %s: %s", run_id, error)

@@ -14,8 +14,9 @@ import numpy as np
 from blake3 import blake3
 
 from opendiloco.errors import CheckpointError
+from opendiloco.quantities import VALUE_BYTES
 from opendiloco.storage.files import FORMAT, DamagedFileError, file_name, index_of, indices_in, read_file_header
-from opendiloco.training.moments_file import VALUE_BYTES, read_header
+from opendiloco.training.moments_file import read_header
 from peers.errors import quoted
 from peers.log.folder import RunLog
 from peers.log.header import NO_PAYLOAD, Header, cycle_head
@@ -129,7 +130,7 @@ def _read_metadata(metadata: Mapping[str, str], run: str) -> tuple[Header | None
 
 # Moments --------------------------------------------------------------------------------------------------------------
 MOMENTS_NAME = re.compile(r"outer-step-(\d{6,18})\.(\w+)\.moments\.safetensors")
-CHECKED_AT_ONCE = 1 << 22  # values
+CHECKED_AT_ONCE = 1 << 22  # values, so that a check takes no memory to speak of
 
 
 def newest_moments(folder: Path, peer_id: str) -> Path | None:

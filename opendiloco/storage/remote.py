@@ -16,7 +16,7 @@ from opendiloco.errors import RemoteError, first_line
 from opendiloco.storage.files import file_name, indices_in, kept
 from peers.values.system import PARTIAL, make_private_folder
 
-PIECE = 1 << 20  # bytes
+PIECE = 1 << 20  # bytes sent at once, between two waits for the rate
 
 
 class RateLimit:

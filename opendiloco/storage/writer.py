@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from opendiloco.child_processes import NICENESS
 from opendiloco.errors import RemoteError
 from opendiloco.storage.files import (
     CHECKPOINTS_FOLDER,
@@ -36,10 +37,9 @@ from opendiloco.storage.remote import RateLimit, Remote
 from opendiloco.training.moments_file import digest_place, read_header
 from peers.values.system import PARTIAL, make_private_folder, sync_folder
 
-SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6
-NICENESS = 19
+SAVED, NOT_SENT, NOT_SAVED = 0, 5, 6  # exit statuses; the interpreter's own are 1 and 2
 PIECE = 4 << 20  # bytes copied at once
-FLUSH = 64 << 20  # bytes; what is not on the disk yet, and the page cache, are kept below about so many
+FLUSH = 64 << 20  # bytes of a checkpoint that are written before it is made sure that they are on the disk
 
 
 @dataclass(frozen=True)

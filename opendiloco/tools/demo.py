@@ -44,17 +44,17 @@ from peers.presence.membership import PARTICIPATING
 from peers.values.identity import Identity
 from peers.values.system import cancel_and_wait, make_private_folder
 
-LINES_SHOWN = 10
+LINES_SHOWN = 10  # of a process that did not start, the last ones; its log has all
 LOG_SECONDS = 0.1  # between two looks for a line
 STOP_SECONDS = 20.0  # a polite leave may finish a round first
-EVENTS_SHOWN = 8
-PLAIN_SECONDS = 10.0
+EVENTS_SHOWN = 8  # the newest ones, so that the picture fits a small terminal
+PLAIN_SECONDS = 10.0  # between two lines about a peer, where there is no terminal
 DEFAULT_RUN = Path(__file__).parents[1] / "demo.toml"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-START_SECONDS = 60.0
+START_SECONDS = 60.0  # for the bootstrap node, which takes a few on an idle machine
 WRAP_UP_SECONDS = 10.0  # kept for the end: fetching the state, evaluating, exporting, leaving
-LOOK_SECONDS = 0.5
-SAMPLE_TOKENS = 160
+LOOK_SECONDS = 0.5  # between two pictures
+SAMPLE_TOKENS = 160  # that the model writes at the end: a few lines
 
 
 class _Child:

@@ -21,7 +21,7 @@ from opendiloco.config.section import Name, NotNegativeFloat, Positive, Section,
 from opendiloco.host_memory import STATE_BYTES
 from opendiloco.kernels import FORMATS
 from opendiloco.model.utilisation import peak_tokens_per_second
-from opendiloco.quantities import bandwidth_in_words
+from opendiloco.quantities import SECONDS_A_DAY, bandwidth_in_words
 from peers.errors import ManifestError
 from peers.log.settings import Timing
 from peers.protocol.pace import Pace
@@ -102,7 +102,6 @@ QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
 """Values a second that one thread encodes, and as sparse payloads with error feedback (docs/codecs.md)."""
 STEPPED = 1.69e9
 """Values a second for which one thread takes the outer step (docs/codecs.md)."""
-BLOCK_VALUES = 1024
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,8 @@ def round_of(peers: Sequence[Peer], values: int, bits: float, encoded: float = Q
     second. Parts are dealt as a leader deals them."""
     rates = [peer.rate for peer in peers for _ in range(peer.count)]
     names = [str(place) for place in range(len(rates))]
-    chunks = deal(Chunking(-(-values // BLOCK_VALUES)).count, len(names), names, dict(zip(names, rates, strict=True)))
+    blocks = FORMATS["int8"].block_count(values)  # of 1,024 values, as those of most formats are
+    chunks = deal(Chunking(blocks).count, len(names), names, dict(zip(names, rates, strict=True)))
     moved = [payloads_moved(len(names), chunks[name] / sum(chunks.values())) for name in names]
     payload = values * bits
     starts = [sum(peer.count for peer in peers[:place]) for place in range(len(peers))]
@@ -305,7 +305,6 @@ def _peer(section: PeerSection, place: int, tokens: int, rate: float | None, nee
 
 
 # Forecast -------------------------------------------------------------------------------------------------------------
-SECONDS_A_DAY = 86_400
 LEAST_IDLE = 0.01
 """Share of a link's time that joiners need at least; with less they never catch up."""
 SLOWEST_LINK, FASTEST_LINK = 1e4, 1e13

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import BinaryIO
 
 from opendiloco.model.layout import Layout, Parameter
+from opendiloco.quantities import VALUE_BYTES
 
 FORMAT = "diloco-peer inner optimizer, version 1"
-HEADER_LIMIT = 64 << 20  # bytes
-VALUE_BYTES = 4
+HEADER_LIMIT = 64 << 20  # bytes: names and shapes of tensors; thousands of them take one MiB
 UNSEALED = "0" * 64
 """The digest of the values until all are written."""
 

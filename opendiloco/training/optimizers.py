@@ -28,8 +28,9 @@ from opendiloco.config.optimizers import (
 from opendiloco.errors import MachineError, first_line
 from opendiloco.model.layout import Layout
 from opendiloco.model.parameters import Shards
+from opendiloco.quantities import VALUE_BYTES
 from opendiloco.shared_memory import Vector
-from opendiloco.training.moments_file import FORMAT, UNSEALED, VALUE_BYTES, header_of, read_header
+from opendiloco.training.moments_file import FORMAT, UNSEALED, header_of, read_header
 from peers.errors import ManifestError
 from peers.values.wire import printable
 from peers.values.workload import SnapshotError

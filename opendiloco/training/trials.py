@@ -22,7 +22,8 @@ from opendiloco.errors import first_line
 from opendiloco.host_memory import MOMENTS_BYTES, HostMemory
 from opendiloco.model.loss import in_pieces_of, positions_at_once, with_forward
 from opendiloco.model.parameters import transformer_blocks
-from opendiloco.shared_memory import VALUE_BYTES, available_memory
+from opendiloco.quantities import VALUE_BYTES
+from opendiloco.shared_memory import available_memory
 from opendiloco.stages import COMPILING, TRYING_ATTENTION, at_stage
 from opendiloco.training.team import Team, compiling_lacks, forget_peak_memory, peak_memory
 

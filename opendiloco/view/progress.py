@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from opendiloco.quantities import duration, in_words
+from opendiloco.quantities import MEGABIT, duration, in_words
 from opendiloco.run import Run
 from opendiloco.stages import WITH_A_COMPILER
 from opendiloco.view.chronicle import Chronicle, Standing
@@ -66,8 +66,7 @@ ABOUT_DATA = ("tokenizing ", "downloading ", "checking ", "waiting for tokens")
 LOSSES = 2000  # inner steps whose loss the curve has
 RATE_SECONDS = 5.0  # over which a rate is taken
 BARS = "▁▂▃▄▅▆▇█"
-CURVE_WIDTH = 40
-MEGABIT = 1e6 / 8
+CURVE_WIDTH = 40  # characters, so that its line fits a terminal of 80
 
 
 @dataclass(frozen=True)
@@ -360,9 +359,9 @@ def _curve(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
 
 
 # How join shows it ----------------------------------------------------------------------------------------------------
-SCREEN_SECONDS = 0.5
-HEALTHY_SECONDS = 60.0
-MACHINE_SECONDS = 10.0
+SCREEN_SECONDS = 0.5  # between two pictures
+HEALTHY_SECONDS = 60.0  # between two lines in a log that all is well
+MACHINE_SECONDS = 10.0  # between two looks at its heat and power, which change slowly
 THIS_MACHINE = "this machine"
 LEAST_ROWS, LINES_BESIDE = 3, 4
 """Peers that the picture of a volunteer has at least, and its lines beside those of progress and peers."""

@@ -212,7 +212,10 @@ class GivenTickets:
 def _readable(path: Path) -> Iterator[bytes | None]:
     """Yield what a file has, None if there is none. Raises: MachineError where the file or its content is no good."""
     try:
-        yield path.read_bytes() if path.exists() else None
+        kept = None
+        with suppress(FileNotFoundError):
+            kept = path.read_bytes()
+        yield kept
     except (OSError, ValueError, AdmissionError) as error:
         raise MachineError(f"{path} cannot be read: {error}.", "Restore it from a copy, or move it away.") from error
 

@@ -35,11 +35,11 @@ from peers.values.workload import SnapshotError
 
 logger = logging.getLogger(__name__)
 
-LINE_LIMIT = 16 * 2**20
-CLOSE_SECONDS = 2.0
-LOOK_SECONDS = 0.2
+LINE_LIMIT = 16 * 2**20  # bytes of a reply: asyncio's 64 KiB are too few for long tracebacks or texts
+CLOSE_SECONDS = 2.0  # in which a worker ends by itself, before it is killed
+LOOK_SECONDS = 0.2  # between two looks at whether the process has ended
 LINES_KEPT = 60  # as many as a traceback through torch has
-LINE_LENGTH = 500
+LINE_LENGTH = 500  # characters of a line that are kept: a worker may print anything
 IN_A_SENTENCE = 3  # lines that an error repeats, the last ones; the log has all that were kept
 TERMINAL_COMMANDS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -14,15 +14,14 @@ from opendiloco.config.run_config import RunConfig, TrainingSection
 from opendiloco.host_memory import MOMENTS_BYTES, STATE_BYTES, HostMemory, WorkerMemory
 from opendiloco.model.parameters import layout_of, transformer_blocks
 from opendiloco.model.utilisation import Precision, flops_per_token, peak_tokens_per_second
-from opendiloco.quantities import days_in_words, in_words
+from opendiloco.quantities import SECONDS_A_DAY, days_in_words, in_words
 from opendiloco.training.optimizers import FUSED_ON
 from opendiloco.workers.options import WorkerOptions
 
 UTILISATION = 0.4  # share of its peak at which a GPU is taken to train
 SHARE_OF_ROUNDS = 0.1  # of a peer's time, that rounds may take: what a link must carry follows from it
 CHECKPOINTS = 3  # two that are kept, and one that is being written
-MOMENTS_FILES = 2
-SECONDS_A_DAY = 86_400
+MOMENTS_FILES = 2  # one that is kept, and one that is being written
 SHORTEST_ROUND = 1.0  # seconds that a round over the internet takes for its messages alone, more or less
 
 

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALL = "message"
-CALL_TIMEOUT = 10.0  # seconds
+CALL_TIMEOUT = 10.0  # seconds in which a peer must have taken a message of the protocol
 TICK = 0.25  # seconds
-INCARNATION_BITS = 61
+INCARNATION_BITS = 61  # random, so that no two starts are alike; the wire counts to 62 bits
 FAREWELL_TIMEOUT = 3.0  # seconds
 
 

@@ -34,7 +34,7 @@ FRAMES = 32
 """Cycles from one that is kept whole to the next: any header is found by following the outcomes of fewer than these."""
 STRETCH_LIMIT = 256  # entries
 STRETCH_BYTES = 1 << 22  # of outcomes, after which a stretch ends
-HEADER_LIMIT = 1 << 20  # bytes
+HEADER_LIMIT = 1 << 20  # bytes of an entry's header or outcome
 
 
 class Newcomer(Value):

@@ -42,7 +42,7 @@ LIST_RUNS = "list-runs"  # name of the call; payload: how many runs to leave out
 PAGE = 200  # runs in one answer
 RUNS_LIMIT = 1000
 """Runs that are asked for at most."""
-ASK_TIMEOUT = 20.0  # seconds
+ASK_TIMEOUT = 20.0  # seconds for a call to a bootstrap node, which may be busy with many
 NUMBER = re.compile(rb"[0-9]{1,6}")
 ANNOUNCE_MANIFEST = "announce-manifest"  # name of the call; payload: a packed SignedManifest, answer: its run id
 MANIFEST_LIFETIME = 3600.0  # seconds that the DHT keeps a manifest
@@ -52,7 +52,7 @@ NETWORKS_TOGETHER = 20  # times that, for all networks together
 MANY = 10**6  # peers are not limited together: keys cost nothing
 LIFE_SIGN_INTERVAL = 5.0  # seconds
 LIFE_SIGN_LIMIT = 30.0  # seconds without one, after which the node hangs
-LOOK_INTERVAL = 10.0  # seconds
+LOOK_INTERVAL = 10.0  # seconds between two looks at whether an announcement is due
 NodeTask: TypeAlias = Callable[[HivemindTransport, Iterable[SignedManifest]], Coroutine[None, None, None]]
 """Work with the runs that a node remembers, until cancelled. They may be gone through again and again."""
 

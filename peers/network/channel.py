@@ -30,7 +30,7 @@ from peers.values.wire import DIGEST_BYTES, MESSAGE_LIMIT, Buffer, printable
 Serve: TypeAlias = Callable[[str, bytes], AbstractAsyncContextManager[tuple[bytes, Buffer]]]
 """(sender, header) -> header and data of the answer, for as long as they are sent; RefusalError refuses."""
 MAGIC = b"DLCP"
-VERSION = 1
+VERSION = 1  # of streams: goes up when what follows the prelude changes
 PRELUDE = struct.Struct(">4sBIQ")  # magic, version, header length, data length
 HEADER_LIMIT = MESSAGE_LIMIT  # bytes; a snapshot's header carries the log's last one
 FRAME = struct.Struct(">IQ")  # header length, data length
@@ -40,7 +40,7 @@ BYTES_UNDER_WAY = 768 << 10  # sent and not confirmed, on one stream: more would
 FRAMES_UNDER_WAY = 64  # of these
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 REASON_LENGTH = struct.Struct(">H")
-REASON_BYTES = 500
+REASON_BYTES = 500  # of a refusal's reason, at most; `printable` shows no more characters of it
 STALL_TIMEOUT = 30.0  # seconds without a byte after which the other side counts as gone
 ANSWER_TIMEOUT = 600.0  # seconds: all that is under way to a slow peer must first arrive; the dead are seen otherwise
 DISCARDED_AT_ONCE = 1 << 16  # bytes

@@ -46,17 +46,17 @@ logger = logging.getLogger(__name__)
 
 LINK_INFO = "links"  # name of the call
 MAGIC = b"DLLK"
-VERSION = 1
+VERSION = 1  # of openings: goes up when their bodies change
 START = struct.Struct(">4sBBH")  # magic, version, kind, length of the body
-BODY_BYTES = 2048
-TOKEN_BYTES = 16
+BODY_BYTES = 2048  # of an opening, at most: a Hello with the largest certificate is about 1,100
+TOKEN_BYTES = 16  # random: nobody guesses a token while it counts
 CERTIFICATE_BYTES = 1024  # at most; ours have about 200
-PROBED_PORTS = 4
+PROBED_PORTS = 4  # dialled for one request at most: a node is not to scan ports for others
 Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
 Token = Annotated[bytes, Field(strict=True, min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 LENGTH = struct.Struct(">H")
-ANSWER_BYTES = 1024
+ANSWER_BYTES = 1024  # of the answer to a probe, at most: an address and a few ports
 PROBE_TIMEOUT = 8.0  # seconds
 
 OPENING_TIMEOUT = 10.0  # seconds
@@ -70,7 +70,7 @@ ALL_NETWORKS = 10**6  # times that: there is no limit on all of them together
 TOKEN_LIFETIME = 30.0  # seconds in which both must have come
 TOKENS = 1024  # that are waited for at once
 TOKENS_OF_ONE_PEER = 128  # as many as a newcomer meets others at once
-JOINED_OF_ONE_TOKEN = 16
+MEETING_CONNECTIONS = 16  # that two peers make at one meeting, at most, and that one token joins
 SPLICED_CONNECTIONS = 2048  # that are joined, or wait for it, at once
 SPLICED_PIECE = 1 << 16  # bytes
 
@@ -322,7 +322,7 @@ class Splicer:
     def arrived(self, sock: socket.socket, opening: Splice) -> None:
         """Join this connection with the other one that names the same, when that is here. Takes the socket over."""
         meeting = self._meetings.get(opening.token)
-        if meeting is None or meeting.joined >= JOINED_OF_ONE_TOKEN:
+        if meeting is None or meeting.joined >= MEETING_CONNECTIONS:
             sock.close()
             return
         other = meeting.waiting.pop(opening.number, None)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DHT_WAIT = 5.0  # seconds for one request to one DHT node
-LOOK_INTERVAL = 3.0  # seconds
+LOOK_INTERVAL = 3.0  # seconds between two looks at whether the DHT still has us
 GREETING_WAIT = 3.0  # seconds
 DHT_OPTIONS = {
     "wait_timeout": DHT_WAIT,

@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "diloco-peer remembered peers, version 1"
 FILE_NAME = "peers.json"
-PEER_LIMIT = 32
+PEER_LIMIT = 32  # peers that are remembered; the next start needs one that still answers
 ADDRESS_LIMIT = 4  # of one peer
 FILE_LIMIT = 256 * 1024  # bytes; 32 peers with four addresses of 256 characters are 40 KB
 SAVE_INTERVAL = 60.0  # seconds
-HOUR = 3600
+HOUR = 3600  # seconds; peers seen within the same one count as seen equally lately
 Seconds = Annotated[int, Field(strict=True, ge=0, lt=10**12)]  # since the epoch
 T = TypeVar("T")
 
@@ -150,7 +150,7 @@ def _read(path: Path, run_id: str) -> list[_Known]:
     return content.peers
 
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 5.0  # for the first node that answers: TCP repeats a lost SYN after 1 and 3
 MORE_SECONDS = 1.0  # for the others, once one has answered
 CONTACT_LIMIT = 8  # nodes that a peer begins with
 GREETING = b"\x13/multistream/1.0.0\n"  # with which every libp2p node begins every TCP connection

@@ -25,19 +25,18 @@ Where: TypeAlias = tuple[str, int]  # host and port
 Answer = TypeVar("Answer")
 
 ROUTES = Path("/proc/net/route")
-ROUTE_IS_UP, ROUTE_HAS_GATEWAY = 1, 2
+ROUTE_IS_UP, ROUTE_HAS_GATEWAY = 1, 2  # RTF_UP and RTF_GATEWAY of Linux
 WAITS = (0.25, 0.5, 1.0, 2.0)
 """Seconds to wait for an answer before the request is sent again; the protocols' first four."""
 DATAGRAM_LIMIT = 64  # datagrams that we look at for one request
 
 PORT = 5351  # UDP, on the router
-PCP_VERSION, NAT_PMP_VERSION = 2, 0
+PCP_VERSION, NAT_PMP_VERSION = 2, 0  # the first byte of a message
 PCP_MAP = 1  # an operation of PCP
 EXTERNAL_ADDRESS, MAP_TCP = 0, 2  # operations of NAT-PMP
 IS_ANSWER = 0x80  # this bit of an operation marks an answer
-SUCCESS, UNSUPPORTED_VERSION = 0, 1
+SUCCESS, UNSUPPORTED_VERSION = 0, 1  # result codes, the same in both protocols
 TCP = 6  # its number in the Internet Protocol
-NONCE_BYTES = 12
 PCP_LIMIT = 1100  # bytes of a message at most
 
 PCP_REQUEST = struct.Struct("!BBxxI16s 12sB3xHH16s")
@@ -97,7 +96,7 @@ class Gateway:
     def __init__(self, where: Callable[[], Where | None] = default_gateway, waits: Sequence[float] = WAITS) -> None:
         self._where = where
         self._waits = waits
-        self._nonce = os.urandom(NONCE_BYTES)
+        self._nonce = os.urandom(12)  # bytes, as PCP has it (RFC 6887)
         self._external_port = 0
         self._speaks_pcp = False
 

@@ -25,6 +25,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.connection import greet, welcome
 from peers.network.contacts import Contact, host_of, public_only
+from peers.network.data_port import MEETING_CONNECTIONS as MOST
 from peers.network.data_port import Hello, LinkInfo, Splice, Splicer, Token, pack_opening, probe, read_opening
 from peers.network.sockets import can_dial, closed_on_failure, dial, endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Endpoint
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECTIONS = 2  # that two peers make when they meet, one for either; more by meeting again
-MOST = 16
 PUNCH_TIMEOUT = 4.0  # seconds
 ATTEMPT_TIMEOUT = 1.5  # seconds of one dial of those: a SYN that came too early is lost
 SPLICE_TIMEOUT = 10.0  # seconds

@@ -31,13 +31,13 @@ from peers.values.wire import RunId, Value, pack, unpack_from
 
 logger = logging.getLogger(__name__)
 
-ASK_TIMEOUT = 10.0  # seconds
+ASK_TIMEOUT = 10.0  # seconds for one peer's answer to a small question
 PAUSE = 30.0  # seconds for which a peer is not asked again
 REVOCATIONS = "revocations"  # name of the call; payload: a _RevocationsRequest, answer: a packed Revocations or nothing
 STRANGERS_LIMIT = 1000  # runs of others that a node remembers the organisers of
 SEEK_AGAIN = 600.0  # seconds after which the manifest of a run is looked for again
 AMENDMENTS = "amendments"  # name of the call; payload: an _AmendmentRequest, answer: nothing
-REQUEST_BYTES = 1024
+REQUEST_BYTES = 1024  # of either request, at most: a run id and an amendment are some 200
 SIGNED_HEADS = "signed-heads"  # name of the call; payload: a _HeadsRequest, answer: packed heads
 
 Call: TypeAlias = Callable[[str, str, bytes, float], Awaitable[bytes]]

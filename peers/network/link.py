@@ -35,7 +35,7 @@ Serve = Callable[[str, Channel], Awaitable[None]]
 """(protocol, channel): have the conversation that the other side has opened."""
 
 CALLS = "calls"
-ASKED_AT_ONCE = 64
+ASKED_AT_ONCE = 64  # questions of one connection that are not answered yet, before more are read
 HELD_BYTES = 4 << 20  # of questions that are not answered yet, before more are read
 Answer: TypeAlias = Callable[[str, str, bytes], Awaitable[bytes]]
 """(sender, name, payload) -> answer; RefusalError refuses."""
@@ -166,12 +166,16 @@ class Link:
                 connection = await self._take()
         except TimeoutError:
             raise PeerUnreachableError(self.peer, "no connection in time") from None
-        channel = self._channel(connection, protocol, opening)
+        channel, is_over = self._channel(connection, protocol, opening), False
         try:
             yield channel
+            is_over = channel.is_finished
+        except PeerRefusedError:
+            is_over = channel.is_finished
+            raise
         finally:
             # A byte that nobody has read would be taken for the answer to the next conversation.
-            if channel.is_finished and connection.is_open and not connection.reads.has_unread:
+            if is_over and connection.is_open and not connection.reads.has_unread:
                 self._idle.append(connection)
                 self._notify()
             else:

@@ -349,15 +349,14 @@ class _Way:
         """Try all of the peer's endpoints at once. At the first that answers we make a connection for either side."""
         local = not self._links.port or all(map(is_local, contact.endpoints))
         endpoints = [one for one in contact.endpoints if local or not is_local(one)]
-        attempts = [asyncio.ensure_future(self._connect(one, is_ours=True)) for one in endpoints]
+        pending = {asyncio.ensure_future(self._connect(one, is_ours=True)) for one in endpoints}
         has_answered = False
         try:
-            for attempt in asyncio.as_completed(attempts):
-                has_answered = await attempt or has_answered
-                if self.link.reach is Reach.OPEN:
-                    break
+            while pending and self.link.reach is not Reach.OPEN:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                has_answered = has_answered or any(attempt.result() for attempt in done)
         finally:
-            await cancel_and_wait(*attempts)
+            await cancel_and_wait(*pending)
         if has_answered:
             await self.complete()
 

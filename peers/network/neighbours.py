@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 SERVICE = "_diloco-peer._tcp.local."
 LOOK_SECONDS = 3.0  # for which neighbours are listened for; they answer within half a second, if no packet is lost
 MORE_SECONDS = 0.5  # once one of the run is found
-MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0
+MOST_HEARD, MOST_ADDRESSES, ASK_SECONDS = 32, 4, 1.0  # peers; addresses of one; for what one announces of itself
 TEXT_BYTES = 200  # a TXT record's string has up to 255, the key included
 
 

@@ -16,7 +16,7 @@ LIFETIME = 3600.0  # seconds that we ask for: what a router keeps when we die
 RENEWAL = 600.0  # seconds after which we ask again at the latest: a router that restarts has forgotten us
 SHORTEST_RENEWAL = 30.0  # seconds, whatever lifetime a router grants
 LOOK_AGAIN = 1800.0  # seconds between looks for a router that maps ports
-CLOSING_SECONDS = 2.0
+CLOSING_SECONDS = 2.0  # in which a router must take the mapping back: its lifetime ends it otherwise
 
 
 class PortMapper:

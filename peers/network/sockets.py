@@ -16,7 +16,7 @@ CONGESTION_CONTROL = b"bbr"  # loss does not make it give up the link; the kerne
 KEEPALIVE_IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES = 15, 5, 3  # seconds, seconds: NATs keep what is used
 SILENCE_MS = 40_000  # after which what was sent and not taken ends a connection; streams give up before
 CAN_DIAL_TIMEOUT = 3.0  # seconds: a firewall answers nothing at all
-BACKLOG = 512
+BACKLOG = 512  # connections not accepted yet: a swarm of hundreds may dial a node that has just started
 FILES = 1 << 16  # that this process wants to have open at most
 NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # an address of a kind that this machine does not have
 

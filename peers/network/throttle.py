@@ -23,7 +23,7 @@ PART = 0.25  # of a round, over which it is taken in a longer one
 KNOWN_FOR = 3600.0  # seconds for which a rate counts that was measured while there was no round
 ROUNDS = 5  # rounds whose best rate counts: links get slower, too
 
-FEWEST, MOST = 4, 64
+FEWEST, MOST = 4, 64  # connections of a link: on a long one each lost packet halves the rate of a single one
 IN_ALL = 8  # at least: with one other member alone, what few connections lose is not made up for by others'
 FEWEST_WITH_BBR, MOST_WITH_BBR = 2, 8  # of many that share a slow link each sends more than its share, and most is lost
 SETTLING = 1.0  # seconds in which connections find their pace: what passes then says nothing

@@ -35,11 +35,11 @@ URL_LENGTH = 512  # characters
 CONFLICT, ONLY_PERMANENT_LEASES = "718", "725"  # error codes
 
 SEARCH_ADDRESS = ("239.255.255.250", 1900)
-SEARCH_SECONDS = SEARCH_WAIT + 0.5
+SEARCH_SECONDS = SEARCH_WAIT + 0.5  # devices answer at a random moment of the wait; the rest is the way
 DEVICE_LIMIT = 4  # devices that we talk to
 HTTP_SECONDS = 5.0  # for one request, all in all
 HTTP_LIMIT = 128 * 1024  # bytes of one answer
-PORT_TRIES = 3
+PORT_TRIES = 3  # external ports that are tried, the wanted one first: others may have it
 FREE_PORTS = (49152, 65535)  # which any program may use
 DESCRIPTION = "diloco-peer"
 

@@ -33,6 +33,7 @@ MOST = LONGEST  # seconds after which it is given up, however slow all are
 SLOWER = 8  # times as slow as the others on average is too slow
 UNKNOWN = 10.0  # seconds that a donor needs, as long as it has given nothing
 RANGES = 4  # asked of each donor at once: a link of 1 Gbit/s and 40 ms is not idle between two of 8 MiB
+PULLS = RANGES + 1  # served of one peer at once: one may have been given up, and its end not be seen yet
 LOOK = 1.0  # seconds from one look at who is slow to the next
 
 

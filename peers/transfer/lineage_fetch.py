@@ -42,7 +42,7 @@ BACK = 16
 ASKED = 16
 """Peers whose logs are compared by whoever has none; and that are asked for what one of them lacks."""
 PATIENCE = 60.0  # seconds for one look, and more for each entry that it has brought
-PATIENCE_PER_ENTRY = 0.05
+PATIENCE_PER_ENTRY = 0.05  # seconds; to check its certificate takes milliseconds
 LONGEST = 1800.0  # seconds, whatever it brings
 CHAIN_BYTES = 1 << 30  # of entries that are looked at
 NO_STRETCH = Stretch()

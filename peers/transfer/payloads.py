@@ -19,7 +19,7 @@ from peers.log.header import Header
 from peers.network.channel import PeerUnreachableError, Places, RefusalError
 from peers.protocol.faults import PROOF_LIMIT
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted, kept_for, shuffled
+from peers.transfer.download import PULLS, Download, DownloadError, PullTransport, Wanted, kept_for, shuffled
 from peers.values.chunks import Payload, chunks_of
 from peers.values.system import cancel_and_wait
 from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value, digest_of, pack, unpack_from
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 PAYLOAD = "payload"
 READERS = 16  # pulls that are served at once
-PULLS = RANGES + 1  # of one peer at once: one may have been given up, and its end not be seen here yet
 RANGE = 16  # chunks asked for at once, at most
 RANGES_AT_LEAST = 32  # if there are as many chunks, so that several donors give
 DIGESTS_TIMEOUT = 60.0  # seconds for the digests of a payload's chunks

@@ -34,7 +34,7 @@ from peers.log.lineage import Branch
 from peers.log.state import LogState
 from peers.network.channel import PeerUnreachableError, Places, RefusalError
 from peers.protocol.peer import Peer
-from peers.transfer.download import RANGES, Download, DownloadError, PullTransport, Wanted, kept_for, to_ask
+from peers.transfer.download import PULLS, Download, DownloadError, PullTransport, Wanted, kept_for, to_ask
 from peers.transfer.storage import MemoryFile, Storage
 from peers.values.chunks import StateChunking, chunk_digests, chunks_of, digest_of_chunks
 from peers.values.wire import DIGEST_BYTES, Buffer, Count, Digest, RunId, Value, pack, unpack_from
@@ -43,7 +43,6 @@ from peers.values.workload import SnapshotError, Workload
 SNAPSHOT = "snapshot"
 READERS = 16  # pulls of peers of the run that are served at once
 STRANGERS = 6  # besides, others: who exports the model has no heartbeat, nor has who only wants to keep us busy
-PULLS = RANGES + 1  # of one peer at once: one may have been given up, and its end not be seen here yet
 OFFERED = 15.0  # seconds after it was offered for which it is held: where entries come fast, it is soon not the newest
 IN_USE = 60.0  # seconds after its last pull for which a snapshot is held
 LEAVE = 600.0  # seconds for which one may be fetched in the second place, at least

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 MADV_POPULATE_WRITE = 23  # of Linux 5.14; Python has no name for it
-PIECE = 1 << 24  # bytes
+PIECE = 1 << 24  # bytes that are reserved at once: no other thread runs meanwhile
 SUFFIX = ".state"
 IN_MEMORY = 1 << 26  # bytes of a snapshot that lies in memory, although there is a folder
 

@@ -26,7 +26,7 @@ CHUNK_BLOCKS = 512  # blocks at most: half a MiB of int8, the size at which hive
 CHUNKS = 64  # at least, if there are as many blocks, so that small payloads can be pipelined, too
 CONTEXT = b"diloco-peer sum\0"
 NODE = struct.Struct(f"<{DIGEST_BYTES}sd")
-MOST_LEVELS = 24
+MOST_LEVELS = 24  # of the tree over a payload's chunks: enough for 8 TiB of them
 KEPT_BYTES = 1 << 26  # of payloads in memory, for peers that fell behind
 KEPT_AT_LEAST = 3  # that are nowhere else: the one held, the last one applied, and one that somebody may be fetching
 STATE_CHUNK = 1 << 20  # bytes
@@ -94,8 +94,8 @@ def split_by_rate(chunk_count: int, rates: Sequence[float], members: int) -> lis
     reducers = len(rates)
     known = sorted(rate for rate in rates if rate > 0)
     if members < 3 or not known:
-        bounds = [chunk_count * place // reducers for place in range(reducers + 1)]
-        return [after - before for before, after in pairwise(bounds)]
+        places = range(reducers)
+        return [chunk_count * (place + 1) // reducers - chunk_count * place // reducers for place in places]
     rates = [(rate or known[0]) / known[-1] for rate in rates]
     shares = [0.0] * reducers
     fastest = sorted(rates, reverse=True)

@@ -22,8 +22,8 @@ from pydantic import Field
 
 from peers.errors import LocalNetworkError, quoted
 
-SIGNATURE_BYTES = 64
-KEY_BYTES = 32
+SIGNATURE_BYTES = 64  # of Ed25519
+KEY_BYTES = 32  # of a public key of Ed25519
 PEER_ID_MAX_LENGTH = 64  # 38 bytes are 52 characters in base58; longer strings are not worth decoding
 # Multihash "identity" of 36 bytes: a protobuf with field 1 (key type) = 1 (Ed25519), field 2 = 32 bytes of key.
 PEER_ID_PREFIX = bytes((0x00, 0x24, 0x08, 0x01, 0x12, KEY_BYTES))

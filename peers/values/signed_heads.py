@@ -21,12 +21,12 @@ from peers.values.identity import Keys, Signature, Verify, verify
 from peers.values.wire import Digest, PeerId, Value, WireError, pack, pack_plain, unpack
 
 SIGNING_CONTEXT = b"diloco-peer signed head\0"  # a signature made for anything else is worth nothing here
-KEYS_LIMIT = 8
+KEYS_LIMIT = 8  # archives that a manifest may name: each adds to what every node keeps and checks
 KEPT = 4
 """Heads of one key that are remembered, the newest ones; besides, two that show why it is not believed any more."""
-HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)
-HEADS_BYTES = 16 * 1024
-CONTRADICTED = -1
+HEADS_LIMIT = KEYS_LIMIT * (KEPT + 2)  # of all keys together
+HEADS_BYTES = 16 * 1024  # of packed heads, at most: so many are 8 KB
+CONTRADICTED = -1  # less than any index, and than nothing signed, so that such a branch loses
 
 
 class SignedHeadsError(ValueError):

@@ -21,12 +21,12 @@ from peers.values.wire import Count, RunId, Value, WireError, digest_of, pack, p
 
 TICKET_PREFIX = "diloco-ticket:"
 SHOWN_BYTES = 256  # of a ticket, as heartbeats show it
-TICKET_BYTES = 1024
-ID_BYTES = 8
+TICKET_BYTES = 1024  # of a packed ticket, at most; ours have about 200
+ID_BYTES = 8  # of a grant's digest: two tickets of one run are never alike by chance
 GRANT_CONTEXT = b"diloco-peer grant\0"  # a signature made for anything else is worth nothing here
 BEARER_CONTEXT = b"diloco-peer bearer\0"
-REVOKED_LIMIT = 2000
-LIST_BYTES = 64 * 1024
+REVOKED_LIMIT = 2000  # tickets on one list, which is sent whole: 20 KB
+LIST_BYTES = 64 * 1024  # of a packed list, at most
 REVOCATION_CONTEXT = b"diloco-peer revocations\0"
 GRACE = 600.0
 """Seconds past the expiry of a ticket for which peers still take it: longer than honest clocks differ. Its holder goes

@@ -17,6 +17,8 @@ from opendiloco.shared_memory import Vector
 from opendiloco.training.reference import Reference, Work
 from peers.values.leases import SampleRange
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def warm() -> Vector:

@@ -202,6 +202,7 @@ def test_a_preset_is_a_run_of_the_size_that_it_says(name: str) -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama-2m", "llama-15m"])
 def test_a_small_preset_trains_on_cpus_as_it_stands(name: str) -> None:
     """Two peers, on the text that every machine has; each with a lease of one window, since a whole one takes hours."""

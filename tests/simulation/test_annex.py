@@ -137,6 +137,7 @@ def test_a_run_may_exclude_nobody() -> None:
     assert not swarm.history.named
 
 
+@pytest.mark.thorough
 def test_random_lives_with_lies_that_signatures_prove() -> None:
     for seed in range(500, 505):
         life = draw_life(seed, kinds=(*FAULT_LIES, "names the honest", "many averages"))

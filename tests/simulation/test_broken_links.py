@@ -264,6 +264,7 @@ def slow_uplink(swarm: Swarm, name: str, seconds: float) -> None:
     swarm.send_chunk = send_chunk  # type: ignore[method-assign]
 
 
+@pytest.mark.thorough
 def test_a_slow_link_is_measured_and_then_counts() -> None:
     """Regression: one whose link needed longer than the limit was never measured, and cost all two thirds of the
     rounds."""
@@ -286,6 +287,7 @@ def claims(rate: int | None) -> Callable[[str, str, Message], Message]:
     return hook
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rate", "both"), [(None, False), (1, True), (10**15, True)])
 def test_who_stalls_on_purpose_costs_little(rate: int | None, both: bool) -> None:
     """Regression: with the default timing the honest ones became lineages of one member each."""
@@ -300,6 +302,7 @@ def test_who_stalls_on_purpose_costs_little(rate: int | None, both: bool) -> Non
     assert swarm.longest - before >= 0.75 * 2000 / 13, "a training takes some ten seconds"
 
 
+@pytest.mark.thorough
 def test_who_claims_to_hold_an_entry_that_nobody_can_fetch_costs_little() -> None:
     """Regression: all who tried to fetch it were left out for it, so that no entry was ever made again."""
     swarm = swarm_of(6)
@@ -323,6 +326,7 @@ def test_who_claims_to_hold_an_entry_that_nobody_can_fetch_costs_little() -> Non
     assert swarm.longest - before > 120, "it is left out for longer and longer"
 
 
+@pytest.mark.thorough
 def test_a_leader_that_never_begins_makes_nobody_a_lineage_of_one() -> None:
     """It says that it trains, for ever."""
     swarm = swarm_of(5)

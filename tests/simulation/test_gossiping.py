@@ -13,6 +13,8 @@ from peers.values.wire import pack
 from tests.simulator import gossip_costs
 from tests.simulator.gossiping import TIMEOUT, TIMING, Crowd, GossipingPeer, Weather
 
+pytestmark = pytest.mark.thorough
+
 BAD_WEATHER = Weather(loss=0.03, cut=0.08, relayed=0.1)
 MANY = 1000
 """For how large each takes the swarm, so that heartbeats are as rare and life signs as important as there."""

@@ -50,6 +50,7 @@ def life_with(kind: str, timing: Timing = TIMINGS[0], liars: Sequence[str] = ())
     return Life(1, 5, CALM, (), timing, liars=tuple(Deceit(name, (kind,), 1, inf) for name in names))
 
 
+@pytest.mark.thorough
 def test_random_lives_with_liars() -> None:
     """`make lives` has hundreds."""
     for seed in range(SEEDS):
@@ -133,6 +134,7 @@ def longest_pause(life: Life) -> float:
     return watched[0].longest
 
 
+@pytest.mark.thorough
 def test_in_random_lives_no_entry_takes_longer_than_is_promised() -> None:
     for seed in range(1000, 1004):
         life = replace(draw_life(seed, kinds=tuple(KINDS)), blows=())
@@ -164,6 +166,7 @@ def entries_beside(kind: str | None, timing: Timing = SETTINGS.timing) -> int:
     return swarm.longest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "least"), [("waits for its leader", 0.75), ("speaks last", 0.74)])
 def test_who_is_last_on_purpose_costs_each_round_little(kind: str, least: float) -> None:
     """Regression: one had leader after leader end its attempts, half of the entries; the other cost each round three
@@ -171,6 +174,7 @@ def test_who_is_last_on_purpose_costs_each_round_little(kind: str, least: float)
     assert entries_beside(kind) >= least * entries_beside(None)
 
 
+@pytest.mark.thorough
 def test_a_voter_that_whispers_costs_no_more_than_a_round() -> None:
     """Regression: members that heard its messages signed nothing that takes its say, and the leader never heard it: one
     of five cost a fifth of all entries, for as long as it went on."""

@@ -62,6 +62,7 @@ def watched(swarm: Swarm) -> None:
 
 
 # Random lives --------------------------------------------------------------------------------------------------
+@pytest.mark.thorough
 def test_random_lives() -> None:
     """`make lives` has thousands."""
     for seed in range(SEEDS):

@@ -50,6 +50,7 @@ def test_the_later_start_says_so_and_ends(site: Site, others: int) -> None:
             leave(volunteer)
 
 
+@pytest.mark.thorough
 def test_a_restart_after_a_crash_is_no_copy(site: Site) -> None:
     with bootstrap(site) as address:
         invite = announce_run(site.write_run("corpus"), address)

@@ -49,6 +49,7 @@ def seen(base: str, run: str, condition: Callable[[Any], bool], why: str) -> Any
     return found[0]
 
 
+@pytest.mark.thorough
 def test_who_trains_who_follows_and_who_archives_show_the_same_run(tmp_path: Path) -> None:
     site = Site(tmp_path)
     write_corpus(site.folder / "corpus")

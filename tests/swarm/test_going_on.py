@@ -14,6 +14,7 @@ from tests.swarm.cli_processes import LOOPBACK, ROOT, Site, announce_run, bootst
 pytestmark = pytest.mark.swarm
 
 
+@pytest.mark.thorough
 def test_a_lone_peer_goes_on_with_its_moments(tmp_path: Path) -> None:
     """Its model can be asked meanwhile."""
     site = Site(tmp_path)

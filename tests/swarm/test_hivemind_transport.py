@@ -365,7 +365,6 @@ def test_in_a_large_run_a_peer_is_dialled_when_there_is_something_to_say_to_it(m
 
     async def main() -> None:
         async with swarm(3, identities) as (_, left, right):
-            monkeypatch.setattr(HivemindTransport, "_is_eager", property(lambda node: node is left))
             await right.on_call("echo", echo)
             said = heartbeat(identities[1], milliseconds(), addresses=right.addresses)
             await right.publish(said.sign(identities[1]), RUN)

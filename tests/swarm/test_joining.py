@@ -129,6 +129,7 @@ def watched(joiner: Volunteer) -> WatchedTransport:
     return joiner.transport
 
 
+@pytest.mark.thorough
 def test_joiners_one_after_another(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm(tmp_path) as run:

@@ -19,7 +19,7 @@ from tests.swarm.real_lies import LIES
 pytestmark = pytest.mark.swarm
 Story: TypeAlias = Callable[[LiarSwarm], Coroutine[None, None, None]]
 Tell: TypeAlias = Callable[[Story], None]
-TURNS = 4  # donors are asked by chance, and not before they are reached; and what is under way goes on
+TURNS = 20  # at most: donors are asked by chance, once they are reached; and what is under way goes on
 LONG = 4.0  # seconds: longer than the peers need to ask each other for chunks, on a busy machine, too
 LEADERS = ("a corrupt leader", "a leader that hands on its own")
 TO_JOINERS = ("a false snapshot",)

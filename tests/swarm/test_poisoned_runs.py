@@ -25,6 +25,7 @@ pytestmark = pytest.mark.swarm
 BOOTSTRAP = ("bootstrap", "--identity", "bootstrap.pem", "--archive", "archive", "--data-port", "0")
 
 
+@pytest.mark.thorough
 def test_a_poisoned_run_ends_the_archive_of_no_other(tmp_path: Path) -> None:
     """Regression: one manifest, which `run create` would never have signed, ended the archive of all runs for good."""
     site = Site(tmp_path)

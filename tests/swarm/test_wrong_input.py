@@ -55,6 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     site.assert_nothing_is_left()
 
 
+@pytest.mark.thorough
 def test_unreachable_bootstrap(place: Place) -> None:
     commands = (["run", "create", TINY], ["join", "--run", UNKNOWN], ["status", "--run", UNKNOWN])
     for line in place.refuses_each(4, *([*command, "--initial-peer", STRANGER] for command in commands)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from opendiloco.config.run_config import RunConfig
 from opendiloco.owner.controls import volunteers
-from opendiloco.quantities import in_words
+from opendiloco.quantities import SECONDS_A_DAY, in_words
 from opendiloco.run import Run, find_run
 from opendiloco.settings.join_settings import JoinSettings
 from opendiloco.storage.run_folder import RunFolder, default_state_folder
@@ -33,7 +33,7 @@ from opendiloco.tools.doctor.network import (
     with_clock,
 )
 from opendiloco.tools.doctor.torch_probe import Gpu, Torch, installed_torch, probed_torch
-from opendiloco.tools.plan import PEERS_LIMIT, SECONDS_A_DAY, Links, PeerSection, Plan, duration, forecast, plan_of
+from opendiloco.tools.plan import PEERS_LIMIT, Links, PeerSection, Plan, duration, forecast, plan_of
 from opendiloco.volunteer.admission import enter, read_ticket
 from opendiloco.volunteer.volunteer import connected
 from opendiloco.workers.options import WorkerOptions, choose_devices

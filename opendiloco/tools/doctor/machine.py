@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 PCI, NVIDIA_DRIVER, SHM = Path("/sys/bus/pci/devices"), Path("/proc/driver/nvidia"), Path("/dev/shm")
 NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")
 """A vendor's number on the PCI bus, and how the classes of its graphics and compute cards begin."""
-LEAST_PYTHON = (3, 11)
+LEAST_PYTHON = (3, 11)  # `requires-python` of pyproject.toml
 LITTLE_MEMORY = 2 * 10**9
 """Bytes: Python's libraries, the peer process and a small model."""
-FULL_DISK, LITTLE_DISK = 10**8, 5 * 10**9
+FULL_DISK, LITTLE_DISK = 10**8, 5 * 10**9  # bytes: for the log and identity; for a small model's checkpoints
 LEAST_SHM, LITTLE_SHM = 64 << 20, 1 << 30
 """Bytes that NCCL wants in /dev/shm for GPUs of one machine: with less than Docker's 64 MiB it fails."""
 HOT, HOT_GPU, NEARLY = 95.0, 87.0, 5.0

@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ASKED_NODES = 4  # bootstrap nodes that are asked how they see us
 CLOCK_TRIES = 3  # of which the fastest counts
-CALL_SECONDS = 10.0
+CALL_SECONDS = 10.0  # for a bootstrap node's answer to one question
 MAPPING_SECONDS = 6.0  # that a router may take to open a port
 LINK_SECONDS = 20.0  # that it may take to find out how peers are reached
-RATING_SECONDS = 30.0
+RATING_SECONDS = 30.0  # for one peer, until it is free included; then the next one is asked
 RATED = 3  # others that are asked to measure with us: they may be busy
 BUSY_SECONDS, BUSY_PAUSE = 10.0, 0.5
 """For how long, and how often, a peer is asked again that is busy: with a round, as a rule."""

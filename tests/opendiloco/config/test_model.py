@@ -101,6 +101,7 @@ def test_the_portable_normal_does_not_depend_on_who_draws_it() -> None:
     assert len({part[:100].tobytes() for part in parts}) == len(parts)
 
 
+@pytest.mark.thorough
 def test_the_portable_normal_does_not_depend_on_the_processors_vector_instructions() -> None:
     source = inspect.getsource(digest_of_a_draw)
     imports = (

@@ -43,8 +43,8 @@ from peers.values.leases import SampleRange
 from peers.values.system import PARTIAL
 from peers.values.workload import InnerLoop, SnapshotError
 from tests.opendiloco.storage.frozen_states import RUN, frozen
+from tests.opendiloco.training.test_inner import make_replica
 from tests.opendiloco.training.test_optimizers import KINDS
-from tests.opendiloco.training.test_replica import make_replica
 
 LEASE, NEXT = (SampleRange(0, 24),), (SampleRange(24, 30),)
 PEER = "PeerA"

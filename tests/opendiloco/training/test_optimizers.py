@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,10 +18,23 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_model
+from opendiloco.model.layout import Layout
 from opendiloco.model.loss import window_loss
+from opendiloco.model.parameters import Shards
 from opendiloco.training import optimizers as inner_optimizers
-from opendiloco.training.optimizers import build_inner_optimizer, check_inner_optimizer
+from opendiloco.training.optimizers import build_inner_optimizer, check_inner_optimizer, write_state
 from peers.errors import ManifestError
+from peers.values.workload import SnapshotError
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64), 7])
+def test_what_a_file_of_fp32_cannot_hold_is_not_kept(value: object, tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter]["kept"] = value
+    shards = Shards(Layout([("weight", (3,))]))
+    with pytest.raises(SnapshotError, match=r"^its inner optimizer's kept is a (Tensor|int), which cannot be kept"):
+        write_state(tmp_path / "moments", optimizer, {"weight": parameter}, shards, {})
 
 
 class HandWrittenAdamW:

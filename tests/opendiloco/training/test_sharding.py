@@ -182,6 +182,7 @@ def test_a_worker_that_is_alone_has_the_plain_model_on_its_device(
     assert np.abs(local - initial_theta(config)).max() > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_process_group_ends")
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_activations_are_computed_again_whatever_else_is_chosen(

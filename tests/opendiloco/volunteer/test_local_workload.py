@@ -62,6 +62,7 @@ async def swarm_step(swarm: dict[str, LocalWorkload], index: int, tokens: int, r
     return digests.pop()
 
 
+@pytest.mark.thorough
 def test_worker_processes_agree_with_the_reference_bit_for_bit(small_content: dict[str, Any], tmp_path: Path) -> None:
     """Also in the tokens that the inner schedule goes by, and the index that the outer one does."""
     schedule = {"kind": "cosine", "warmup_tokens": 400, "decay_tokens": 800}

@@ -254,6 +254,7 @@ end([max((one - other.full_tensor()).abs().max().item() for one, other in parame
 """
 
 
+@pytest.mark.thorough
 def test_muon_orthogonalizes_whole_matrices_also_of_sharded_models(tmp_path: Path, ranks: Ranks) -> None:
     """And what torch cannot compute on shards is refused."""
     for difference, refused in ranks.run(tmp_path, OPTIMIZERS):

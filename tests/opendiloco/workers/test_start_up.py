@@ -105,6 +105,7 @@ def test_a_shard_of_a_stream_tells_how_many_of_its_tokens_are_there(
     assert said == [(f"tokenizing {tmp_path}, shard 1 of 2", share) for share in shares]
 
 
+@pytest.mark.thorough
 def test_a_real_worker_tells_of_its_start(small_config: RunConfig) -> None:
     """Beside its replies, whichever of them is waited for."""
 

@@ -537,7 +537,11 @@ def test_a_relayed_link_takes_the_direct_way_once_there_is_one(monkeypatch: pyte
             near.know(far.contact())
             await one.until(lambda: here.reach is Reach.OPEN)
             await other.until(lambda: there.reach is Reach.OPEN)
-            await near.until(lambda: any(not one.is_ours for one in near.links.link(far.peer).connections))
+            await near.until(
+                lambda: any(
+                    not one.is_ours and one.reach is Reach.OPEN for one in near.links.link(far.peer).connections
+                )
+            )
             await asyncio.gather(*(talk(link) for link in (here, there) for _ in range(3)))
             assert all(idle.reach is Reach.OPEN for link in (here, there) for idle in link._idle)
 

@@ -137,7 +137,7 @@ def test_a_token_joins_so_many_connections_and_no_more() -> None:
     async def scenario() -> None:
         async with splicer() as relay:
             token = token_of(relay)
-            pairs = [(comes(relay, token), comes(relay, token)) for _ in range(data_port.JOINED_OF_ONE_TOKEN)]
+            pairs = [(comes(relay, token), comes(relay, token)) for _ in range(data_port.MEETING_CONNECTIONS)]
             assert await has_ended(comes(relay, token))
             for one, other in pairs:
                 assert not await has_ended(one)

@@ -15,10 +15,9 @@ from peers.network import channel
 from peers.network.channel import PeerRefusedError, PeerUnreachableError, RefusalError, Serve
 from peers.transfer import download
 from peers.transfer.buffers import PayloadBuffers
-from peers.transfer.download import LOOK
+from peers.transfer.download import LOOK, PULLS
 from peers.transfer.payloads import (
     PAYLOAD,
-    PULLS,
     RANGE,
     READERS,
     STAGGER,

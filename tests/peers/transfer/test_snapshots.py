@@ -13,8 +13,8 @@ from peers.log.state import LogState
 from peers.network import channel
 from peers.network.channel import RefusalError, Serve
 from peers.transfer import snapshots as snapshots_module
+from peers.transfer.download import PULLS
 from peers.transfer.snapshots import (
-    PULLS,
     SNAPSHOT,
     STRANGERS,
     Snapshot,

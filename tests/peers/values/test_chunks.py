@@ -96,12 +96,19 @@ def test_all_links_that_reduce_are_done_together() -> None:
 @pytest.mark.parametrize(
     ("rates", "shares"),
     [
+        ([], []),
         ([5.0, 1.0], [50, 50]),
         ([0.0, 0.0, 0.0, 0.0], [25, 25, 25, 25]),
         ([3.0, 0.0, 3.0, 3.0], [25, 25, 25, 25]),
         ([7.0], [100]),
     ],
-    ids=["two send the same whatever they reduce", "nothing measured", "one not measured: as the slowest", "alone"],
+    ids=[
+        "nobody reduces",
+        "two send the same whatever they reduce",
+        "nothing measured",
+        "one not measured: as the slowest",
+        "alone",
+    ],
 )
 def test_where_rates_say_nothing_the_split_is_even(rates: list[float], shares: list[int]) -> None:
     assert split_by_rate(100, rates, len(rates)) == shares

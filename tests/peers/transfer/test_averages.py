@@ -60,6 +60,7 @@ class Recording(Fussy):
 
     async def reduce(self, reduction: Reduction) -> bytes:
         self.asked = [(bytes(blocks), weight) for blocks, weight in reduction.contributions], reduction.tokens
+        self.at = reduction.first_block, reduction.fragment, reduction.index
         return bytes(len(reduction.contributions[0][0]))
 
 
@@ -74,3 +75,4 @@ def test_who_is_clipped_weighs_less_and_all_tokens_are_divided_by() -> None:
     done = asyncio.run(average_chunk(codec.reduce, buffers, "a", reduce))
     assert done == ReducedArrived(AT, "a", 2, ())
     assert codec.asked == ([(b"a" * BLOCK, 10), (b"b" * BLOCK, 5.0), (b"c" * BLOCK, 40)], 70)
+    assert codec.at == (2, AT.position.fragment, AT.position.index), "where chance comes from"

@@ -212,16 +212,20 @@ def test_lost_workers_are_started_again_and_train_from_where_they_began(
     assert "killed by SIGKILL. The workers start again" in caplog.text
 
 
+async def is_restarted_once_and_then_given_up(group: WorkerGroup) -> None:
+    with pytest.raises(WorkersRestartedError):
+        await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+    assert "SIGKILL" in str(await group.wait_for_death())
+    await group.close()
+
+
 def test_workers_that_are_lost_too_often_are_given_up(small_config: RunConfig) -> None:
     async def story() -> None:
         group = await started(small_config, windows=100, restarts=1)
         Played.deaths.update({1: 0, 2: 0})
-        with pytest.raises(WorkersRestartedError):
-            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
-        with pytest.raises(WorkerError, match="killed by SIGKILL"):
-            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
-        assert "SIGKILL" in str(await group.wait_for_death())
-        await group.close()
+        await is_restarted_once_and_then_given_up(group)
 
     asyncio.run(story())
 
@@ -252,12 +256,7 @@ def test_a_death_in_any_request_is_no_more_than_a_restart(
         Played.deaths.update({1: min(dying, asked), 3: 0, 4: 0})
         await REQUESTS[request_kind](group)
         assert [one.configured.fresh for one in Played.all] == [True] * 2 + [False] * 2
-        with pytest.raises(WorkersRestartedError):
-            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
-        with pytest.raises(WorkerError, match="killed by SIGKILL"):
-            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
-        assert "SIGKILL" in str(await group.wait_for_death())
-        await group.close()
+        await is_restarted_once_and_then_given_up(group)
 
     asyncio.run(asyncio.wait_for(story(), 30))
 
