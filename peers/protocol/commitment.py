@@ -28,12 +28,12 @@ Path = Annotated[bytes, Field(strict=True, max_length=MOST_LEVELS * NODE.size)]
 
 
 class Author(Value):
-    """Who commits, as which start, and for what: the round at this position that begins next `after` an attempt."""
+    """The peer that commits, as which start, and to which of its trainings for a position: it may train again there."""
 
     peer: PeerId
     incarnation: Count
     position: Position
-    after: Count
+    number: Count
 
 
 class _Pledge(Value):
@@ -49,10 +49,12 @@ class _Pledge(Value):
 
 
 class Contribution(Value):
-    """The root over a contribution's chunks and their squared norms."""
+    """The root over a contribution's chunks and their squared norms; `number` counts its owner's trainings for the
+    position."""
 
     digest: Digest
     squares: Squares
+    number: Count = 0
 
     @property
     def root(self) -> Sum:
@@ -60,7 +62,7 @@ class Contribution(Value):
 
     def signed(self, signature: bytes) -> Commitment:
         """Return it with its owner's signature, if it is one."""
-        return Commitment(digest=self.digest, squares=self.squares, signature=signature)
+        return Commitment(digest=self.digest, squares=self.squares, number=self.number, signature=signature)
 
 
 def digest_of_all(contributions: Sequence[Contribution]) -> bytes:
@@ -79,7 +81,7 @@ class Commitment(Contribution):
 
     @property
     def contribution(self) -> Contribution:
-        return Contribution(digest=self.digest, squares=self.squares)
+        return Contribution(digest=self.digest, squares=self.squares, number=self.number)
 
     def text(self, author: Author) -> bytes:
         """Return what the peer has signed, if it is its own."""
@@ -118,7 +120,7 @@ class Evidence(Value):
 def commit_to(root: Sum, author: Author, keys: Keys) -> Commitment:
     """Return the peer's own signed commitment."""
     signature = keys.sign(_pledge(root, author).text)
-    return Commitment(digest=root.digest, squares=root.squares, signature=signature)
+    return Commitment(digest=root.digest, squares=root.squares, number=author.number, signature=signature)
 
 
 def leads_to(root: Sum, chunk: int, chunks: int, digest: bytes, proof: ChunkProof) -> bool:
