@@ -200,7 +200,9 @@ class Product:
         lock = self.states[signed].lock
         if lock is None:
             return None
-        return lock.choice.ballot.view, self.headers.index(lock.header) + 2 * lock.choice.alone
+        assert lock.certificate is not None
+        locked = lock.certificate.choice
+        return locked.ballot.view, self.headers.index(lock.header) + 2 * locked.alone
 
     @cache  # noqa: B019
     def agrees(self, signed: Signed, lock: Commit | None) -> bool:
