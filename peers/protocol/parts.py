@@ -1,8 +1,8 @@
 """Averages of chunks, as the members that made them have signed them; and what a round's averages come to.
 
 A reducer signs each average that it makes once in a round, so two statements by one reducer about one chunk that differ
-prove that it has lied. A later ballot may name an heir for a reducer that gave nothing; then a chunk may have averages of
-two members. The leader's proposal says which of them counts, by a mark of a few bytes for each chunk.
+prove that it has lied. A later ballot may name an heir for a reducer that gave nothing; a chunk may then have averages
+of two members. The proposal of the leader says which of them counts, by a mark of a few bytes for each chunk.
 """
 
 from __future__ import annotations
