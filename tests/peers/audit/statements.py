@@ -42,12 +42,21 @@ VERIFIER = Verifier("tiny", verify, PAYLOADS)
 
 # The log ---------------------------------------------------------------------------------------------------------
 def log_of(peers: Sequence[str], empty: LogState = SETTINGS.empty_log) -> LogState:
-    """Return the log after a first entry that these peers have made; each has a lease."""
-    roster = [
-        Member(peer=peer, tokens=100, samples=(SampleRange(20 * n, 20 * n + 20),), incarnation=INCARNATION)
-        for n, peer in enumerate(peers)
-    ]
-    return empty.append(empty.next_header(roster, digest_of(b"payload"), roster[0].peer))
+    """Return the log after a first cycle of these peers; each has a lease."""
+    log = empty
+    for fragment in range(empty.fragments):
+        place = log.of(fragment)
+        roster = [
+            Member(
+                peer=peer,
+                tokens=100,
+                samples=(SampleRange(20 * n, 20 * n + 20),) if place.closes else (),
+                incarnation=INCARNATION,
+            )
+            for n, peer in enumerate(peers)
+        ]
+        log = place.append(place.next_header(roster, digest_of(b"payload"), peers[0] if place.closes else None))
+    return log
 
 
 ABC = log_of("abc")

@@ -160,6 +160,28 @@ def test_an_unsigned_vote_hides_nothing() -> None:
     assert held.observe_vote("c", vote("c", choice(B, 1)), HERE)
 
 
+def test_another_incarnation_hides_nothing() -> None:
+    held = evidence()
+    for given in (vote("c", choice(A, 1), incarnation=8), vote("c", choice(A, 1))):
+        assert held.observe_vote("c", given, HERE) == ()
+    assert held.observe_vote("c", vote("c", choice(B, 1)), HERE)
+    held = evidence()
+    for given in (vote("c", choice(A, 1), incarnation=8), vote("c", choice(A, 1))):
+        assert held.observe_vote("c", given, HERE) == ()
+    assert farewell(1)(held)
+    held = evidence()
+    farewell(1)(held)
+    held.observe_farewell("c", leaving("c", 1, incarnation=8), HERE)
+    assert VOTED(held)
+
+
+def test_a_minoritys_certificate_names_its_group() -> None:
+    held = evidence()
+    assert held.observe_certified(certified(A, choice(A, 1, group="bc"), "c", group="bc"), ABC, HERE) == ()
+    (fault,) = held.observe_certified(certified(B, choice(B, 1, group="cb"), "c", group="cb"), ABC, HERE)
+    assert fault.peer == "c"
+
+
 def test_honest_exchanges_convict_nobody() -> None:
     """An heir averages a chunk again, another round has other averages, and a peer may train again."""
     held, other = evidence(), round_of(view=1)
@@ -177,6 +199,14 @@ def test_honest_exchanges_convict_nobody() -> None:
         assert held.observe_commitment(author(number=number), commitment(value, author(number=number)), HERE) == ()
     forged = commitment(b"three").model_copy(update={"signature": bytes(64)})
     assert held.observe_commitment(author(), forged, HERE) == ()
+
+
+def test_an_unsigned_commitment_hides_nothing() -> None:
+    held = evidence()
+    forged = commitment(b"three").model_copy(update={"signature": bytes(64)})
+    for given in (forged, commitment(b"one"), forged):
+        assert held.observe_commitment(author(), given, HERE) == ()
+    assert held.observe_commitment(author(), commitment(b"two"), HERE)
 
 
 def test_an_average_without_its_reducers_signature_convicts_nobody() -> None:
@@ -241,6 +271,15 @@ def test_a_fork_of_voters_that_counted_themselves_out_convicts_them() -> None:
     assert proofs_behind(held, faults) == [True, True]
 
 
+def test_a_certificate_of_another_place_hides_nothing() -> None:
+    held, lineage = evidence(), lineage_of(entries=1)
+    log = lineage.log
+    held.observe_certified(certified(A, choice(A, 1), "bc"), log, lineage)
+    for number in range(2):
+        given = vote("c", choice(header(number, log), 1), log.position)
+        assert bool(held.observe_vote("c", given, lineage)) is (number == 1)
+
+
 def test_certificates_of_no_use_are_passed_over() -> None:
     held = evidence()
     assert (
@@ -261,6 +300,14 @@ def test_a_flood_of_votes_does_not_hide_those_in_certificates() -> None:
     for view in range(2, 3 * VOTES_OF_ONE):
         held.observe_vote("c", vote("c", choice(A, view)), HERE)
     assert held.observe_certified(certified(B, choice(B, 3 * VOTES_OF_ONE), "bc"), ABC, HERE)
+
+
+def test_a_certificate_counts_after_a_flood_of_votes() -> None:
+    held, last = evidence(), 3 * VOTES_OF_ONE
+    for view in range(1, last):
+        held.observe_vote("c", vote("c", choice(A, view)), HERE)
+    held.observe_certified(certified(A, choice(A, last, Phase.COMMIT), "bc"), ABC, HERE)
+    assert held.observe_certified(certified(B, choice(B, last + 1), "bc"), ABC, HERE)
 
 
 def test_votes_are_forgotten_with_time_and_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,6 +451,7 @@ def test_who_floods_others_with_proofs_fills_no_memory_and_pushes_out_no_named_o
     for proof in proofs:
         held.observe_proof("a", shown(proof), lineage)
         assert held.has([proofs[0].fault, proof.fault], lineage), "what we may have named, and what another one may"
+    assert held.provable(log, lineage, "a") == (proofs[0].fault,)
     kept = held.behind([proof.fault for proof in proofs])
     assert [known.fault for known in kept] == [proof.fault for proof in (*proofs[: OF_ONE - 1], proofs[-1])]
     for name in names:
@@ -411,6 +459,7 @@ def test_who_floods_others_with_proofs_fills_no_memory_and_pushes_out_no_named_o
     assert held.behind([proofs[-1].fault]) == ()
     assert len(held.behind([two_votes(name, log.position).fault for name in names])) == KEPT
     assert held.has([proof.fault for proof in proofs], lineage), "it is proven still"
+    assert held.provable(log, lineage, names) == ()
     held.observe_proof("a", shown(proofs[-1]), lineage)
     assert held.behind([proofs[-1].fault]), "shown again, it is kept again"
 
@@ -421,6 +470,23 @@ def test_what_is_proven_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for proof in proofs:
         held.observe_proof("b", shown(proof), HERE)
     assert [held.has([proof.fault], HERE) for proof in proofs] == [False, False, True, True, True]
+
+
+def test_the_bytes_of_what_is_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_module, "KEPT_BYTES", 2 * len(pack(two_votes())))
+    held = evidence()
+    for peer in "abc":
+        held.observe_proof("b", shown(two_votes(peer)), HERE)
+    assert [known.fault.peer for known in held.behind([two_votes(peer).fault for peer in "abc"])] == ["b", "c"]
+
+
+def test_only_an_entry_that_closes_its_cycle_names_peers() -> None:
+    log = log_of("abc", replace(SETTINGS, fragments=2).empty_log)
+    held, lineage = evidence(), Lineage(log)
+    proof = two_votes(position=log.position)
+    assert held.observe_proof("b", shown(proof), lineage) == (proof.fault,)
+    assert held.provable(log.of(0), lineage, "ab") == ()
+    assert held.provable(log.of(1), lineage, "ab") == (proof.fault,)
 
 
 def test_an_entry_names_a_few() -> None:
@@ -439,6 +505,8 @@ def test_what_costs_too_much_to_show_is_not_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(evidence_module, "SHOWN_BYTES", 2 * len(pack(two_votes())) - 1)
     assert held.provable(ABC, HERE, "a")
     assert not held.provable(ABC, HERE, "ab")
+    held.observe_proof("b", shown(two_votes("b")), HERE)
+    assert held.provable(ABC, HERE, "a") == (two_votes().fault,), "both together cost too much"
 
 
 # What liars can cost ---------------------------------------------------------------------------------------------
@@ -451,6 +519,7 @@ def test_a_few_proofs_of_each_sender_are_looked_at_in_a_cycle() -> None:
     held = evidence()
     for seed in range(LOOKED_AT):
         held.observe_proof("a", shown(two_votes(seed=seed)), HERE)
+        held.observe_proof("a", shown(two_votes()), HERE)  # a known one costs nothing
     more, named = two_votes("b", seed=99), two_votes("b", seed=100)
     assert held.observe_proof("a", shown(more), HERE) == ()
     held.lacking([named.fault], HERE)
