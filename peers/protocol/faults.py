@@ -16,8 +16,8 @@ from pydantic import Field
 
 from peers.log.certificate import Ballot
 from peers.log.header import MEMBER_LIMIT, Fault, Kind, Position
-from peers.protocol.averages import Statement
 from peers.protocol.commitment import Author, Commitment, Evidence
+from peers.protocol.parts import Statement
 from peers.protocol.rounds import Attempt
 from peers.values.identity import Signature, Verify
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, WireError, digest_of, pack, unpack

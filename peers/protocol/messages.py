@@ -16,8 +16,8 @@ from peers.log.header import MEMBER_LIMIT, Header, Kind, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
 from peers.protocol.commitment import Commitment, Contribution
+from peers.protocol.parts import Averaged, Marks
 from peers.protocol.rounds import Round, RoundName
-from peers.protocol.signed_averages import Averaged, Marks
 from peers.values.identity import Signature
 from peers.values.leases import PIECE_LIMIT
 from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Reason, Samples, Seconds, Value

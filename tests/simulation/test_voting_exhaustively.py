@@ -14,25 +14,16 @@ together, which allows more than can happen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 
 import pytest
 
+from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, digest_of_group
 from peers.log.header import Member
-from peers.protocol.ballots import (
-    Ballot,
-    Certificate,
-    Certified,
-    Choice,
-    Group,
-    Phase,
-    Propose,
-    Quorum,
-    Vote,
-    digest_of_group,
-)
+from peers.log.state import Quorum
+from peers.protocol.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
     Cast,
     Tally,
@@ -45,7 +36,7 @@ from peers.protocol.voting import (
     vote_prepare,
 )
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, PAYLOAD
+from tests.peers.logs import LOG, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 Commit = tuple[int, int]
@@ -95,9 +86,10 @@ class Product:
 
     def __init__(self, world: World) -> None:
         roster = [Member(peer=peer, tokens=100, samples=LOG.grants[n]) for n, peer in enumerate(world.names)]
-        log = LOG.append(LOG.next_header(roster, PAYLOAD))
+        empty = replace(LOG, quorum=world.quorum)
+        log = empty.append(next_header(empty, roster))
         members = [log.expected(peer) for peer in log.roster]
-        self.headers = [log.next_header(members, digest_of(bytes([number]))) for number in range(2)]
+        self.headers = [next_header(log, members, digest_of(bytes([number]))) for number in range(2)]
         self.log, self.world = log, world
         self.place = self.place_of("a")
         self.enough = next(n for n in range(1, 9) if n * 2 > world.voters and self.is_enough(n))
@@ -107,7 +99,7 @@ class Product:
         self._explore()
 
     def place_of(self, peer: str) -> VotingPlace:
-        return VotingPlace(self.log, self.world.quorum, SimulatedKeys(peer))
+        return VotingPlace(self.log, SimulatedKeys(peer))
 
     def is_enough(self, signers: int) -> bool:
         return self.certificate((0, 0, None), self.world.names[:signers]) is not None
@@ -176,6 +168,7 @@ class Product:
             header=self.headers[header % 2],
             group=self.group_of(header),
             justify=None if justify is None else self.shown((*justify, None)),
+            round=None,
         )
         answer = vote_prepare(state, propose, self.place)
         if not isinstance(answer, Cast):
