@@ -196,9 +196,10 @@ class Product:
     def locked(self, signed: Signed) -> Commit | None:
         """Return what a voter has locked that has signed all this."""
         lock = self.states[signed].lock
-        if lock is None:
+        if lock is None or lock.certificate is None:
             return None
-        return lock.choice.ballot.view, self.headers.index(lock.header) + 2 * lock.choice.alone
+        choice = lock.certificate.choice
+        return choice.ballot.view, self.headers.index(lock.header) + 2 * choice.alone
 
     @cache  # noqa: B019
     def agrees(self, signed: Signed, lock: Commit | None) -> bool:

@@ -18,11 +18,11 @@ from opendiloco.storage.audit import Findings, _entries, _Proofs
 from opendiloco.storage.files import file_header
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import RunFolder
+from peers.audit.proofs import BadContribution, TwoCommitments
 from peers.log.chain import Entry
 from peers.log.folder import ENTRIES, NO_RUN, PAYLOADS, LogFolder, _entry_line, _first_line, payload_path, read_chain
 from peers.log.header import FAULT_AGE, Fault, Position
 from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
-from peers.protocol.faults import BadContribution, TwoCommitments
 from peers.values.chunks import Payload, Sum
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
@@ -413,7 +413,7 @@ def test_indices_in_words() -> None:
 
 # What excludes peers ----------------------------------------------------------------------------------------------
 def two_commitments(position: Position, liar: int = 0, is_lie: bool = True) -> TwoCommitments:
-    author = Author(peer=PEERS[liar], incarnation=0, position=position, after=0)
+    author = Author(peer=PEERS[liar], incarnation=0, position=position, number=0)
     roots = [Sum(digest_of(b"%d" % (number * is_lie)), 1.0) for number in range(2)]
     first, second = (commit_to(root, author, IDENTITIES[liar]) for root in roots)
     return TwoCommitments(author=author, first=first, second=second)
@@ -485,7 +485,7 @@ def test_what_proves_nothing_is_found(what: str, recorded: RecordedRun, tmp_path
 
 
 def test_a_false_contribution_is_not_verified_without_the_model(recorded: RecordedRun, tmp_path: Path) -> None:
-    author = Author(peer=PEERS[0], incarnation=0, position=position(recorded, 1), after=0)
+    author = Author(peer=PEERS[0], incarnation=0, position=position(recorded, 1), number=0)
     said = commit_to(Sum(digest_of(b"root"), 1.0), author, IDENTITIES[0])
     shown = Evidence(commitment=said, chunk=0, proof=ChunkProof(squares=1.0, path=b""), data=b"chunk")
     proof = BadContribution(author=author, evidence=shown)

@@ -22,7 +22,6 @@ from peers.values.wire import digest_of, pack
 from tests.peers.audit.statements import (
     ABC,
     ROUND,
-    SETTINGS,
     VERIFIER,
     A,
     B,
@@ -43,8 +42,8 @@ from tests.peers.audit.statements import (
     two_votes,
     vote,
 )
+from tests.peers.logs import SETTINGS, next_header
 
-PAYLOAD = digest_of(b"payload")
 Faults = tuple[Fault, ...]
 
 
@@ -418,7 +417,7 @@ def excluded() -> Lineage:
     """Return a lineage that has excluded c."""
     members = [ABC.expected(peer) for peer in "ab"]
     lineage = Lineage(ABC)
-    entry = ABC.next_header(members, PAYLOAD, "a", [two_votes().fault])
+    entry = next_header(ABC, members, faults=[two_votes().fault])
     lineage.append(entry, ABC.append(entry))
     return lineage
 
@@ -497,7 +496,7 @@ def test_an_entry_names_a_few() -> None:
         held.observe_proof(peer, shown(two_votes(peer, log.position)), lineage)
     faults = held.provable(log, lineage, "a")
     assert [fault.peer for fault in faults] == peers[:FAULT_LIMIT]
-    assert log.next_header([log.expected("a")], PAYLOAD, "a", faults).faults == faults
+    assert next_header(log, [log.expected("a")], faults=faults).faults == faults
 
 
 def test_what_costs_too_much_to_show_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
