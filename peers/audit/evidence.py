@@ -151,7 +151,7 @@ class Statements:
     def average(self, round: Round, average: Averaged) -> FaultProof | None:
         """Take in an average whose signature has been checked."""
         reducer = average.origin.reducer
-        incarnation = next((member.incarnation for member in round.roster if member.peer == reducer), None)
+        incarnation = round.incarnations.get(reducer)
         if incarnation is None or average.chunk >= round.chunks:
             return None
         if round.terms not in self._averages and len(self._averages) == ROUNDS:

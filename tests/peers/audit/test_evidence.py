@@ -13,11 +13,11 @@ import pytest
 from peers.audit import evidence as evidence_module
 from peers.audit.evidence import KEPT, LOOKED_AT, OF_ONE, VOTES_OF_ONE, Evidence, FalseProofError
 from peers.audit.proofs import TwoVotes, read_proof
-from peers.log.certificate import Choice, Phase
+from peers.log.certificate import Certificate, Choice, Phase
 from peers.log.certificate import Proof as Weight
 from peers.log.header import FAULT_AGE, FAULT_LIMIT, Fault, Header, Kind, Position
 from peers.log.lineage import Branch, Lineage
-from peers.protocol.messages import Proof, Vote
+from peers.protocol.messages import Certified, Proof, Vote
 from peers.values.wire import digest_of, pack
 from tests.peers.audit.statements import (
     ABC,
@@ -52,6 +52,11 @@ def proofs_behind(held: Evidence, faults: Faults) -> list[bool]:
     found = [read_proof(known.fault.kind, known.data) for known in held.behind(faults)]
     assert [proof.fault for proof in found] == list(faults)
     return [proof.convicts(VERIFIER) for proof in found]
+
+
+def proof_of(shown: Certified) -> Certificate:
+    assert shown.certificate is not None
+    return shown.certificate
 
 
 def taken(proof: TwoVotes, lineage: Lineage) -> Evidence:
@@ -248,13 +253,13 @@ def test_where_two_branches_part_their_certificates_convict_also_who_broke_a_loc
             log,
             log.append(entry),
             first={0: (entry.digest, Weight(True, 3))},
-            certificates={0: certified(entry, choice(entry, view, Phase.COMMIT), signers, log).certificate},
+            certificates={0: proof_of(certified(entry, choice(entry, view, Phase.COMMIT), signers, log))},
         )
         for entry, view, signers in ((one, 1, "abc"), (other, 2, "cde"))
     ]
     lineage = Lineage(log)
     held.observe_certified(certified(other, choice(other, 2), "bde", log), log, lineage)
-    faults = held.observe_split(*branches, lineage)
+    faults = held.observe_split(branches[0], branches[1], lineage)
     assert [fault.peer for fault in faults] == ["b"], "c only changed its mind in a later ballot, as far as is known"
     assert proofs_behind(held, faults) == [True]
     assert held.observe_certified(certified(other, choice(other, 2), "cde", log), log, lineage)[0].peer == "c"
@@ -286,9 +291,8 @@ def test_certificates_of_no_use_are_passed_over() -> None:
         == ()
     )
     far = certified(A, choice(A, 1), "ab")
-    assert far.certificate is not None
-    signers = tuple(one.model_copy(update={"place": 9}) for one in far.certificate.signers)
-    far = far.model_copy(update={"certificate": far.certificate.model_copy(update={"signers": signers})})
+    signers = tuple(one.model_copy(update={"place": 9}) for one in proof_of(far).signers)
+    far = far.model_copy(update={"certificate": proof_of(far).model_copy(update={"signers": signers})})
     assert held.observe_certified(far, ABC, HERE) == ()
 
 
