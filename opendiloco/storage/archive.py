@@ -40,7 +40,7 @@ from peers.network.transport import HivemindTransport
 from peers.presence.branches import state_told
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.protocol.messages import Commit, Elsewhere, Inquire
+from peers.protocol.messages import Certified, Elsewhere, Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.following import Doubts, next_in_log
@@ -140,8 +140,8 @@ class ArchivedRun:
             return None
         before, followed = self._log_at(inquiry.position), self.log.header_at(index, fragment)
         if before is not None and followed is not None and followed.previous == inquiry.position.head:
-            commit = Commit(header=followed, certificate=self.log.certificate_at(index, fragment))
-            return pack_message(self.run.run_id, commit, before)
+            certified = Certified(header=followed, certificate=self.log.certificate_at(index, fragment))
+            return pack_message(self.run.run_id, certified, before)
         if inquiry.position.is_in_cycle_of(self.end.position):
             return None
         return pack_message(self.run.run_id, Elsewhere(position=self.end.position), None)

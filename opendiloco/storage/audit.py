@@ -137,7 +137,7 @@ def _check_signatures(entry: Entry, header: Header, before: LogState, findings: 
         findings.wrong.append((header.index, str(error)))
         return
     if proof.is_certified:
-        findings.is_verified("signatures of most of the roster before", header.index)
+        findings.is_verified("signatures of a quorum of the voters before", header.index)
     else:
         findings.is_unverified("entries that a minority made", header.index)
 

@@ -1,4 +1,4 @@
-"""The branches of the log that other peers name in their heartbeats: who is further on, and whom to ask for it (R21)."""
+"""The branches of the log that other peers name in their heartbeats: who is further on, and whom to ask (R21)."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ class Membership:
             sighting.reachable, sighting.advanced_at = True, now
 
     def departs(self, peer: str, incarnation: int, departure: int, signature: bytes) -> None:
-        """Note that a peer said farewell: it counts in no quorum from the entry `departure` on. Strangers are in none, and
-        not remembered."""
+        """Note that a peer said farewell: it counts in no quorum from the entry `departure` on. Strangers are in none,
+        and not remembered."""
         if peer in self._seen:
             self._departs(self._seen[peer], incarnation, departure, signature)
             self._live = None

@@ -1,4 +1,4 @@
-"""The peers that are there, as one peer hears them itself: who lives, how we reach them, and whether they are enough."""
+"""The peers that are there, as one peer hears them itself: who lives, whom we reach, and whether they are enough."""
 
 from __future__ import annotations
 

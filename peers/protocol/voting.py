@@ -27,23 +27,20 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from peers.log.certificate import CertificateError, Departure
-from peers.log.header import Header, Position
-from peers.log.state import LogError, LogState
-from peers.protocol.ballots import (
+from peers.log.certificate import (
     Ballot,
     Certificate,
-    Certified,
+    CertificateError,
     Choice,
+    Departure,
     Group,
     Phase,
-    Propose,
-    Quorum,
-    Vote,
     certify,
-    electorate,
     prove,
 )
+from peers.log.header import Header, Position
+from peers.log.state import LogError, LogState
+from peers.protocol.messages import Certified, Propose, Vote
 from peers.values.identity import Keys, Signature, Verify
 from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 
@@ -86,15 +83,12 @@ class VotingPlace:
     """What a voter knows of a position without its own votes: the log before the entry, and its own key."""
 
     log: LogState
-    quorum: Quorum
     keys: Keys
 
     def is_prepared(self, header: Header, certificate: Certificate) -> bool:
         """Return whether this is a valid prepare certificate of the header."""
-        if certificate.choice.phase is not Phase.PREPARE:
-            return False
         try:
-            prove(certificate, self.log, header, self.quorum, self.keys.verify)
+            prove(certificate, self.log, header, self.keys.verify, Phase.PREPARE)
         except CertificateError:
             return False
         return True
@@ -168,7 +162,10 @@ def vote_prepare(
 def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> Cast | Refusal:
     """Decide vote 2: lock the header that a prepare certificate proves. It needs neither vote 1 nor the payload: those
     who gave vote 1 have the payload, and whoever lacks it fetches it."""
-    header, shown = prepared.header, prepared.certificate.choice
+    header, certificate = prepared.header, prepared.certificate
+    if certificate is None:
+        return Refusal.NO_PREPARE
+    shown = certificate.choice
     choice = shown.model_copy(update={"phase": Phase.COMMIT, "justify": None})
     if prepared.position != state.position:
         return Refusal.ELSEWHERE
@@ -176,11 +173,11 @@ def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> C
         return Cast(state, state.commit)
     if refusal := _why_not_in(state, choice.ballot, state.commit):
         return refusal
-    if not place.is_prepared(header, prepared.certificate):
+    if not place.is_prepared(header, certificate):
         return Refusal.NO_PREPARE
     if not place.follows(header):
         return Refusal.DOES_NOT_FOLLOW
-    is_lighter = state.lock is not None and shown.weight < state.lock.choice.weight
+    is_lighter = state.lock is not None and shown.weight < _choice_of(state.lock).weight
     vote = _sign(state, choice, place)
     return Cast(state.model_copy(update={"commit": vote, "lock": state.lock if is_lighter else prepared}), vote)
 
@@ -197,14 +194,23 @@ def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal
 def _is_bound(lock: Certified | None, propose: Propose) -> bool:
     """Return whether a lock keeps the voter from a proposal: unless the proposal shows a certificate that is newer, or
     as new and of the same header. A minority's lock binds only in a minority's ballots."""
-    if lock is None or (lock.choice.alone and not propose.choice.alone):
+    if lock is None:
+        return False
+    locked = _choice_of(lock)
+    if locked.alone and not propose.choice.alone:
         return False
     if propose.justify is None:
         return True
     shown = propose.justify.choice
-    if shown.weight == lock.choice.weight:
-        return shown.header != lock.choice.header
-    return shown.weight < lock.choice.weight
+    if shown.weight == locked.weight:
+        return shown.header != locked.header
+    return shown.weight < locked.weight
+
+
+def _choice_of(lock: Certified) -> Choice:
+    """Return the choice that prepared a lock."""
+    assert lock.certificate is not None, "nothing is locked without one"
+    return lock.certificate.choice
 
 
 def _sign(state: VoterState, choice: Choice, place: VotingPlace) -> Vote:
@@ -371,6 +377,9 @@ class Tally:
         self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]], group: Group = ()
     ) -> Certificate | None:
         """Return the certificate of a choice of this header; None: too few have voted for it."""
-        voters = electorate(self.place.log, header, group, self.place.quorum)
-        votes = [(peer, vote) for (peer, phase), vote in self._votes.items() if phase is choice.phase]
-        return certify(voters, choice, group, votes, farewells)
+        signatures = {
+            (peer, vote.incarnation): vote.signature
+            for (peer, _), vote in self._votes.items()
+            if vote.choice == choice
+        }
+        return certify(self.place.log, header, choice, group, signatures, farewells)

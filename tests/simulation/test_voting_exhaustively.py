@@ -19,8 +19,6 @@ from functools import cache
 from itertools import combinations
 
 import pytest
-
-from peers.log.header import Member
 from peers.protocol.ballots import (
     Ballot,
     Certificate,
@@ -33,6 +31,8 @@ from peers.protocol.ballots import (
     Vote,
     digest_of_group,
 )
+
+from peers.log.header import Member
 from peers.protocol.voting import (
     Cast,
     Tally,
@@ -45,7 +45,7 @@ from peers.protocol.voting import (
     vote_prepare,
 )
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, PAYLOAD
+from tests.peers.logs import LOG, PAYLOAD, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 Commit = tuple[int, int]
@@ -95,9 +95,9 @@ class Product:
 
     def __init__(self, world: World) -> None:
         roster = [Member(peer=peer, tokens=100, samples=LOG.grants[n]) for n, peer in enumerate(world.names)]
-        log = LOG.append(LOG.next_header(roster, PAYLOAD))
+        log = LOG.append(next_header(LOG, roster, PAYLOAD))
         members = [log.expected(peer) for peer in log.roster]
-        self.headers = [log.next_header(members, digest_of(bytes([number]))) for number in range(2)]
+        self.headers = [next_header(log, members, digest_of(bytes([number]))) for number in range(2)]
         self.log, self.world = log, world
         self.place = self.place_of("a")
         self.enough = next(n for n in range(1, 9) if n * 2 > world.voters and self.is_enough(n))

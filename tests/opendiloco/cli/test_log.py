@@ -29,6 +29,7 @@ from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead, pack_heads
 from peers.values.wire import digest_of, pack
 from tests.opendiloco.training.recorded_run import BLOCK_BYTES, IDENTITIES, PEERS, RecordedRun, certificate, record
+from tests.peers.logs import next_header
 
 ENTRIES_OF_RUN = 5
 ORGANISER = Identity.generate()
@@ -359,7 +360,7 @@ def test_a_payload_that_no_encoder_makes_is_found(folder: RunFolder, recorded: R
     nonsense = Payload.cut(memoryview(b"\xff" * len(recorded.payloads[0].data)), BLOCK_BYTES)
     log_folder = LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES)
     at = recorded.empty_log.at(recorded.headers[2])
-    log_folder.append(at.next_header(recorded.headers[3].roster, nonsense.digest), None, nonsense)
+    log_folder.append(next_header(at, recorded.headers[3].roster, nonsense.digest), None, nonsense)
     said = assert_wrong(folder, 3, "its payload cannot be applied")
     assert "verified: states, from the manifest on: entries 0 to 2\n" in said
 

@@ -13,7 +13,8 @@ from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, RUN, attempt, first_log, member, vote
+from tests.peers.builders import attempt, vote
+from tests.peers.logs import LOG, RUN, first_log, member, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 VERIFY = SimulatedKeys("b").verify
@@ -22,7 +23,7 @@ START = first_log()
 
 def next_of(log: LogState, payload: bytes = b"payload", peers: str = "abc", state: bytes = b"state") -> Header:
     roster = [log.expected(peer) for peer in log.roster if peer in peers] or [member("a", 0, 20)]
-    return log.in_state(digest_of(state)).next_header(roster, digest_of(payload))
+    return next_header(log.in_state(digest_of(state)), roster, digest_of(payload))
 
 
 def certificate_of(log: LogState, header: Header, by: str) -> Certificate:

@@ -24,7 +24,7 @@ from peers.log.header import Header, Member
 from peers.log.state import LogState
 from peers.values.identity import Identity, verify
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import LOG, PAYLOAD, RUN
+from tests.peers.logs import LOG, PAYLOAD, RUN, next_header
 
 IDENTITIES = sorted((Identity.generate() for _ in range(5)), key=lambda identity: identity.peer_id)
 PEERS = [identity.peer_id for identity in IDENTITIES]
@@ -37,11 +37,11 @@ def log_of(number: int) -> LogState:
         Member(peer=peer, tokens=100, samples=LOG.grants[place], incarnation=7 + place)
         for place, peer in enumerate(PEERS[:number])
     ]
-    return LOG.append(LOG.next_header(roster, PAYLOAD))
+    return LOG.append(next_header(LOG, roster, PAYLOAD))
 
 
 def next_of(log: LogState, payload: bytes = PAYLOAD) -> Header:
-    return log.next_header([log.expected(peer) for peer in log.roster], payload)
+    return next_header(log, [log.expected(peer) for peer in log.roster], payload)
 
 
 def voted(header: Header, places: Iterable[int], attempt: AttemptName = ATTEMPT, started: int = 7) -> dict[str, bytes]:

@@ -12,12 +12,12 @@ from peers.log.chain import follow, outcome_of
 from peers.log.header import BYSTANDER_LIMIT, MEMBER_LIMIT, Fault, Header, Member
 from peers.log.state import TERM, LogError, LogState, _place_of_turn
 from peers.values.wire import pack, unpack
-from tests.peers.builders import LOG, PAYLOAD, member
+from tests.peers.logs import LOG, PAYLOAD, member, next_header
 
 
 def founded(empty: LogState = LOG) -> LogState:
     roster = [member(name, 20 * place, 20 * place + 20) for place, name in enumerate("abcde")]
-    return empty.append(empty.next_header(roster, PAYLOAD))
+    return empty.append(next_header(empty, roster, PAYLOAD))
 
 
 FOUNDED = founded()
@@ -25,7 +25,7 @@ FOUNDED = founded()
 
 def entry(log: LogState, names: str, gone: Sequence[str] = (), faults: Sequence[Fault] = ()) -> Header:
     roster = [log.expected(name, None if name in log.known else 0) for name in names]
-    return log.next_header(roster, PAYLOAD, faults, gone)
+    return next_header(log, roster, PAYLOAD, faults, gone)
 
 
 def test_whoever_has_a_say_keeps_it_until_it_is_gone() -> None:
@@ -44,7 +44,7 @@ def test_a_voter_counts_as_the_start_that_was_in_an_entry_last() -> None:
     assert log.counts("d", 0)
     assert not log.counts("d", 1), "it has started again"
     again = log.expected("d").model_copy(update={"incarnation": 1})
-    log = log.append(log.next_header([log.expected("a"), again], PAYLOAD))
+    log = log.append(next_header(log, [log.expected("a"), again], PAYLOAD))
     assert log.counts("d", 1)
     assert not log.counts("d", 0)
 
@@ -75,18 +75,18 @@ def test_whoever_an_annex_names_has_no_say_any_more() -> None:
 
 def test_nobody_is_gone_before_the_first_entry() -> None:
     with pytest.raises(LogError, match="no voter"):
-        LOG.next_header([member("a", 0, 20)], PAYLOAD, (), "b")
+        next_header(LOG, [member("a", 0, 20)], PAYLOAD, (), "b")
 
 
 def test_only_the_entry_that_closes_a_cycle_says_who_is_gone() -> None:
     log, without_samples = replace(LOG, fragments=2), [member("a", 0, 20).model_copy(update={"samples": ()})]
-    log = log.append(log.next_header(without_samples, PAYLOAD))
-    log = log.append(log.of(1).next_header([member("a", 0, 20), member("b", 20, 40)], PAYLOAD))
+    log = log.append(next_header(log, without_samples, PAYLOAD))
+    log = log.append(next_header(log.of(1), [member("a", 0, 20), member("b", 20, 40)], PAYLOAD))
     with pytest.raises(LogError, match="closes"):
-        log.next_header(without_samples, PAYLOAD, (), "b")
-    log = log.append(log.next_header(without_samples, PAYLOAD))
+        next_header(log, without_samples, PAYLOAD, (), "b")
+    log = log.append(next_header(log, without_samples, PAYLOAD))
     assert log.voters == ("a", "b")
-    assert log.append(log.of(1).next_header([log.of(1).expected("a")], PAYLOAD, (), "b")).voters == ("a",)
+    assert log.append(next_header(log.of(1), [log.of(1).expected("a")], PAYLOAD, (), "b")).voters == ("a",)
 
 
 def test_who_is_gone_is_told_in_brief_and_bystanders_are_kept() -> None:
@@ -102,11 +102,11 @@ def test_who_is_gone_is_told_in_brief_and_bystanders_are_kept() -> None:
 def test_of_too_many_bystanders_those_stay_that_were_in_an_entry_last() -> None:
     names = [f"peer{number:04}" for number in range(1, MEMBER_LIMIT)]
     idle = [Member(peer=name, tokens=0, samples=()) for name in names]
-    crowd = LOG.append(LOG.next_header([*idle, member("q", 0, 20)], PAYLOAD))
-    crowd = crowd.append(crowd.next_header([crowd.expected("z", 0)], PAYLOAD))
+    crowd = LOG.append(next_header(LOG, [*idle, member("q", 0, 20)], PAYLOAD))
+    crowd = crowd.append(next_header(crowd, [crowd.expected("z", 0)], PAYLOAD))
     assert len(crowd.voters) == BYSTANDER_LIMIT + 1
     assert crowd.voters[:2] == ("z", "peer0001")
-    header = crowd.next_header([crowd.expected("z")], PAYLOAD)
+    header = next_header(crowd, [crowd.expected("z")], PAYLOAD)
     assert follow(crowd, outcome_of(crowd, header)).last == header
 
 
@@ -134,13 +134,13 @@ def test_whoever_leads_does_not_choose_the_rosters_order() -> None:
     """Regression: a liar put itself in each entry's roster where the next leader stands, and led for ever."""
     roster = [FOUNDED.expected(name) for name in "bacde"]
     with pytest.raises(LogError, match="out of order"):
-        FOUNDED.next_header(roster, PAYLOAD)
+        next_header(FOUNDED, roster, PAYLOAD)
 
 
 def test_those_on_probation_do_not_vote_and_lead_last() -> None:
     log = founded(replace(LOG, probation=2))
     roster = log.weighed([log.expected("a"), log.expected("z", 0)])
-    log = log.append(log.next_header(roster, PAYLOAD, (), "cde"))
+    log = log.append(next_header(log, roster, PAYLOAD, (), "cde"))
     assert log.voters == ("a", "b")
     assert log.leaders[-1] == "z"
     assert not log.counts("z", 0)

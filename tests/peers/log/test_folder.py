@@ -32,7 +32,7 @@ from peers.log.state import LogError, LogState
 from peers.values.chunks import Payload
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import LOG, chain_of
+from tests.peers.logs import LOG, chain_of, next_header
 
 BLOCK = 8  # bytes
 PayloadOf = Callable[[int], Payload]
@@ -50,7 +50,7 @@ def lineage(count: int, payload_of: PayloadOf = payload, log: LogState = LOG) ->
         index = log.position.index
         leases = log.leases or {"a": (SampleRange(0, 20),), "b": (SampleRange(20, 40),)}
         roster = [Member(peer=peer, tokens=100, samples=leases[peer]) for peer in "ab"]
-        headers.append(log.next_header(roster, payload_of(index).digest))
+        headers.append(next_header(log, roster, payload_of(index).digest))
         log = log.append(headers[-1])
     return headers
 
@@ -347,7 +347,7 @@ def test_the_file_grows_by_what_happened(tmp_path: Path) -> None:
     for _ in range(4):
         leases = at.leases or {peer: (SampleRange(20 * place, 20 * place + 20),) for place, peer in enumerate(names)}
         roster = [Member(peer=peer, tokens=2000, samples=leases[peer]) for peer in names]
-        header = at.next_header(roster, payload(0).digest)
+        header = next_header(at, roster, payload(0).digest)
         log.append(header, state(0), None)
         at = at.append(header)
         sizes.append((tmp_path / ENTRIES).stat().st_size)

@@ -9,7 +9,7 @@ import pytest
 from peers.log.folder import RunLog
 from peers.log.head_signer import SIGNED, STRETCH, CannotSignError, HeadSigner, SignedFileError
 from peers.values.signed_heads import SignedHead, SignedHeads
-from tests.peers.builders import LOG, RUN
+from tests.peers.logs import LOG, RUN
 from tests.peers.transfer.test_lineage_fetch import Past
 from tests.simulator.simulated_keys import SimulatedKeys
 

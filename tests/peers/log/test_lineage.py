@@ -16,18 +16,8 @@ from peers.protocol.events import PayloadFetched, PayloadNotFetched, SnapshotRes
 from peers.protocol.peer import Peer
 from peers.values.wire import digest_of
 from peers.values.workload import Progress
-from tests.peers.builders import (
-    LOG,
-    PAYLOAD,
-    PAYLOADS,
-    SETTINGS,
-    STATE,
-    TOKENS,
-    commit,
-    first_log,
-    holding,
-    of,
-)
+from tests.peers.builders import PAYLOADS, commit, holding, of
+from tests.peers.logs import LOG, PAYLOAD, SETTINGS, STATE, TOKENS, first_log, next_header
 from tests.peers.protocol.test_peer import OTHER, ahead_by, at_second, fetching, told
 from tests.simulator.simulated_keys import SimulatedKeys
 
@@ -37,7 +27,7 @@ def entries_after(log: LogState, *names: str) -> list[Header]:
     headers = []
     for name in names:
         roster = [Member(peer=name, tokens=TOKENS, samples=log.grants[0])]
-        headers.append(log.next_header(roster, digest_of(name.encode())))
+        headers.append(next_header(log, roster, digest_of(name.encode())))
         log = log.append(headers[-1])
     return headers
 
@@ -210,7 +200,7 @@ def test_work_in_an_entry_that_was_made_without_us_counts_if_all_of_it_is_there(
     """The others took us for dead when they had our blocks."""
     rig = at_second().trained().averaging()
     roster = [one.lacking(missed) if one.peer == "b" else one for one in rig.roster()]
-    header = rig.peer.log.next_header(roster, OTHER)
+    header = next_header(rig.peer.log, roster, OTHER)
     rig.see(rig.peer.log.append(header))
     assert lost(rig.hear("c", rig.commit(header))) == expected
 
@@ -225,7 +215,7 @@ def test_work_in_the_entry_that_we_applied_is_not_lost() -> None:
 def test_work_that_an_entry_handed_on_to_us_does_not_have_is_lost() -> None:
     rig = at_second().trained()
     log = rig.peer.log.in_state(STATE)
-    header = log.next_header([one for one in rig.roster() if one.peer != "b"], PAYLOAD)
+    header = next_header(log, [one for one in rig.roster() if one.peer != "b"], PAYLOAD)
     rig.hear("a", rig.adopt(2, holding(header, rig.attempt(1), "c")))
     rig.do(PayloadFetched(header))
     assert lost(rig.hear("a", rig.commit(header))) == [("work", TOKENS)]
@@ -240,7 +230,7 @@ def kept(log: RunLog, *signers: str | None, first: int = 0) -> LogState:
         log.append(here.last, None, None, commit(LOG, here.last).certificate)
     for by in signers:
         gone = [peer for peer in here.voters if by is not None and peer not in by]
-        header = here.next_header([here.expected(peer) for peer in by or here.roster], PAYLOAD, (), gone)
+        header = next_header(here, [here.expected(peer) for peer in by or here.roster], PAYLOAD, (), gone)
         if header.index >= first:
             log.append(header, None, None, None if by is None else commit(here, header, by=by).certificate)
         here = here.append(header)

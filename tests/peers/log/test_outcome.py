@@ -15,7 +15,7 @@ from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState, take_order
 from peers.values.leases import prefix, sample_count
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import LOG, PAYLOAD, STATE, first_log, member
+from tests.peers.logs import LOG, PAYLOAD, STATE, first_log, member, next_header
 
 STRANGERS = tuple("vwxyz")
 WITH_LATE = replace(LOG, staleness=2)
@@ -50,7 +50,7 @@ def rosters(log: LogState) -> st.SearchStrategy[tuple[Member, ...]]:
 def test_from_an_outcome_the_header_is_read(data: st.DataObject) -> None:
     log = WITH_LATE
     for index in range(data.draw(st.integers(1, 4))):
-        header = log.next_header(data.draw(rosters(log)), digest_of(b"%d" % index))
+        header = next_header(log, data.draw(rosters(log)), digest_of(b"%d" % index))
         outcome = unpack(Outcome, pack(outcome_of(log, header)))
         assert follow(log, outcome) == log.append(header)
         log = log.append(header)
@@ -132,7 +132,7 @@ def test_another_position_is_not_the_one_that_an_outcome_is_meant_for() -> None:
 def test_what_does_not_follow_cannot_be_told() -> None:
     log = first_log()
     roster = [Member(peer=peer, tokens=100, samples=lease) for peer, lease in log.leases.items()]
-    header = log.next_header(roster, PAYLOAD)
+    header = next_header(log, roster, PAYLOAD)
     with pytest.raises(LogError, match="lineage_tokens"):
         outcome_of(log, header.model_copy(update={"lineage_tokens": 1}))
     with pytest.raises(LogError, match="was not for it"):
@@ -146,7 +146,7 @@ def crowd(size: int) -> LogState:
     names = [f"{number:052}" for number in range(size)]
     shares = zip(names, LOG.grants, strict=False)
     roster = [Member(peer=peer, tokens=sample_count(grant) * 100, samples=grant) for peer, grant in shares]
-    return LOG.append(LOG.next_header(roster, PAYLOAD))
+    return LOG.append(next_header(LOG, roster, PAYLOAD))
 
 
 def test_an_outcome_is_as_large_as_what_happened() -> None:
@@ -156,7 +156,7 @@ def test_an_outcome_is_as_large_as_what_happened() -> None:
         present = [peer for place, peer in enumerate(log.known) if place not in (3, 7)]
         whole = sample_count(log.grants[0]) * 100
         roster = [Member(peer=peer, tokens=whole, samples=log.leases[peer]) for peer in present]
-        sizes.append(len(pack(outcome_of(log, log.next_header(roster, PAYLOAD)))))
+        sizes.append(len(pack(outcome_of(log, next_header(log, roster, PAYLOAD)))))
     assert max(sizes) < 155
 
 
@@ -165,7 +165,7 @@ def test_who_wants_as_many_samples_as_last_time_is_not_named_again() -> None:
     for _ in range(2):
         leases = log.leases
         roster = [Member(peer=p, tokens=sample_count(leases[p]) * 100, samples=leases[p], wants=5) for p in "abc"]
-        header = log.next_header(roster, PAYLOAD)
+        header = next_header(log, roster, PAYLOAD)
         outcome = outcome_of(log, header)
         log = log.append(header)
     assert outcome.turnout == nobody(known=((0, 3),))
@@ -184,7 +184,7 @@ def test_entries_of_all_fragments_are_told() -> None:
                 Member(peer=peer, tokens=sample_count(lease) * 100, samples=lease if closes else ())
                 for peer, lease in offers.items()
             ]
-            header = log.of(fragment).next_header(roster, digest_of(b"%d" % fragment))
+            header = next_header(log.of(fragment), roster, digest_of(b"%d" % fragment))
             told.append(outcome_of(log, header))
             log = log.append(header)
             assert header_of(log if log.made else begins, told[-1]) == header_of(begins, told[-1]) == header

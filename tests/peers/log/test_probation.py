@@ -13,7 +13,7 @@ from peers.log.chain import header_of, outcome_of
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState
 from peers.values.wire import pack, unpack
-from tests.peers.builders import LOG, PAYLOAD
+from tests.peers.logs import LOG, PAYLOAD, next_header
 
 EMPTY = replace(LOG, probation=2)
 
@@ -27,7 +27,7 @@ def bringing(log: LogState, names: Iterable[str]) -> list[Member]:
 def after(log: LogState, names: Iterable[str]) -> LogState:
     """The log after an entry of these, all others being gone."""
     gone = [peer for peer in log.voters if peer not in names]
-    return log.append(log.next_header(log.weighed(bringing(log, names)), PAYLOAD, (), gone))
+    return log.append(next_header(log, log.weighed(bringing(log, names)), PAYLOAD, (), gone))
 
 
 def founded(names: str = "abc") -> LogState:
@@ -68,8 +68,8 @@ def test_what_it_trains_meanwhile_is_trained_again() -> None:
 def test_nobody_can_write_another_header() -> None:
     log = after(founded(), "abc")
     with pytest.raises(LogError, match="on probation counts"):
-        log.next_header(bringing(log, "abcz"), PAYLOAD)
-    honest = log.next_header(log.weighed(bringing(log, "abcz")), PAYLOAD)
+        next_header(log, bringing(log, "abcz"), PAYLOAD)
+    honest = next_header(log, log.weighed(bringing(log, "abcz")), PAYLOAD)
     for tenures in ((), honest.tenures[:-1], tuple(one.model_copy(update={"served": 2}) for one in honest.tenures)):
         with pytest.raises(LogError, match="its tenures does not follow"):
             log.append(honest.model_copy(update={"tenures": tenures}))
@@ -88,7 +88,7 @@ def test_sybils_are_no_quorum() -> None:
 
 def test_signatures_of_newcomers_certify_nothing() -> None:
     log = after(founded("a"), "a" + "stu")
-    header, attempt = log.next_header(log.weighed(bringing(log, "astu")), PAYLOAD), (1, "s", False)
+    header, attempt = next_header(log, log.weighed(bringing(log, "astu")), PAYLOAD), (1, "s", False)
     signatures = dict.fromkeys("stu", bytes(64))
     made = certify(log, header, attempt, signatures, {})
     assert (made.votes, weigh(made, log, header)) == ((), Proof(False, 0))
@@ -133,14 +133,14 @@ def test_what_is_remembered_is_bounded() -> None:
     )
     assert log.last is not None
     long = log.at(log.last.model_copy(update={"tenures": tenures}))
-    header = long.next_header(long.weighed(bringing(long, "abc")), PAYLOAD)
+    header = next_header(long, long.weighed(bringing(long, "abc")), PAYLOAD)
     assert len(header.tenures) == 3 + MEMBER_LIMIT
     assert {one.served for one in header.tenures[3:]} == {2}, "those that have served are remembered for longest"
 
 
 def test_headers_and_outcomes_have_it() -> None:
     log = after(founded(), "abcz")
-    header = log.next_header(log.weighed(bringing(log, "abcz")), PAYLOAD)
+    header = next_header(log, log.weighed(bringing(log, "abcz")), PAYLOAD)
     assert unpack(Header, pack(header)) == header
     assert header_of(log, outcome_of(log, header)) == header
     assert log.at(log.last).served == log.served, "who takes over a snapshot knows the same"

@@ -10,10 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from peers.log.certificate import CertificateError, Departure, Proof
-from peers.log.header import Header, Member, Position
-from peers.log.state import LogState
 from peers.protocol.ballots import (
     COMMITTEE,
     Ballot,
@@ -31,6 +27,10 @@ from peers.protocol.ballots import (
     electorate,
     prove,
 )
+
+from peers.log.certificate import CertificateError, Departure, Proof
+from peers.log.header import Header, Member, Position
+from peers.log.state import LogState
 from peers.protocol.voting import (
     PLACES,
     Cast,
@@ -48,7 +48,7 @@ from peers.protocol.voting import (
     vote_prepare,
 )
 from peers.values.wire import Value, WireError, digest_of, from_plain, pack, unpack
-from tests.peers.builders import LOG, PAYLOAD, RUN
+from tests.peers.logs import LOG, PAYLOAD, RUN, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 verify = SimulatedKeys("").verify
@@ -59,7 +59,7 @@ def log_of(peers: str, incarnation: int = 7, empty: LogState = LOG) -> LogState:
         Member(peer=peer, tokens=100, samples=empty.grants[place], incarnation=incarnation)
         for place, peer in enumerate(peers)
     ]
-    return empty.append(empty.next_header(roster, PAYLOAD))
+    return empty.append(next_header(empty, roster, PAYLOAD))
 
 
 ABC = log_of("abc")
@@ -67,7 +67,7 @@ ABC = log_of("abc")
 
 def header(number: int = 0, log: LogState = ABC, peers: str = "") -> Header:
     members = [log.expected(peer) for peer in peers or log.roster]
-    return log.next_header(members, digest_of(bytes([number])))
+    return next_header(log, members, digest_of(bytes([number])))
 
 
 A, B = header(0), header(1)

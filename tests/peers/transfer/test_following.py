@@ -26,8 +26,9 @@ from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack
 from peers.values.workload import Blocks
-from tests.peers.builders import LOG, RUN, SETTINGS, SIZE, beat, chain_of, member
+from tests.peers.builders import SIZE, beat
 from tests.peers.fakes import BLOCK, Clock, FakeTransport, FakeWorkload
+from tests.peers.logs import LOG, RUN, SETTINGS, chain_of, member, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 GENESIS = bytes(32)
@@ -61,7 +62,7 @@ class Run:
             log, made = self.logs[-1], payload(index, lineage)
             roster = [member("a", *self._samples(log), tokens)]
             self.payloads.append(made)
-            self.logs.append(log.append(log.next_header(roster, made.digest, amendment=amendments.get(index))))
+            self.logs.append(log.append(next_header(log, roster, made.digest, amendment=amendments.get(index))))
             self.states.append(after(self.states[-1], made, log.amendment))
 
     @staticmethod

@@ -19,8 +19,9 @@ from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, Freezer, FrozenSnap
 from peers.transfer.storage import MemoryFile, Storage
 from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, PAYLOAD, SETTINGS, Rig
+from tests.peers.builders import Rig
 from tests.peers.fakes import FakeWorkload, at_once
+from tests.peers.logs import LOG, PAYLOAD, SETTINGS, next_header
 from tests.peers.protocol.test_fragments import OFFERS, TWO, newcomer_behind
 from tests.peers.protocol.test_peer import at_second
 
@@ -61,7 +62,11 @@ class Frozen:
     def step(self, log: LogState | None = None) -> None:
         """The next entry is applied; or that of a log far off."""
         if log is None:
-            log = self.rig.peer.log.append(self.rig.next_header())
+            log = self.rig.peer.log.append(
+                next_header(
+                    self.rig,
+                )
+            )
         self.rig.peer.replica.log = log
         self.settle()
 
@@ -100,7 +105,7 @@ def log_at(index: int, names: str = "abc") -> LogState:
         grants = iter(log.grants)
         leases = [log.leases.get(name) or next(grants) for name in names]
         members = [Member(peer=name, tokens=1, samples=lease) for name, lease in zip(names, leases, strict=True)]
-        log = log.append(log.next_header(members, PAYLOAD))
+        log = log.append(next_header(log, members, PAYLOAD))
     return log
 
 
@@ -280,7 +285,7 @@ def test_amid_a_cycle_of_several_entries_there_is_a_snapshot_for_whoever_asks(mo
         frozen = Frozen(rig)
         frozen.step(log)
         await frozen.freezer.freeze_if_due()
-        frozen.step(log.append(log.of(0).next_header(OFFERS, PAYLOAD)))
+        frozen.step(log.append(next_header(log.of(0), OFFERS, PAYLOAD)))
         assert not rig.peer.is_at_cycles_end
         assert (await frozen.freezer.newest(1)).index == 1
         assert frozen.told == [], "it is no checkpoint"

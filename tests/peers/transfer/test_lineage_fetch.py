@@ -25,8 +25,9 @@ from peers.transfer.lineage_fetch import (
 )
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import LOG, RUN, beat, commit, first_log
+from tests.peers.builders import beat, commit
 from tests.peers.fakes import FakeTransport, at_once
+from tests.peers.logs import LOG, RUN, first_log, next_header
 from tests.peers.network.test_throttle import simulate
 from tests.simulator.simulated_keys import SimulatedKeys
 
@@ -61,7 +62,7 @@ class Past:
     @staticmethod
     def _next(log: LogState, name: bytes) -> Header:
         roster = [log.expected(peer) for peer in log.roster]
-        return log.next_header(roster, digest_of(name + bytes([log.position.index])))
+        return next_header(log, roster, digest_of(name + bytes([log.position.index])))
 
     @property
     def end(self) -> LogState:
@@ -123,7 +124,7 @@ def test_where_two_logs_split_is_found(common: int) -> None:
         ours, past = Past(5, after=before, by="c", name=b"ours"), Past(6, after=before, name=b"theirs")
         if common == 0:  # two foundings: theirs by fewer
             past = Past(0)
-            header = LOG.next_header([LOG.expected("a", 0)], digest_of(b"another"))
+            header = next_header(LOG, [LOG.expected("a", 0)], digest_of(b"another"))
             past.entries = [Entry.whole(header, None, commit(LOG, header).certificate)]
             past.logs = [LOG, LOG.append(header)]
         donors = Donors()
