@@ -15,6 +15,7 @@ from opendiloco.data.own_files import OwnFiles, is_local, volunteered
 from opendiloco.errors import DataError
 from peers.errors import ManifestError, SwarmUnreachableError
 from peers.log.settings import RunSettings
+from peers.log.state import Quorum
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 
@@ -85,6 +86,7 @@ class Run:
             samples_per_lease=training.inner_steps * training.batch_size,
             tokens_per_sample=training.sequence_length,
             minimum_peers=rounds.minimum_peers,
+            quorum=Quorum(rounds.quorum),
             staleness=rounds.staleness,
             smallest_share=rounds.smallest_share,
             clip=rounds.clip,

@@ -170,7 +170,8 @@ def _plain(entry: Entry, header: Header) -> dict[str, object]:
     return {
         "index": header.index,
         "fragment": header.fragment,
-        "peers": [{"peer": member.peer, "tokens": member.tokens, "missed": member.missed} for member in header.roster],
+        "peers": [{"peer": member.peer, "tokens": member.tokens} for member in header.roster],
+        "leader": header.leader,
         "tokens": sum(member.tokens for member in header.roster),
         "lineage_tokens": header.lineage_tokens,
         "previous": header.previous.hex(),

@@ -193,7 +193,7 @@ class RoundsSection(Section):
     grace_seconds: Seconds = Timing.grace
     """How long a leader that is ready waits for live peers that are still training."""
     round_timeout_seconds: Seconds = Timing.round_timeout
-    """How long one attempt at a round may take before the members that hold it up are left out."""
+    """How long the exchange of one round may take at most: blocks that have not come then are left out."""
     partition_grace_seconds: Seconds = Timing.partition_grace
     """How long a minority of the last roster waits for the rest before it goes on alone."""
     policy: Literal["synchronous", "asynchronous"] = "synchronous"
@@ -202,6 +202,8 @@ class RoundsSection(Section):
     """Of those who train, the share whose work is enough for an asynchronous outer step; by default half."""
     minimum_peers: Positive = 1
     """Peers that must be there for an outer step."""
+    quorum: Literal["majority", "two-thirds"] = "majority"
+    """Voters that decide: more than half, or more than two thirds, so that liars below a third cannot split the run."""
     staleness: Annotated[int, Field(ge=0, le=16)] = 1
     """Outer steps that a peer may miss and still contribute what it trained meanwhile."""
     smallest_share: Annotated[float, Field(gt=0, le=1)] = RunSettings.smallest_share

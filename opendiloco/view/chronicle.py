@@ -22,7 +22,7 @@ UNSIGNED = 8  # entries of which more may become known: the newest that lack som
 
 
 class _Absence(NamedTuple):
-    """A peer that had a lease, and does not count in an entry. `kind` is one word for `why`."""
+    """A peer that had a lease, and of whose work most does not count in an entry. `kind` is one word for `why`."""
 
     peer: str
     kind: str
@@ -31,7 +31,7 @@ class _Absence(NamedTuple):
 
 @dataclass(frozen=True)
 class Signatures:
-    """How many of those who may sign an entry have signed it; more than half of them certify it. None: not known."""
+    """How many of an entry's voters have signed it; a quorum of them certifies it. None: not known."""
 
     signed: int | None = None
     voters: int | None = None
@@ -139,7 +139,7 @@ class Chronicle:
             payload=header.payload,
             state_digest=entry.state_digest,
             members=len(header.roster),
-            tokens=sum(member.tokens for member in header.roster if not member.missed),
+            tokens=sum(member.tokens for member in header.roster),
             lineage_tokens=header.lineage_tokens,
         )
         if before is not None:
@@ -153,7 +153,7 @@ class Chronicle:
         self.records.append(record)
         for member in header.roster:
             contribution = self.contributions.setdefault(member.peer, Contribution())
-            contribution.tokens += 0 if member.missed else member.tokens
+            contribution.tokens += member.tokens
             contribution.entries += 1
             contribution.last = entry.index
         self.tokens += record.tokens
@@ -166,25 +166,23 @@ class Chronicle:
 
 
 def _signatures(certificate: Certificate | None, before: LogState, header: Header) -> Signatures | None:
-    """Return what a certificate shows, whose signatures were checked when it was taken into the log."""
+    """Return what a certificate shows that was checked when it was taken into the log."""
     if certificate is None:
         return None
     proof = weigh(certificate, before, header)
-    return Signatures(proof.signers, len(electorate(before, header)), proof.is_certified, certificate.alone)
+    voters = electorate(before, header).voters
+    return Signatures(proof.signers, len(voters), proof.is_certified, certificate.choice.alone)
 
 
 def _absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[_Absence, ...]:
     """Return the peers that had work to bring into an entry, and do not count in it."""
     faults = {fault.peer: fault.kind for fault in header.faults}
     gone, leases = set(before.gone_in(header)), {lease.peer for lease in header.leases}
-    voters = electorate(before, header)
+    voters = electorate(before, header, certificate.group).voters if certificate else ()
     left = {voters[farewell.place][0] for farewell in certificate.farewells} if certificate else set()
-    missed = {member.peer: member.missed for member in header.roster if member.missed}
-    found = [
-        _Absence(peer, "died", f"lost while it sent: {count} of its chunks lack, and its samples are trained again")
-        for peer, count in missed.items()
-    ]
-    for peer in dict.fromkeys((*before.leaders, *faults)):
+    again = "most of its blocks came too late: its samples are trained again"
+    found = [_Absence(member.peer, "partly", again) for member in header.roster if not before.has_trained(member)]
+    for peer in dict.fromkeys((*before.ring, *faults)):
         if peer in faults:
             found.append(_Absence(peer, "lied", f"excluded for a proven lie: {faults[peer]}"))
         elif peer in header.peers:

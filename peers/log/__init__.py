@@ -1,8 +1,8 @@
 """The run's log: headers, what follows from them, and how a peer keeps them on disk.
 
 Other rooms import:
-certificate: AttemptName, Ballot, Certificate, CertificateError, Departure, Farewell, Proof, ballot, certify,
-    electorate, prove, shortened, weigh
+certificate: Ballot, Certificate, CertificateError, Choice, Departure, Electorate, Farewell, Group, Phase, Proof,
+    Signer, certify, digest_of_group, electorate, position_of, prove, shortened, weigh
 chain: Chain, Entry, Outcome, Places, STRETCH_LIMIT, Stretch, Turnout, follow, header_of, outcome_of, places_of,
     turnout_of, voters_at
 folder: ENTRIES, LogFolder, LogFolderError, PAYLOADS, RunLog, payload_path, proof_path, read_chain, read_payload
@@ -11,5 +11,5 @@ header: FAULT_LIMIT, Fault, Faults, Header, Kind, MEMBER_LIMIT, Member, NO_PAYLO
     cycle_head, may_be_named
 lineage: Branch, Lineage, RECENT_ENTRIES, Walk
 settings: RunSettings, Timing
-state: LogError, LogState, take_order
+state: LogError, LogState, Quorum, committee, take_order
 """

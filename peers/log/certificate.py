@@ -1,54 +1,106 @@
-"""What proves an entry: signatures of more than half of the roster before it, all given in one attempt.
+"""What proves an entry: ballots, choices and the signatures of enough voters for one of them.
 
-A member signs an entry when it holds its whole payload. The signature names the attempt, since two entries can each be
-held by more than half of a roster if one counts across attempts; and the incarnation, since a peer that started again
-has forgotten what it signed. Who leaves signs that it has signed nothing from some entry on, and will not: it is taken
-out of the roster there, so that few who remain are enough. Two certificates of one place share a signer
-(docs/protocol.md, "Why no certified fork can happen").
+A vote is for a *choice*: one header, in one ballot, in one of two phases. All votes of one choice are signed over the
+same fields, so a certificate is the choice once and the signatures beside it, and anybody who has the log before the
+entry can check it. A certificate of phase 1 (*prepare*) is a lock that proves itself; one of phase 2 (*commit*) goes
+into the log.
+
+A choice of phase 1 names the ballot of the prepare certificate that its proposal showed. That is what makes a broken
+lock provable: who has voted in phase 2, and later for another header, must have been shown a newer certificate. Because
+all votes of one choice name the same one, a certificate needs no chain of earlier certificates to be judged.
+
+A signature names the voter's incarnation, since a peer that has lost its votes must not vote again as the same voter. A
+peer that leaves signs that it has voted nowhere from some index on, and will not: it is counted out there, so that few
+who remain are enough. Any two certificates of one place share a signer (docs/protocol.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from enum import IntEnum
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
 from peers.log.header import MEMBER_LIMIT, Header, Position
-from peers.log.state import LogError, LogState
+from peers.log.state import LogError, LogState, Quorum, committee
 from peers.values.identity import Signature, Verify
-from peers.values.wire import Count, Digest, PeerId, RunId, Value, pack
+from peers.values.wire import Count, Digest, PeerId, RunId, Value, digest_of, pack, pack_plain
 
 VOTE_CONTEXT = b"diloco-peer vote\0"
 FAREWELL_CONTEXT = b"diloco-peer farewell\0"  # a signature made for anything else is worth nothing here
 
-AttemptName: TypeAlias = tuple[int, str, bool]
-"""An attempt's number and leader, and whether it was a minority's, which goes on alone."""
-
 
 class CertificateError(LogError):
-    """A certificate that is none: a signature in it is false, or of nobody whom the roster names."""
+    """A certificate that proves nothing: a signature in it is false, or no voter's, or there are too few."""
+
+
+# What is signed -------------------------------------------------------------------------------------------------
+class Phase(IntEnum):
+    PREPARE = 1
+    COMMIT = 2
 
 
 class Ballot(Value):
-    """What a member signs: this header is the entry at this position, in the attempt with this number and leader. Of a
-    minority's, which goes on `alone`, it says so. In one attempt it signs nothing else."""
+    """The number of one proposal: the view, and the attempt that the view's leader makes in it. Ordered."""
 
-    position: Position
-    header: Digest
-    number: Count
-    leader: PeerId
-    alone: Annotated[bool, Field(strict=True)]
-    incarnation: Count
+    view: Count
+    attempt: Count
 
     @property
-    def text(self) -> bytes:
-        return VOTE_CONTEXT + pack(self)
+    def order(self) -> tuple[int, int]:
+        return self.view, self.attempt
+
+    def __lt__(self, other: Ballot) -> bool:
+        return self.order < other.order
+
+    def __le__(self, other: Ballot) -> bool:
+        return self.order <= other.order
+
+    def __str__(self) -> str:
+        return f"{self.view}.{self.attempt}"
+
+
+Group = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
+"""The peers of a minority and their incarnations, all that are here. Empty: the whole run's voters decide."""
+
+
+def _phase(plain: object) -> Phase:
+    """Check a phase. By itself pydantic would take 1.0 and "1" for one, too."""
+    if type(plain) not in (int, Phase) or plain not in (1, 2):
+        raise ValueError("a phase is 1 or 2")
+    return Phase(plain)
+
+
+class Choice(Value):
+    """A header (by its digest) in one ballot and phase. `justify` is the ballot of the prepare certificate that the
+    proposal showed; None: it showed none, or this is phase 2. A minority's choice names the digest of its `group`."""
+
+    ballot: Ballot
+    phase: Annotated[Phase, PlainValidator(_phase)]
+    header: Digest
+    group: Digest | None
+    justify: Ballot | None
+
+    @property
+    def alone(self) -> bool:
+        """Whether a minority goes on without the others: what it decides is never certified."""
+        return self.group is not None
+
+    @property
+    def weight(self) -> tuple[bool, int, int]:
+        """The order of locks: the later one counts, and any of the whole run's before those of minorities."""
+        return not self.alone, *self.ballot.order
+
+    def text(self, position: Position, incarnation: int) -> bytes:
+        """Return the bytes that a voter signs."""
+        choice = [self.ballot, int(self.phase), self.header, self.group, self.justify]
+        return VOTE_CONTEXT + pack_plain([position, incarnation, choice])
 
 
 class Departure(Value):
-    """What who leaves signs: in this incarnation I have signed no entry from `index` on, and will sign none."""
+    """What a peer signs that leaves: in this incarnation I have voted nowhere from `index` on, and will not."""
 
     run: RunId
     peer: PeerId
@@ -60,15 +112,51 @@ class Departure(Value):
         return FAREWELL_CONTEXT + pack(self)
 
 
-class Vote(Value):
-    """One member's signature of an entry, by its place in the roster before."""
+def digest_of_group(group: Group) -> bytes | None:
+    """Return what a choice names a minority by; None for the whole run."""
+    return digest_of(pack_plain(group)) if group else None
+
+
+def position_of(header: Header) -> Position:
+    """Return the place that a header is the entry of."""
+    return Position(index=header.index, head=header.previous, fragment=header.fragment)
+
+
+# Who counts ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Electorate:
+    """The voters of one choice, as (peer, incarnation), and how many of them are enough."""
+
+    voters: tuple[tuple[str, int], ...]
+    quorum: Quorum
+
+    def is_enough(self, signers: int, farewells: int = 0) -> bool:
+        """Return whether so many votes are enough, when so many other voters have said farewell."""
+        return self.quorum.is_enough(signers, len(self.voters) - farewells)
+
+
+def electorate(log: LogState, header: Header, group: Group = ()) -> Electorate:
+    """Return the voters of a header that follows this log: those that the log names; of a founding the header's own
+    members, since nobody else has a say in what follows. A minority decides among its group, always by majority: the
+    members of a header that it takes over may be gone."""
+    if group:
+        return Electorate(committee(group, header.previous), Quorum.MAJORITY)
+    if log.last is not None:
+        return Electorate(log.electors, log.quorum)
+    members = tuple((member.peer, member.incarnation) for member in header.roster)
+    return Electorate(committee(members, header.previous), log.quorum)
+
+
+# Certificates ----------------------------------------------------------------------------------------------------
+class Signer(Value):
+    """One voter's signature, by the voter's place in the electorate."""
 
     place: Count
     signature: Signature
 
 
 class Farewell(Value):
-    """A member of the roster before that has left, by its place there, and its signature of the departure."""
+    """A voter that has left, by its place in the electorate, and its signature of the departure."""
 
     place: Count
     index: Count
@@ -76,113 +164,104 @@ class Farewell(Value):
 
 
 class Certificate(Value):
-    """Signatures of one entry, in one attempt. A minority's entry stays one, whoever turns out to have left."""
+    """Signatures of enough voters for one choice. Farewells are there only if the votes would not be enough without."""
 
-    number: Count
-    leader: PeerId
-    alone: Annotated[bool, Field(strict=True)]
-    votes: Annotated[tuple[Vote, ...], Field(max_length=MEMBER_LIMIT)]
-    farewells: Annotated[tuple[Farewell, ...], Field(max_length=2 * MEMBER_LIMIT)]
-
-    @property
-    def attempt(self) -> AttemptName:
-        return self.number, self.leader, self.alone
+    choice: Choice
+    group: Group
+    signers: Annotated[tuple[Signer, ...], Field(max_length=MEMBER_LIMIT)]
+    farewells: Annotated[tuple[Farewell, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
 
 
 @dataclass(frozen=True, order=True)
 class Proof:
     """How much speaks for an entry against another at its place: a certified one goes before all others, and of those
-    that are not the one with more signatures."""
+    that are not the one with more signatures of the log's voters."""
 
     is_certified: bool
     signers: int
 
 
-def ballot(header: Header, attempt: AttemptName, incarnation: int) -> Ballot:
-    """What a peer signs of an entry, as the start that it is."""
-    number, leader, alone = attempt
-    return Ballot(
-        position=Position(index=header.index, head=header.previous, fragment=header.fragment),
-        header=header.digest,
-        number=number,
-        leader=leader,
-        alone=alone,
-        incarnation=incarnation,
-    )
-
-
-def electorate(log: LogState, header: Header) -> tuple[tuple[str, int], ...]:
-    """Return who may sign an entry, as (peer, incarnation): the roster before, without those on probation; of the first
-    entry its own."""
-    if log.last is None:
-        return tuple((member.peer, member.incarnation) for member in header.roster)
-    return tuple((peer, log.incarnations[peer]) for peer in log.voters)
-
-
 def certify(
     log: LogState,
     header: Header,
-    attempt: AttemptName,
-    signatures: Mapping[str, bytes],
+    choice: Choice,
+    group: Group,
+    signatures: Mapping[tuple[str, int], bytes],
     farewells: Mapping[str, tuple[int, bytes]],
-) -> Certificate:
-    """Put together a certificate of those signatures that count; of farewells, if too few have signed without them.
+) -> Certificate | None:
+    """Return the certificate of a choice, or None while too few have voted for it.
 
     Args:
-        signatures: by member, all of this header in this attempt, and of the incarnations that the roster names.
+        group: those of whom the choice names the digest.
+        signatures: of the choice, by peer and incarnation; they have been checked.
         farewells: by peer that left, the index of its departure and its signature.
     """
-    voters = electorate(log, header)
-    votes = [
-        Vote(place=place, signature=signatures[peer]) for place, (peer, _) in enumerate(voters) if peer in signatures
+    voters = electorate(log, header, group)
+    signers = [
+        Signer(place=place, signature=signatures[voter])
+        for place, voter in enumerate(voters.voters)
+        if voter in signatures
     ]
-    needs_farewells = log.last and 2 * len(votes) <= len(voters)
-    gone = [
-        Farewell(place=place, index=farewells[peer][0], signature=farewells[peer][1])
-        for place, (peer, _) in enumerate(voters)
-        if needs_farewells and peer in farewells and peer not in signatures and farewells[peer][0] <= header.index
-    ]
-    number, leader, alone = attempt
-    return Certificate(number=number, leader=leader, alone=alone, votes=tuple(votes), farewells=tuple(gone))
+    gone: list[Farewell] = []
+    if log.last is not None and not voters.is_enough(len(signers)):
+        gone = [
+            Farewell(place=place, index=farewells[voter[0]][0], signature=farewells[voter[0]][1])
+            for place, voter in enumerate(voters.voters)
+            if voter[0] in farewells and voter not in signatures and farewells[voter[0]][0] <= header.index
+        ]
+    if not voters.is_enough(len(signers), len(gone)):
+        return None
+    return Certificate(choice=choice, group=group, signers=tuple(signers), farewells=tuple(gone))
 
 
 def shortened(certificate: Certificate, log: LogState, header: Header) -> Certificate:
-    """Return the same with no more signatures than are enough, since they are long and are kept for ever."""
-    enough = len(electorate(log, header)) // 2 + 1
-    if len(certificate.votes) < enough:
+    """Return the same with no more signatures than are enough, since they are long and are kept for ever. A minority's
+    keeps all of them: between two minorities their number decides."""
+    voters = electorate(log, header, certificate.group)
+    enough = voters.quorum.least(len(voters.voters))
+    if certificate.choice.alone or len(certificate.signers) < enough:
         return certificate
-    return certificate.model_copy(update={"votes": certificate.votes[:enough], "farewells": ()})
+    return certificate.model_copy(update={"signers": certificate.signers[:enough], "farewells": ()})
 
 
-def prove(certificate: Certificate, log: LogState, header: Header, verify: Verify) -> Proof:
-    """Check all signatures, and say what they prove. `log` is that before the entry.
+def prove(
+    certificate: Certificate, log: LogState, header: Header, verify: Verify, phase: Phase = Phase.COMMIT
+) -> Proof:
+    """Check that a certificate is one of this header in this phase, and return what it proves. `log` is that before the
+    entry.
 
-    Where all have left nobody is there to certify what follows. The first entry is founded by its own members, and
-    nothing but an archive's signature tells one founding from another.
-
-    Raises: CertificateError.
+    Raises: CertificateError when it is of something else, when a signature is false, or when there are too few.
     """
-    voters = electorate(log, header)
-    places = [vote.place for vote in certificate.votes] + [farewell.place for farewell in certificate.farewells]
-    if len(set(places)) != len(places) or any(place >= len(voters) for place in places):
-        raise CertificateError(f"entry {header.index}: its certificate names places that the roster does not have")
-    if certificate.farewells and not log.last:
-        raise CertificateError(f"entry {header.index}: nobody can have left before the first entry")
-    for vote in certificate.votes:
-        peer, incarnation = voters[vote.place]
-        if not verify(peer, ballot(header, certificate.attempt, incarnation).text, vote.signature):
-            raise CertificateError(f"entry {header.index}: the signature of {peer} is not its own")
+    choice, position, name = certificate.choice, position_of(header), f"entry {header.index}"
+    if (choice.header, choice.group) != (header.digest, digest_of_group(certificate.group)):
+        raise CertificateError(f"{name}: the certificate is of another entry, or of another group")
+    if position != log.of(header.fragment).position:
+        raise CertificateError(f"{name}: the certificate is of another entry")
+    if choice.phase is not phase:
+        raise CertificateError(f"{name}: the certificate is of phase {choice.phase}, not {phase}")
+    voters = electorate(log, header, certificate.group)
+    places = [one.place for one in certificate.signers] + [one.place for one in certificate.farewells]
+    if len(set(places)) != len(places) or any(place >= len(voters.voters) for place in places):
+        raise CertificateError(f"{name}: the certificate names places that the electorate does not have")
+    if not voters.is_enough(len(certificate.signers), len(certificate.farewells)):
+        raise CertificateError(f"{name}: {len(certificate.signers)} of {len(voters.voters)} voters are too few")
+    if certificate.farewells and log.last is None:
+        raise CertificateError(f"{name}: nobody can have left before the first entry")
+    for signer in certificate.signers:
+        peer, incarnation = voters.voters[signer.place]
+        if not verify(peer, choice.text(position, incarnation), signer.signature):
+            raise CertificateError(f"{name}: the signature of {peer} is not its own")
     for farewell in certificate.farewells:
-        peer, incarnation = voters[farewell.place]
-        if farewell.index > header.index:
-            raise CertificateError(f"entry {header.index}: {peer} left later, at {farewell.index}")
+        peer, incarnation = voters.voters[farewell.place]
         departure = Departure(run=header.run, peer=peer, incarnation=incarnation, index=farewell.index)
-        if not verify(peer, departure.text, farewell.signature):
-            raise CertificateError(f"entry {header.index}: the farewell of {peer} is not its own")
+        if farewell.index > header.index or not verify(peer, departure.text, farewell.signature):
+            raise CertificateError(f"{name}: the farewell of {peer} is not its own, or of a later index")
     return weigh(certificate, log, header)
 
 
 def weigh(certificate: Certificate, log: LogState, header: Header) -> Proof:
-    """Say what a certificate proves whose signatures have been checked."""
-    signers, remaining = len(certificate.votes), len(electorate(log, header)) - len(certificate.farewells)
-    return Proof(2 * signers > remaining > 0 and not certificate.alone, signers)
+    """Return what a certificate proves that has been checked."""
+    voters = electorate(log, header, certificate.group).voters
+    signed = [voters[signer.place] for signer in certificate.signers]
+    counted = [voter for voter in signed if log.last is None or log.counts(*voter)]
+    return Proof(is_certified=not certificate.choice.alone, signers=len(counted))

@@ -49,16 +49,15 @@ class Turnout(Value):
     """A roster in brief.
 
     `known` are runs of places [first, last) among the peers that have a lease (`LogState.known`), in roster order.
-    Newcomers stand between them. A member is taken to have trained all of its lease or grant, to state as many tokens
-    as these samples have, to be missing in no chunk, to want as many samples as last time, and not to have started anew
-    since. The columns name the members of which something else is true.
+    Newcomers stand between them. A member is taken to have trained all of its lease or grant, to count with as many
+    tokens as these samples have, to want as many samples as last time, and not to have started anew since. The columns
+    name the members of which something else is true.
     """
 
     known: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=MEMBER_LIMIT)]
     newcomers: Annotated[tuple[Newcomer, ...], Field(max_length=MEMBER_LIMIT)]
     samples: Column
     tokens: Column
-    missed: Column
     wants: Column
     incarnation: Column
 
@@ -69,7 +68,7 @@ class Turnout(Value):
             samples = prefix(roster[place].samples, count)
             tokens = sample_count(samples) * log.tokens_per_sample
             roster[place] = _changed(roster[place], samples=samples, tokens=tokens)
-        for name in ("tokens", "missed", "wants", "incarnation"):
+        for name in ("tokens", "wants", "incarnation"):
             for place, number in _numbers(getattr(self, name), len(roster)).items():
                 roster[place] = _changed(roster[place], **{name: number})
         return tuple(roster)
@@ -92,7 +91,8 @@ class Turnout(Value):
 
 class Outcome(Value):
     """The entry of a fragment that follows the head `previous`, in brief. `state` and `faults` as in the header.
-    `gone` are the places of the voters that have no say any more, `amendment` is the one that it takes in."""
+    `gone` are the places of the voters that have no say any more, `amendment` is the one that it takes in. `leader` is
+    named if it is not the one whose turn it was first."""
 
     previous: Digest
     fragment: Count
@@ -102,6 +102,7 @@ class Outcome(Value):
     faults: Faults = ()
     gone: Places = ()
     amendment: Amendment | None = None
+    leader: PeerId | None = None
 
 
 def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
@@ -129,7 +130,7 @@ def turnout_of(log: LogState, roster: Sequence[Member]) -> Turnout:
         newcomers=tuple(newcomers),
         samples=_column(trained),
         tokens=_column(tokens),
-        **{name: _unlike(roster, expected, name) for name in ("missed", "wants", "incarnation")},
+        **{name: _unlike(roster, expected, name) for name in ("wants", "incarnation")},
     )
     if turnout.roster(log) != tuple(roster):
         raise LogError("a member trained what was not for it")
@@ -168,15 +169,22 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
         faults=header.faults,
         gone=places_of(log.gone_in(header), log),
         amendment=log.taken_in(header),
+        leader=None if header.leader == _first_leader(log) else header.leader,
     )
 
 
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
-    """One entry is told by each of those who hold it."""
+    """Many messages are about one entry."""
     roster, gone = outcome.turnout.roster(log), voters_at(outcome.gone, log)
-    besides = outcome.faults, gone, outcome.amendment
+    leader = outcome.leader or _first_leader(log)
+    besides = leader, outcome.faults, gone, outcome.amendment
     return log.in_state(outcome.state).next_header(roster, outcome.payload, *besides)
+
+
+def _first_leader(log: LogState) -> str | None:
+    """Return the peer whose turn it is first to propose the next entry, if that closes a cycle."""
+    return log.leader_of(0) if log.closes else None
 
 
 def places_of(voters: Iterable[str], log: LogState) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from peers.log.certificate import Certificate
 from peers.log.chain import HEADER_LIMIT, Chain, Entry, Outcome, Stretch, newest
 from peers.log.header import Fault, Header, cycle_head
 from peers.log.lineage import Lineage
-from peers.log.state import LogError, LogState
+from peers.log.state import LogError, LogState, Quorum
 from peers.values.chunks import KEPT_BYTES, KeptPayloads, Payload
 from peers.values.system import PARTIAL, make_private_folder, write_whole
 from peers.values.wire import DIGEST_BYTES, digest_of, unpack
@@ -34,7 +34,10 @@ PAYLOADS = "payloads"
 PROOFS = "proofs"
 SUFFIX = ".payload"
 PROOF_SUFFIX = ".proof"
-RULES = ("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion", "organiser")
+RULES = (
+    *("samples_per_lease", "tokens_per_sample", "staleness", "fragments", "probation", "exclusion", "organiser"),
+    "quorum",
+)
 """What a run's entries depend on, besides its manifest: fields of `LogState`."""
 NO_RUN = LogState("", bytes(DIGEST_BYTES), samples_per_lease=1, tokens_per_sample=1)
 
@@ -55,7 +58,8 @@ def _read_first_line(line: bytes) -> LogState:
     """Return a run's log before its first entry. Raises: LogError unless `_first_line` has written the line."""
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         fields = json.loads(line)
-        log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), **{name: fields[name] for name in RULES})
+        rules = {name: fields[name] for name in RULES} | {"quorum": Quorum(fields["quorum"])}
+        log = LogState(fields["run"], bytes.fromhex(fields["manifest"]), **rules)
         if _first_line(log) == line:
             return log
     raise LogError("it is corrupt, cut short, or of an older version")

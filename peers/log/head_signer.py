@@ -102,7 +102,7 @@ class HeadSigner:
             before = before.append(header)
             index = before.position.index
         if index == first:
-            raise CannotSignError(f"entry {index} is not certified: too few have signed it")
+            raise CannotSignError(f"entry {index} is not certified: no quorum has signed it")
         return index
 
     # On the disk ----------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """One entry's header, and places in the log.
 
 An entry is a header and a payload, the averaged pseudo-gradient. A header carries everything that the next entry
-depends on (roster, leases, sample pool, tokens so far), so that a peer needs only the last header and a snapshot to
-go on; and it says nothing about how the round went, so that whoever finishes a round writes the same header.
+depends on (roster, leases, sample pool, tokens so far, leader), so that a peer needs only the last header and a
+snapshot to go on.
 
 An entry that closes a cycle may have an *annex*: faults of peers, each with the digest of what proves it. The proof
-itself is not in the entry. Members that sign the entry have seen it. For so many cycles after the entry as the manifest
-says its peer gets no lease and is in no roster, so that it neither votes nor leads.
+itself is not in the entry. Voters have seen it before they vote for the entry. For so many cycles after the entry as
+the manifest says its peer gets no lease and is in no roster, so that it neither votes nor leads.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ FAULT_AGE = 64
 
 
 class Member(Value):
-    """A peer's share in one entry: it counts by the tokens it trained on these samples.
+    """A peer's share in one entry.
 
-    `incarnation` is that of its start: in the next quorum only a peer counts that remembers what it did here.
-    Of one that died while it sent, `missed` chunks of the payload lack its blocks. Its samples are then trained again.
-    Who is slower than others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
+    `tokens` is what counts: the tokens that it trained on these samples, less the share of the chunks from which its
+    blocks are absent. If fewer than half of the samples' tokens count, the samples are trained again. `incarnation` is
+    that of its start: in the next quorum only a peer counts that remembers what it did here. A peer that is slower than
+    others `wants` a next lease of fewer samples than a whole one; 0: a whole one.
     """
 
     peer: PeerId
     tokens: Count
     samples: Annotated[tuple[Samples, ...], Field(max_length=PIECE_LIMIT)]
-    missed: Count = 0
     wants: Count = 0
     incarnation: Count = 0
 
@@ -61,15 +61,11 @@ class Member(Value):
         """A roster is looked up by its members, which are many."""
         return hash(self.peer)
 
-    def lacking(self, missed: int) -> Member:
-        """The same share, of whose blocks so many chunks are missing."""
-        return self if missed == self.missed else self.model_copy(update={"missed": missed})
-
 
 class Assignment(Value):
-    """The samples that a peer trains on next, as entry `since` gave them.
+    """The samples that a peer trains on next, as entry `since` gave them, which was the last that the peer was in.
 
-    Who misses an entry keeps its lease for as many entries as the manifest lets it be behind.
+    A peer that misses an entry keeps its lease for as many entries as the manifest lets it be behind.
     """
 
     peer: PeerId
@@ -92,8 +88,8 @@ class Bystander(Value):
 
 
 Kind: TypeAlias = Literal["averages", "commitments", "contribution", "votes"]
-"""What a peer did: signed two averages of a chunk, two commitments for a round, or two entries in an attempt; or
-committed to what is no contribution."""
+"""What a peer did: signed two averages of a chunk, two commitments for one training, or two votes that contradict each
+other; or committed to what is no contribution."""
 
 
 class Fault(Value):
@@ -115,12 +111,15 @@ Faults = Annotated[tuple[Fault, ...], Field(max_length=FAULT_LIMIT)]
 
 
 class Header(Value):
-    """One link of the chain. `tenures` are those of the roster and of some who were in rosters before; none where the
-    run has no probation. `state` is the digest of theta and momentum when its cycle began: whoever signs the entry
-    vouches for it, too. `faults` is its annex: the lies that were proven since the entry before; `excluded` are the
-    peers that are excluded from the next cycle for these and earlier ones. `bystanders` have a say in the next entry,
-    as the roster has. `amendment` is the one that is in force from the next cycle on: the one that this entry
-    takes in, or else that of the header before."""
+    """One link of the chain. `state` is the digest of theta and momentum when its cycle began: voters vouch for it.
+
+    Only entries that close a cycle say the following. `leader` led the view in which the header was first proposed.
+    `tenures` are those of the roster and of some who were in rosters before; none where the run has no
+    probation. `faults` is its annex: the lies that were proven since the entry before; `excluded` are the peers that
+    are excluded from the next cycle for these and earlier ones. `bystanders` have a say in the next entry, as the
+    roster has. `amendment` is the one that is in force from the next cycle on: the one that this entry takes in, or
+    else that of the header before.
+    """
 
     run: RunId
     index: Count
@@ -133,6 +132,7 @@ class Header(Value):
     free: Annotated[tuple[Samples, ...], Field(max_length=FREE_LIMIT)]
     lineage_tokens: Count
     payload: Digest
+    leader: PeerId | None = None
     tenures: Annotated[tuple[Tenure, ...], Field(max_length=2 * MEMBER_LIMIT)] = ()
     faults: Faults = ()
     excluded: Annotated[tuple[Exclusion, ...], Field(max_length=EXCLUSION_LIMIT)] = ()
@@ -147,8 +147,8 @@ class Header(Value):
         return hash(self.digest)
 
     def tokens_of(self, peer: str) -> int:
-        """The peer's tokens that count in this entry. They do not where blocks of it are missing."""
-        return sum(member.tokens for member in self.roster if member.peer == peer and not member.missed)
+        """Return the peer's tokens that count in this entry."""
+        return sum(member.tokens for member in self.roster if member.peer == peer)
 
     @cached_property
     def peers(self) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Lineages: the end of one peer's own log, and the branches that other logs split off into, with the better of two.
 
-Two certified entries never have one place. So of two branches that split, the one whose first own entry is certified is
-the run's, whatever the other one has trained. Of two that a minority made each, the one that more of the roster before
-the split have signed is better, then the one with more tokens, then the one whose entry has the smaller digest. The
-first roster is that of the founders: of two foundings the one with more tokens is better.
+Without liars two certified entries never have one place. So of two branches that split, the one whose first own entry
+is certified is the run's, whatever the other one has trained. Otherwise the one that more of the voters before the
+split have signed is better, then the one with more tokens, then the one whose entry has the smaller digest. The first
+entry's voters are its founders: of two foundings the one with more tokens is better.
 
 Before all of that comes what the run's archives have signed.
 """
@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from peers.log.certificate import Certificate, Proof, prove, weigh
+from peers.log.certificate import Certificate, Proof, prove
 from peers.log.header import UNKNOWN_STATE, Header, Position
 from peers.log.state import LogState
 from peers.values.identity import Verify
@@ -29,7 +29,7 @@ class Lineage:
     """The last entries of a peer's log. Of those before the snapshot that it began with it knows the heads alone, as
     far as whoever vouched for the snapshot knew them, or the log that is kept here has them (`recall`).
 
-    `doubt` is the newest place in it from which too few of its roster went on, as certificates say.
+    `doubt` is the newest place in it from which a minority went on, as certificates say.
     """
 
     def __init__(self, log: LogState) -> None:
@@ -42,9 +42,9 @@ class Lineage:
         self._heads: deque[bytes] = deque([log.position.head] if log.last else [], maxlen=RECENT_ENTRIES)
 
     def append(self, header: Header, log: LogState, certificate: Certificate | None = None) -> None:
-        """The entry is made; `log` is where that leads. Without a certificate nobody knows who has signed it."""
+        """Add an entry; `log` is where that leads. Without a certificate it is unknown who has signed it."""
         before = self._starts.get(header.previous)
-        if certificate and before and not weigh(certificate, before, header).is_certified:
+        if certificate is not None and certificate.choice.alone and before is not None:
             self.doubt = before
         self._followers[header.previous, header.fragment] = header, certificate
         if len(self._followers) > RECENT_ENTRIES * log.fragments:
@@ -138,7 +138,7 @@ class Branch:
     signatures have been checked. `heads` name the log after each
     cycle, from `start` on, by index; `states` the digests of the state there, as certified entries after it say, and
     `claimed` as others do.
-    `doubts` are the places that were gone on from by too few. `founders`: how many founded the run, if the branch has
+    `doubts` are the places from which a minority went on. `founders`: how many founded the run, if the branch has
     its first entry.
     """
 
@@ -153,7 +153,7 @@ class Branch:
     certificates: Mapping[int, Certificate] = field(default_factory=dict)
 
     def doubt_before(self, index: int, ours: LogState | None = None) -> LogState | None:
-        """Return the last place before this one from which too few went on. `ours` is that of our own log, which the
+        """Return the last place before this one from which a minority went on. `ours` is that of our own log, which the
         branch has, too, if it starts later."""
         is_in_both = ours is not None and ours.position.index < self.start.position.index
         doubts = (*((ours,) if is_in_both else ()), *self.doubts)
@@ -199,7 +199,7 @@ class Branch:
 
     @property
     def is_certified(self) -> bool:
-        """Whether most have signed the entries that it begins with."""
+        """Whether a quorum has signed the entries that it begins with."""
         return all(proof.is_certified for _, proof in self.first.values())
 
     def splits_from(self, other: Branch) -> bool:
@@ -255,7 +255,7 @@ class Walk:
         self._certificates: dict[int, Certificate] = {}
 
     def take(self, header: Header, certificate: Certificate | None) -> None:
-        """Go on by one entry. Raises: LogError where it does not follow, or a signature is false."""
+        """Go on by one entry. Raises: LogError where it does not follow, or its certificate is none of it."""
         log = self.end.of(header.fragment)
         end = log.append(header)
         if log.last is None:

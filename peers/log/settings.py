@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peers.log.state import LogState
+from peers.log.state import LogState, Quorum
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Timing:
     grace: float = 10.0
     """How long a leader that is ready waits for live peers that are still training."""
     round_timeout: float = 120.0
-    """How long one attempt may take before the members that hold it up are left out."""
+    """How long one exchange of blocks may take at most: what has not come then is left out."""
     partition_grace: float = 60.0
     """How long a minority of the last roster waits for the rest before it goes on alone."""
     resend: float = 1.0
@@ -60,6 +60,8 @@ class RunSettings:
     """Inner steps for which a peer goes on training while a fragment is averaged."""
     organiser: str = ""
     """The peer whose amendments the log takes in."""
+    quorum: Quorum = Quorum.MAJORITY
+    """The share of the voters that decides."""
 
     @property
     def empty_log(self) -> LogState:
@@ -74,4 +76,5 @@ class RunSettings:
             self.probation,
             self.exclusion,
             self.organiser,
+            self.quorum,
         )

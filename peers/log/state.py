@@ -8,14 +8,15 @@ the cycle before. Plain DiLoCo has one fragment, whose entry closes the cycle.
 
 A leader chooses whom it takes into a round. Were its members the only voters of the next entry, a liar that leads could
 take in its allies and just as many others as make a majority with them, and they would be the majority from then on. So
-a peer that had a say keeps it, whether it is in an entry or stands by, until the entry says that it is `gone`. Members
-sign no entry that says so of a peer that they hear themselves.
+a peer that had a say keeps it, whether it is in an entry or stands by, until the entry says that it is `gone`. Voters
+do not vote for an entry that says so of a peer that they hear themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -40,10 +41,14 @@ from peers.log.header import (
 )
 from peers.values.leases import Grants, Lease, SamplePool, SampleRange, prefix, sample_count
 from peers.values.manifest import Amendment
+from peers.values.wire import digest_of
 
 TERM = 64
-"""Outer steps for which one member leads, if nothing is wrong with it. A leader that gives newcomers no samples does so
-no longer; and each has to find out for itself who holds rounds up, which costs an entry's time."""
+"""Outer steps for which one voter leads, if nothing is wrong with it: so long at most does a leader give newcomers no
+samples."""
+COMMITTEE = 128
+"""Voters of one entry at most. Certificates of more would be most of what a large swarm sends."""
+COMMITTEE_CONTEXT = b"diloco-peer committee\0"
 OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_tokens": 0} | dict.fromkeys(
     ("tenures", "excluded", "bystanders"), ()
 )
@@ -52,6 +57,21 @@ OPEN_CYCLE: dict[str, Any] = {"leases": (), "cursor": 0, "free": (), "lineage_to
 
 class LogError(ValueError):
     """A header that does not follow from the log. The message says which rule it breaks."""
+
+
+class Quorum(StrEnum):
+    """The share of the voters that decides, as the manifest's `rounds.quorum` says."""
+
+    MAJORITY = "majority"
+    TWO_THIRDS = "two-thirds"
+
+    def least(self, voters: int) -> int:
+        """Return how many of so many voters decide."""
+        return (2 * voters // 3 if self is Quorum.TWO_THIRDS else voters // 2) + 1
+
+    def is_enough(self, signers: int, voters: int) -> bool:
+        """Return whether so many of these voters decide."""
+        return voters > 0 and signers >= self.least(voters)
 
 
 @lru_cache(maxsize=16)
@@ -77,6 +97,7 @@ class LogState:
     probation: int = 0
     exclusion: int = 1000
     organiser: str = ""
+    quorum: Quorum = Quorum.MAJORITY
     last: Header | None = None
     ends: tuple[bytes, ...] = ()
     made: tuple[Header, ...] = ()
@@ -123,7 +144,7 @@ class LogState:
     # Who has a say ------------------------------------------------------------------------------------------------
     @property
     def roster(self) -> tuple[str, ...]:
-        """Peers of the last entry, first of them the leader's first choice; empty before the first entry."""
+        """Peers of the last entry; empty before the first entry."""
         return self.last.peers if self.last else ()
 
     @cached_property
@@ -142,7 +163,7 @@ class LogState:
     @cached_property
     def voters(self) -> tuple[str, ...]:
         """The peers that have a say in the next entry: of the roster those that are not on probation, in its order, and
-        then the bystanders."""
+        then the bystanders (R12)."""
         return (*self.voting_members, *(one.peer for one in self.last.bystanders)) if self.last else ()
 
     @cached_property
@@ -154,9 +175,15 @@ class LogState:
         """Whether the peer is a voter as the start that it is, and so remembers what it did as one."""
         return self.starts.get(peer) == incarnation
 
-    def is_majority(self, starts: Collection[tuple[str, int]]) -> bool:
-        """Whether these peers, each as the start that it is, are more than half of the voters."""
-        return 2 * sum(self.counts(peer, start) for peer, start in starts) > len(self.voters)
+    @cached_property
+    def electors(self) -> tuple[tuple[str, int], ...]:
+        """The voters that decide on the next entry, each with the start that has a say: a committee of many. Empty
+        before the first entry, on which its own members decide."""
+        return committee(tuple(self.starts.items()), self.last.previous) if self.last else ()
+
+    def is_quorum(self, starts: Collection[tuple[str, int]]) -> bool:
+        """Return whether these peers, each as the start that it is, can decide on the next entry."""
+        return self.quorum.is_enough(len(set(starts).intersection(self.electors)), len(self.electors))
 
     @cached_property
     def served(self) -> dict[str, int]:
@@ -168,19 +195,29 @@ class LogState:
         return self.probation > 0 and self.last is not None and self.served.get(peer, 0) < self.probation
 
     @cached_property
-    def leaders(self) -> tuple[str, ...]:
-        """Who leads before whom: the members that vote, in turn, each for a term; then bystanders, who may be late or
-        hold rounds up; and then those on probation."""
-        members = self.voting_members
-        first = _place_of_turn(self.last.index // TERM, len(members)) if self.last and members else 0
-        return tuple(dict.fromkeys((*members[first:], *members[:first], *self.voters, *self.roster)))
+    def ring(self) -> tuple[str, ...]:
+        """The peers that lead the next entry's views, in turn (R1): the voters from the last leader on, or from the one
+        after it when its term is over; then those on probation. Empty before the first entry.
+
+        Views that failed are in the log by their successor's leader, so a leader that fails costs one entry of a term.
+        """
+        if self.last is None:
+            return ()
+        first, voters = 0, self.voters
+        if self.last.leader in voters:
+            first = voters.index(self.last.leader) + (self.last.index % TERM == 0)
+        return tuple(dict.fromkeys((*voters[first:], *voters[:first], *self.roster)))
+
+    def leader_of(self, view: int) -> str | None:
+        """Return the leader of a view of the next entry; None before the first entry, since no log says it."""
+        return self.ring[view % len(self.ring)] if self.ring else None
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:
         """The roster as it counts: of those on probation nothing, unless all of them are."""
         new = {member.peer for member in roster if self.is_on_probation(member.peer)}
         if not new or len(new) == len(roster):
             return tuple(roster)
-        nothing = {"tokens": 0, "samples": (), "missed": 0}
+        nothing = {"tokens": 0, "samples": ()}
         return tuple(member.model_copy(update=nothing) if member.peer in new else member for member in roster)
 
     @cached_property
@@ -291,6 +328,10 @@ class LogState:
         if member.wants > self.samples_per_lease:
             raise LogError(f"{member.peer}: it wants {member.wants} samples; a lease has {self.samples_per_lease}")
 
+    def has_trained(self, member: Member) -> bool:
+        """Return whether at least half of what a member trained counts. Otherwise its samples are trained again."""
+        return 2 * member.tokens >= sample_count(member.samples) * self.tokens_per_sample
+
     def carried(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> tuple[Assignment, ...]:
         """The leases of those who are not in the roster and may contribute to a later entry."""
         if self.last is None:
@@ -302,14 +343,14 @@ class LogState:
 
     def pool_after(self, roster: Sequence[Member], faults: Sequence[Fault] = ()) -> SamplePool:
         """The pool once `roster` has trained what it says. The rest of its leases is given back, as are leases that are
-        not carried on, and what did not count whole.
+        not carried on, and samples of which fewer than half of the tokens count.
 
         Raises: LogError when a member trained what was not for it, or states more tokens than its samples have.
         """
         trained: list[SampleRange] = []
         for member in roster:
             self.check_member(member)
-            trained += () if member.missed else member.samples
+            trained += member.samples if self.has_trained(member) else ()
         carried = {lease.peer for lease in self.carried(roster, faults)}
         leased = [piece for peer, lease in self.leases.items() if peer not in carried for piece in lease]
         try:
@@ -322,13 +363,17 @@ class LogState:
         self,
         roster: Sequence[Member],
         payload: bytes,
+        leader: str | None,
         faults: Sequence[Fault] = (),
         gone: Sequence[str] = (),
         amendment: Amendment | None = None,
     ) -> Header:
-        """The only header that may follow, given who took part, what came out, which faults are proven, which voters
-        are gone, and which amendment it takes in. Raises: LogError."""
-        return _next_header(self, tuple(roster), payload, tuple(faults), tuple(gone), amendment)
+        """Return the only header that may follow, given who took part, what came out, who led (None unless the entry
+        closes its cycle), which faults are proven, which voters are gone, and which amendment it takes in.
+
+        Whether it was the leader's turn depends on the view: that is for voters to check. Raises: LogError.
+        """
+        return _next_header(self, tuple(roster), payload, leader, tuple(faults), tuple(gone), amendment)
 
     def gone_in(self, header: Header) -> tuple[str, ...]:
         """Return the voters that have no say any more, as the next entry says."""
@@ -383,7 +428,7 @@ def _closing(
     pool = pool.bounded(FREE_LIMIT)
     dealt = zip((member.peer for member in roster), leases, strict=True)
     fresh = [Assignment(peer=peer, samples=samples, since=index) for peer, samples in dealt]
-    tokens = sum(member.tokens for member in roster if not member.missed)
+    tokens = sum(member.tokens for member in roster)
     tenures, before = (log.last.tenures, log.last.excluded) if log.last else ((), ())
     excluded = _exclusions_after(before, faults, index, log.exclusion)
     liars, peers = {one.peer for one in excluded}, [member.peer for member in roster]
@@ -405,6 +450,7 @@ def _next_header(
     log: LogState,
     roster: tuple[Member, ...],
     payload: bytes,
+    leader: str | None,
     faults: tuple[Fault, ...],
     gone: tuple[str, ...],
     amendment: Amendment | None,
@@ -417,6 +463,8 @@ def _next_header(
         raise LogError("a peer is in the roster twice, or out of order")
     if log.probation and log.weighed(roster) != roster:
         raise LogError("a peer on probation counts in the roster")
+    if log.closes != (leader is not None):
+        raise LogError("the entry that closes a cycle has a leader, and no other one")
     if faults and not (log.closes and log.exclusion):
         raise LogError("it has no annex")
     if gone and not log.closes:
@@ -433,6 +481,7 @@ def _next_header(
             state=log.state,
             roster=roster,
             payload=payload,
+            leader=leader,
             faults=faults,
             amendment=(amendment or log.amendment) if log.closes else None,
             **_closing(log, roster, faults, gone),
@@ -443,13 +492,13 @@ def _next_header(
 
 @lru_cache(maxsize=8)
 def _append(log: LogState, header: Header) -> LogState:
-    """A leader is told of one entry by each of those who hold it."""
+    """Each voter and each message about an entry asks for the same."""
     if header.fragment not in log.pending:
         raise LogError(f"entry {header.index}: its fragment does not follow from the log")
     if log.made and header.state != log.made[0].state:
         raise LogError(f"entry {header.index}: it is for another state than the others of its cycle")
     before = log.opening(header.fragment).in_state(header.state)
-    besides = header.faults, before.gone_in(header), before.taken_in(header)
+    besides = header.leader, header.faults, before.gone_in(header), before.taken_in(header)
     expected = before.next_header(header.roster, header.payload, *besides)
     for field in Header.model_fields:
         if getattr(header, field) != getattr(expected, field):
@@ -508,16 +557,14 @@ def take_order(roster: Sequence[str], members: Iterable[str]) -> list[str]:
     return sorted(members, key=lambda peer: (old.get(peer, len(old)), peer))
 
 
-def _place_of_turn(turn: int, members: int) -> int:
-    """Return the place of the member that leads in a term.
-
-    Turns count round a ring of places, whose size is a power of two; an empty one falls to the place half a ring before
-    it. So whoever joins at the end, or leaves there, moves no turn but its own. Were it the remainder by the number of
-    members, each of their comings and goings would have somebody else lead, and liars could choose whom.
-    """
-    ring = 1 << (members - 1).bit_length()
-    place = turn % ring
-    return place if place < members else place - ring // 2
+def committee(voters: tuple[tuple[str, int], ...], seed: bytes) -> tuple[tuple[str, int], ...]:
+    """Return the voters, or if they are more than `COMMITTEE` those whose hash with the seed is lowest, in the voters'
+    order. The seed is the head of two cycles ago, which no leader of the last cycle could choose."""
+    if len(voters) <= COMMITTEE:
+        return voters
+    ranked = sorted(voters, key=lambda voter: digest_of(COMMITTEE_CONTEXT + seed + voter[0].encode()))
+    chosen = set(ranked[:COMMITTEE])
+    return tuple(voter for voter in voters if voter in chosen)
 
 
 def _check_annex(faults: Sequence[Fault], known: Collection[str], roster: Collection[str]) -> None:

@@ -11,7 +11,6 @@ events: AmendmentSeen, Applied, AverageRefuted, AverageTooEarly, BadBlocks, Capt
     PayloadAssembled, PayloadFetched, PayloadNotFetched, RateMeasured, ReachSeen, Received, ReducedArrived,
     SignedHeadsSeen, SnapshotFailed, SnapshotRestored, Tick, TrainingDone, TrainingProgress, Undelivered
 exchange: Exchange
-faults: BadContribution, Court, PROOF_LIMIT, read_proof
 messages: Commit, Elsewhere, Inquire
 pace: Pace
 packing: Packer, pack_message, unpack_message

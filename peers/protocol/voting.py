@@ -7,7 +7,8 @@ numbers) are all that safety rests on, whatever leaders propose and whatever the
     R5   Vote 1 agrees to a proposal. A voter votes in ballots that only go up, and once in each phase of a ballot. It
          does not vote for a proposal that shows no prepare certificate, or one that is older than the voter's lock.
     R6   Vote 2 needs a prepare certificate of its ballot. The header of that becomes the voter's lock.
-    R9   Two votes that no honest voter gives both convict their voter; so does a vote after a farewell.
+    R9   Two votes that no honest voter gives both convict their voter; so does a vote after a farewell. What convicts
+         is in peers/audit/proofs.py.
     R10  A vote is on the disk before it is on the wire, so that a restarted peer is the same voter.
     R11  A voter that has said farewell, or has forgotten what it did at a position, does not vote there.
 
@@ -23,28 +24,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from peers.log.certificate import CertificateError, Departure
-from peers.log.header import Header, Position
-from peers.log.state import LogError, LogState
-from peers.protocol.ballots import (
+from peers.log.certificate import (
     Ballot,
     Certificate,
-    Certified,
+    CertificateError,
     Choice,
+    Departure,
     Group,
     Phase,
-    Propose,
-    Quorum,
-    Vote,
     certify,
-    electorate,
     prove,
 )
-from peers.values.identity import Keys, Signature, Verify
+from peers.log.header import Header, Position
+from peers.log.state import LogError, LogState
+from peers.protocol.messages import Certified, Propose, Vote
+from peers.values.identity import Keys
 from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 
 RECORD_LIMIT = 1 << 24  # bytes; a locked header of 1,000 members has some 200 KB
@@ -86,15 +84,12 @@ class VotingPlace:
     """What a voter knows of a position without its own votes: the log before the entry, and its own key."""
 
     log: LogState
-    quorum: Quorum
     keys: Keys
 
     def is_prepared(self, header: Header, certificate: Certificate) -> bool:
         """Return whether this is a valid prepare certificate of the header."""
-        if certificate.choice.phase is not Phase.PREPARE:
-            return False
         try:
-            prove(certificate, self.log, header, self.quorum, self.keys.verify)
+            prove(certificate, self.log, header, self.keys.verify, Phase.PREPARE)
         except CertificateError:
             return False
         return True
@@ -168,7 +163,10 @@ def vote_prepare(
 def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> Cast | Refusal:
     """Decide vote 2: lock the header that a prepare certificate proves. It needs neither vote 1 nor the payload: those
     who gave vote 1 have the payload, and whoever lacks it fetches it."""
-    header, shown = prepared.header, prepared.certificate.choice
+    header, certificate = prepared.header, prepared.certificate
+    if certificate is None:
+        return Refusal.NO_PREPARE
+    shown = certificate.choice
     choice = shown.model_copy(update={"phase": Phase.COMMIT, "justify": None})
     if prepared.position != state.position:
         return Refusal.ELSEWHERE
@@ -176,11 +174,11 @@ def vote_commit(state: VoterState, prepared: Certified, place: VotingPlace) -> C
         return Cast(state, state.commit)
     if refusal := _why_not_in(state, choice.ballot, state.commit):
         return refusal
-    if not place.is_prepared(header, prepared.certificate):
+    if not place.is_prepared(header, certificate):
         return Refusal.NO_PREPARE
     if not place.follows(header):
         return Refusal.DOES_NOT_FOLLOW
-    is_lighter = state.lock is not None and shown.weight < state.lock.choice.weight
+    is_lighter = state.lock is not None and shown.weight < _choice_of(state.lock).weight
     vote = _sign(state, choice, place)
     return Cast(state.model_copy(update={"commit": vote, "lock": state.lock if is_lighter else prepared}), vote)
 
@@ -197,14 +195,23 @@ def _why_not_in(state: VoterState, ballot: Ballot, last: Vote | None) -> Refusal
 def _is_bound(lock: Certified | None, propose: Propose) -> bool:
     """Return whether a lock keeps the voter from a proposal: unless the proposal shows a certificate that is newer, or
     as new and of the same header. A minority's lock binds only in a minority's ballots."""
-    if lock is None or (lock.choice.alone and not propose.choice.alone):
+    if lock is None:
+        return False
+    locked = _choice_of(lock)
+    if locked.alone and not propose.choice.alone:
         return False
     if propose.justify is None:
         return True
     shown = propose.justify.choice
-    if shown.weight == lock.choice.weight:
-        return shown.header != lock.choice.header
-    return shown.weight < lock.choice.weight
+    if shown.weight == locked.weight:
+        return shown.header != locked.header
+    return shown.weight < locked.weight
+
+
+def _choice_of(lock: Certified) -> Choice:
+    """Return the choice that prepared a lock."""
+    assert lock.certificate is not None, "nothing is locked without one"
+    return lock.certificate.choice
 
 
 def _sign(state: VoterState, choice: Choice, place: VotingPlace) -> Vote:
@@ -293,58 +300,6 @@ class VotingRecord(Value):
         return record
 
 
-# What convicts -------------------------------------------------------------------------------------------------
-class TwoVotes(Value):
-    """Two votes of one peer that no honest voter gives both."""
-
-    peer: PeerId
-    first: Vote
-    second: Vote
-
-
-class VoteAfterFarewell(Value):
-    """A farewell from an index on, and a vote of the same incarnation from there on."""
-
-    departure: Departure
-    signature: Signature
-    vote: Vote
-
-
-Contradiction: TypeAlias = TwoVotes | VoteAfterFarewell
-
-
-def convicts(proof: Contradiction, verify: Verify) -> bool:
-    """Return whether a proof shows to anybody that its peer lies: the statements contradict each other, and the peer
-    has signed both."""
-    if isinstance(proof, VoteAfterFarewell):
-        gone, vote = proof.departure, proof.vote
-        is_broken = vote.incarnation == gone.incarnation and vote.position.index >= gone.index
-        return is_broken and all(
-            verify(gone.peer, *signed) for signed in ((gone.text, proof.signature), (vote.text, vote.signature))
-        )
-    first, second = proof.first, proof.second
-    return contradict(first, second) and all(verify(proof.peer, one.text, one.signature) for one in (first, second))
-
-
-def contradict(first: Vote, second: Vote) -> bool:
-    """Return whether no honest voter gives both votes: two in one phase of a ballot; or a vote 2, and in a later ballot
-    a vote 1 for another header that names no certificate newer than vote 2."""
-    if (first.position, first.incarnation) != (second.position, second.incarnation):
-        return False
-    one, other = first.choice, second.choice
-    if (one.ballot, one.phase) == (other.ballot, other.phase):
-        return one != other
-    return _breaks_lock(one, other) or _breaks_lock(other, one)
-
-
-def _breaks_lock(commit: Choice, prepare: Choice) -> bool:
-    """Return whether a vote 2 forbids a vote 1. What minorities do is certified by nobody, and convicts nobody."""
-    if (commit.phase, prepare.phase) != (Phase.COMMIT, Phase.PREPARE) or commit.alone or prepare.alone:
-        return False
-    is_later = commit.ballot < prepare.ballot and commit.header != prepare.header
-    return is_later and (prepare.justify is None or prepare.justify <= commit.ballot)
-
-
 # Counting ------------------------------------------------------------------------------------------------------
 @dataclass
 class Tally:
@@ -353,24 +308,23 @@ class Tally:
     place: VotingPlace
     _votes: dict[tuple[str, Phase], Vote] = field(default_factory=dict)
 
-    def hear(self, peer: str, vote: Vote) -> TwoVotes | None:
-        """Count a vote if its peer has signed it. Returns the proof if it contradicts one that was heard before."""
-        key, log = (peer, vote.choice.phase), self.place.log
-        if vote == self._votes.get(key) or vote.position != log.position:
-            return None
-        if not self.place.keys.verify(peer, vote.text, vote.signature):
-            return None
-        known = [self._votes[peer, phase] for phase in Phase if (peer, phase) in self._votes]
-        broken = next((one for one in known if contradict(one, vote)), None)
+    def hear(self, peer: str, vote: Vote) -> bool:
+        """Count a vote if it is the peer's own, and newer than its last. Return whether it counts."""
+        key = peer, vote.choice.phase
         before = self._votes.get(key)
-        if before is None or before.choice.ballot < vote.choice.ballot:
-            self._votes[key] = vote
-        return TwoVotes(peer=peer, first=broken, second=vote) if broken else None
+        is_new = before is None or before.choice.ballot < vote.choice.ballot
+        if not is_new or vote.position != self.place.log.position:
+            return False
+        if not self.place.keys.verify(peer, vote.text, vote.signature):
+            return False
+        self._votes[key] = vote
+        return True
 
     def certificate(
         self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]], group: Group = ()
     ) -> Certificate | None:
         """Return the certificate of a choice of this header; None: too few have voted for it."""
-        voters = electorate(self.place.log, header, group, self.place.quorum)
-        votes = [(peer, vote) for (peer, phase), vote in self._votes.items() if phase is choice.phase]
-        return certify(voters, choice, group, votes, farewells)
+        signatures = {
+            (peer, vote.incarnation): vote.signature for (peer, _), vote in self._votes.items() if vote.choice == choice
+        }
+        return certify(self.place.log, header, choice, group, signatures, farewells)

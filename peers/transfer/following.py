@@ -1,8 +1,8 @@
 """Following a run's log without a part in it: a snapshot, and then entry after entry, from the peer furthest on.
 
-Evaluation, export, mirrors and onlookers follow a run so. An entry that too few have signed to certify it is believed
-late: a minority that goes on alone has waited for the partition grace, and so does a follower. If most of the roster
-are there, they make an entry of their own, and that is certified.
+Evaluation, export, mirrors and onlookers follow a run so. An entry that no quorum has signed is believed late: a
+minority that goes on alone has waited for the partition grace, and so does a follower. If a quorum is there, it makes
+an entry of its own, and that is certified.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from peers.log.lineage import Walk
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError
+from peers.presence.branches import state_told
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import DONATING
-from peers.presence.presence import state_told
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import PullTransport
 from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch, fetch_stretch
@@ -68,17 +68,16 @@ class Doubts:
         self._since = 0.0
 
     def may_follow(self, log: LogState, proof: Proof, beats: Iterable[Heartbeat]) -> bool:
-        """Whether to follow an entry after `log` for which this speaks. While most of those who could certify one are
-        there, too, as `beats` say, it is not: else anybody could put one there."""
+        """Return whether to follow an entry after `log` for which this speaks. While a quorum is there that could
+        certify one, as `beats` say, it is not followed: else anybody could put one there."""
         if proof.is_certified:
             return True
-        index, voters = log.position.index, len(log.voters)
+        index, voters = log.position.index, len(log.electors)
         if self._place != log.position:
             self._place, self._since = log.position, now()
             logger.warning("of %d peers only %d have signed entry %d: waiting for others", voters, proof.signers, index)
-        head = log.position.head
-        here = {beat.peer for beat in beats if beat.head == head and log.counts(beat.peer, beat.incarnation)}
-        if now() - self._since < self._grace or 2 * len(here) > voters:
+        here = [(beat.peer, beat.incarnation) for beat in beats if beat.head == log.position.head]
+        if now() - self._since < self._grace or log.is_quorum(here):
             return False
         logger.warning("entry %d is followed, though it is not certified", index)
         return True
@@ -104,8 +103,8 @@ class _OtherLineageError(LogError):
 
 @dataclass(frozen=True)
 class _Next:
-    """The cycle that follows in a donor's log: the log with it, its entries with their certificates, and what the one
-    of them proves that fewest have signed."""
+    """The cycle that follows in a donor's log: the log with it, its entries with their certificates, and the weakest of
+    the entries' proofs."""
 
     donor: str
     log: LogState
@@ -235,7 +234,7 @@ class Following:
 
     async def advance(self) -> tuple[Header, bytes] | None:
         """Take the next outer step: the entry that closes it, and the state digest after it; None when nobody is
-        further on, or too few have signed what follows, and others may still come.
+        further on, or no quorum has signed what follows, and others may still come.
 
         Raises: SwarmUnreachableError when there is nobody; CannotFollowError when nobody has what follows, or what they
         have does not.

@@ -12,7 +12,7 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings
 from peers.network.throttle import RateMeter
 from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
-from peers.presence.presence import state_told
+from peers.presence.branches import state_told
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.effects import (

@@ -207,7 +207,7 @@ function showRounds() {
 }
 
 const kindOf = (row) =>
-  row.certified === false || row.absent?.some((one) => one.kind === "died" || one.kind === "lied") ? "bad"
+  row.certified === false || row.absent?.some((one) => one.kind === "partly" || one.kind === "lied") ? "bad"
     : row.absent_count ? "some" : "";
 
 function showTimeline(rows) {

@@ -16,6 +16,7 @@ from peers.transfer.storage import MemoryFile
 from peers.values.chunks import digest_of_state
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
+from tests.peers.logs import next_header
 
 RUN = "tiny-" + "a" * 32
 VALUES = 300_000  # of each vector: 2.4 MB in all, so that there are three chunks
@@ -25,7 +26,7 @@ def header_at(index: int, run: str = RUN) -> Header:
     """A header whose entry takes the log to `index` outer steps."""
     log = LogState(run, digest_of(b"manifest"), samples_per_lease=8, tokens_per_sample=10)
     member = Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))
-    first = log.next_header([member], digest_of(b"payload"))
+    first = next_header(log, [member], digest_of(b"payload"))
     return Header(**(dict(first) | {"index": index - 1}))
 
 

@@ -31,7 +31,6 @@ from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.presence.voice import Pace
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
 from peers.transfer.lineage_fetch import LineageFetch
@@ -42,8 +41,8 @@ from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHead, SignedHeads, pack_heads
 from peers.values.wire import digest_of
-from tests.peers.builders import CERTIFIED
 from tests.peers.fakes import FakeTransport
+from tests.peers.logs import CERTIFIED, next_header
 
 VALUES = 3000
 NODE = Identity.generate()
@@ -76,7 +75,7 @@ class Network:
         return b"ticket", 7
 
     def discovery_of(self, run_id: str) -> Any:
-        return SimpleNamespace(pace=lambda: Pace(after=self.heard))
+        return SimpleNamespace(copies=SimpleNamespace(highest=self.heard))
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         self.published.append(Heartbeat.verify(heartbeat, run_id))
@@ -107,7 +106,7 @@ def positions(kept: ArchivedRun, entries: int) -> list[LogState]:
     for number in range(entries):
         log, average = states[-1], payload(number)
         roster = [Member(peer="a", tokens=16, samples=log.leases.get("a", log.grants[0]))]
-        header = log.next_header(roster, average.digest)
+        header = next_header(log, roster, average.digest)
         kept.log.append(header, None, average)
         states.append(log.append(header))
     return states
@@ -179,7 +178,7 @@ class ManyRuns(Network):
         return SignedHeads(run_id)
 
     def discovery_of(self, run_id: str) -> Any:
-        return SimpleNamespace(pace=Pace)
+        return SimpleNamespace(copies=SimpleNamespace(highest=0))
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         if run_id == self.poison:
@@ -440,11 +439,13 @@ def test_it_keeps_what_proves_the_annexes_of_its_entries(
     kept, shown = archive(run, tmp_path), b"proof"
     fault = Fault(peer="b", kind="votes", proof=digest_of(shown))
     log = kept.run.settings.empty_log
-    first = log.next_header(
-        [Member(peer=peer, tokens=16, samples=log.grants[place]) for place, peer in enumerate("ab")], payload(1).digest
+    first = next_header(
+        log,
+        [Member(peer=peer, tokens=16, samples=log.grants[place]) for place, peer in enumerate("ab")],
+        payload(1).digest,
     )
     log = log.append(first)
-    second = log.next_header([log.expected("a")], payload(2).digest, [fault])
+    second = next_header(log, [log.expected("a")], payload(2).digest, [fault])
     for header in (first, second):
         kept.log.append(header, None, None)
     kept.end = log.append(second)
@@ -560,7 +561,7 @@ def test_an_archive_goes_on_though_what_it_signed_last_cannot_be_read(
 def next_of(log: LogState | None) -> tuple[Header, None, None]:
     assert log is not None
     roster = [Member(peer="a", tokens=16, samples=log.leases["a"])]
-    return log.next_header(roster, bytes(32)), None, None
+    return next_header(log, roster, bytes(32)), None, None
 
 
 def test_an_archive_that_the_run_does_not_name_signs_nothing(run: Run, tmp_path: Path) -> None:

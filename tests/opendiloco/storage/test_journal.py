@@ -10,14 +10,15 @@ from peers.log.header import Member
 from peers.log.state import LogState
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
+from tests.peers.logs import next_header
 
 
 def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     log = LogState("run", digest_of(b"manifest"), samples_per_lease=8, tokens_per_sample=10)
-    first = log.next_header([Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))], digest_of(b"payload 0"))
-    second = log.append(first).next_header(
-        [Member(peer="A", tokens=80, samples=(SampleRange(8, 16),))], digest_of(b"payload 1")
+    first = next_header(log, [Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))], digest_of(b"payload 0"))
+    second = next_header(
+        log.append(first), [Member(peer="A", tokens=80, samples=(SampleRange(8, 16),))], digest_of(b"payload 1")
     )
     journal.append(first, digest_of(b"state 1"))
     journal.append(second, digest_of(b"state 2"))
@@ -26,7 +27,7 @@ def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
 
 def test_a_disk_that_takes_nothing_is_a_clear_error(tmp_path: Path) -> None:
     log = LogState("run", digest_of(b"manifest"), samples_per_lease=8, tokens_per_sample=10)
-    header = log.next_header([Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))], digest_of(b"payload"))
+    header = next_header(log, [Member(peer="A", tokens=80, samples=(SampleRange(0, 8),))], digest_of(b"payload"))
     with pytest.raises(MachineError, match="journal"):
         Journal(tmp_path / "no such folder" / "journal.jsonl").append(header, digest_of(b"state"))
 

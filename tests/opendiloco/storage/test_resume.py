@@ -22,6 +22,7 @@ from peers.values.wire import digest_of
 from peers.values.workload import SnapshotError
 from tests.opendiloco.training.recorded_run import BLOCK_BYTES, RecordedRun, record
 from tests.opendiloco.volunteer.test_local_workload import StateOnly
+from tests.peers.logs import next_header
 
 VALUES = 2500
 ENTRIES = 5
@@ -158,7 +159,7 @@ def test_a_payload_that_no_encoder_makes_ends_it(
     first, second = recorded.headers[:2]
     nonsense = Payload.cut(memoryview(b"\xff" * len(recorded.payloads[0].data)), BLOCK_BYTES)
     log.append(first, None, recorded.payloads[0])
-    log.append(recorded.empty_log.at(first).next_header(second.roster, nonsense.digest), None, nonsense)
+    log.append(next_header(recorded.empty_log.at(first), second.roster, nonsense.digest), None, nonsense)
     assert_reaches(1, recorded, workload, log)
     assert "entry 1 of this machine's log cannot be replayed" in caplog.text
 

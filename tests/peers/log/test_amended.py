@@ -12,7 +12,7 @@ from peers.log.state import LogError, LogState
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.wire import pack, unpack
-from tests.peers.builders import LOG, PAYLOAD, RUN, member
+from tests.peers.logs import LOG, PAYLOAD, RUN, member, next_header
 
 ORGANISER, STRANGER = Identity.of_seed(bytes(32)), Identity.of_seed(bytes(31) + b"1")
 EMPTY = replace(LOG, organiser=ORGANISER.peer_id)
@@ -27,7 +27,7 @@ def entry(log: LogState, taken_in: Amendment | None = None) -> Header:
     roster = [log.expected(name) for name in "ab"] if log.last else [member("a", 0, 20), member("b", 20, 40)]
     if not log.closes:
         roster = [one.model_copy(update={"samples": ()}) for one in roster]
-    return log.next_header(roster, PAYLOAD, amendment=taken_in)
+    return next_header(log, roster, PAYLOAD, amendment=taken_in)
 
 
 def cycle(log: LogState, taken_in: Amendment | None = None) -> LogState:

@@ -11,8 +11,8 @@ from peers.log.chain import FRAMES, STRETCH_LIMIT, Chain, Entry, Stretch, follow
 from peers.log.header import Header
 from peers.log.state import LogError
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import LOG, chain_of
 from tests.peers.log.test_folder import lineage, payload
+from tests.peers.logs import LOG, chain_of
 
 HEADERS = lineage(2 * FRAMES + 5)
 

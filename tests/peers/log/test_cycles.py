@@ -11,7 +11,7 @@ from peers.log.header import NO_PAYLOAD, Header, Member, cycle_head
 from peers.log.state import LogError, LogState
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of
-from tests.peers.builders import PAYLOAD, SETTINGS, TOKENS, member
+from tests.peers.logs import PAYLOAD, SETTINGS, TOKENS, member, next_header
 
 FRAGMENTS = 3
 LOG = replace(SETTINGS, fragments=FRAGMENTS).empty_log
@@ -22,9 +22,9 @@ def entry(log: LogState, fragment: int, names: str = "abc", payload: bytes = PAY
     """What these members make of a fragment: only the closing entry says which samples they trained."""
     view = log.of(fragment)
     if not view.closes:
-        return view.next_header([Member(peer=name, tokens=TOKENS, samples=()) for name in names], payload)
+        return next_header(view, [Member(peer=name, tokens=TOKENS, samples=()) for name in names], payload)
     trained = {name: log.leases.get(name) or (SampleRange(*SAMPLES[name]),) for name in names}
-    return view.next_header([Member(peer=name, tokens=TOKENS, samples=trained[name]) for name in names], payload)
+    return next_header(view, [Member(peer=name, tokens=TOKENS, samples=trained[name]) for name in names], payload)
 
 
 def after_cycle(log: LogState, names: str = "abc") -> LogState:
@@ -60,7 +60,7 @@ def test_a_fragment_has_one_entry_in_a_cycle() -> None:
         with pytest.raises(LogError, match="its fragment does not follow"):
             log.append(entry(LOG, 1, payload=payload))
     with pytest.raises(LogError, match="its fragment does not follow"):
-        LOG.append(replace(LOG, fragments=4).of(3).next_header([member("a", 0, 20)], PAYLOAD))
+        LOG.append(next_header(replace(LOG, fragments=4).of(3), [member("a", 0, 20)], PAYLOAD))
 
 
 def test_roster_and_leases_are_those_of_the_cycle_before_until_it_is_over() -> None:
@@ -75,27 +75,27 @@ def test_roster_and_leases_are_those_of_the_cycle_before_until_it_is_over() -> N
 
 def test_only_the_closing_entry_says_which_samples_were_trained() -> None:
     with pytest.raises(LogError, match="only the entry that closes a cycle"):
-        LOG.next_header([member("a", 0, 20)], PAYLOAD)
+        next_header(LOG, [member("a", 0, 20)], PAYLOAD)
     header = entry(LOG, 0)
     assert (header.leases, header.cursor, header.free, header.lineage_tokens) == ((), 0, (), 0)
 
 
 def test_nobody_weighs_more_than_a_whole_lease() -> None:
     most = SETTINGS.samples_per_lease * SETTINGS.tokens_per_sample
-    assert LOG.next_header([Member(peer="a", tokens=most, samples=())], PAYLOAD)
+    assert next_header(LOG, [Member(peer="a", tokens=most, samples=())], PAYLOAD)
     with pytest.raises(LogError, match="tokens are more than"):
-        LOG.next_header([Member(peer="a", tokens=most + 1, samples=())], PAYLOAD)
+        next_header(LOG, [Member(peer="a", tokens=most + 1, samples=())], PAYLOAD)
 
 
 def test_who_has_a_short_lease_weighs_no_more_than_that() -> None:
     """Regression: who was slow, or said so, weighed a whole lease in all entries but the closing one."""
-    closing = LOG.of(2).next_header([member("a", 0, 20).model_copy(update={"wants": 5})], PAYLOAD)
+    closing = next_header(LOG.of(2), [member("a", 0, 20).model_copy(update={"wants": 5})], PAYLOAD)
     log = LOG
     for header in (entry(LOG, 0), entry(LOG, 1), closing):
         log = log.append(header)
-    assert log.next_header([Member(peer="a", tokens=5 * SETTINGS.tokens_per_sample, samples=())], PAYLOAD)
-    with pytest.raises(LogError, match="501 tokens are more than the 500"):
-        log.next_header([Member(peer="a", tokens=5 * SETTINGS.tokens_per_sample + 1, samples=())], PAYLOAD)
+    assert next_header(log, [Member(peer="a", tokens=5 * SETTINGS.tokens_per_sample, samples=())], PAYLOAD)
+    with pytest.raises(LogError, match="26 tokens are more than the 25"):
+        next_header(log, [Member(peer="a", tokens=5 * SETTINGS.tokens_per_sample + 1, samples=())], PAYLOAD)
 
 
 def test_a_state_is_taken_over_at_the_end_of_a_cycle() -> None:
@@ -116,17 +116,17 @@ def test_another_entry_of_any_fragment_makes_another_lineage() -> None:
 
 def test_with_one_fragment_the_entry_names_the_lineage() -> None:
     log = SETTINGS.empty_log
-    header = log.next_header([member("a", 0, 20)], PAYLOAD)
+    header = next_header(log, [member("a", 0, 20)], PAYLOAD)
     assert log.append(header).position.head == header.digest
 
 
 def test_an_entry_has_a_payload_unless_nobody_trained_its_fragment() -> None:
     nobody = [Member(peer="a", tokens=0, samples=())]
-    assert LOG.append(LOG.next_header(nobody, NO_PAYLOAD)).pending == (1, 2)
+    assert LOG.append(next_header(LOG, nobody, NO_PAYLOAD)).pending == (1, 2)
     with pytest.raises(LogError, match="nobody in the roster has trained anything"):
-        LOG.next_header(nobody, PAYLOAD)
+        next_header(LOG, nobody, PAYLOAD)
     with pytest.raises(LogError, match="it lacks a payload"):
-        LOG.next_header([Member(peer="a", tokens=TOKENS, samples=())], NO_PAYLOAD)
+        next_header(LOG, [Member(peer="a", tokens=TOKENS, samples=())], NO_PAYLOAD)
     for payload in (PAYLOAD, NO_PAYLOAD):
         with pytest.raises(LogError, match="nobody in the roster has trained anything"):
-            LOG.of(2).next_header(nobody, payload)
+            next_header(LOG.of(2), nobody, payload)

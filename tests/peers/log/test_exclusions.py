@@ -13,7 +13,7 @@ from peers.log.header import EXCLUSION_LIMIT, FAULT_AGE, Exclusion, Fault, Heade
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError, LogState, _exclusions_after
 from peers.values.wire import pack, unpack
-from tests.peers.builders import LOG, PAYLOAD, SETTINGS, member
+from tests.peers.logs import LOG, PAYLOAD, SETTINGS, member, next_header
 
 EMPTY = replace(LOG, exclusion=3, staleness=2)
 
@@ -24,11 +24,11 @@ def fault(peer: str) -> Fault:
 
 def founded(empty: LogState = EMPTY, names: str = "abcx") -> LogState:
     roster = [member(name, 20 * place, 20 * place + 20) for place, name in enumerate(names)]
-    return empty.append(empty.next_header(roster, PAYLOAD))
+    return empty.append(next_header(empty, roster, PAYLOAD))
 
 
 def entry(log: LogState, names: Iterable[str], faults: Sequence[Fault] = ()) -> Header:
-    return log.next_header([log.expected(name) for name in names], PAYLOAD, faults)
+    return next_header(log, [log.expected(name) for name in names], PAYLOAD, faults)
 
 
 def excluding(log: LogState, names: str = "abc", accused: str = "x") -> LogState:
@@ -57,11 +57,11 @@ def test_who_is_excluded_has_no_lease_and_its_samples_return() -> None:
 def test_who_is_excluded_can_be_in_no_entry() -> None:
     log = excluding(founded())
     with pytest.raises(LogError, match="x is excluded up to cycle 4"):
-        log.next_header([log.expected("a"), log.expected("x", 0)], PAYLOAD)
+        next_header(log, [log.expected("a"), log.expected("x", 0)], PAYLOAD)
     later = log
     for _ in range(3):
         later = later.append(entry(later, "abc"))
-    assert later.next_header([later.expected("a"), later.expected("x", 0)], PAYLOAD)
+    assert next_header(later, [later.expected("a"), later.expected("x", 0)], PAYLOAD)
 
 
 def test_who_is_excluded_neither_votes_nor_leads() -> None:
@@ -91,7 +91,7 @@ def test_nobody_is_excluded_twice_at_once() -> None:
 
 def test_the_first_entry_has_no_annex() -> None:
     with pytest.raises(LogError, match="without a lease"):
-        EMPTY.next_header([member("a", 0, 20)], PAYLOAD, [fault("x")])
+        next_header(EMPTY, [member("a", 0, 20)], PAYLOAD, [fault("x")])
 
 
 def test_a_run_may_do_without() -> None:
@@ -102,12 +102,12 @@ def test_a_run_may_do_without() -> None:
 def test_only_the_entry_that_closes_a_cycle_has_an_annex() -> None:
     log = replace(SETTINGS, fragments=2).empty_log
     first = [member(name, 0, 20).model_copy(update={"samples": ()}) for name in "ab"]
-    log = log.append(log.next_header(first, PAYLOAD))
-    log = log.append(log.of(1).next_header([member("a", 0, 20), member("b", 20, 40)], PAYLOAD))
+    log = log.append(next_header(log, first, PAYLOAD))
+    log = log.append(next_header(log.of(1), [member("a", 0, 20), member("b", 20, 40)], PAYLOAD))
     with pytest.raises(LogError, match="it has no annex"):
-        log.of(0).next_header([log.of(0).expected("a")], PAYLOAD, [fault("b")])
-    named = log.append(log.of(0).next_header([log.of(0).expected("a")], PAYLOAD))
-    assert named.append(named.of(1).next_header([named.of(1).expected("a")], PAYLOAD, [fault("b")])).excluded
+        next_header(log.of(0), [log.of(0).expected("a")], PAYLOAD, [fault("b")])
+    named = log.append(next_header(log.of(0), [log.of(0).expected("a")], PAYLOAD))
+    assert named.append(next_header(named.of(1), [named.of(1).expected("a")], PAYLOAD, [fault("b")])).excluded
 
 
 def test_an_entry_in_brief_has_its_annex() -> None:

@@ -18,9 +18,9 @@ from peers.transfer import lineage_fetch as headers_module
 from peers.transfer.lineage_fetch import add_headers_before, serve_headers
 from peers.values.chunks import Payload
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import chain_of
 from tests.peers.fakes import FakeTransport
 from tests.peers.log.test_cycles import FRAGMENTS, LOG, entry
+from tests.peers.logs import chain_of, next_header
 
 BLOCK = 8  # bytes
 
@@ -39,7 +39,7 @@ def lineage(count: int, log: LogState = LOG, offset: int = 0) -> tuple[list[Head
             if index == 0 and fragment == 1:
                 view = log.of(1)
                 absent = [view.expected(name).model_copy(update={"tokens": 0}) for name in "abc"]
-                headers.append(view.next_header(absent, NO_PAYLOAD))
+                headers.append(next_header(view, absent, NO_PAYLOAD))
             else:
                 headers.append(entry(log, fragment, payload=digest))
             log = log.append(headers[-1])

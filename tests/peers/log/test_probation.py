@@ -8,14 +8,16 @@ from itertools import chain
 
 import pytest
 
-from peers.log.certificate import CertificateError, Proof, Vote, certify, electorate, prove, weigh
+from peers.log.certificate import CertificateError, Proof, Signer, certify, electorate, prove
 from peers.log.chain import header_of, outcome_of
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState
 from peers.values.wire import pack, unpack
-from tests.peers.builders import LOG, PAYLOAD
+from tests.peers.logs import LOG, PAYLOAD, certificate, choice_of, next_header, votes
+from tests.simulator.simulated_keys import SimulatedKeys
 
 EMPTY = replace(LOG, probation=2)
+VERIFY = SimulatedKeys("a").verify
 
 
 def bringing(log: LogState, names: Iterable[str]) -> list[Member]:
@@ -27,7 +29,7 @@ def bringing(log: LogState, names: Iterable[str]) -> list[Member]:
 def after(log: LogState, names: Iterable[str]) -> LogState:
     """The log after an entry of these, all others being gone."""
     gone = [peer for peer in log.voters if peer not in names]
-    return log.append(log.next_header(log.weighed(bringing(log, names)), PAYLOAD, (), gone))
+    return log.append(next_header(log, log.weighed(bringing(log, names)), PAYLOAD, (), gone))
 
 
 def founded(names: str = "abc") -> LogState:
@@ -37,7 +39,8 @@ def founded(names: str = "abc") -> LogState:
 def test_founders_have_served() -> None:
     log = founded()
     assert not any(map(log.is_on_probation, "abc"))
-    assert log.voters == log.roster == log.leaders == tuple("abc")
+    assert log.voters == log.roster == tuple("abc")
+    assert log.ring == tuple("bca"), "a founded it"
     assert log.last is not None
     assert log.last.tokens_of("a") > 0
 
@@ -48,9 +51,9 @@ def test_a_newcomer_counts_and_votes_after_so_many_outer_steps() -> None:
         log = after(log, "abcz")
         assert log.last is not None
         tokens.append(log.last.tokens_of("z"))
-        voters.append("".join(peer for peer, _ in electorate(log, log.last)))
+        voters.append("".join(peer for peer, _ in electorate(log, log.last).voters))
         assert log.last.tokens_of("a") > 0
-    assert tokens == [0, 0, 2000, 2000]
+    assert tokens == [0, 0, 100, 100]
     assert voters == ["abc", "abcz", "abcz", "abcz"]
 
 
@@ -68,8 +71,8 @@ def test_what_it_trains_meanwhile_is_trained_again() -> None:
 def test_nobody_can_write_another_header() -> None:
     log = after(founded(), "abc")
     with pytest.raises(LogError, match="on probation counts"):
-        log.next_header(bringing(log, "abcz"), PAYLOAD)
-    honest = log.next_header(log.weighed(bringing(log, "abcz")), PAYLOAD)
+        next_header(log, bringing(log, "abcz"), PAYLOAD)
+    honest = next_header(log, log.weighed(bringing(log, "abcz")), PAYLOAD)
     for tenures in ((), honest.tenures[:-1], tuple(one.model_copy(update={"served": 2}) for one in honest.tenures)):
         with pytest.raises(LogError, match="its tenures does not follow"):
             log.append(honest.model_copy(update={"tenures": tenures}))
@@ -80,22 +83,25 @@ def test_sybils_are_no_quorum() -> None:
     log = after(founded("a"), "a" + "stuvwxyz")
     assert log.voters == ("a",)
     assert log.last is not None
-    assert electorate(log, log.last) == (("a", 0),)
+    assert electorate(log, log.last).voters == (("a", 0),)
     assert [log.counts(peer, 0) for peer in "as"] == [True, False]
     log = after(founded("a"), "as")
-    assert log.leaders == ("a", "s"), "nor does one of them lead"
+    assert log.ring == ("a", "s"), "nor does one of them lead first"
 
 
 def test_signatures_of_newcomers_certify_nothing() -> None:
     log = after(founded("a"), "a" + "stu")
-    header, attempt = log.next_header(log.weighed(bringing(log, "astu")), PAYLOAD), (1, "s", False)
-    signatures = dict.fromkeys("stu", bytes(64))
-    made = certify(log, header, attempt, signatures, {})
-    assert (made.votes, weigh(made, log, header)) == ((), Proof(False, 0))
-    votes = tuple(Vote(place=place, signature=bytes(64)) for place in (1, 2, 3))
-    with pytest.raises(CertificateError, match="names places that the roster does not have"):
-        prove(made.model_copy(update={"votes": votes}), log, header, lambda peer, text, signature: True)
-    assert weigh(certify(log, header, attempt, {"a": bytes(64)}, {}), log, header) == Proof(True, 1)
+    header = next_header(log, log.weighed(bringing(log, "astu")))
+    choice = choice_of(header)
+    theirs = votes(choice, header, [(peer, 0) for peer in "stu"])
+    assert certify(log, header, choice, (), theirs, {}) is None
+    ours = certificate(log, header, "a")
+    assert prove(ours, log, header, VERIFY) == Proof(True, 1)
+    signers = tuple(Signer(place=place, signature=bytes(64)) for place in (1, 2, 3))
+    with pytest.raises(CertificateError, match="names places that the electorate does not have"):
+        prove(ours.model_copy(update={"signers": signers}), log, header, VERIFY)
+    alone = certificate(log, header, "stu")
+    assert prove(alone, log, header, VERIFY) == Proof(False, 0), "nor do they speak for a minority's entry"
 
 
 def test_whoever_was_there_before_need_not_serve_again() -> None:
@@ -133,14 +139,14 @@ def test_what_is_remembered_is_bounded() -> None:
     )
     assert log.last is not None
     long = log.at(log.last.model_copy(update={"tenures": tenures}))
-    header = long.next_header(long.weighed(bringing(long, "abc")), PAYLOAD)
+    header = next_header(long, long.weighed(bringing(long, "abc")), PAYLOAD)
     assert len(header.tenures) == 3 + MEMBER_LIMIT
     assert {one.served for one in header.tenures[3:]} == {2}, "those that have served are remembered for longest"
 
 
 def test_headers_and_outcomes_have_it() -> None:
     log = after(founded(), "abcz")
-    header = log.next_header(log.weighed(bringing(log, "abcz")), PAYLOAD)
+    header = next_header(log, log.weighed(bringing(log, "abcz")), PAYLOAD)
     assert unpack(Header, pack(header)) == header
     assert header_of(log, outcome_of(log, header)) == header
     assert log.at(log.last).served == log.served, "who takes over a snapshot knows the same"

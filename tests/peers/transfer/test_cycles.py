@@ -22,9 +22,10 @@ from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Blocked, Blocks
-from tests.peers.builders import RUN, SETTINGS, beat, chain_of
+from tests.peers.builders import beat
 from tests.peers.fakes import BLOCK, GARBAGE, FakeTransport, FakeWorkload
 from tests.peers.log.test_cycles import FRAGMENTS, LOG, entry
+from tests.peers.logs import RUN, SETTINGS, chain_of, next_header
 
 STREAMING = replace(SETTINGS, fragments=FRAGMENTS, timing=replace(SETTINGS.timing, partition_grace=0.0))
 GENESIS = bytes(32 * FRAGMENTS)
@@ -99,7 +100,7 @@ class Run:
                 if (index, fragment) == (1, 0):
                     view = log.of(0)
                     absent = [view.expected(name).model_copy(update={"tokens": 0}) for name in "abc"]
-                    self.headers.append(view.next_header(absent, NO_PAYLOAD))
+                    self.headers.append(next_header(view, absent, NO_PAYLOAD))
                 else:
                     self.headers.append(entry(log, fragment, payload=made.digest))
                     self.payloads[fragment].append(made)

@@ -9,11 +9,12 @@ from peers.log.lineage import UNPROVEN
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer import following as doubts
 from peers.transfer.following import Doubts
-from tests.peers.builders import CERTIFIED, PAYLOAD, beat, first_log
+from tests.peers.builders import beat
+from tests.peers.logs import CERTIFIED, PAYLOAD, first_log, next_header
 
 GRACE = 60.0
 LOG = first_log()
-NEXT = LOG.append(LOG.next_header([LOG.expected(peer) for peer in "abc"], PAYLOAD))
+NEXT = LOG.append(next_header(LOG, [LOG.expected(peer) for peer in "abc"], PAYLOAD))
 
 
 def follows(beats: list[Heartbeat], proof: Proof, waited: float, monkeypatch: pytest.MonkeyPatch) -> bool:

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import pytest
 
-from peers.log.header import Member
 from peers.log.state import LogState
 from peers.network.channel import RefusalError
 from peers.protocol.peer import Peer
@@ -19,8 +18,9 @@ from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, Freezer, FrozenSnap
 from peers.transfer.storage import MemoryFile, Storage
 from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
-from tests.peers.builders import LOG, PAYLOAD, SETTINGS, Rig
+from tests.peers.builders import Rig
 from tests.peers.fakes import FakeWorkload, at_once
+from tests.peers.logs import PAYLOAD, SETTINGS, log_at, next_header
 from tests.peers.protocol.test_fragments import OFFERS, TWO, newcomer_behind
 from tests.peers.protocol.test_peer import at_second
 
@@ -91,17 +91,6 @@ class Frozen:
         self.rig.step(last, digest_of_state([self.workload.state]))
         async with self.changed:
             self.changed.notify_all()
-
-
-def log_at(index: int, names: str = "abc") -> LogState:
-    """After so many entries that all of these took part in."""
-    log = LOG
-    while log.position.index < index:
-        grants = iter(log.grants)
-        leases = [log.leases.get(name) or next(grants) for name in names]
-        members = [Member(peer=name, tokens=1, samples=lease) for name, lease in zip(names, leases, strict=True)]
-        log = log.append(log.next_header(members, PAYLOAD))
-    return log
 
 
 async def quiet() -> None:
@@ -280,7 +269,7 @@ def test_amid_a_cycle_of_several_entries_there_is_a_snapshot_for_whoever_asks(mo
         frozen = Frozen(rig)
         frozen.step(log)
         await frozen.freezer.freeze_if_due()
-        frozen.step(log.append(log.of(0).next_header(OFFERS, PAYLOAD)))
+        frozen.step(log.append(next_header(log.of(0), OFFERS, PAYLOAD)))
         assert not rig.peer.is_at_cycles_end
         assert (await frozen.freezer.newest(1)).index == 1
         assert frozen.told == [], "it is no checkpoint"

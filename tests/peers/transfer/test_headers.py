@@ -15,8 +15,8 @@ from peers.network.channel import PeerRefusedError, PeerUnreachableError, Refusa
 from peers.transfer import lineage_fetch as headers_module
 from peers.transfer.lineage_fetch import HEADERS, HeadersRequest, fetch_stretch, serve_headers
 from peers.values.wire import pack
-from tests.peers.builders import LOG, PAYLOAD, RUN, chain_of, member
 from tests.peers.fakes import FakeTransport
+from tests.peers.logs import LOG, PAYLOAD, RUN, chain_of, member, next_header
 from tests.peers.network.test_throttle import now, simulate
 
 
@@ -24,7 +24,7 @@ def entries(count: int) -> list[Header]:
     log: LogState = LOG
     headers = []
     for index in range(count):
-        headers.append(log.next_header([member("a", 20 * index, 20 * index + 20)], PAYLOAD))
+        headers.append(next_header(log, [member("a", 20 * index, 20 * index + 20)], PAYLOAD))
         log = log.append(headers[-1])
     return headers
 

@@ -28,8 +28,8 @@ from peers.transfer.payloads import (
 )
 from peers.values.chunks import CHUNK_BLOCKS, Payload
 from peers.values.wire import DIGEST_BYTES, Reach, digest_of, pack, unpack
-from tests.peers.builders import LOG, RUN, member
 from tests.peers.fakes import NoChance, at_once
+from tests.peers.logs import LOG, RUN, member, next_header
 from tests.peers.network.test_throttle import now, simulate
 from tests.simulator.simulated_workload import BLOCK_BYTES, SimulatedWorkload
 
@@ -51,7 +51,7 @@ def some_payload(seed: bytes = b"payload") -> Payload:
 
 
 THE_PAYLOAD = some_payload()
-HEADER = LOG.next_header([member("a", 0, 20)], THE_PAYLOAD.digest)
+HEADER = next_header(LOG, [member("a", 0, 20)], THE_PAYLOAD.digest)
 
 
 def buffers() -> PayloadBuffers:

@@ -17,9 +17,9 @@ from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, RefusalError
 from peers.transfer.payloads import ASKED, PATIENCE, PROOF, TIMES, MissingProofs, ProofRequest, serve_proofs
 from peers.values.wire import digest_of, pack
-from tests.peers.builders import LOG, PAYLOAD, RUN, chain_of, first_log
+from tests.peers.audit.statements import two_commitments as proof
 from tests.peers.fakes import FakeTransport
-from tests.peers.protocol.test_docket import proof
+from tests.peers.logs import LOG, PAYLOAD, RUN, chain_of, first_log, next_header
 
 SHOWN = proof("c")
 DATA, DIGEST = pack(SHOWN), SHOWN.fault.proof
@@ -31,7 +31,7 @@ def entries(named: str = "c") -> list[Header]:
     log, headers = first_log(), [header for header in (FIRST,) if header]
     for accused in (named, ""):
         faults = [proof(accused).fault] if accused else []
-        headers.append(log.next_header([log.expected(peer) for peer in "ab"], PAYLOAD, faults))
+        headers.append(next_header(log, [log.expected(peer) for peer in "ab"], PAYLOAD, faults))
         log = log.append(headers[-1])
     return headers
 
@@ -186,7 +186,7 @@ def test_entries_of_another_lineage_are_looked_at(tmp_path: Path) -> None:
         await place.donor("a", DATA)
         log = place.log()
         missing = MissingProofs(place.me, log)
-        other = [log_of.next_header([log_of.expected(peer) for peer in "abc"], digest_of(b"other"))]
+        other = [next_header(log_of, [log_of.expected(peer) for peer in "abc"], digest_of(b"other"))]
         taken(log, [ENTRIES[0], *other, *_after(log_of.append(other[0]))])
         missing.look()
         taken(log, ENTRIES[1:])
@@ -198,7 +198,7 @@ def test_entries_of_another_lineage_are_looked_at(tmp_path: Path) -> None:
 
 
 def _after(log: LogState) -> list[Header]:
-    return [log.next_header([log.expected(peer) for peer in "abc"], PAYLOAD)]
+    return [next_header(log, [log.expected(peer) for peer in "abc"], PAYLOAD)]
 
 
 def test_what_nobody_has_is_not_asked_for_without_end(tmp_path: Path) -> None:

@@ -34,10 +34,9 @@ from peers.values import chunks as state_chunks
 from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import DIGEST_BYTES, Reach, digest_of, unpack
 from peers.values.workload import SnapshotError
-from tests.peers.builders import LOG, RUN
 from tests.peers.fakes import FakeTransport, NoChance, at_once
+from tests.peers.logs import LOG, RUN, log_at
 from tests.peers.network.test_throttle import simulate
-from tests.peers.transfer.test_freezing import log_at
 
 CHUNK = 16
 SIZE = 200 * CHUNK - 5

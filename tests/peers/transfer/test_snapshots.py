@@ -24,7 +24,7 @@ from peers.transfer.snapshots import (
 )
 from peers.values.chunks import STATE_CHUNK, chunk_digests, digest_of_chunks
 from peers.values.wire import Buffer, Reach, pack, unpack
-from tests.peers.builders import LOG, RUN, first_log
+from tests.peers.logs import LOG, RUN, first_log
 
 STATE = b"".join(bytes([number]) * STATE_CHUNK for number in range(3)) + b"the rest"
 HEAD = first_log().position.head
