@@ -1,4 +1,4 @@
-"""How a chunk is averaged; and that a member whose blocks have no average is found, wherever in the roster it stands."""
+"""How a chunk is averaged; and that a member whose blocks have no average is found, wherever it is in the roster."""
 
 from __future__ import annotations
 
