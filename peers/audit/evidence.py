@@ -245,7 +245,7 @@ class Evidence:
     The `observe` methods return the faults of peers that are convicted now and were not before.
     """
 
-    def __init__(self, verify: Verify, payloads: Sequence[PayloadKind], settings: RunSettings) -> None:
+    def __init__(self, settings: RunSettings, verify: Verify, payloads: Sequence[PayloadKind]) -> None:
         """`payloads` are the kinds of each fragment's payloads."""
         self._verifier = Verifier(settings.run, verify, payloads)
         self._pause = settings.timing.heartbeat_expiry

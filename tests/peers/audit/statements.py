@@ -78,7 +78,7 @@ def lineage_of(log: LogState = ABC, entries: int = 0) -> Lineage:
 
 
 def evidence(exclusion: int = 1000) -> Evidence:
-    return Evidence(verify, PAYLOADS, replace(SETTINGS, exclusion=exclusion))
+    return Evidence(replace(SETTINGS, exclusion=exclusion), verify, PAYLOADS)
 
 
 # Votes -----------------------------------------------------------------------------------------------------------
