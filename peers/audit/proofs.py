@@ -197,7 +197,8 @@ class TwoCommitments(FaultProof):
 
     def convicts(self, verifier: Verifier) -> bool:
         first, second = (Signed(one.text(self.author), one.signature) for one in (self.first, self.second))
-        return first.text != second.text and self._is_signed(verifier, first, second)
+        is_of_author = self.first.number == self.second.number == self.author.number
+        return is_of_author and first.text != second.text and self._is_signed(verifier, first, second)
 
 
 class BadContribution(FaultProof):
@@ -216,7 +217,8 @@ class BadContribution(FaultProof):
         return self.author.position
 
     def convicts(self, verifier: Verifier) -> bool:
-        if self.position.fragment >= len(verifier.payloads):
+        is_of_author = self.evidence.commitment.number == self.author.number
+        if not is_of_author or self.position.fragment >= len(verifier.payloads):
             return False
         kind = verifier.payloads[self.position.fragment]
         return self.evidence.convicts(self.author, kind.size.chunks, verifier.verify, kind.inspect)
