@@ -1,4 +1,4 @@
-"""What members of a round show each other of their contributions after it: one chunk, and the path to its commitment."""
+"""What members of a round show each other of their contributions after it: a chunk, and its path to a commitment."""
 
 from __future__ import annotations
 
