@@ -8,7 +8,7 @@ from peers.log.header import MEMBER_LIMIT, Member
 from peers.log.state import LogError, LogState, take_order
 from peers.presence.presence import Presence
 from peers.protocol.awaited import Awaited
-from peers.protocol.commitment import Author, Contribution
+from peers.protocol.commitment import Contribution
 from peers.protocol.context import Context
 from peers.protocol.effects import Dropped, Send
 from peers.protocol.messages import LeaseGrant, LeaseRequest, Ready, Refuse
@@ -122,9 +122,7 @@ class Readiness:
             raise LogError("it commits to what it does not contribute, or does not commit to what it does")
         if said is None:
             return
-        author = Author(
-            peer=sender, incarnation=ready.incarnation, position=self._log.position, number=said.number
-        )
+        author = said.author(sender, ready.incarnation, self._log.position)
         if not said.is_of(author, self._context.keys.verify):
             raise LogError("it has not signed its commitment")
 

@@ -450,7 +450,9 @@ class EntryRound(Part):
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
         self.exchange = Exchange(context.me, round, contributions, context.keys, context.now, seconds, resend)
-        context.emit(*self.exchange.open(), *self.exchange.go_on(begin.heirs, seconds, context.now))
+        context.emit(*self.exchange.open())
+        if begin.heirs:
+            context.emit(*self.exchange.go_on(begin.heirs, seconds, context.now))
         return True
 
     def _can_lead_to_an_entry(self, round: Round, leader: str) -> bool:

@@ -302,15 +302,15 @@ def test_a_flood_of_votes_does_not_hide_those_in_certificates() -> None:
     held.observe_certified(certified(A, choice(A, 1, Phase.COMMIT), "bc"), ABC, HERE)
     for view in range(2, 3 * VOTES_OF_ONE):
         held.observe_vote("c", vote("c", choice(A, view)), HERE)
-    assert held.observe_certified(certified(B, choice(B, 3 * VOTES_OF_ONE), "bc"), ABC, HERE)
+    assert held.observe_certified(certified(B, choice(B, 3 * VOTES_OF_ONE), "c"), ABC, HERE)
 
 
 def test_a_certificate_counts_after_a_flood_of_votes() -> None:
     held, last = evidence(), 3 * VOTES_OF_ONE
     for view in range(1, last):
         held.observe_vote("c", vote("c", choice(A, view)), HERE)
-    held.observe_certified(certified(A, choice(A, last, Phase.COMMIT), "bc"), ABC, HERE)
-    assert held.observe_certified(certified(B, choice(B, last + 1), "bc"), ABC, HERE)
+    held.observe_certified(certified(A, choice(A, last, Phase.COMMIT), "c"), ABC, HERE)
+    assert held.observe_certified(certified(B, choice(B, last + 1), "c"), ABC, HERE)
 
 
 def test_votes_are_forgotten_with_time_and_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,6 +401,8 @@ def test_a_lie_is_named_once(exclusion: int) -> None:
     recent, late = lineage_of(log, window - 1), lineage_of(log, window)
     assert taken(two_votes(), recent).provable(recent.log, recent, "ab")
     assert not taken(two_votes(), late).provable(late.log, late, "ab")
+    held = taken(two_votes(), recent)
+    assert not held.provable(late.log, late, "ab")
     held = taken(two_votes(), recent)
     assert not held.has([two_votes().fault], late), "it grows old"
     assert not held.has_convicted("c")
@@ -523,6 +525,7 @@ def test_a_few_proofs_of_each_sender_are_looked_at_in_a_cycle() -> None:
     for seed in range(LOOKED_AT):
         held.observe_proof("a", shown(two_votes(seed=seed)), HERE)
         held.observe_proof("a", shown(two_votes()), HERE)  # a known one costs nothing
+    assert held.has([two_votes(seed=LOOKED_AT - 1).fault], HERE)
     more, named = two_votes("b", seed=99), two_votes("b", seed=100)
     assert held.observe_proof("a", shown(more), HERE) == ()
     held.lacking([named.fault], HERE)
