@@ -21,118 +21,42 @@ from peers.driver.driver import Driver
 from peers.driver.outgoing import CHUNKS, StreamHeader
 from peers.errors import DilocoPeerError, LocalProtocolError
 from peers.log.certificate import Ballot, Phase, certify
-from peers.log.header import Header, Member
+from peers.log.header import Header
 from peers.network.channel import Channel
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import PeerState
-from peers.protocol.commitment import Contribution, digest_of_all
-from peers.protocol.effects import Apply, Effect, OpenRound, ReduceChunk, Send, SendChunk, TokensLost, Train
+from peers.protocol.effects import Apply, OpenRound, ReduceChunk, SendChunk, TokensLost, Train
 from peers.protocol.events import (
     ContributionArrived,
-    Event,
-    HeartbeatsSeen,
     Received,
     ReducedArrived,
     Tick,
-    TrainingDone,
 )
 from peers.protocol.exchange import Exchange
-from peers.protocol.messages import Begin, LeaseGrant, Message, Part, Propose, Ready, Unread, Vote
+from peers.protocol.messages import Message, Part, Propose, Ready, Unread, Vote
 from peers.protocol.packing import Packer, open_envelope, unpack_message
 from peers.protocol.parts import Origin, Reducers
-from peers.protocol.peer import Peer
-from peers.protocol.rounds import Round, RoundName, Share
+from peers.protocol.rounds import RoundName
 from peers.protocol.states import State
 from peers.transfer.buffers import PayloadBuffers, _RoundBuffers, offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads
-from peers.values.chunks import Payload, Sum
+from peers.values.chunks import Payload
 from peers.values.identity import Identity
-from peers.values.leases import SampleRange
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, unpack
 from peers.values.workload import (
     Blocks,
     InnerLoop,
     OnCaptured,
-    PayloadKind,
     Progress,
     Reduction,
     Trained,
     captures_nothing,
 )
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload, at_once
-from tests.peers.heartbeats import beat
+from tests.peers.founder import LEASE, Founder
 from tests.peers.logs import LOG, RUN, SETTINGS, STATE, choice_of, votes
-from tests.peers.rounds import CONTRIBUTED, SIZE, TOKENS, round_name
-from tests.simulator.simulated_keys import SimulatedKeys
-
-LEASE = SampleRange(20, 40)
-
-
-class Rig:
-    """b with a clock, before the first entry of its run. Of the others, a and c, there are only messages."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        payloads = [PayloadKind(SIZE, lambda chunk, data: 1.0)]
-        self.peer = Peer("b", SETTINGS, payloads, STATE, 0.0, 0, SimulatedKeys("b"))
-        self.effects: list[Effect] = []
-        self._beats = 0
-        self.see(PeerState.JOINING)
-
-    def do(self, event: Event, after: float = 0.0) -> list[Effect]:
-        self.now += after
-        self.effects = self.peer.handle(event, self.now)
-        return self.effects
-
-    def see(self, state: PeerState = PeerState.TRAINING) -> None:
-        self._beats += 1
-        self.do(HeartbeatsSeen(tuple(beat(name, LOG, state, self._beats) for name in "ac")))
-
-    def training(self) -> Rig:
-        self.do(Tick(), 5.0)
-        self.do(Received("a", LeaseGrant(position=LOG.position, samples=(LEASE,), steps=10)))
-        self.see()
-        return self
-
-    def ready(self) -> Rig:
-        self.training()
-        contribution = Sum(CONTRIBUTED.digest, CONTRIBUTED.squares)
-        self.do(TrainingDone(Trained((LEASE,), TOKENS, 1.0, contribution=contribution)))
-        assert self.peer.state is State.READY
-        return self
-
-    def begin(self, attempt: int = 1, ours: Contribution | None = None) -> Begin:
-        """a begins a round, in which each averages two chunks."""
-        told = [CONTRIBUTED, ours or self.contribution, CONTRIBUTED]
-        shares = [
-            Share(member=Member(peer=peer, tokens=TOKENS, samples=(SampleRange(start, start + 20),)), chunks=2)
-            for start, peer in ((0, "a"), (20, "b"), (40, "c"))
-        ]
-        name = round_name(attempt, position=LOG.position)
-        round = Round(name=name, shares=tuple(shares), committed=digest_of_all(told))
-        return Begin(ballot=name.ballot, round=round, seconds=60.0, heirs=(), commitments=tuple(told))
-
-    @property
-    def contribution(self) -> Contribution:
-        """What b has committed to."""
-        told = [effect.message for effect in self.effects if isinstance(effect, Send)]
-        (ready,) = [message for message in told if isinstance(message, Ready)]
-        assert ready.commitment is not None
-        return ready.commitment.contribution
-
-    def exchanging(self) -> Rig:
-        self.do(Received("a", self.ready().begin()))
-        assert self.peer.state is State.AVERAGING
-        return self
-
-    @property
-    def exchange(self) -> Exchange:
-        assert self.peer.exchange is not None
-        return self.peer.exchange
-
-    def header(self, payload: bytes) -> Header:
-        return self.begin(ours=CONTRIBUTED).round.entry(LOG.in_state(STATE), {}, payload, "a")
+from tests.peers.rounds import SIZE, TOKENS, round_name
 
 
 class SlowChannel:
@@ -162,7 +86,7 @@ class SlowTransport(FakeTransport):
 
     addresses = ()
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Founder) -> None:
         super().__init__()
         self.sent: list[tuple[str, Message | Unread | None]] = []
         self._packer = Packer(rig.peer)
@@ -246,7 +170,7 @@ class DriverOf(Driver):
         [self.buffers] = self.rounds._buffers
         offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
 
-    def carry_on(self, rig: Rig) -> None:
+    def carry_on(self, rig: Founder) -> None:
         """Begin what the rig's last event asked for."""
         for effect in rig.effects:
             if isinstance(effect, OpenRound | SendChunk):
@@ -296,7 +220,7 @@ class DriverOf(Driver):
 
 
 @asynccontextmanager
-async def driving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DriverOf, SlowTransport]]:
+async def driving(rig: Founder, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DriverOf, SlowTransport]]:
     monkeypatch.setattr(driver_module, "now", lambda: rig.now)
     monkeypatch.setattr(driver_module, "Peer", lambda *settings: rig.peer)
     monkeypatch.setattr(asyncio, "to_thread", at_once)
@@ -328,7 +252,7 @@ def test_a_contribution_that_has_no_average_is_absent(
     before = counted("dropped", what="contribution")
 
     async def scenario() -> None:
-        rig = Rig().exchanging()
+        rig = Founder().exchanging()
         async with driving(rig, monkeypatch) as (driver, _):
             await quiet()
             chunk = driver.parts["b"][0]
@@ -346,7 +270,7 @@ def test_a_contribution_that_has_no_average_is_absent(
 
 def test_our_own_unusable_numbers_are_our_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        async with driving(Rig().exchanging(), monkeypatch) as (driver, _):
+        async with driving(Founder().exchanging(), monkeypatch) as (driver, _):
             await quiet()
             driver.buffers.own = b"spoilt! " * (SIZE.bytes // 8)
             for sender in "ac":
@@ -362,7 +286,7 @@ def test_streams_end_with_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: they went on beside those of the next attempt, for up to an hour."""
 
     async def scenario() -> None:
-        rig = Rig().ready()
+        rig = Founder().ready()
         first, second = rig.begin(1), rig.begin(2)
         rig.do(Received("a", first))
         async with driving(rig, monkeypatch) as (driver, transport):
@@ -378,7 +302,7 @@ def test_streams_end_with_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_round_ends_in_an_entry_whose_payload_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        rig = Rig().exchanging()
+        rig = Founder().exchanging()
         async with driving(rig, monkeypatch) as (driver, transport):
             await driver.gather()
             ((to, part), *_) = transport.messages(Part)
@@ -416,7 +340,7 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
     """All links would be idle meanwhile."""
 
     async def scenario() -> None:
-        rig, quantized = Rig().training(), b"trained!" * (SIZE.bytes // 8)
+        rig, quantized = Founder().training(), b"trained!" * (SIZE.bytes // 8)
         async with driving(rig, monkeypatch) as (driver, transport):
             driver.workload.trained = quantized
             driver._effects.carry_out(Train(0, (LEASE,), 10, 0))
@@ -439,7 +363,7 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
 
 def test_a_reduction_of_a_round_that_is_over_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        rig = Rig().exchanging()
+        rig = Founder().exchanging()
         async with driving(rig, monkeypatch) as (driver, _):
             await quiet()
             members = tuple((peer, TOKENS) for peer in "abc")
@@ -457,7 +381,7 @@ def test_what_is_in_no_hurry_gives_way_to_a_round_and_not_to_one_that_has_come_t
     """Regression: it did, while those who were left waited for others, who could hardly join."""
 
     async def scenario() -> None:
-        rig = Rig().exchanging()
+        rig = Founder().exchanging()
         async with driving(rig, monkeypatch) as (driver, transport):
             assert not transport.no_round.is_set()
             while rig.peer.state is State.AVERAGING and rig.now < 1000.0:
@@ -478,7 +402,7 @@ def some_payload() -> Payload:
 
 async def donor(payload: Payload) -> SlowTransport:
     """The way to a peer that keeps this payload."""
-    transport = SlowTransport(Rig())
+    transport = SlowTransport(Founder())
     buffers = PayloadBuffers(FakeWorkload())
     buffers.kept.keep(payload)
     await serve_payloads(transport, {RUN: [buffers]})
@@ -486,7 +410,7 @@ async def donor(payload: Payload) -> SlowTransport:
     return transport
 
 
-def prepared(rig: Rig, payload: bytes) -> Propose:
+def prepared(rig: Founder, payload: bytes) -> Propose:
     """a proposes again what was prepared, of a round without b."""
     header = rig.header(payload)
     choice = choice_of(header, phase=Phase.PREPARE)
@@ -501,7 +425,7 @@ def test_the_payload_of_a_prepared_entry_is_fetched_from_its_voters(monkeypatch:
     before = counted("payloads_fetched")
 
     async def scenario() -> None:
-        rig, payload = Rig().ready(), some_payload()
+        rig, payload = Founder().ready(), some_payload()
         async with driving(rig, monkeypatch) as (driver, transport):
             transport.donors["c"] = await donor(payload)
             driver.handle(Received("a", prepared(rig, payload.digest)))
@@ -517,7 +441,7 @@ def test_voters_that_cannot_be_reached_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        rig = Rig().ready()
+        rig = Founder().ready()
         async with driving(rig, monkeypatch) as (driver, transport):
             driver.handle(Received("a", prepared(rig, some_payload().digest)))
             await quiet()
@@ -531,7 +455,7 @@ def test_voters_that_cannot_be_reached_are_named(
 
 def test_an_entry_whose_payload_is_not_here_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        rig = Rig().ready()
+        rig = Founder().ready()
         async with driving(rig, monkeypatch) as (driver, _):
             driver._effects.carry_out(Apply(rig.header(some_payload().digest)))
             await quiet()
@@ -547,7 +471,7 @@ def test_what_is_lost_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, capl
     before = counted("tokens_lost", what="entries")
 
     async def scenario() -> None:
-        async with driving(Rig(), monkeypatch) as (driver, _):
+        async with driving(Founder(), monkeypatch) as (driver, _):
             driver._effects.carry_out(TokensLost("entries", 300, "our entries from 7 on are not in the lineage of a"))
 
     with caplog.at_level(logging.WARNING):
@@ -562,7 +486,7 @@ def test_a_message_too_large_to_be_sent_is_named_and_nothing_ends(
     """Regression: what others had put into the log could make our messages too large, which ended us."""
 
     async def scenario() -> None:
-        rig = Rig().ready()
+        rig = Founder().ready()
         async with driving(rig, monkeypatch) as (driver, transport):
             transport.too_large = True
             rig.now += 2.0
