@@ -1,4 +1,4 @@
-"""What the members of one round have committed to: which chunks are theirs, and how much of each counts."""
+"""The commitments of one round's members: which chunks are theirs, and how much of each counts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from peers.protocol.clipping import clipped
-from peers.protocol.commitment import ChunkProof, Contribution, leads_to
+from peers.protocol.commitment import ChunkProof, Commitment, Contribution, leads_to
 from peers.protocol.messages import Begin
+from peers.protocol.rounds import Round
+from peers.values.identity import Keys
 
 ROUNDING = 2.0
 """How many times as long a mean may become when it is quantized: the coarsest formats add a quarter."""
@@ -16,7 +18,7 @@ ROUNDING = 2.0
 
 @dataclass(frozen=True)
 class Contributions:
-    """As a round's first Begin has them, by member; and the factors of those that are `clipped`."""
+    """The members' commitments, as a Begin has them; and the factors of those that are `clipped`."""
 
     chunks: int = 0
     commitments: Mapping[str, Contribution] = field(default_factory=dict)
@@ -50,4 +52,28 @@ class Contributions:
 
 
 UNKNOWN = Contributions()
-"""Of whoever averages nothing."""
+"""What a member that averages nothing knows."""
+
+
+class OwnersSignatures:
+    """The signatures of the members' commitments, as their chunks show them: each is checked once in a round."""
+
+    def __init__(self, round: Round, keys: Keys | None) -> None:
+        """Without `keys` nothing is checked."""
+        self._members = {member.peer: member for member in round.contributors}
+        self._round = round
+        self._keys = keys
+        self._checked: dict[str, Commitment] = {}
+
+    def checked(self, peer: str, contribution: Contribution | None, signature: bytes | None) -> Commitment | None:
+        """Return what a member contributes, with this signature, if that is its own."""
+        if peer in self._checked:
+            return self._checked[peer]
+        if peer not in self._members or contribution is None or signature is None:
+            return None
+        author = self._round.author(self._members[peer], contribution)
+        commitment = contribution.signed(signature)
+        if self._keys is not None and not commitment.is_of(author, self._keys.verify):
+            return None
+        self._checked[peer] = commitment
+        return commitment

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from peers.log.certificate import Certificate
 from peers.log.header import Header
 from peers.protocol.messages import Message
-from peers.protocol.rounds import Attempt, Round
-from peers.protocol.signed_averages import Origin
+from peers.protocol.parts import Origin
+from peers.protocol.rounds import Round, RoundName
 from peers.values.manifest import Amendment
 from peers.values.workload import InnerLoop
 
@@ -41,7 +41,7 @@ class SendChunk:
     """A chunk to a peer: as it was averaged (`reduced`), with the names of those whose blocks are `absent`; or our own
     blocks of it, with our `signature` of all that we contribute. Ends in ChunkSent or ChunksUnsent."""
 
-    round_name: Attempt
+    round_name: RoundName
     to: str
     chunk: int
     reduced: bool
@@ -56,7 +56,7 @@ class ReduceChunk:
 
     Of those that are `clipped` the blocks count times the factor that is given, and no less is divided by."""
 
-    round_name: Attempt
+    round_name: RoundName
     chunk: int
     members: tuple[tuple[str, float], ...]
     absent: tuple[str, ...]
@@ -74,7 +74,7 @@ class ReduceChunk:
 class AssemblePayload:
     """All chunks are here: keep them as a payload. Ends in PayloadAssembled."""
 
-    round_name: Attempt
+    round_name: RoundName
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.commitment import Evidence
 from peers.protocol.messages import Message, Unread
-from peers.protocol.rounds import Attempt
-from peers.protocol.signed_averages import Origin
+from peers.protocol.parts import Origin
+from peers.protocol.rounds import RoundName
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHeads
 from peers.values.wire import Reach
@@ -83,23 +83,22 @@ class TrainingDone:
 class ContributionArrived:
     """`sender`'s own blocks of a chunk that we reduce are here."""
 
-    round_name: Attempt
+    round_name: RoundName
     sender: str
     chunk: int
 
 
 @dataclass(frozen=True)
 class BadBlocks:
-    """What `sender` gave of a chunk is not what it ought to be, and was dropped.
+    """The blocks of `sender`, or an average that it has signed (`reduced`), are not what they ought to be, and were
+    dropped. The `evidence` convinces others, too."""
 
-    The `evidence` convinces others, too. Without it nobody else can know who of the two is to blame.
-    """
-
-    round_name: Attempt
+    round_name: RoundName
     sender: str
     chunk: int
     reason: str
     evidence: Evidence | None = None
+    reduced: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class ReducedArrived:
     signed. `squares` is its squared norm.
     """
 
-    round_name: Attempt
+    round_name: RoundName
     sender: str
     chunk: int
     absent: tuple[str, ...]
@@ -124,18 +123,8 @@ class AverageRefuted:
     """Of all that the members of a round have committed to, another average of a chunk comes out than its reducer has
     signed."""
 
-    round_name: Attempt
+    round_name: RoundName
     reducer: str
-    chunk: int
-
-
-@dataclass(frozen=True)
-class AverageTooEarly:
-    """`sender` gave an averaged chunk without blocks of a member that is not lost, as far as we know. It was not taken:
-    we may hear of the loss yet, and the chunk comes again; or the sender leaves out whom it likes."""
-
-    round_name: Attempt
-    sender: str
     chunk: int
 
 
@@ -143,7 +132,7 @@ class AverageTooEarly:
 class ChunkSent:
     """`peer` confirmed that it has our chunk."""
 
-    round_name: Attempt
+    round_name: RoundName
     peer: str
     chunk: int
     reduced: bool
@@ -153,7 +142,7 @@ class ChunkSent:
 class ChunksUnsent:
     """The way to `peer` broke off before it had confirmed these chunks."""
 
-    round_name: Attempt
+    round_name: RoundName
     peer: str
     chunks: tuple[int, ...]
     reduced: bool
@@ -163,7 +152,7 @@ class ChunksUnsent:
 class PayloadAssembled:
     """All chunks of the round are here; the payload has this digest and is kept."""
 
-    round_name: Attempt
+    round_name: RoundName
     digest: bytes
 
 
@@ -285,7 +274,6 @@ Event = (
     | BadBlocks
     | ReducedArrived
     | AverageRefuted
-    | AverageTooEarly
     | ChunkSent
     | ChunksUnsent
     | PayloadAssembled

@@ -1,28 +1,27 @@
-"""A member's side of one round: which chunks have gone out, which have come in, and who owes which.
+"""A member's side of one round: which chunks have gone out, which have come in, and what the round comes to here.
 
-Each member with tokens reduces a part of the payload: everybody sends it their blocks of each chunk of its part, it
-averages them in roster order and sends the result to all. What becomes of the chunks of a member that is lost:
+Each reducer averages a part of the payload. All contributors send it their blocks of each chunk of its part. By six
+tenths of the time at the latest it averages what has come, signs the average once, and sends it to all. The blocks that
+were missing then are absent from the chunk, and the signature says so. The exchange may lose anything else:
 
-    1. Everybody tells the next in line which of them it holds already (Holding).
-    2. Once all who remain have said so, the next in line asks a holder for these chunks, and for the others it asks
-       everybody for their blocks again (Want), as if they had been its own from the beginning.
+    1. A reducer that gives nothing gets an heir, which averages its chunks anew, from blocks that it asks for.
+    2. Of two averages of a chunk the proposal's marks name one. A member that has the other one, or none, fetches it:
+       of the reducer, and where nothing comes from there of other members, one after another.
 
-From the moment that a member is lost nobody takes anything from it any more: what it reports as held is all it will
-ever hold from there, so no chunk gets two values.
+Nothing is remembered of who was late: the vote decides what the round came to.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from peers.protocol.averages import Averages
+from peers.log.header import NO_PAYLOAD
 from peers.protocol.chunk_sets import chunk_set, chunks_in
 from peers.protocol.commitment import Commitment
-from peers.protocol.contributions import UNKNOWN, Contributions
+from peers.protocol.contributions import UNKNOWN, Contributions, OwnersSignatures
 from peers.protocol.effects import AssemblePayload, Effect, OpenRound, ReduceChunk, Send, SendChunk
 from peers.protocol.events import (
-    AverageTooEarly,
     BadBlocks,
     ChunkSent,
     ChunksUnsent,
@@ -30,360 +29,447 @@ from peers.protocol.events import (
     PayloadAssembled,
     ReducedArrived,
 )
-from peers.protocol.messages import Accuse, Compare, Holding, Marked, Waiting, Want
-from peers.protocol.rounds import Attempt, Round
-from peers.protocol.signed_averages import Origin
-from peers.values.chunks import parts_of
+from peers.protocol.messages import Part, Want
+from peers.protocol.parts import MARK_BYTES, MARKED, Averaged, Averages, Outcome, Reducers, is_lawful
+from peers.protocol.rounds import Round, RoundName
 from peers.values.identity import Keys
 
-ExchangeEvent = (
-    ContributionArrived | BadBlocks | ReducedArrived | AverageTooEarly | ChunkSent | ChunksUnsent | PayloadAssembled
-)
+ExchangeEvent = ContributionArrived | BadBlocks | ReducedArrived | ChunkSent | ChunksUnsent | PayloadAssembled
+
+GONE = 0.2
+"""Of the seconds of an exchange, for which a reducer waits for blocks of members that it does not hear."""
+DUE = 0.6
+"""Of the seconds of an exchange, for which a reducer waits for blocks at all."""
+STALLED = 3.0
+"""Seconds for which nothing may come from a member before another one is asked for its averages."""
+GIVEN = 2
+"""Payloads of averages, at most, that one member is given because it asks."""
 
 
 class Exchange:
-    """Progress of one round at one member. `payload` is its digest, once all of it is here."""
+    """Progress of one round at one member. `payload` is its digest, once all of it is here as it is proposed."""
 
     def __init__(
-        self, me: str, attempt: Attempt, round: Round, contributions: Contributions = UNKNOWN, keys: Keys | None = None
+        self,
+        me: str,
+        round: Round,
+        contributions: Contributions = UNKNOWN,
+        keys: Keys | None = None,
+        begun_at: float = 0.0,
+        seconds: float = 60.0,
+        resend: float = 1.0,
     ) -> None:
-        """Without `keys` nothing is signed, nor checked."""
-        starts = {member.peer: member.incarnation for member in round.roster}
-        self.averages = Averages(me, round.name, keys, starts, round.terms)
-        self.contributions = contributions
-        self.disputed: set[str] = set()
-        """Whose chunks are not what they ought to be, though nobody but us can know."""
-        self.attempt = attempt
+        """Without `keys` nothing is signed, nor checked. `resend`: seconds before what may be lost goes out again."""
         self.round = round
-        self.name = round.name
-        self.payload: bytes | None = None
-        self.moved = 0  # chunks that have come and gone
-        self._me = me
-        self._keys = keys
-        self._committed: dict[str, Commitment] = {}
+        self.averages = Averages(me, round, keys)
+        self.contributions = contributions
+        self.payload: bytes | None = None if round.chunks else NO_PAYLOAD
+        self.refused: set[str] = set()
+        """Members that gave what is no average."""
+        self.me = me
         weights = contributions.weights
         self._weights = {member.peer: weights.get(member.peer, member.tokens) for member in round.contributors}
-        reducing = [share for share in round.shares if share.chunks]
-        self._line = tuple(share.member.peer for share in reducing)  # in which lost chunks are passed on
-        self._parts = dict(zip(self._line, parts_of([share.chunks for share in reducing]), strict=True))
-        self._reducer_of = {chunk: peer for peer, part in self._parts.items() for chunk in part}
-        self._here: dict[int, tuple[str, ...]] = {}  # averaged chunks, and whose blocks are absent from them
-        self._arrived: defaultdict[int, set[str]] = defaultdict(set)  # whose blocks of chunks that we reduce
-        self._reducing: set[int] = set()
-        self._undecided: set[int] = set()  # inherited chunks that somebody may hold
-        self._givers = set[str]()
-        self._given: defaultdict[str, float] = defaultdict(float)  # the squared norm of what each has averaged
-        self._held_by: dict[str, set[int]] = {}
-        self._wanted: dict[str, tuple[set[int], set[int]]] = {}  # asked of each: averaged chunks, own blocks
-        self._owed: defaultdict[tuple[str, bool], set[int]] = defaultdict(set)  # to peer, reduced
-        self._in_flight: set[tuple[str, bool, int]] = set()
-        self._settle_who_is_left()
+        self._signatures = OwnersSignatures(round, keys)
+        self._reducers = Reducers(round)
+        self._reducing = Reducing(self._weights.keys(), me)
+        self._outbox = Outbox(begun_at, resend)
+        self._search = Search(me, round.peers, self._reducers, DUE * seconds)
+        self._live = frozenset(round.peers)
+        self._now = begun_at
+        self._reducing.add(self._reducers.parts.get(me, ()), begun_at, seconds)
+
+    @property
+    def name(self) -> RoundName:
+        return self.round.name
 
     def open(self) -> list[Effect]:
-        return [OpenRound(self.round), *self._report(), *self._contribute()]
-
-    def missed(self) -> dict[str, int]:
-        """In how many chunks whose blocks are missing, by peer, in roster order."""
-        if not any(self._here.values()):
-            return {}
-        missed = Counter(peer for absent in self._here.values() for peer in absent)
-        return {peer: missed[peer] for peer in self.round.peers if missed[peer]}
-
-    def is_with(self, peer: str) -> bool:
-        """Whether the peer is in the round, and not lost."""
-        return peer in self._remaining
-
-    # Who is lost ----------------------------------------------------------------------------------------------
-    def go_on(self, attempt: Attempt, round: Round) -> list[Effect]:
-        """A later attempt goes on with this round. Nobody who was lost comes back."""
-        self.attempt = attempt
-        self.round = round.without(self.round.lost)
-        self._held_by.clear()
-        self._wanted.clear()
-        for peer, reduced in list(self._owed):
-            if peer in self.round.lost:
-                del self._owed[peer, reduced]
-        self._in_flight = {flight for flight in self._in_flight if flight[0] not in self.round.lost}
-        self._settle_who_is_left()
-        return self._report() + self._resolve() + self._reduce(list(self._arrived))
-
-    def _settle_who_is_left(self) -> None:
-        """Give the chunks of the lost to the next in line."""
-        self._remaining = frozenset(self.round.remaining)
-        self._awaited = self._weights.keys() & self._remaining
-        for peer in self._line:
-            heir = self._heir(peer)
-            if peer in self._remaining or heir is None:
-                continue
-            for chunk in self._parts[peer]:
-                self._reducer_of[chunk] = heir
-                if heir == self._me and chunk not in self._here and chunk not in self._reducing:
-                    self._undecided.add(chunk)
-
-    def _heir(self, peer: str) -> str | None:
-        place = self._line.index(peer)
-        line = self._line[place:] + self._line[:place]
-        return next((other for other in line if other in self._remaining), None)
-
-    def _heirs(self) -> set[str]:
-        """Who has chunks of the lost."""
-        return {heir for peer in self._line if peer not in self._remaining and (heir := self._heir(peer))}
-
-    def _inherited(self) -> set[int]:
-        return {chunk for peer in self._line if peer not in self._remaining for chunk in self._parts[peer]}
-
-    def _report(self) -> list[Effect]:
-        held = chunk_set(self._inherited() & self._here.keys())
-        return [Send(heir, Holding(attempt=self.attempt, chunks=held)) for heir in sorted(self._heirs() - {self._me})]
-
-    def on_holding(self, sender: str, holding: Holding) -> list[Effect]:
-        if holding.attempt != self.attempt or sender not in self._remaining or sender in self._held_by:
+        """Make room for the round, and send our blocks."""
+        if not self.round.chunks:
             return []
-        self._held_by[sender] = set(chunks_in(holding.chunks))
-        return self._resolve()
+        effects: list[Effect] = [OpenRound(self.round)]
+        if self.me in self._weights:
+            for owner, part in self._reducers.parts.items():
+                effects += self._owe([owner], False, part)
+        return effects + self._reduce(self._reducing.waiting)
 
-    def _resolve(self) -> list[Effect]:
-        """Once everybody who remains has reported: whom to ask for what."""
-        others = self._remaining - {self._me}
-        if self._me not in self._heirs() or self._held_by.keys() != others:
+    def go_on(
+        self,
+        heirs: Iterable[tuple[str, str]],
+        seconds: float,
+        now: float,
+        contributions: Contributions = UNKNOWN,
+    ) -> list[Effect]:
+        """Go on with the round in a later ballot, in which heirs have so many seconds for some reducers' chunks.
+
+        An heir that had nothing to average before is told only now what has been committed to.
+        """
+        self._now = now
+        if contributions.commitments:
+            self.contributions = contributions
+        self.averages.marks = b""  # the ballot that had them is over
+        for part in self._reducers.add(heirs).get(self.me, ()):
+            self._reducing.add([chunk for chunk in part if chunk not in self.averages.ours], now, seconds)
+        return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
+
+    def tick(self, now: float, live: Collection[str]) -> list[Effect]:
+        """Average what need not be waited for any longer, given who is heard; and repeat what may have been lost."""
+        self._now, self._live = now, frozenset(live)
+        effects = self._reduce(self._reducing.waiting)
+        if self._outbox.is_time(now):
+            again = self._send(self._outbox.overdue(self._live))
+            effects += again + self._ask_for_blocks() + self._ask_for_averages()
+        return effects
+
+    # What the leader is told, and what it proposes --------------------------------------------------------------
+    def part(self) -> Part | None:
+        """Return what to tell the leader, when all chunks that are ours to average are averaged."""
+        ours = self.averages.ours
+        if self._reducing.waiting or not ours:
+            return None
+        return Part(round=self.name, averages=tuple(ours[chunk] for chunk in sorted(ours)))
+
+    def proposed(self, marks: bytes) -> list[Effect]:
+        """A proposal names the averages that count: fetch those that are not here, or are others here."""
+        if len(marks) != MARK_BYTES * min(self.round.chunks, MARKED) or marks == self.averages.marks:
             return []
-        mine = {chunk for chunk in self._inherited() if self._reducer_of[chunk] == self._me}
-        self._wanted = {peer: (set(), set()) for peer in sorted(others)}
-        effects: list[Effect] = []
-        for chunk in sorted(mine):
-            holders = [peer for peer in self._wanted if chunk in self._held_by[peer]]
-            if chunk in self._here:
-                effects += self._owe([peer for peer in self._wanted if peer not in holders], True, [chunk])
-            elif holders:
-                self._wanted[holders[chunk % len(holders)]][0].add(chunk)
-            else:
-                self._undecided.discard(chunk)
-                self._arrived[chunk].add(self._me)
-                for peer in self._awaited - {self._me} - self._arrived[chunk]:
-                    self._wanted[peer][1].add(chunk)
-        return effects + self._ask() + self._reduce(mine)
+        self.averages.marks = marks
+        self._reducing.pause()
+        lacking = self.averages.lacking()
+        if not lacking:
+            return [] if self.payload else [AssemblePayload(self.name)]
+        self.payload = None
+        self._search.begin(lacking, [chunk for chunk in lacking if self.averages.of(chunk)], self._now)
+        return self._ask_for_averages()
 
-    def _ask(self) -> list[Effect]:
-        return [
-            Send(peer, Want(attempt=self.attempt, reduced=chunk_set(reduced), own=chunk_set(own)))
-            for peer, (reduced, own) in self._wanted.items()
-            if reduced or own
-        ]
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the payload is here, as it is proposed if it is."""
+        return self.payload is not None
 
-    def on_want(self, sender: str, want: Want) -> list[Effect]:
-        if want.attempt != self.attempt or sender not in self._heirs():
-            return []
-        theirs = {chunk for chunk, reducer in self._reducer_of.items() if reducer == sender}
-        reduced = theirs.intersection(chunks_in(want.reduced)) & self._here.keys()
-        own = theirs.intersection(chunks_in(want.own)) if self._contributes else set()
-        return self._owe([sender], True, reduced) + self._owe([sender], False, own)
+    def absent(self) -> dict[str, int]:
+        """Return from how many chunks each member is absent, in roster order, of a payload that is whole."""
+        outcome = self.outcome()
+        return outcome.absent if outcome else {}
 
-    def hear(self, sender: str, message: Holding | Want | Compare) -> list[Effect]:
-        match message:
-            case Holding():
-                return self.on_holding(sender, message)
-            case Want():
-                return self.on_want(sender, message)
-            case Compare():
-                return self.on_compare(sender, message)
+    def outcome(self) -> Outcome | None:
+        """Return what the round comes to here, by the averages' signatures."""
+        return self.averages.outcome()
 
-    def on_compare(self, sender: str, compare: Compare) -> list[Effect]:
-        """Our payload is another one than the leader's, or another member's. Show what was signed to us of the first
-        chunk that differs."""
-        if compare.attempt != self.attempt or sender != self.attempt.leader:
-            return []
-        if compare.marks is None:
-            return [Send(sender, Marked(attempt=self.attempt, marks=self.averages.marks()))]
-        shown = self.averages.difference(compare.marks)
-        if shown is None:
-            return []
-        accused = shown.origin.reducer
-        return [Send(sender, Accuse(attempt=self.attempt, accused=accused, reason="two averages", average=shown))]
-
-    # What comes in --------------------------------------------------------------------------------------------
+    # What comes in ----------------------------------------------------------------------------------------------
     def handle(self, event: ExchangeEvent) -> list[Effect]:
         match event:
             case ContributionArrived(sender=sender, chunk=chunk):
-                if self.wants_contribution(sender, chunk):
-                    self.moved += 1
-                    self._arrived[chunk].add(sender)
-                    self._givers.add(sender)
-                    self.disputed.discard(sender)
+                if self.wants_blocks(sender, chunk):
+                    self._reducing.arrived(sender, chunk)
                     return self._reduce([chunk])
-            case ReducedArrived(sender=sender, chunk=chunk, absent=absent):
-                self._givers.add(sender)
-                self.disputed.discard(sender)
-                if chunk in self._here:
-                    return []
-                self._given[event.origin.reducer if event.origin else sender] += event.squares
-                if event.origin is not None:
-                    self.averages.keep(chunk, event.digest, absent, event.origin)
-                elif sender == self._me:
-                    self.averages.sign(chunk, event.digest, absent)
-                return self._averaged(chunk, absent)
-            case ChunkSent(peer=peer, reduced=reduced, chunk=chunk):
-                self.moved += 1
-                self._in_flight.discard((peer, reduced, chunk))
-                self._owed[peer, reduced].discard(chunk)
-            case ChunksUnsent(peer=peer, reduced=reduced, chunks=chunks):
-                self._in_flight.difference_update((peer, reduced, chunk) for chunk in chunks)
-            case AverageTooEarly(sender=sender):
-                self.disputed.add(sender)
+            case ReducedArrived():
+                return self._averaged(event)
+            case BadBlocks(sender=sender, reduced=True):
+                self.refused.add(sender)
             case BadBlocks(sender=sender, chunk=chunk):
-                self.disputed.add(sender)
-                self._arrived[chunk].discard(sender)
-                self._reducing.discard(chunk)
+                self._reducing.spoiled(sender, chunk)
+                return self._reduce([chunk])
+            case ChunkSent(peer=peer, reduced=reduced, chunk=chunk):
+                self._outbox.sent(peer, reduced, chunk)
+            case ChunksUnsent(peer=peer, reduced=reduced, chunks=chunks):
+                self._outbox.unsent(peer, reduced, chunks)
             case PayloadAssembled(digest=digest):
-                self.payload = digest
+                if not self.averages.lacking():
+                    self.payload = digest
         return []
 
-    def wants_contribution(self, sender: str, chunk: int) -> bool:
-        return self._reduces(chunk) and sender in self._awaited and sender not in self._arrived[chunk]
+    def hear(self, sender: str, want: Want) -> list[Effect]:
+        """Give a member the averages that it lacks; or our own blocks of chunks that it is to average."""
+        if want.round != self.name or sender not in self.round.peers or sender == self.me:
+            return []
+        averages = [chunk for chunk in chunks_in(want.averages) if self._may_give(chunk)]
+        averages = averages[: max(0, GIVEN * self.round.chunks - self._outbox.asked[sender])]
+        self._outbox.asked[sender] += len(averages)
+        effects = self._owe([sender], True, averages)
+        if self.me in self._weights:
+            blocks = [chunk for chunk in chunks_in(want.blocks) if sender in self._reducers.of(chunk)]
+            effects += self._owe([sender], False, blocks)
+        return effects
 
-    def wants_reduced(self, sender: str, chunk: int) -> bool:
-        if chunk in self._here or sender not in self._remaining:
-            return False
-        asked, _ = self._wanted.get(sender, (set(), set()))
-        return self._reducer_of.get(chunk) == sender or chunk in asked
+    def _may_give(self, chunk: int) -> bool:
+        return chunk < self.round.chunks and self.averages.is_right(chunk)
+
+    # What admission asks ----------------------------------------------------------------------------------------
+    def is_with(self, peer: str) -> bool:
+        """Return whether the peer is in the round."""
+        return peer in self.round.peers
+
+    def wants_blocks(self, sender: str, chunk: int) -> bool:
+        """Return whether a sender's blocks of a chunk are waited for."""
+        return self._reducing.wants(sender, chunk)
+
+    def wants_average(self, chunk: int) -> bool:
+        """Return whether a chunk's average is not here, or another one than the proposal names."""
+        return chunk < self.round.chunks and not self.averages.is_right(chunk)
+
+    def is_wanted(self, averaged: Averaged) -> bool:
+        """Return whether an average is what is proposed, if anything is."""
+        return not self.averages.marks or self.averages.is_marked(averaged)
+
+    def wants_own(self, chunk: int) -> bool:
+        """Return whether our own average of a chunk is still to be made: nothing is while a proposal names averages."""
+        return chunk in self._reducing.under_way
+
+    def is_done_with(self, sender: str, chunk: int, reduced: bool) -> bool:
+        """Return whether such a chunk of the sender's is here, or comes too late."""
+        if reduced:
+            return chunk < self.round.chunks and not self.wants_average(chunk)
+        return chunk in self.averages.ours or self._reducing.has(sender, chunk)
 
     def commitment(self, sender: str, signature: bytes | None) -> Commitment | None:
         """Return what a member contributes, with this signature, unless that is not its own."""
-        said = self.contributions.commitments.get(sender)
-        if said is None or signature is None:
-            return None
-        if sender not in self._committed:
-            author = self.round.author(next(member for member in self.round.roster if member.peer == sender))
-            commitment, keys = said.signed(signature), self._keys
-            if keys is not None and not commitment.is_of(author, keys.verify):
-                return None
-            self._committed[sender] = commitment
-        return self._committed[sender]
+        return self._signatures.checked(sender, self.contributions.commitments.get(sender), signature)
 
-    def is_vouched_for(self, chunk: int, digest: bytes, absent: tuple[str, ...], origin: Origin | None) -> bool:
-        """Whether one who was to average the chunk has signed this: its reducer, or one before that is lost."""
-        owner = next((peer for peer, part in self._parts.items() if chunk in part), None)
-        if origin is None or owner is None:
-            return False
-        line = self._line[self._line.index(owner) :] + self._line
-        able = line[: line.index(self._reducer_of[chunk]) + 1]
-        return origin.reducer in able and self.averages.is_signed(chunk, digest, absent, origin)
+    def is_vouched_for(self, averaged: Averaged) -> bool:
+        """Return whether a member that may average the chunk has signed this. The leader may name any contributor as an
+        heir; so a proposed average may have an heir of which we have not heard."""
+        able: Collection[str] = self._reducers.of(averaged.chunk)
+        if self.averages.marks and self.averages.is_marked(averaged):
+            able = self._weights.keys()
+        return averaged.reducer in able and is_lawful(self.round, averaged) and self.averages.is_signed(averaged)
 
-    def is_too_long(self, reducer: str, squares: float) -> bool:
-        """Whether all that a reducer has averaged would be longer, with this, than what it can be made of."""
-        return self._given[reducer] + squares > self.contributions.longest
+    def is_too_long(self, averaged: Averaged, squares: float) -> bool:
+        """Return whether all that a reducer has averaged would be longer, with this, than what it can be made of."""
+        return self.averages.squares_with(averaged, squares) > self.contributions.longest
 
-    def is_done_with(self, sender: str, chunk: int, reduced: bool) -> bool:
-        """Whether such a chunk of the sender's is here, or came too late."""
-        if reduced or chunk in self._here:
-            return chunk in self._here
-        return chunk in self._reducing or sender in self._arrived[chunk]
-
-    def may_lack(self, absent: Iterable[str]) -> bool:
-        """Whether a chunk may ever be averaged without these: somebody must be left."""
-        names = list(absent)
-        return len(set(names)) == len(names) and set(names) < self._weights.keys()
-
-    def are_lost(self, absent: Iterable[str]) -> bool:
-        """Whether all these are lost, as far as we have heard: of nobody else's blocks one may do without."""
-        return set(absent) <= set(self.round.lost)
-
-    def missing(self) -> tuple[str, ...]:
-        """The peers that owe us something; if blocks for our averages are missing, only those who owe them."""
-        blocks, averages = set[str](), set[str]()
-        for chunk in self._reducer_of.keys() - self._here.keys():
-            reducer = self._reducer_of[chunk]
-            if reducer != self._me:
-                averages.add(reducer)
-            elif chunk in self._undecided:
-                averages |= self._remaining - self._held_by.keys()
-                averages |= {peer for peer, (reduced, _) in self._wanted.items() if chunk in reduced}
-            else:
-                blocks |= self._awaited - self._arrived[chunk]
-        return tuple(sorted((blocks or averages) - {self._me}))
-
-    def waiting(self, attempt: Attempt, unreached: frozenset[str]) -> Waiting:
-        """What to tell the leader until all is here."""
-        broken = tuple(sorted(self.partners() & (unreached | self.disputed)))
-        return Waiting(attempt=attempt, missing=self.missing(), moved=self.moved, unreached=broken)
-
-    def lacks_all_of(self, peer: str) -> bool:
-        """Whether the peer owes us something, and nothing of it has ever come."""
-        return self.payload is None and peer not in self._givers and peer in self.missing()
-
-    def partners(self) -> frozenset[str]:
-        """The peers with which we still have to exchange something."""
-        owed = {peer for (peer, _), chunks in self._owed.items() if chunks}
-        return self._remaining & owed.union(self.missing())
-
-    def _reduces(self, chunk: int) -> bool:
-        """Whether the chunk is ours to average, and not averaged yet."""
-        mine = self._reducer_of.get(chunk) == self._me and chunk not in self._undecided
-        return mine and chunk not in self._here and chunk not in self._reducing
-
-    @property
-    def _contributes(self) -> bool:
-        return self._me in self._weights
-
-    def _contribute(self) -> list[Effect]:
-        if not self._contributes:
-            return []
-        effects: list[Effect] = []
-        inherited = self._inherited()
-        for chunk, reducer in self._reducer_of.items():
-            if reducer == self._me:
-                self._arrived[chunk].add(self._me)
-            elif chunk not in inherited:
-                effects += self._owe([reducer], False, [chunk])
-        return effects + self._resolve() + self._reduce(list(self._arrived))
-
-    def _reduce(self, chunks: Iterable[int]) -> list[Effect]:
-        """Average what is complete: blocks of the lost count if they are here, and are not waited for."""
-        effects: list[Effect] = []
-        for chunk in chunks:
-            arrived = self._arrived[chunk]
-            if len(arrived) >= len(self._awaited) and self._reduces(chunk) and self._awaited <= arrived:
-                self._reducing.add(chunk)
-                effects.append(self.reduction_of(chunk, tuple(peer for peer in self._weights if peer not in arrived)))
-        return effects
-
+    # Averaging --------------------------------------------------------------------------------------------------
     def reduction_of(self, chunk: int, absent: tuple[str, ...]) -> ReduceChunk:
-        """How the average of a chunk is made without the blocks of these."""
+        """Return how the average of a chunk is made without the blocks of these."""
         members = tuple(item for item in self._weights.items() if item[0] not in absent)
         factors = self.contributions.clipped
         clipped = {peer: factors[peer] for peer, _ in members if peer in factors}
         return ReduceChunk(self.name, chunk, members, absent, clipped)
 
-    def _averaged(self, chunk: int, absent: tuple[str, ...]) -> list[Effect]:
-        self.moved += 1
-        self._here[chunk] = absent
-        self._reducing.discard(chunk)
-        self._undecided.discard(chunk)
-        self._arrived.pop(chunk, None)
+    def _reduce(self, chunks: Iterable[int]) -> list[Effect]:
+        """Begin to average those chunks for which nothing is waited for any more."""
+        if self.averages.marks:
+            return []
+        begun = [chunk for chunk in chunks if self._reducing.begins(chunk, self._now, self._live)]
+        return [self.reduction_of(chunk, self._absent_from(chunk)) for chunk in begun]
+
+    def _absent_from(self, chunk: int) -> tuple[str, ...]:
+        missing = self._reducing.missing(chunk)
+        return tuple(peer for peer in self._weights if peer in missing)
+
+    def _averaged(self, event: ReducedArrived) -> list[Effect]:
+        """Take an average for that of its chunk: our own, or one that is vouched for."""
+        chunk = event.chunk
         effects: list[Effect] = []
-        if self._reducer_of[chunk] == self._me:
-            lacking = [peer for peer in self.round.remaining if chunk not in self._held_by.get(peer, ())]
-            effects += self._owe(lacking, True, [chunk])
-        if len(self._here) == self.round.chunks:
+        if event.sender == self.me:
+            if chunk not in self._reducing.waiting:
+                return []
+            self._reducing.done(chunk)
+            averaged = self.averages.sign(chunk, event.digest, event.absent)
+        else:
+            if event.origin is None or not self.wants_average(chunk):
+                return []
+            averaged = Averaged(chunk=chunk, digest=event.digest, absent=event.absent, origin=event.origin)
+            self._search.came(event.sender, self._now)
+        if self.averages.keep(averaged, event.squares):
+            self.payload = None
+        if event.sender == self.me:
+            effects += self._owe(self.round.peers, True, [chunk])
+        if not self.averages.lacking():
             effects.append(AssemblePayload(self.name))
         return effects
 
-    # What goes out --------------------------------------------------------------------------------------------
-    def repeat(self) -> list[Effect]:
-        """What has not been confirmed and is not under way, and questions that may have been lost."""
-        effects = self._report() + self._ask()
-        for (peer, reduced), chunks in list(self._owed.items()):
-            effects += self._owe([peer], reduced, list(chunks))
+    # What goes out ----------------------------------------------------------------------------------------------
+    def _owe(self, peers: Iterable[str], reduced: bool, chunks: Iterable[int]) -> list[Effect]:
+        others = [peer for peer in peers if peer != self.me]
+        return self._send(self._outbox.owe(others, reduced, chunks))
+
+    def _send(self, flights: Iterable[Flight]) -> list[Effect]:
+        effects: list[Effect] = []
+        for peer, reduced, chunk in flights:
+            average = self.averages.of(chunk) if reduced else None
+            absent, origin = (average.absent, average.origin) if average else ((), None)
+            signature = None if reduced else self.contributions.signature
+            effects.append(SendChunk(self.name, peer, chunk, reduced, absent, origin, signature))
         return effects
 
-    def _owe(self, peers: Iterable[str], reduced: bool, chunks: Iterable[int]) -> list[Effect]:
-        effects: list[Effect] = []
-        for chunk in sorted(chunks):
-            for peer in peers:
-                if peer != self._me and (peer, reduced, chunk) not in self._in_flight:
-                    self._owed[peer, reduced].add(chunk)
-                    self._in_flight.add((peer, reduced, chunk))
-                    absent = self._here[chunk] if reduced else ()
-                    origin = self.averages.origin(chunk) if reduced else None
-                    signature = None if reduced else self.contributions.signature
-                    effects.append(SendChunk(self.name, peer, chunk, reduced, absent, origin, signature))
-        return effects
+    def _ask_for_blocks(self) -> list[Effect]:
+        """As an heir, ask for blocks: nobody sends them unasked."""
+        owned = self._reducers.parts.get(self.me, ())
+        lacking: defaultdict[str, list[int]] = defaultdict(list)
+        for chunk in self._reducing.waiting:
+            if chunk not in owned:
+                for peer in self._absent_from(chunk):
+                    lacking[peer].append(chunk)
+        return [
+            Send(peer, Want(round=self.name, averages=b"", blocks=chunk_set(chunks)))
+            for peer, chunks in lacking.items()
+            if peer in self._live
+        ]
+
+    def _ask_for_averages(self) -> list[Effect]:
+        """Ask for averages that a proposal names, where none comes of itself."""
+        if not self.averages.marks:
+            return []
+        asked = self._search.ask(self.averages.lacking(), self._now, self._live)
+        return [
+            Send(peer, Want(round=self.name, averages=chunk_set(chunks), blocks=b"")) for peer, chunks in asked.items()
+        ]
+
+
+class Reducing:
+    """The chunks that we average: whose blocks of them are here, and for how long they are waited for."""
+
+    def __init__(self, givers: Collection[str], me: str) -> None:
+        self.under_way: set[int] = set()
+        """Chunks whose average is being made."""
+        self._givers = frozenset(givers)
+        self._me = me
+        self._times: dict[int, tuple[float, float]] = {}  # when those not heard, and all others, are not waited for
+        self._arrived: defaultdict[int, set[str]] = defaultdict(set)
+        self._bad: defaultdict[int, set[str]] = defaultdict(set)
+
+    @property
+    def waiting(self) -> Sequence[int]:
+        """The chunks that we have not averaged yet."""
+        return list(self._times)
+
+    def add(self, chunks: Iterable[int], now: float, seconds: float) -> None:
+        """Average these chunks, too, within an exchange of so many seconds from now."""
+        for chunk in chunks:
+            self._times[chunk] = now + GONE * seconds, now + DUE * seconds
+            self._arrived[chunk].add(self._me)
+
+    def wants(self, sender: str, chunk: int) -> bool:
+        is_open = chunk in self._times and chunk not in self.under_way
+        return is_open and sender in self._givers and not self.has(sender, chunk)
+
+    def has(self, sender: str, chunk: int) -> bool:
+        """Return whether a member's blocks of a chunk are here, were bad, or would come too late."""
+        if chunk not in self._times:
+            return False
+        return chunk in self.under_way or sender in self._arrived[chunk] or sender in self._bad[chunk]
+
+    def arrived(self, sender: str, chunk: int) -> None:
+        self._arrived[chunk].add(sender)
+
+    def spoiled(self, sender: str, chunk: int) -> None:
+        """Do without a member's blocks of a chunk. If they are in an average that is being made, it is made anew."""
+        if chunk in self._times and sender != self._me:
+            self._bad[chunk].add(sender)
+            self._arrived[chunk].discard(sender)
+            self.under_way.discard(chunk)
+
+    def missing(self, chunk: int) -> frozenset[str]:
+        return self._givers - self._arrived[chunk]
+
+    def begins(self, chunk: int, now: float, live: Collection[str]) -> bool:
+        """Begin to average a chunk if nothing is waited for any more. Return whether it begins."""
+        if chunk not in self._times or chunk in self.under_way:
+            return False
+        gone, due = self._times[chunk]
+        awaited = self.missing(chunk) - self._bad[chunk]
+        if awaited and now < due and (now < gone or any(peer in live for peer in awaited)):
+            return False
+        self.under_way.add(chunk)
+        return True
+
+    def pause(self) -> None:
+        """Have averages that are being made come to nothing: they may be made again later."""
+        self.under_way.clear()
+
+    def done(self, chunk: int) -> None:
+        self.under_way.discard(chunk)
+        del self._times[chunk]
+        del self._arrived[chunk]
+
+
+Flight = tuple[str, bool, int]
+"""To a peer, averaged or our own blocks, a chunk."""
+
+
+class Outbox:
+    """The chunks that we owe others. What is under way is not sent again before it is reported unsent."""
+
+    def __init__(self, now: float, resend: float) -> None:
+        self.asked: Counter[str] = Counter()
+        """Averages that each member was given because it asked."""
+        self._owed: dict[Flight, bool] = {}  # and whether it is under way
+        self._resend = resend
+        self._again_at = now + resend
+
+    def is_time(self, now: float) -> bool:
+        """Return whether it is time to repeat what may have been lost; not again before the pause is over."""
+        if now < self._again_at:
+            return False
+        self._again_at = now + self._resend
+        return True
+
+    def owe(self, peers: Sequence[str], reduced: bool, chunks: Iterable[int]) -> list[Flight]:
+        """Return what has to be sent now."""
+        flights = [(peer, reduced, chunk) for chunk in sorted(chunks) for peer in peers]
+        new = [flight for flight in flights if not self._owed.get(flight)]
+        self._owed |= dict.fromkeys(new, True)
+        return new
+
+    def sent(self, peer: str, reduced: bool, chunk: int) -> None:
+        self._owed.pop((peer, reduced, chunk), None)
+
+    def unsent(self, peer: str, reduced: bool, chunks: Iterable[int]) -> None:
+        for chunk in chunks:
+            if (peer, reduced, chunk) in self._owed:
+                self._owed[peer, reduced, chunk] = False
+
+    def overdue(self, live: Collection[str]) -> list[Flight]:
+        """Return what has to be sent again, to members that are heard."""
+        due = [flight for flight, is_under_way in self._owed.items() if not is_under_way and flight[0] in live]
+        self._owed |= dict.fromkeys(due, True)
+        return due
+
+
+class Search:
+    """Members to ask for proposed averages that are not here.
+
+    A reducer sends its averages unasked, to all at once; with a thin uplink that takes as long as the exchange. So a
+    member that gives anything is waited for, and each chunk is asked of one member at a time.
+    """
+
+    def __init__(self, me: str, members: Sequence[str], reducers: Reducers, longest: float) -> None:
+        """`longest`: seconds after which a chunk is asked of another member, though the one before gives others."""
+        place = members.index(me) if me in members else 0
+        self._others = [*members[place + 1 :], *members[:place]]
+        self._me = me
+        self._reducers = reducers
+        self._longest = longest
+        self._asked: dict[int, tuple[str, float]] = {}  # who gives a chunk, or was asked for it, and since when
+        self._came: dict[str, float] = {}  # when a member has given an average last
+
+    def begin(self, lacking: Iterable[int], replaced: Collection[int], now: float) -> None:
+        """Search for these chunks. Those that are to be replaced come from nobody unasked."""
+        self._asked = {chunk: (self._reducers.of(chunk)[0], now) for chunk in lacking if chunk not in replaced}
+
+    def came(self, peer: str, now: float) -> None:
+        self._came[peer] = now
+
+    def ask(self, lacking: Iterable[int], now: float, live: Collection[str]) -> Mapping[str, list[int]]:
+        """Return the chunks to ask of each member now."""
+        asked: defaultdict[str, list[int]] = defaultdict(list)
+        for chunk in lacking:
+            sources = [peer for peer in self._sources(chunk) if peer in live]
+            source, since = self._asked.get(chunk, ("", now))
+            if not sources or (source in sources and not self._has_stalled(source, since, now)):
+                continue
+            place = sources.index(source) + 1 if source in sources else 0
+            source = sources[place % len(sources)]
+            self._asked[chunk] = source, now
+            asked[source].append(chunk)
+        return asked
+
+    def _has_stalled(self, source: str, since: float, now: float) -> bool:
+        return now - max(since, self._came.get(source, since)) >= STALLED or now - since >= self._longest
+
+    def _sources(self, chunk: int) -> list[str]:
+        """Return all other members: first those that may have averaged the chunk, then the rest, not always alike."""
+        first = [peer for peer in self._reducers.of(chunk) if peer != self._me]
+        turn = chunk % len(self._others) if self._others else 0
+        rest = self._others[turn:] + self._others[:turn]
+        return first + [peer for peer in rest if peer not in first]

@@ -16,18 +16,20 @@ from peers.log.header import MEMBER_LIMIT, Header, Kind, Position
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.chunk_sets import ChunkSet
 from peers.protocol.commitment import Commitment, Contribution
-from peers.protocol.faults import PROOF_LIMIT
+from peers.protocol.parts import Averaged, Marks
 from peers.protocol.rounds import Round, RoundName
-from peers.protocol.signed_averages import Averaged, Marks
 from peers.values.identity import Signature
 from peers.values.leases import PIECE_LIMIT
-from peers.values.wire import Count, Digest, PeerId, Reason, Samples, Seconds, Value
+from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Reason, Samples, Seconds, Value
 
+PROOF_LIMIT = MESSAGE_LIMIT - (1 << 13)
+"""Bytes of a proof: with the envelope it fits into a message."""
 Peers = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
 Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)]
 """Peers, and bytes a second."""
 Heirs = Annotated[tuple[tuple[PeerId, PeerId], ...], Field(max_length=MEMBER_LIMIT)]
 """Reducers that gave no Part, each with the member that averages its chunks instead."""
+Signed = Annotated[tuple[Averaged, ...], Field(max_length=1 << 16)]
 
 
 class LeaseRequest(Value):
@@ -129,7 +131,7 @@ class Part(Value):
 
     kind: ClassVar[Literal["part"]] = "part"
     round: RoundName
-    averages: Annotated[tuple[Averaged, ...], Field(max_length=1 << 16)]
+    averages: Signed
 
     @property
     def position(self) -> Position:

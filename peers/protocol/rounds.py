@@ -58,6 +58,10 @@ class Round(Value):
         return tuple(share.member.peer for share in self.shares)
 
     @cached_property
+    def incarnations(self) -> Mapping[str, int]:
+        return {member.peer: member.incarnation for member in self.roster}
+
+    @cached_property
     def contributors(self) -> tuple[Member, ...]:
         """The members whose blocks are averaged."""
         return tuple(member for member in self.roster if member.tokens)

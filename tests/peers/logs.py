@@ -69,6 +69,17 @@ def first_log(empty: LogState = LOG) -> LogState:
     return empty.append(next_header(empty, roster))
 
 
+def log_at(index: int, names: str = "abc") -> LogState:
+    """Return the log after so many entries that all of these took part in."""
+    log = LOG
+    while log.position.index < index:
+        grants = iter(log.grants)
+        leases = [log.leases.get(name) or next(grants) for name in names]
+        members = [Member(peer=name, tokens=TOKENS, samples=lease) for name, lease in zip(names, leases, strict=True)]
+        log = log.append(next_header(log, members))
+    return log
+
+
 def chain_of(headers: Iterable[Header], empty_log: LogState = LOG) -> Chain:
     """Consecutive entries, as a peer keeps them."""
     chain = Chain(empty_log)
@@ -106,19 +117,19 @@ def certificate(
     header: Header,
     by: Iterable[str] | None = None,
     gone: Iterable[str] = (),
-    group: str = "",
     sign: Sign = signed,
     view: int = 0,
 ) -> Certificate:
     """Return the certificate of the entry that follows `log`, signed by these, by default all its voters.
 
-    Some have `gone` before it; or a `group`, each in its first incarnation, has gone on alone.
+    Some have `gone` before it. If the others are no quorum, they are a minority that goes on alone.
     """
-    alone = tuple((peer, log.incarnations.get(peer, 0)) for peer in group)
-    choice, voters = choice_of(header, view, group=alone), electorate(log, header, alone).voters
-    signers = {peer for peer, _ in voters} if by is None else set(by)
-    said = votes(choice, header, [voter for voter in voters if voter[0] in signers], sign)
-    left = {peer: departed(peer, header.index, log.incarnations[peer], sign) for peer in gone}
-    found = certify(log, header, choice, alone, said, left)
-    assert found is not None, "they are no quorum"
-    return found
+    starts = dict(electorate(log, header).voters)
+    signers = [(peer, starts.get(peer, 0)) for peer in (starts if by is None else by)]
+    left = {peer: departed(peer, header.index, starts[peer], sign) for peer in gone}
+    for group in ((), tuple(signers)):
+        choice = choice_of(header, view, group=group)
+        found = certify(log, header, choice, group, votes(choice, header, signers, sign), left)
+        if found is not None:
+            return found
+    raise AssertionError("an entry without signatures has no certificate")

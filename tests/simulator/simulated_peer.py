@@ -184,7 +184,7 @@ class SimulatedPeer:
                 "unreached": name_peers(peer.presence.unreached),
                 "inner_step": self._training.inner_step(self.world.now) if self._trained else 0,
                 "vote": (peer.presence.vote or "")[-TAIL:],
-                "trouble": peer.troubles.told,
+                "trouble": peer.hindrances.told,
                 "amendment": peer.settled.amendment,
                 "proposed": peer.proposed_amendment,
             }

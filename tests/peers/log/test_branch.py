@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.certificate import Certificate, CertificateError, Proof, certify
+from peers.log.certificate import Certificate, CertificateError, Proof
 from peers.log.header import Header
 from peers.log.lineage import Branch, Walk
 from peers.log.state import LogError, LogState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
-from tests.peers.builders import attempt, vote
-from tests.peers.logs import LOG, RUN, first_log, member, next_header
+from tests.peers.logs import LOG, RUN, certificate, first_log, member, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 VERIFY = SimulatedKeys("b").verify
@@ -26,30 +25,24 @@ def next_of(log: LogState, payload: bytes = b"payload", peers: str = "abc", stat
     return next_header(log.in_state(digest_of(state)), roster, digest_of(payload))
 
 
-def certificate_of(log: LogState, header: Header, by: str) -> Certificate:
-    """Return a certificate with all of these signatures, as another peer may show it: not shortened."""
-    at = attempt(log)
-    return certify(log, header, at.name, {peer: vote(header, at, peer) for peer in by}, {})
-
-
 def walked(*entries: tuple[Header, Certificate | None], start: LogState = START) -> Branch:
     walk = Walk(start, VERIFY)
-    for header, certificate in entries:
-        walk.take(header, certificate)
+    for header, proof in entries:
+        walk.take(header, proof)
     return walk.branch()
 
 
 def branch(by: str, payload: bytes = b"payload", peers: str = "abc", start: LogState = START) -> Branch:
-    """One more entry, signed by these of a, b and c."""
+    """One more entry, signed by these of a, b and c: by one of them as a minority."""
     header = next_of(start, payload, peers)
-    return walked((header, certificate_of(start, header, by)), start=start)
+    return walked((header, certificate(start, header, by) if by else None), start=start)
 
 
 def test_it_names_its_places_and_the_states_there() -> None:
     first = next_of(START)
     second = next_of(START.append(first), state=b"after")
     middle = START.append(first)
-    whole = walked((first, certificate_of(START, first, "ab")), (second, certificate_of(middle, second, "ab")))
+    whole = walked((first, certificate(START, first, "ab")), (second, certificate(middle, second, "ab")))
     assert whole.heads == {1: START.position.head, 2: first.digest, 3: second.digest}
     assert whole.states == {1: digest_of(b"state"), 2: digest_of(b"after")}
     assert all(whole.has(log.position) for log in (START, START.append(first), whole.end))
@@ -61,7 +54,7 @@ def test_it_names_its_places_and_the_states_there() -> None:
 
 
 @pytest.mark.parametrize(("by", "certified"), [("abc", True), ("ab", True), ("a", False), ("", False)])
-def test_what_too_few_have_signed_is_a_doubt(by: str, certified: bool) -> None:
+def test_what_a_minority_has_signed_is_a_doubt(by: str, certified: bool) -> None:
     made = branch(by)
     [(_, proof)] = made.first.values()
     assert proof == Proof(certified, len(by))
@@ -72,18 +65,20 @@ def test_what_does_not_follow_or_is_signed_falsely_ends_it() -> None:
     header = next_of(START)
     with pytest.raises(LogError, match="previous"):
         walked((header.model_copy(update={"previous": bytes(32)}), None))
-    certificate = certificate_of(START, header, "ab")
-    [vote, *others] = certificate.votes
-    false = vote.model_copy(update={"signature": bytes(64)})
+    shown = certificate(START, header, "ab")
+    [signer, *others] = shown.signers
+    false = signer.model_copy(update={"signature": bytes(64)})
     with pytest.raises(CertificateError, match="is not its own"):
-        walked((header, certificate.model_copy(update={"votes": (false, *others)})))
+        walked((header, shown.model_copy(update={"signers": (false, *others)})))
+    with pytest.raises(CertificateError, match="too few"):
+        walked((header, shown.model_copy(update={"signers": (signer,)})))
 
 
 def test_a_branch_ends_where_one_does_not_believe_it_any_more() -> None:
     first = next_of(START)
     middle = START.append(first)
     second = next_of(middle)
-    certified = certificate_of(START, first, "abc")
+    certified = certificate(START, first, "abc")
     made = walked((first, certified), (second, None))
     until = made.until(middle)
     assert until == replace(walked((first, certified)), end=middle)
@@ -125,8 +120,8 @@ def test_of_two_foundings_the_one_with_more_tokens_is_better() -> None:
     few, many = next_of(LOG, b"few"), first_log().last
     assert many is not None
     one, more = (
-        walked((few, certificate_of(LOG, few, "a")), start=LOG),
-        walked((many, certificate_of(LOG, many, "abc")), start=LOG),
+        walked((few, certificate(LOG, few, "a")), start=LOG),
+        walked((many, certificate(LOG, many, "abc")), start=LOG),
     )
     assert more.is_better_than(one)
     longer = one
@@ -141,7 +136,7 @@ def test_a_founding_that_nobody_has_signed_is_worth_nothing() -> None:
         nobody = nobody.followed_by(walked((next_of(nobody.end), None), start=nobody.end))
     header = first_log().last
     assert header is not None
-    real = walked((header, certificate_of(LOG, header, "ab")), start=LOG)
+    real = walked((header, certificate(LOG, header, "ab")), start=LOG)
     assert real.is_better_than(nobody)
     assert (real.is_certified, nobody.is_certified, real.splits_from(nobody)) == (True, False, True)
 

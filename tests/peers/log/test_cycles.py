@@ -94,7 +94,7 @@ def test_who_has_a_short_lease_weighs_no_more_than_that() -> None:
     for header in (entry(LOG, 0), entry(LOG, 1), closing):
         log = log.append(header)
     assert next_header(log, [Member(peer="a", tokens=5 * SETTINGS.tokens_per_sample, samples=())], PAYLOAD)
-    with pytest.raises(LogError, match="501 tokens are more than the 500"):
+    with pytest.raises(LogError, match="26 tokens are more than the 25"):
         next_header(log, [Member(peer="a", tokens=5 * SETTINGS.tokens_per_sample + 1, samples=())], PAYLOAD)
 
 

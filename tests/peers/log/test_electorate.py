@@ -10,7 +10,7 @@ import pytest
 from peers.log.certificate import electorate
 from peers.log.chain import follow, outcome_of
 from peers.log.header import BYSTANDER_LIMIT, MEMBER_LIMIT, Fault, Header, Member
-from peers.log.state import TERM, LogError, LogState, _place_of_turn
+from peers.log.state import COMMITTEE, TERM, LogError, LogState, Quorum, take_order
 from peers.values.wire import pack, unpack
 from tests.peers.logs import LOG, PAYLOAD, member, next_header
 
@@ -28,11 +28,15 @@ def entry(log: LogState, names: str, gone: Sequence[str] = (), faults: Sequence[
     return next_header(log, roster, PAYLOAD, faults, gone)
 
 
+def idle(name: str) -> Member:
+    return Member(peer=name, tokens=0, samples=())
+
+
 def test_whoever_has_a_say_keeps_it_until_it_is_gone() -> None:
     log = FOUNDED.append(entry(FOUNDED, "abc", "e"))
     assert log.roster == ("a", "b", "c")
     assert log.voters == ("a", "b", "c", "d"), "e is gone"
-    assert electorate(log, entry(log, "ab")) == (("a", 0), ("b", 0), ("c", 0), ("d", 0))
+    assert electorate(log, entry(log, "ab")).voters == (("a", 0), ("b", 0), ("c", 0), ("d", 0))
     log = log.append(entry(log, "ab"))
     assert log.voters == ("a", "b", "c", "d")
     assert log.append(entry(log, "abd")).voters == ("a", "b", "d", "c")
@@ -49,12 +53,30 @@ def test_a_voter_counts_as_the_start_that_was_in_an_entry_last() -> None:
     assert not log.counts("d", 0)
 
 
-def test_more_than_half_of_the_voters_are_most_whether_they_are_in_the_entry_or_not() -> None:
+def test_more_than_half_of_the_voters_are_a_quorum_whether_they_are_in_the_entry_or_not() -> None:
     log = FOUNDED.append(entry(FOUNDED, "ab"))
-    assert log.is_majority([("c", 0), ("d", 0), ("e", 0)])
-    assert not log.is_majority([("a", 0), ("b", 0)])
-    assert not log.is_majority([("c", 0), ("d", 0), ("e", 1)]), "one has forgotten what it was"
-    assert not log.is_majority([("a", 0), ("b", 0), ("x", 0)]), "one is a stranger"
+    assert log.is_quorum([("c", 0), ("d", 0), ("e", 0)])
+    assert not log.is_quorum([("a", 0), ("b", 0)])
+    assert not log.is_quorum([("c", 0), ("d", 0), ("e", 1)]), "one has forgotten what it was"
+    assert not log.is_quorum([("a", 0), ("b", 0), ("x", 0)]), "one is a stranger"
+    assert not log.is_quorum([("a", 0), ("a", 0), ("b", 0)]), "one is named twice"
+    assert not LOG.is_quorum([("a", 0)]), "before the first entry nobody votes"
+
+
+@pytest.mark.parametrize(("quorum", "least"), [(Quorum.MAJORITY, 3), (Quorum.TWO_THIRDS, 4)])
+def test_how_many_voters_are_a_quorum_is_the_runs_rule(quorum: Quorum, least: int) -> None:
+    log = replace(FOUNDED, quorum=quorum)
+    starts = list(log.starts.items())
+    assert [log.is_quorum(starts[:count]) for count in range(6)] == [count >= least for count in range(6)]
+
+
+def test_of_many_voters_a_committee_decides() -> None:
+    names = [f"peer{number:03}" for number in range(COMMITTEE + 50)]
+    log = LOG.append(next_header(LOG, [member(names[0], 0, 20), *map(idle, names[1:])]))
+    chosen = electorate(log, next_header(log, [log.expected(names[0])])).voters
+    assert (chosen, len(chosen)) == (log.electors, COMMITTEE)
+    assert log.is_quorum(chosen[: COMMITTEE // 2 + 1])
+    assert not log.is_quorum(list(set(log.starts.items()) - set(chosen[COMMITTEE // 2 :])))
 
 
 @pytest.mark.parametrize(
@@ -101,8 +123,7 @@ def test_who_is_gone_is_told_in_brief_and_bystanders_are_kept() -> None:
 
 def test_of_too_many_bystanders_those_stay_that_were_in_an_entry_last() -> None:
     names = [f"peer{number:04}" for number in range(1, MEMBER_LIMIT)]
-    idle = [Member(peer=name, tokens=0, samples=()) for name in names]
-    crowd = LOG.append(next_header(LOG, [*idle, member("q", 0, 20)], PAYLOAD))
+    crowd = LOG.append(next_header(LOG, [*map(idle, names), member("q", 0, 20)], PAYLOAD))
     crowd = crowd.append(next_header(crowd, [crowd.expected("z", 0)], PAYLOAD))
     assert len(crowd.voters) == BYSTANDER_LIMIT + 1
     assert crowd.voters[:2] == ("z", "peer0001")
@@ -110,24 +131,59 @@ def test_of_too_many_bystanders_those_stay_that_were_in_an_entry_last() -> None:
     assert follow(crowd, outcome_of(crowd, header)).last == header
 
 
-@pytest.mark.parametrize(("terms", "leaders"), [(0, "bcdea"), (1, "cdeba"), (3, "ebcda"), (4, "bcdea")])
-def test_each_member_leads_for_a_term_before_bystanders(terms: int, leaders: str) -> None:
-    """Regression: a leader that left somebody out, or gave newcomers no samples, did so for as long as it was there."""
-    last = FOUNDED.append(entry(FOUNDED, "bcde")).last
+# Who leads ------------------------------------------------------------------------------------------------------
+def led(leader: str, index: int = 7, names: str = "bcde") -> LogState:
+    """The log after an entry of these, with a as a bystander, that this peer has led."""
+    last = FOUNDED.append(entry(FOUNDED, names)).last
     assert last is not None
-    for index in (terms * TERM, terms * TERM + TERM - 1):
-        log = replace(FOUNDED, last=last.model_copy(update={"index": index}))
-        assert log.leaders == tuple(leaders)
+    return replace(FOUNDED, last=last.model_copy(update={"index": index, "leader": leader}))
 
 
-def test_whoever_comes_last_moves_no_turn_but_its_own() -> None:
+@pytest.mark.parametrize(
+    ("leader", "index", "ring"),
+    [
+        ("b", 7, "bcdea"),
+        ("d", 7, "deabc"),
+        ("a", 7, "abcde"),
+        ("b", TERM, "cdeab"),
+        ("e", TERM, "abcde"),
+        ("a", TERM, "bcdea"),
+        ("b", TERM + 1, "bcdea"),
+        ("z", 7, "bcdea"),
+        ("z", TERM, "bcdea"),
+    ],
+)
+def test_r1_the_last_leader_leads_on_until_its_term_is_over(leader: str, index: int, ring: str) -> None:
+    """Regression: a leader that left somebody out, or gave newcomers no samples, did so for as long as it was there."""
+    log = led(leader, index)
+    assert log.ring == tuple(ring)
+    assert [log.leader_of(view) for view in range(7)] == [ring[view % 5] for view in range(7)]
+
+
+def test_r1_a_failed_view_moves_the_turn_on_for_good() -> None:
+    log = FOUNDED.append(next_header(FOUNDED, [FOUNDED.expected("b")], leader=FOUNDED.leader_of(3)))
+    assert log.ring[0] == FOUNDED.ring[3]
+
+
+def test_r1_whoever_joins_or_leaves_moves_no_turn_but_its_own() -> None:
     """Regression: with each member that came or went somebody else led, so that liars could choose the moment."""
-    for members in range(1, 40):
-        for turn in range(200):
-            before, after = _place_of_turn(turn, members), _place_of_turn(turn, members + 1)
-            assert after in (before, members)
-        turns = range(100, 100 + 2 * members)
-        assert {_place_of_turn(turn, members) for turn in turns} == set(range(members)), "each leads soon"
+    log, leader = FOUNDED, FOUNDED.leader_of(0)
+    for names in ("abcde", "abcdez", "bcdez", "bcdexyz", "cdez"):
+        members = take_order(log.roster, names)
+        log = log.append(next_header(log, [log.expected(one) if one in log.known else idle(one) for one in members]))
+        assert log.leader_of(0) == leader
+
+
+def test_r1_before_the_first_entry_no_leader_follows_from_the_log() -> None:
+    assert (LOG.ring, LOG.leader_of(0)) == ((), None)
+
+
+def test_a_leader_is_told_in_brief_where_it_is_not_the_one_whose_turn_it_was() -> None:
+    first, second = FOUNDED.leader_of(0), FOUNDED.leader_of(1)
+    for leader, told in ((first, None), (second, second), ("z", "z")):
+        header = next_header(FOUNDED, [FOUNDED.expected("a")], leader=leader)
+        assert outcome_of(FOUNDED, header).leader == told
+        assert follow(FOUNDED, outcome_of(FOUNDED, header)).last == header
 
 
 def test_whoever_leads_does_not_choose_the_rosters_order() -> None:
@@ -142,5 +198,5 @@ def test_those_on_probation_do_not_vote_and_lead_last() -> None:
     roster = log.weighed([log.expected("a"), log.expected("z", 0)])
     log = log.append(next_header(log, roster, PAYLOAD, (), "cde"))
     assert log.voters == ("a", "b")
-    assert log.leaders[-1] == "z"
+    assert log.ring == ("b", "a", "z")
     assert not log.counts("z", 0)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.log.certificate import Certificate, Vote
 from peers.log.chain import Entry, Stretch
 from peers.log.folder import (
     ENTRIES,
@@ -32,7 +31,7 @@ from peers.log.state import LogError, LogState
 from peers.values.chunks import Payload
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.logs import LOG, chain_of, next_header
+from tests.peers.logs import LOG, certificate, chain_of, next_header
 
 BLOCK = 8  # bytes
 PayloadOf = Callable[[int], Payload]
@@ -56,9 +55,7 @@ def lineage(count: int, payload_of: PayloadOf = payload, log: LogState = LOG) ->
 
 
 HEADERS = lineage(5)
-CERTIFICATE = Certificate(
-    number=1, leader="a", alone=False, votes=(Vote(place=0, signature=bytes(range(64))),), farewells=()
-)
+CERTIFICATE = certificate(LOG.at(HEADERS[1]), HEADERS[2])
 FORK = lineage(3, lambda index: payload(index + 100), LOG.at(HEADERS[1]))  # entries 2, 3 and 4, otherwise
 
 
@@ -346,7 +343,7 @@ def test_the_file_grows_by_what_happened(tmp_path: Path) -> None:
     at, names = LOG, [f"{number:052}" for number in range(100)]
     for _ in range(4):
         leases = at.leases or {peer: (SampleRange(20 * place, 20 * place + 20),) for place, peer in enumerate(names)}
-        roster = [Member(peer=peer, tokens=2000, samples=leases[peer]) for peer in names]
+        roster = [Member(peer=peer, tokens=100, samples=leases[peer]) for peer in names]
         header = next_header(at, roster, payload(0).digest)
         log.append(header, state(0), None)
         at = at.append(header)

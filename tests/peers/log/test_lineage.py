@@ -1,4 +1,4 @@
-"""The end of the log as a peer has seen it, and what it says is lost of what it trained."""
+"""The end of the log as a peer has seen it, and what it knows of it when it starts again."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ from peers.log.folder import LogFolder, RunLog
 from peers.log.header import Header, Member
 from peers.log.lineage import RECENT_ENTRIES, Lineage
 from peers.log.state import LogState
-from peers.protocol.effects import Effect, TokensLost
-from peers.protocol.events import PayloadFetched, PayloadNotFetched, SnapshotRestored, TrainingProgress, Undelivered
-from peers.protocol.peer import Peer
 from peers.values.wire import digest_of
-from peers.values.workload import Progress
-from tests.peers.builders import PAYLOADS, commit, holding, of
-from tests.peers.logs import LOG, PAYLOAD, SETTINGS, STATE, TOKENS, first_log, next_header
-from tests.peers.protocol.test_peer import OTHER, ahead_by, at_second, fetching, told
-from tests.simulator.simulated_keys import SimulatedKeys
+from tests.peers.logs import LOG, PAYLOAD, TOKENS, certificate, first_log, next_header
 
 
 def entries_after(log: LogState, *names: str) -> list[Header]:
@@ -140,99 +133,18 @@ def test_what_follows_the_snapshot_in_the_same_lineage_is_not_left() -> None:
     assert lineage_of(OURS).move(LOG.at(COMMON[0]), digests(THEIRS)) == tuple(OURS[3:])
 
 
-# What a peer says is lost --------------------------------------------------------------------------------------
-def lost(effects: list[Effect]) -> list[tuple[str, int]]:
-    return [(loss.what, loss.tokens) for loss in of(effects, TokensLost)]
-
-
-def test_our_tokens_in_the_entries_of_a_lineage_that_we_leave_are_lost() -> None:
-    """The other lineage has another first entry. Of ours the tokens of a and c are theirs to count."""
-    rig = fetching(at_second().trained())
-    assert lost(rig.effects) == [("work", TOKENS)]
-    (loss,) = of(rig.do(SnapshotRestored("c", THEIRS[-1], OTHER, digests(THEIRS))), TokensLost)
-    assert (loss.what, loss.tokens) == ("entries", TOKENS)
-    assert loss.reason == "our entries from 0 on are not in the lineage of c"
-
-
-def test_nothing_in_the_log_is_lost_to_who_only_was_far_behind() -> None:
-    rig = fetching(at_second().trained())
-    assert rig.peer.log.last is not None
-    entry = rig.peer.log.last
-    last = ahead_by(rig, 1).last
-    assert last is not None
-    assert lost(rig.do(SnapshotRestored("c", last, OTHER, (entry.digest, last.digest)))) == []
-
-
-@pytest.mark.parametrize(("steps", "tokens"), [(1, 200), (3, 600), (99, 2000)])
-def test_what_was_trained_of_a_lease_is_lost_with_it(steps: int, tokens: int) -> None:
-    """Of ten inner steps, each on two samples of a hundred tokens."""
-    rig = at_second()
-    rig.do(TrainingProgress(Progress(steps, 1.0, 1.0)))
-    assert lost(fetching(rig).effects) == [("work", tokens)]
-
-
-def test_nothing_is_lost_before_anything_was_trained() -> None:
-    assert lost(fetching(at_second()).effects) == []
-
-
-def test_what_is_kept_for_a_later_entry_is_not_lost_until_that_is_made_without_it() -> None:
-    rig = at_second().trained()
-    missed = told(rig)
-    assert lost([*rig.effects, *rig.do(PayloadFetched(missed)), *rig.step(missed)]) == []
-    missed = told(rig)
-    assert lost(rig.effects) == [("work", TOKENS)]
-    assert lost(rig.do(PayloadFetched(missed))) == [], "once"
-
-
-def test_what_is_kept_is_lost_if_nobody_has_the_payload_and_nobody_is_left() -> None:
-    rig = at_second().trained()
-    told(rig)
-    for name in "ac":
-        rig.do(Undelivered(name))
-    assert rig.peer.replica.replaying is not None
-    assert lost(rig.do(PayloadNotFetched(rig.peer.replica.replaying, "gone"))) == [("work", TOKENS)]
-
-
-@pytest.mark.parametrize(("missed", "expected"), [(0, []), (1, [("work", TOKENS)])], ids=["whole", "in part"])
-def test_work_in_an_entry_that_was_made_without_us_counts_if_all_of_it_is_there(
-    missed: int, expected: list[tuple[str, int]]
-) -> None:
-    """The others took us for dead when they had our blocks."""
-    rig = at_second().trained().averaging()
-    roster = [one.lacking(missed) if one.peer == "b" else one for one in rig.roster()]
-    header = next_header(rig.peer.log, roster, OTHER)
-    rig.see(rig.peer.log.append(header))
-    assert lost(rig.hear("c", rig.commit(header))) == expected
-
-
-def test_work_in_the_entry_that_we_applied_is_not_lost() -> None:
-    rig = at_second().trained().averaging().holding().applying()
-    assert lost(rig.effects) == []
-    assert rig.peer.log.last is not None
-    assert rig.peer.log.last.tokens_of("b") == TOKENS
-
-
-def test_work_that_an_entry_handed_on_to_us_does_not_have_is_lost() -> None:
-    rig = at_second().trained()
-    log = rig.peer.log.in_state(STATE)
-    header = next_header(log, [one for one in rig.roster() if one.peer != "b"], PAYLOAD)
-    rig.hear("a", rig.adopt(2, holding(header, rig.attempt(1), "c")))
-    rig.do(PayloadFetched(header))
-    assert lost(rig.hear("a", rig.commit(header))) == [("work", TOKENS)]
-
-
 # A peer starts again -------------------------------------------------------------------------------------------
 def kept(log: RunLog, *signers: str | None, first: int = 0) -> LogState:
-    """Keep the first entry, and one more for each of these signers (None: nobody knows who). Return where that is."""
+    """Keep the first entry, and one more for each of these signers (None: they are not known). Return where that is."""
     here = first_log()
     assert here.last is not None
     if not first:
-        log.append(here.last, None, None, commit(LOG, here.last).certificate)
+        log.append(here.last, None, None, certificate(LOG, here.last))
     for by in signers:
         gone = [peer for peer in here.voters if by is not None and peer not in by]
         header = next_header(here, [here.expected(peer) for peer in by or here.roster], PAYLOAD, (), gone)
         if header.index >= first:
-            log.append(header, None, None, None if by is None else commit(here, header, by=by).certificate)
+            log.append(header, None, None, None if by is None else certificate(here, header, by))
         here = here.append(header)
     return here
 
@@ -294,11 +206,3 @@ def test_of_a_log_that_has_not_come_so_far_nothing() -> None:
     elsewhere = LOG.at(THEIRS[4])
     lineage = log.lineage(elsewhere)
     assert (lineage.log.position, lineage.heads) == (elsewhere.position, (THEIRS[4].digest,))
-
-
-def test_a_minority_that_starts_again_says_so() -> None:
-    log = RunLog(LOG)
-    lineage = log.lineage(kept(log, "a"))
-    peer = Peer("a", SETTINGS, PAYLOADS, STATE, 0.0, 1, SimulatedKeys("a"), lineage)
-    assert peer.replica.is_of_minority
-    assert (peer.log, peer.settled) == (lineage.log, lineage.log)

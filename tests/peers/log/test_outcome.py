@@ -36,11 +36,9 @@ def rosters(log: LogState) -> st.SearchStrategy[tuple[Member, ...]]:
             samples = prefix(lease, draw(st.just(sample_count(lease)) | st.integers(0, sample_count(lease))))
             whole = sample_count(samples) * log.tokens_per_sample
             tokens = draw(st.just(whole) | st.integers(0, whole))
-            missed, wants = draw(st.sampled_from((0, 0, 0, 3))), draw(st.sampled_from((0, 0, 5, log.samples_per_lease)))
+            wants = draw(st.sampled_from((0, 0, 5, log.samples_per_lease)))
             incarnation = draw(st.sampled_from((log.incarnations.get(peer, 0), 0, 2**61)))
-            roster.append(
-                Member(peer=peer, tokens=tokens, samples=samples, missed=missed, wants=wants, incarnation=incarnation)
-            )
+            roster.append(Member(peer=peer, tokens=tokens, samples=samples, wants=wants, incarnation=incarnation))
         return tuple(roster)
 
     return draw_roster().filter(lambda roster: any(one.tokens for one in roster))
@@ -50,7 +48,8 @@ def rosters(log: LogState) -> st.SearchStrategy[tuple[Member, ...]]:
 def test_from_an_outcome_the_header_is_read(data: st.DataObject) -> None:
     log = WITH_LATE
     for index in range(data.draw(st.integers(1, 4))):
-        header = next_header(log, data.draw(rosters(log)), digest_of(b"%d" % index))
+        leader = data.draw(st.sampled_from((*STRANGERS, *log.ring)))
+        header = next_header(log, data.draw(rosters(log)), digest_of(b"%d" % index), leader=leader)
         outcome = unpack(Outcome, pack(outcome_of(log, header)))
         assert follow(log, outcome) == log.append(header)
         log = log.append(header)
@@ -64,9 +63,9 @@ PAIRS = st.lists(st.tuples(numbers(6), numbers(40)), max_size=4).map(tuple)
 NEWCOMERS = st.lists(st.tuples(numbers(4), st.sampled_from("abcxyz"), st.none() | numbers(3)).map(list), max_size=4)
 
 
-@given(PAIRS, NEWCOMERS, PAIRS, PAIRS, PAIRS, PAIRS, PAIRS, st.booleans())
+@given(PAIRS, NEWCOMERS, PAIRS, PAIRS, PAIRS, PAIRS, st.booleans())
 def test_whatever_is_said_leads_to_an_entry_or_to_none(
-    known: Any, newcomers: Any, samples: Any, tokens: Any, missed: Any, wants: Any, incarnation: Any, is_first: bool
+    known: Any, newcomers: Any, samples: Any, tokens: Any, wants: Any, incarnation: Any, is_first: bool
 ) -> None:
     log = LOG if is_first else first_log()
     turnout = Turnout(
@@ -74,7 +73,6 @@ def test_whatever_is_said_leads_to_an_entry_or_to_none(
         newcomers=newcomers,
         samples=samples,
         tokens=tokens,
-        missed=missed,
         wants=wants,
         incarnation=incarnation,
     )
@@ -94,7 +92,6 @@ def nobody(**fields: Any) -> Turnout:
             "newcomers": (),
             "samples": (),
             "tokens": (),
-            "missed": (),
             "wants": (),
             "incarnation": (),
             **fields,
@@ -145,7 +142,9 @@ def crowd(size: int) -> LogState:
     """A log in which so many peers have made an entry."""
     names = [f"{number:052}" for number in range(size)]
     shares = zip(names, LOG.grants, strict=False)
-    roster = [Member(peer=peer, tokens=sample_count(grant) * 100, samples=grant) for peer, grant in shares]
+    roster = [
+        Member(peer=peer, tokens=sample_count(grant) * LOG.tokens_per_sample, samples=grant) for peer, grant in shares
+    ]
     return LOG.append(next_header(LOG, roster, PAYLOAD))
 
 
@@ -154,7 +153,7 @@ def test_an_outcome_is_as_large_as_what_happened() -> None:
     for size in (10, MEMBER_LIMIT):
         log = crowd(size)
         present = [peer for place, peer in enumerate(log.known) if place not in (3, 7)]
-        whole = sample_count(log.grants[0]) * 100
+        whole = sample_count(log.grants[0]) * LOG.tokens_per_sample
         roster = [Member(peer=peer, tokens=whole, samples=log.leases[peer]) for peer in present]
         sizes.append(len(pack(outcome_of(log, next_header(log, roster, PAYLOAD)))))
     assert max(sizes) < 155
@@ -164,7 +163,7 @@ def test_who_wants_as_many_samples_as_last_time_is_not_named_again() -> None:
     log = first_log()
     for _ in range(2):
         leases = log.leases
-        roster = [Member(peer=p, tokens=sample_count(leases[p]) * 100, samples=leases[p], wants=5) for p in "abc"]
+        roster = [Member(peer=p, tokens=sample_count(leases[p]) * 5, samples=leases[p], wants=5) for p in "abc"]
         header = next_header(log, roster, PAYLOAD)
         outcome = outcome_of(log, header)
         log = log.append(header)
@@ -181,7 +180,7 @@ def test_entries_of_all_fragments_are_told() -> None:
             closes = fragment == 2
             offers = {peer: leases[peer] for peer in "abc"} | ({"x": ()} if cycle == 1 else {})
             roster = [
-                Member(peer=peer, tokens=sample_count(lease) * 100, samples=lease if closes else ())
+                Member(peer=peer, tokens=sample_count(lease) * log.tokens_per_sample, samples=lease if closes else ())
                 for peer, lease in offers.items()
             ]
             header = next_header(log.of(fragment), roster, digest_of(b"%d" % fragment))

@@ -8,14 +8,16 @@ from itertools import chain
 
 import pytest
 
-from peers.log.certificate import CertificateError, Proof, Vote, certify, electorate, prove, weigh
+from peers.log.certificate import CertificateError, Proof, Signer, certify, electorate, prove
 from peers.log.chain import header_of, outcome_of
 from peers.log.header import MEMBER_LIMIT, Header, Member
 from peers.log.state import LogError, LogState
 from peers.values.wire import pack, unpack
-from tests.peers.logs import LOG, PAYLOAD, next_header
+from tests.peers.logs import LOG, PAYLOAD, certificate, choice_of, next_header, votes
+from tests.simulator.simulated_keys import SimulatedKeys
 
 EMPTY = replace(LOG, probation=2)
+VERIFY = SimulatedKeys("a").verify
 
 
 def bringing(log: LogState, names: Iterable[str]) -> list[Member]:
@@ -37,7 +39,8 @@ def founded(names: str = "abc") -> LogState:
 def test_founders_have_served() -> None:
     log = founded()
     assert not any(map(log.is_on_probation, "abc"))
-    assert log.voters == log.roster == log.leaders == tuple("abc")
+    assert log.voters == log.roster == tuple("abc")
+    assert log.ring == tuple("bca"), "a founded it"
     assert log.last is not None
     assert log.last.tokens_of("a") > 0
 
@@ -48,9 +51,9 @@ def test_a_newcomer_counts_and_votes_after_so_many_outer_steps() -> None:
         log = after(log, "abcz")
         assert log.last is not None
         tokens.append(log.last.tokens_of("z"))
-        voters.append("".join(peer for peer, _ in electorate(log, log.last)))
+        voters.append("".join(peer for peer, _ in electorate(log, log.last).voters))
         assert log.last.tokens_of("a") > 0
-    assert tokens == [0, 0, 2000, 2000]
+    assert tokens == [0, 0, 100, 100]
     assert voters == ["abc", "abcz", "abcz", "abcz"]
 
 
@@ -80,22 +83,25 @@ def test_sybils_are_no_quorum() -> None:
     log = after(founded("a"), "a" + "stuvwxyz")
     assert log.voters == ("a",)
     assert log.last is not None
-    assert electorate(log, log.last) == (("a", 0),)
+    assert electorate(log, log.last).voters == (("a", 0),)
     assert [log.counts(peer, 0) for peer in "as"] == [True, False]
     log = after(founded("a"), "as")
-    assert log.leaders == ("a", "s"), "nor does one of them lead"
+    assert log.ring == ("a", "s"), "nor does one of them lead first"
 
 
 def test_signatures_of_newcomers_certify_nothing() -> None:
     log = after(founded("a"), "a" + "stu")
-    header, attempt = next_header(log, log.weighed(bringing(log, "astu")), PAYLOAD), (1, "s", False)
-    signatures = dict.fromkeys("stu", bytes(64))
-    made = certify(log, header, attempt, signatures, {})
-    assert (made.votes, weigh(made, log, header)) == ((), Proof(False, 0))
-    votes = tuple(Vote(place=place, signature=bytes(64)) for place in (1, 2, 3))
-    with pytest.raises(CertificateError, match="names places that the roster does not have"):
-        prove(made.model_copy(update={"votes": votes}), log, header, lambda peer, text, signature: True)
-    assert weigh(certify(log, header, attempt, {"a": bytes(64)}, {}), log, header) == Proof(True, 1)
+    header = next_header(log, log.weighed(bringing(log, "astu")))
+    choice = choice_of(header)
+    theirs = votes(choice, header, [(peer, 0) for peer in "stu"])
+    assert certify(log, header, choice, (), theirs, {}) is None
+    ours = certificate(log, header, "a")
+    assert prove(ours, log, header, VERIFY) == Proof(True, 1)
+    signers = tuple(Signer(place=place, signature=bytes(64)) for place in (1, 2, 3))
+    with pytest.raises(CertificateError, match="names places that the electorate does not have"):
+        prove(ours.model_copy(update={"signers": signers}), log, header, VERIFY)
+    alone = certificate(log, header, "stu")
+    assert prove(alone, log, header, VERIFY) == Proof(False, 0), "nor do they speak for a minority's entry"
 
 
 def test_whoever_was_there_before_need_not_serve_again() -> None:

@@ -1,0 +1,456 @@
+"""One peer's evidence: what it has heard others state, and the proofs that some of them lie (R9).
+
+The protocol asks two things here. It has each statement *observed* that it hears, and learns which peers that convicts.
+And it asks which faults the next entry may name, or whether those that a leader names are proven to this peer. What
+follows from a fault that an entry names is the log's: the peer is excluded for some cycles. Nothing else follows: a
+claim without proof changes nothing, and a proof that is false costs its sender nothing but the attention to further
+ones for a cycle.
+
+Everything here is pure: no clock, no input or output. The lineage is passed with each call, since what may be named
+depends on where the peer is in the log.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from peers.audit.proofs import (
+    BadContribution,
+    FaultProof,
+    TwoAverages,
+    TwoCommitments,
+    TwoVotes,
+    Verifier,
+    VoteAfterFarewell,
+    are_exclusive,
+    read_proof,
+)
+from peers.log.certificate import Certificate, Choice, Departure
+from peers.log.header import FAULT_AGE, FAULT_LIMIT, Fault, Position, may_be_named
+from peers.log.lineage import Branch, Lineage
+from peers.log.settings import RunSettings
+from peers.log.state import LogState, committee
+from peers.protocol.commitment import Author, Commitment
+from peers.protocol.commitment import Evidence as CommittedChunk
+from peers.protocol.messages import Certified, Leaving, Proof, Vote
+from peers.protocol.parts import Averaged
+from peers.protocol.rounds import Round
+from peers.values.identity import Verify
+from peers.values.wire import WireError, digest_of, pack
+from peers.values.workload import PayloadKind
+
+VOTES_OF_ONE = 16
+"""Votes of one peer that are remembered of one position, besides those in certificates: a liar could give others until
+those are forgotten. An honest voter gives two in each of a few ballots."""
+VOTES = 1 << 16
+"""Votes that are remembered in all: two phases of 128 voters in each of 64 cycles, four times. Some 200 bytes each."""
+ROUNDS = 8
+"""Rounds whose averages are remembered: those of the present cycle's fragments matter, and late ones of some others."""
+OF_ONE = 4
+"""Proofs against one peer, and commitments of one peer, that are remembered: others may have seen others."""
+PROVEN = 1 << 10
+"""Faults that are remembered as proven: a liar that floods others with proofs must not push out the one that is
+named."""
+KEPT = 64
+"""Proofs whose bytes are kept, to show them."""
+KEPT_BYTES = 1 << 23
+"""Bytes of those: eight of the longest, which have a whole chunk in them."""
+LOOKED_AT = 16
+"""Proofs of one sender that are checked in one cycle, besides those that a header names: each costs some signatures."""
+WANTED = 16
+"""Digests of named proofs that are waited for: four proposals' worth."""
+SHOWN_BYTES = 1 << 24
+"""Bytes that a leader spends on showing one entry's proofs to all members. A fault that costs more is not named."""
+SHOWN_TO_EACH = 1 << 20
+"""Bytes of them that each member is shown: one of the longest."""
+
+
+class FalseProofError(ValueError):
+    """A proof that does not prove anything."""
+
+
+# What was stated -------------------------------------------------------------------------------------------------
+class SignedChoice(NamedTuple):
+    """A vote without its position and incarnation."""
+
+    choice: Choice
+    signature: bytes
+
+
+class SignedDeparture(NamedTuple):
+    """A farewell."""
+
+    departure: Departure
+    signature: bytes
+
+
+class Statements:
+    """What peers have signed lately. Each method takes in one statement, and returns what it proves together with those
+    before.
+
+    A certificate is remembered as the votes in it, for 64 cycles. So where a fork has two commits, a peer that has seen
+    the prepare certificates of the later ballot holds the votes that broke a lock.
+    """
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+        self._votes: OrderedDict[Position, dict[str, dict[tuple[object, ...], SignedChoice]]] = OrderedDict()
+        self._vote_count = 0
+        self._farewells: dict[str, SignedDeparture] = {}
+        self._averages: OrderedDict[bytes, dict[tuple[str, int], Averaged]] = OrderedDict()
+        self._commitments: dict[str, dict[Author, Commitment]] = {}
+
+    def vote(
+        self, peer: str, position: Position, incarnation: int, vote: SignedChoice, is_checked: bool = False
+    ) -> FaultProof | None:
+        """Take in a vote. `is_checked`: it is in a certificate whose signatures have been checked."""
+        choice, text = vote.choice, vote.choice.text
+        votes = self._votes.get(position, {}).get(peer, {})
+        name = incarnation, choice.ballot.order, choice.phase
+        known = votes.get(name)
+        if known is not None and known.choice == choice:
+            return None
+        if not (is_checked or self._verifier.verify(peer, text(position, incarnation), vote.signature)):
+            return None
+        others = (one for (other, *_), one in votes.items() if other == incarnation)
+        broken = next((one for one in others if are_exclusive(one.choice, choice)), None)
+        if known is None and (is_checked or len(votes) < VOTES_OF_ONE):
+            self._keep(peer, position, name, vote)
+        second = _vote(position, incarnation, vote)
+        if broken is not None:
+            return TwoVotes(peer=peer, first=_vote(position, incarnation, broken), second=second)
+        left = self._farewells.get(peer)
+        if left and left.departure.incarnation == incarnation and left.departure.index <= position.index:
+            return VoteAfterFarewell(departure=left.departure, signature=left.signature, vote=second)
+        return None
+
+    def _keep(self, peer: str, position: Position, name: tuple[object, ...], vote: SignedChoice) -> None:
+        self._votes.setdefault(position, {}).setdefault(peer, {})[name] = vote
+        self._vote_count += 1
+        while self._vote_count > VOTES and len(self._votes) > 1:
+            self._drop(next(iter(self._votes)))
+
+    def farewell(self, left: SignedDeparture) -> FaultProof | None:
+        """Take in a farewell. Of several of one incarnation the one from the lowest index is remembered."""
+        departure, peer = left.departure, left.departure.peer
+        known = self._farewells.get(peer)
+        if known and known.departure.incarnation == departure.incarnation and known.departure.index <= departure.index:
+            return None
+        if not self._verifier.verify(peer, departure.text, left.signature):
+            return None
+        self._farewells[peer] = left
+        for position, voters in self._votes.items():
+            for (incarnation, *_), vote in voters.get(peer, {}).items():
+                if incarnation == departure.incarnation and departure.index <= position.index:
+                    shown = _vote(position, departure.incarnation, vote)
+                    return VoteAfterFarewell(departure=departure, signature=left.signature, vote=shown)
+        return None
+
+    def average(self, round: Round, average: Averaged) -> FaultProof | None:
+        """Take in an average whose signature has been checked."""
+        reducer = average.origin.reducer
+        incarnation = round.incarnations.get(reducer)
+        if incarnation is None or average.chunk >= round.chunks:
+            return None
+        if round.terms not in self._averages and len(self._averages) == ROUNDS:
+            self._averages.popitem(last=False)
+        first = self._averages.setdefault(round.terms, {}).setdefault((reducer, average.chunk), average)
+        if first == average:
+            return None
+        return TwoAverages(round=round.name, terms=round.terms, incarnation=incarnation, first=first, second=average)
+
+    def commitment(self, author: Author, commitment: Commitment) -> FaultProof | None:
+        """Take in a commitment. It is repeated each second, so only a new one is checked."""
+        known = self._commitments.get(author.peer, {})
+        first = known.get(author)
+        if first is not None:
+            is_other = first.root != commitment.root
+            return TwoCommitments(author=author, first=first, second=commitment) if is_other else None
+        if commitment.is_of(author, self._verifier.verify):
+            known = self._commitments.setdefault(author.peer, known)
+            known[author] = commitment
+            if len(known) > OF_ONE:
+                del known[next(iter(known))]
+        return None
+
+    def forget(self, lineage: Lineage) -> None:
+        """Drop what no entry can name any more."""
+        oldest, known = lineage.log.position.index - FAULT_AGE, lineage.log.known
+        for position in [position for position in self._votes if position.index < oldest]:
+            self._drop(position)
+        self._farewells = {peer: left for peer, left in self._farewells.items() if peer in known}
+        self._commitments = {peer: said for peer, said in self._commitments.items() if peer in known}
+
+    def _drop(self, position: Position) -> None:
+        self._vote_count -= sum(len(votes) for votes in self._votes.pop(position).values())
+
+
+def _vote(position: Position, incarnation: int, vote: SignedChoice) -> Vote:
+    return Vote(position=position, incarnation=incarnation, choice=vote.choice, signature=vote.signature)
+
+
+# What is proven --------------------------------------------------------------------------------------------------
+class Known(NamedTuple):
+    """A proof that has been checked, as bytes."""
+
+    fault: Fault
+    position: Position
+    data: bytes
+
+
+class Attention:
+    """What has been looked at and shown in one cycle, so that liars cost others a bounded time and bandwidth."""
+
+    def __init__(self, pause: float) -> None:
+        """`pause`: seconds until a proof is shown to one peer for the second time."""
+        self._pause = pause
+        self._looked_at = Counter[str]()  # by sender
+        self._misled = set[str]()  # senders of false proofs
+        self._wanted: dict[bytes, None] = {}
+        self._shown: dict[tuple[str, bytes], tuple[int, float]] = {}  # how often each, and when last
+
+    def want(self, proofs: Iterable[bytes]) -> None:
+        """Check the proofs with these digests, whoever shows them."""
+        self._wanted |= dict.fromkeys(proofs)
+        for oldest in list(self._wanted)[:-WANTED]:
+            del self._wanted[oldest]
+
+    def is_due(self, sender: str, proof: bytes) -> bool:
+        """Return whether to check the proof with this digest: a few of each sender, none of one that has misled us."""
+        if proof in self._wanted:
+            return True
+        self._looked_at[sender] += 1
+        return sender not in self._misled and self._looked_at[sender] <= LOOKED_AT
+
+    def is_misled(self, sender: str, proof: bytes) -> None:
+        """Note that the sender has shown a false proof."""
+        self._misled.add(sender)
+        self._wanted.pop(proof, None)
+
+    def may_show(self, peer: str, proof: bytes, now: float, again: bool) -> bool:
+        """Return whether to show a peer the proof with this digest now, and note that it is shown. A proof may be as
+        long as a chunk: each peer is shown it once, and `again` after a pause that doubles each time."""
+        times, last = self._shown.get((peer, proof), (0, 0.0))
+        if times and not (again and now - last >= self._pause * 2.0 ** (times - 1)):
+            return False
+        self._shown[peer, proof] = times + 1, now
+        return True
+
+
+class Evidence:
+    """The evidence of one peer, for as long as it runs.
+
+    The `observe` methods return the faults of peers that are convicted now and were not before.
+    """
+
+    def __init__(self, settings: RunSettings, verify: Verify, payloads: Sequence[PayloadKind]) -> None:
+        """`payloads` are the kinds of each fragment's payloads."""
+        self._verifier = Verifier(settings.run, verify, payloads)
+        self._pause = settings.timing.heartbeat_expiry
+        self._statements = Statements(self._verifier)
+        self._proven: OrderedDict[bytes, tuple[Fault, Position]] = OrderedDict()  # by the digest of the proof
+        self._proofs: OrderedDict[bytes, Known] = OrderedDict()  # of some of these
+        self._attention = Attention(self._pause)
+        self._position: Position | None = None
+
+    # Statements -----------------------------------------------------------------------------------------------
+    def observe_vote(self, peer: str, vote: Vote, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in a vote of any recent position."""
+        if not self._may_matter(peer, vote.position, lineage):
+            return ()
+        signed = SignedChoice(vote.choice, vote.signature)
+        return self._found(self._statements.vote(peer, vote.position, vote.incarnation, signed), lineage)
+
+    def observe_certified(self, certified: Certified, log: LogState, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in a certificate of either phase that has been proven. `log` is that before the entry."""
+        before = log.of(certified.position.fragment)
+        if certified.certificate is None or before.position != certified.position:
+            return ()
+        return self._observe_certificate(certified.certificate, before, lineage)
+
+    def observe_split(self, one: Branch, other: Branch, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in the certificates of the entries with which two branches part, all of which have been proven."""
+        faults: tuple[Fault, ...] = ()
+        for fragment in sorted(one.certificates.keys() & other.certificates.keys()):
+            for branch in (one, other):
+                faults += self._observe_certificate(branch.certificates[fragment], one.start.of(fragment), lineage)
+        return faults
+
+    def _observe_certificate(self, certificate: Certificate, log: LogState, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in the votes and farewells of a certificate. A founding's voters are its own members, whom no entry can
+        name for it."""
+        position, faults = log.position, list[Fault]()
+        voters = committee(certificate.group, position.head) if certificate.group else log.electors
+        for signer in certificate.signers:
+            peer, incarnation = voters[signer.place] if signer.place < len(voters) else ("", 0)
+            if self._may_matter(peer, position, lineage):
+                signed = SignedChoice(certificate.choice, signer.signature)
+                proof = self._statements.vote(peer, position, incarnation, signed, is_checked=True)
+                faults += self._found(proof, lineage)
+        for left in certificate.farewells:
+            peer, incarnation = voters[left.place] if left.place < len(voters) else ("", 0)
+            if peer:
+                departure = Departure(run=log.run, peer=peer, incarnation=incarnation, index=left.index)
+                faults += self._observe_departure(SignedDeparture(departure, left.signature), lineage)
+        return tuple(faults)
+
+    def observe_farewell(self, peer: str, leaving: Leaving, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in a farewell of the incarnation that has a say: no other one counts anywhere."""
+        if lineage.log.incarnations.get(peer) != leaving.incarnation:
+            return ()
+        run, incarnation, index = self._verifier.run, leaving.incarnation, leaving.departure
+        departure = Departure(run=run, peer=peer, incarnation=incarnation, index=index)
+        return self._observe_departure(SignedDeparture(departure, leaving.signature), lineage)
+
+    def _observe_departure(self, left: SignedDeparture, lineage: Lineage) -> tuple[Fault, ...]:
+        self._follow(lineage)
+        is_known = left.departure.peer in lineage.log.known
+        return self._found(self._statements.farewell(left), lineage) if is_known else ()
+
+    def observe_average(self, round: Round, average: Averaged, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in what a reducer has signed in a round that this peer knows. The signature has been checked."""
+        if not self._may_matter(average.origin.reducer, round.name.position, lineage):
+            return ()
+        return self._found(self._statements.average(round, average), lineage)
+
+    def observe_commitment(self, author: Author, commitment: Commitment, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in what a peer has committed to."""
+        if not self._may_matter(author.peer, author.position, lineage):
+            return ()
+        return self._found(self._statements.commitment(author, commitment), lineage)
+
+    def observe_blocks(self, author: Author, chunk: CommittedChunk, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in a chunk that its author has committed to, and that is no contribution."""
+        if not self._may_matter(author.peer, author.position, lineage):
+            return ()
+        return self._found(BadContribution(author=author, evidence=chunk), lineage)
+
+    def observe_proof(self, sender: str, shown: Proof, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in what another peer shows as a proof.
+
+        A proof that is too old, of another log, or of a peer without a lease, which may be excluded already, is not
+        checked: no entry could name it, and the sender may not know.
+
+        Raises: FalseProofError.
+        """
+        self._follow(lineage)
+        digest = digest_of(shown.proof)
+        if digest in self._proven:
+            return self._remember(Known(*self._proven[digest], shown.proof))
+        if sender in lineage.log.excluded or not self._attention.is_due(sender, digest):
+            return ()
+        try:
+            proof = read_proof(shown.fault, shown.proof)
+            return self._file(proof, lineage) if self._may_matter(proof.accused, proof.position, lineage) else ()
+        except (WireError, FalseProofError) as error:
+            self._attention.is_misled(sender, digest)
+            raise FalseProofError(str(error)) from error
+
+    def _may_matter(self, peer: str, position: Position, lineage: Lineage) -> bool:
+        """Return whether an entry might name the peer for what it states of this position."""
+        self._follow(lineage)
+        return peer in lineage.log.known and _is_timely(position, lineage)
+
+    def _follow(self, lineage: Lineage) -> None:
+        """Forget what no entry can name any more, once in a cycle."""
+        position = lineage.log.position
+        if position == self._position:
+            return
+        self._position, self._attention = position, Attention(self._pause)
+        self._statements.forget(lineage)
+        gone = [
+            digest
+            for digest, (fault, place) in self._proven.items()
+            if fault.peer not in lineage.log.known or not _is_timely(place, lineage)
+        ]
+        for digest in gone:
+            self._forget(digest)
+
+    # Faults ---------------------------------------------------------------------------------------------------
+    def has_convicted(self, peer: str) -> bool:
+        """Return whether the peer is proven to lie, and the log may still name it."""
+        return any(fault.peer == peer for fault, _ in self._proven.values())
+
+    def _found(self, proof: FaultProof | None, lineage: Lineage) -> tuple[Fault, ...]:
+        """File a proof that was found here, unless its peer is convicted already. Of a farewell the position is that of
+        the vote, which may be of another log by now."""
+        if proof is None or self.has_convicted(proof.accused) or not _is_timely(proof.position, lineage):
+            return ()
+        try:
+            return self._file(proof, lineage)
+        except FalseProofError:
+            return ()
+
+    def _file(self, proof: FaultProof, lineage: Lineage) -> tuple[Fault, ...]:
+        """Remember a proof. Raises: FalseProofError."""
+        if not proof.convicts(self._verifier):
+            raise FalseProofError(f"it does not show that {proof.accused} lies")
+        return self._remember(Known(proof.fault, proof.position, pack(proof)))
+
+    def _remember(self, known: Known) -> tuple[Fault, ...]:
+        """Remember a proof that has been checked. Returns its fault, if it is the first of its peer."""
+        fault, is_first = known.fault, not self.has_convicted(known.fault.peer)
+        self._proven[fault.proof] = fault, known.position
+        self._proven.move_to_end(fault.proof)
+        self._proofs.setdefault(fault.proof, known)
+        of_one = [digest for digest, known in self._proofs.items() if known.fault.peer == fault.peer]
+        for digest in of_one[OF_ONE - 1 : -1]:  # the first is the one that this peer names; another may name the newest
+            del self._proofs[digest]
+        while len(self._proofs) > KEPT or sum(len(known.data) for known in self._proofs.values()) > KEPT_BYTES:
+            self._proofs.popitem(last=False)
+        while len(self._proven) > PROVEN:
+            self._forget(next(iter(self._proven)))
+        return (fault,) if is_first else ()
+
+    def _forget(self, digest: bytes) -> None:
+        del self._proven[digest]
+        self._proofs.pop(digest, None)
+
+    def provable(self, log: LogState, lineage: Lineage, members: Collection[str]) -> tuple[Fault, ...]:
+        """Return the faults that the entry after `log` may name, if it has these members, who must be shown all of
+        them. None of the members themselves is named: who is needed for an entry is excluded later."""
+        self._follow(lineage)
+        faults: dict[str, Fault] = {}
+        room = min(SHOWN_TO_EACH, SHOWN_BYTES // max(1, len(members)))
+        for known in self._proofs.values():
+            peer = known.fault.peer
+            if peer not in members and peer not in faults and len(known.data) <= room:
+                faults[peer], room = known.fault, room - len(known.data)
+        return tuple(faults.values())[:FAULT_LIMIT] if log.closes else ()
+
+    def lacking(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
+        """Return the digests of those proofs that are not here, of faults that a header names. They are checked when
+        they come."""
+        self._follow(lineage)
+        missing = tuple(fault.proof for fault in faults if self._proven.get(fault.proof, (None,))[0] != fault)
+        self._attention.want(missing)
+        return missing
+
+    def has(self, faults: Iterable[Fault], lineage: Lineage) -> bool:
+        """Return whether all of these are proven to this peer, and recent enough for the next entry."""
+        return not self.lacking(faults, lineage)
+
+    # Showing --------------------------------------------------------------------------------------------------
+    def behind(self, faults: Iterable[Fault]) -> tuple[Known, ...]:
+        """Return the proofs of these faults, as far as their bytes are here."""
+        return tuple(self._proofs[fault.proof] for fault in faults if fault.proof in self._proofs)
+
+    def show(
+        self, peer: str, faults: Iterable[Fault], position: Position, now: float, again: bool = False
+    ) -> tuple[Proof, ...]:
+        """Return the messages that show a peer the proofs of these faults. Each is sent once in a cycle, and `again`
+        after a pause that doubles: when the peer lacks it, or may not have received it."""
+        return tuple(
+            Proof(position=position, fault=known.fault.kind, proof=known.data)
+            for known in self.behind(faults)
+            if self._attention.may_show(peer, known.fault.proof, now, again)
+        )
+
+
+def _is_timely(position: Position, lineage: Lineage) -> bool:
+    """Return whether a lie was told in our log, and so lately that the next entry may name it."""
+    log = lineage.log
+    is_recent = may_be_named(position.index, log.position.index, log.exclusion)
+    return is_recent and lineage.head_at(position.index) == position.head

@@ -1,0 +1,310 @@
+"""Averages of chunks, as the members that made them have signed them; and what a round's averages come to.
+
+A reducer signs each average that it makes once in a round, so two statements by one reducer about one chunk that differ
+prove that it has lied. A later ballot may name an heir for a reducer that gave nothing; a chunk may then have averages
+of two members. The proposal of the leader says which of them counts, by a mark of a few bytes for each chunk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import Field
+
+from peers.log.header import MEMBER_LIMIT, NO_PAYLOAD
+from peers.protocol.rounds import Round, RoundName
+from peers.values.chunks import digest_of_chunks, parts_of
+from peers.values.identity import Keys, Signature
+from peers.values.wire import MESSAGE_LIMIT, Count, Digest, PeerId, Value, digest_of, pack
+
+if TYPE_CHECKING:
+    from peers.protocol.messages import Part
+
+AVERAGE_CONTEXT = b"diloco-peer average\0"
+MARK_BYTES = 16
+"""With half of them a reducer could find two averages with one mark while the round lasts: it would need 2³² tries."""
+MARKED = MESSAGE_LIMIT // 2 // MARK_BYTES
+"""Chunks that have a mark: as many marks as a message may have. That is a payload of 16 GiB."""
+
+Marks = Annotated[bytes, Field(strict=True, max_length=MARKED * MARK_BYTES)]
+"""A few bytes for each chunk, in order, that tell its average from others."""
+Absent = Annotated[tuple[PeerId, ...], Field(max_length=MEMBER_LIMIT)]
+"""Contributors whose blocks are not in an average, in roster order."""
+
+
+class Origin(Value):
+    """The member that averaged a chunk, and its signature of the average."""
+
+    reducer: PeerId
+    signature: Signature
+
+
+class Averaged(Value):
+    """A reducer's signed statement about one chunk: the digest of its average, and whose blocks are absent from it."""
+
+    chunk: Count
+    digest: Digest
+    absent: Absent
+    origin: Origin
+
+    @property
+    def reducer(self) -> str:
+        return self.origin.reducer
+
+
+class Statement(Value):
+    """The text of an average's signature. `terms` name all that the round's members must know of it alike. In one
+    incarnation a reducer signs one statement about a chunk of a round."""
+
+    round_name: RoundName
+    terms: Digest
+    reducer: PeerId
+    incarnation: Count
+    chunk: Count
+    digest: Digest
+    absent: Absent
+
+    @property
+    def text(self) -> bytes:
+        return AVERAGE_CONTEXT + pack(self)
+
+    @property
+    def mark(self) -> bytes:
+        return digest_of(self.text)[:MARK_BYTES]
+
+
+def statement(round: Round, reducer: str, chunk: int, digest: bytes, absent: tuple[str, ...]) -> Statement:
+    """Return what a member of a round signs of an average."""
+    return Statement(
+        round_name=round.name,
+        terms=round.terms,
+        reducer=reducer,
+        incarnation=round.incarnations.get(reducer, 0),
+        chunk=chunk,
+        digest=digest,
+        absent=absent,
+    )
+
+
+def statement_of(round: Round, averaged: Averaged) -> Statement:
+    """Return the statement that a signed average shows in short."""
+    return statement(round, averaged.reducer, averaged.chunk, averaged.digest, averaged.absent)
+
+
+def contradict(first: Averaged, second: Averaged) -> bool:
+    """Return whether two statements of one round convict the reducer of both."""
+    are_of_one = (first.reducer, first.chunk) == (second.reducer, second.chunk)
+    return are_of_one and (first.digest, first.absent) != (second.digest, second.absent)
+
+
+def _note(contradictions: list[tuple[Averaged, Averaged]], first: Averaged, second: Averaged) -> None:
+    """Keep a contradiction of a reducer of which none is kept."""
+    if all(one.reducer != first.reducer for one, _ in contradictions):
+        contradictions.append((first, second))
+
+
+class Reducers:
+    """The members that may average each chunk of a round: its reducer, and heirs as later ballots name them.
+
+    Parts are consecutive chunks. Which member has the first one rotates with the log's head, so that a pair of members
+    without a link lacks other chunks each time.
+    """
+
+    def __init__(self, round: Round) -> None:
+        shares = [share for share in round.shares if share.chunks]
+        first = int.from_bytes(round.name.position.head[:8]) % len(shares) if shares else 0
+        line = shares[first:] + shares[:first]
+        parts = parts_of([share.chunks for share in line])
+        self.parts: dict[str, range] = {share.member.peer: part for share, part in zip(line, parts, strict=True)}
+        self._owners = [peer for peer, part in self.parts.items() for _ in part]
+        self._able = frozenset(member.peer for member in round.contributors)
+        self._heirs: defaultdict[str, list[str]] = defaultdict(list)
+
+    def owner(self, chunk: int) -> str:
+        """Return the member to which the round gave a chunk."""
+        return self._owners[chunk]
+
+    def of(self, chunk: int) -> tuple[str, ...]:
+        """Return the members that may average a chunk, the latest heir first. There are none for an unknown chunk."""
+        if chunk >= len(self._owners):
+            return ()
+        owner = self._owners[chunk]
+        return *reversed(self._heirs[owner]), owner
+
+    def add(self, heirs: Iterable[tuple[str, str]]) -> dict[str, list[range]]:
+        """Note the heirs of some reducers. Return the parts that are new to each heir. Only contributors can be heirs,
+        since an average has its maker's own blocks at least."""
+        new: defaultdict[str, list[range]] = defaultdict(list)
+        for owner, heir in heirs:
+            if owner in self.parts and heir in self._able and heir != owner and heir not in self._heirs[owner]:
+                self._heirs[owner].append(heir)
+                new[heir].append(self.parts[owner])
+        return new
+
+
+class Averages:
+    """The averages of one round that are here, each with its reducer's signature; and those that we have signed."""
+
+    def __init__(self, me: str, round: Round, keys: Keys | None) -> None:
+        """Without `keys` nothing is checked, and our own signatures are empty."""
+        self.ours: dict[int, Averaged] = {}
+        """Our own averages, of which another one may have taken the place."""
+        self.marks = b""
+        """The averages that a proposal names; none: any that is signed is as good as another."""
+        self.contradictions: list[tuple[Averaged, Averaged]] = []
+        """Pairs of statements that convict their reducer, one for each."""
+        self._me = me
+        self._round = round
+        self._keys = keys
+        self._here: dict[int, Averaged] = {}
+        self._marks_here: dict[int, bytes] = {}
+        self._squares: dict[int, float] = {}
+        self._given: defaultdict[str, float] = defaultdict(float)  # each reducer's squared norm, of what is here
+
+    def sign(self, chunk: int, digest: bytes, absent: tuple[str, ...]) -> Averaged:
+        """Sign our own average of a chunk, once: it must be the only one that we make in this round."""
+        assert chunk not in self.ours
+        text = statement(self._round, self._me, chunk, digest, absent).text
+        signature = bytes(64) if self._keys is None else self._keys.sign(text)
+        origin = Origin(reducer=self._me, signature=signature)
+        self.ours[chunk] = Averaged(chunk=chunk, digest=digest, absent=absent, origin=origin)
+        return self.ours[chunk]
+
+    def is_signed(self, averaged: Averaged) -> bool:
+        """Return whether the reducer that is named has signed this."""
+        if self._keys is None:
+            return True
+        text = statement_of(self._round, averaged).text
+        return self._keys.verify(averaged.reducer, text, averaged.origin.signature)
+
+    def is_marked(self, averaged: Averaged) -> bool:
+        """Return whether a proposal names this average, or may mean it: it has no mark for a chunk beyond MARKED."""
+        if averaged.chunk >= MARKED:
+            return True
+        mark = self.marks[averaged.chunk * MARK_BYTES : (averaged.chunk + 1) * MARK_BYTES]
+        return mark == statement_of(self._round, averaged).mark
+
+    def keep(self, averaged: Averaged, squares: float = 0.0) -> bool:
+        """Have a signed average here, in place of any other of its chunk. `squares` is its squared norm. Return whether
+        there was another one."""
+        chunk, before = averaged.chunk, self._here.get(averaged.chunk)
+        self._given[averaged.reducer] = self.squares_with(averaged, squares)
+        if before is not None:
+            if before.reducer != averaged.reducer:
+                self._given[before.reducer] -= self._squares[chunk]
+            if contradict(before, averaged):
+                _note(self.contradictions, before, averaged)
+        self._here[chunk], self._squares[chunk] = averaged, squares
+        self._marks_here.pop(chunk, None)
+        return before is not None
+
+    def of(self, chunk: int) -> Averaged | None:
+        """Return the average of a chunk that is here."""
+        return self._here.get(chunk)
+
+    def squares_with(self, averaged: Averaged, squares: float) -> float:
+        """Return the squared norm of all averages of a reducer that are here, with this one."""
+        before = self._here.get(averaged.chunk)
+        replaced = self._squares[averaged.chunk] if before and before.reducer == averaged.reducer else 0.0
+        return self._given[averaged.reducer] - replaced + squares
+
+    def lacking(self) -> list[int]:
+        """Return the chunks of which no average is here, or another one than the proposal names."""
+        return [chunk for chunk in range(self._round.chunks) if not self.is_right(chunk)]
+
+    def is_right(self, chunk: int) -> bool:
+        """Return whether an average of a chunk is here, and the one that the proposal names, if there is one."""
+        here = self._here.get(chunk)
+        if here is None or not self.marks or chunk >= MARKED:
+            return here is not None
+        if chunk not in self._marks_here:
+            self._marks_here[chunk] = statement_of(self._round, here).mark
+        return self._marks_here[chunk] == self.marks[chunk * MARK_BYTES : (chunk + 1) * MARK_BYTES]
+
+    @property
+    def of_others(self) -> list[Averaged]:
+        """Return the averages that others have made."""
+        return [averaged for averaged in self._here.values() if averaged.reducer != self._me]
+
+    def outcome(self) -> Outcome | None:
+        """Return what the averages that are here come to, if all are."""
+        return outcome_of(self._round, self._here)
+
+
+class Outcome(NamedTuple):
+    """What a round comes to: the payload's digest, from how many chunks each member is absent, and the marks."""
+
+    payload: bytes
+    absent: dict[str, int]
+    marks: bytes
+
+
+def outcome_of(round: Round, averages: Mapping[int, Averaged]) -> Outcome | None:
+    """Return what a round's averages come to; None while some are missing."""
+    if len(averages) < round.chunks:
+        return None
+    if not round.chunks:
+        return Outcome(NO_PAYLOAD, {}, b"")
+    in_order = [averages[chunk] for chunk in range(round.chunks)]
+    missed = Counter(peer for averaged in in_order for peer in averaged.absent)
+    absent = {peer: missed[peer] for peer in round.peers if missed[peer]}
+    marks = b"".join(statement_of(round, averaged).mark for averaged in in_order[:MARKED])
+    return Outcome(digest_of_chunks(averaged.digest for averaged in in_order), absent, marks)
+
+
+def is_lawful(round: Round, averaged: Averaged) -> bool:
+    """Return whether an average may lack the blocks that it lacks: contributors' in roster order, not its maker's."""
+    absent, among = averaged.absent, set(averaged.absent)
+    in_order = tuple(member.peer for member in round.contributors if member.peer in among)
+    return absent == in_order and averaged.reducer not in among
+
+
+class Parts:
+    """The averages of a round as their reducers have told its leader."""
+
+    def __init__(self, round: Round, keys: Keys | None = None) -> None:
+        """Without `keys` signatures are not checked."""
+        self.contradictions: list[tuple[Averaged, Averaged]] = []
+        """Pairs of statements that convict their reducer, one for each."""
+        self._round = round
+        self._reducers = Reducers(round)
+        self._averages = Averages("", round, keys)
+        self._taken: dict[int, Averaged] = {}
+        self._refused: set[str] = set()
+
+    def take(self, sender: str, part: Part, heirs: Iterable[tuple[str, str]] = ()) -> bool:
+        """Take in what a reducer, or one of the heirs that this leader has named, has signed. The first average of a
+        chunk counts. Return whether all of the part was as it should be."""
+        self._reducers.add(heirs)
+        if part.round != self._round.name or sender in self._refused:
+            return False
+        taken = [self._take(sender, averaged) for averaged in part.averages]
+        return all(taken)
+
+    def _take(self, sender: str, averaged: Averaged) -> bool:
+        if averaged == self._taken.get(averaged.chunk):
+            return True
+        if averaged.reducer != sender or sender not in self._reducers.of(averaged.chunk):
+            return False
+        if not is_lawful(self._round, averaged) or not self._averages.is_signed(averaged):
+            return False
+        first = self._taken.setdefault(averaged.chunk, averaged)
+        if contradict(first, averaged):
+            _note(self.contradictions, first, averaged)
+        return True
+
+    def refuse(self, reducer: str) -> None:
+        """Do without a member's averages: the leader has found one of them to be no average. An heir may replace it."""
+        self._refused.add(reducer)
+        self._taken = {chunk: averaged for chunk, averaged in self._taken.items() if averaged.reducer != reducer}
+
+    def missing(self) -> tuple[str, ...]:
+        """Return the reducers of whose chunks some have no average yet, neither their own nor an heir's."""
+        parts = self._reducers.parts.items()
+        return tuple(peer for peer, part in parts if any(chunk not in self._taken for chunk in part))
+
+    def outcome(self) -> Outcome | None:
+        """Return what the round comes to, once it is whole."""
+        return outcome_of(self._round, self._taken)
