@@ -189,7 +189,7 @@ def test_which_manifest(folder: RunFolder, recorded: RecordedRun, small_config: 
 # Verify -----------------------------------------------------------------------------------------------------------
 def test_a_sound_log_is_verified_from_the_manifest_on(folder: RunFolder) -> None:
     assert verify(folder) == [
-        "verified: signatures of most of the roster before: entries 0 to 4",
+        "verified: signatures of a quorum of the voters before: entries 0 to 4",
         "verified: headers, from the manifest on: entries 0 to 4",
         "verified: payloads: entries 0 to 4",
         "verified: states, from the manifest on: entries 0 to 4",
@@ -201,7 +201,7 @@ def test_what_was_verified_as_json(folder: RunFolder, recorded: RecordedRun) -> 
     assert json.loads("\n".join(verify(folder, "--json"))) == {
         "run": recorded.run.run_id,
         "verified": {
-            "signatures of most of the roster before": everything,
+            "signatures of a quorum of the voters before": everything,
             "headers, from the manifest on": everything,
             "payloads": everything,
             "states, from the manifest on": everything,
@@ -221,7 +221,7 @@ def test_a_sound_log_is_verified_from_a_checkpoint_on(folder: RunFolder, recorde
     path = checkpoint(folder, recorded, 2)
     LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES).prune(2)
     assert verify(folder, "--checkpoint", path) == [
-        "verified: signatures of most of the roster before: entries 0 to 4",
+        "verified: signatures of a quorum of the voters before: entries 0 to 4",
         "verified: headers, from the manifest on: entries 0 to 4",
         "verified: states, as the checkpoint of outer step 2 has them: entry 1",
         "verified: payloads: entries 2 to 4",
@@ -264,7 +264,7 @@ def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None
     rewrite(folder, lambda found: [first, *(replace(one, state_digest=None) for one in found[3:])])
     path = checkpoint(folder, recorded, 2)
     assert verify(folder, "--checkpoint", path) == [
-        "verified: signatures of most of the roster before: entries 3 to 4",
+        "verified: signatures of a quorum of the voters before: entries 3 to 4",
         "verified: headers, from the first that is here on: entries 2 to 4",
         "verified: payloads: entries 2 to 4",
         "verified: states, from the checkpoint of outer step 2 on: entry 2",
@@ -273,7 +273,7 @@ def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None
     ]
 
 
-def test_entries_without_enough_signatures_are_named(folder: RunFolder, recorded: RecordedRun) -> None:
+def test_entries_that_no_quorum_has_signed_are_named(folder: RunFolder, recorded: RecordedRun) -> None:
     log = recorded.empty_log.at(recorded.headers[1])
     alone = certificate(log, recorded.headers[2], IDENTITIES[:1])
 
@@ -283,15 +283,15 @@ def test_entries_without_enough_signatures_are_named(folder: RunFolder, recorded
 
     rewrite(folder, change)
     said = verify(folder)
-    assert "verified: signatures of most of the roster before: entries 0, 3 to 4" in said
+    assert "verified: signatures of a quorum of the voters before: entries 0, 3 to 4" in said
     assert "not verified: signatures, which are not here: entry 1" in said
     assert "not verified: entries that a minority made: entry 2" in said
 
 
-def test_a_false_signature_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
+def test_a_certificate_of_another_entry_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
     other = pack(recorded.certificates[1])
     rewrite(folder, lambda found: [*found[:2], replace(found[2], certificate=other), *found[3:]])
-    assert_wrong(folder, 2, "is not its own")
+    assert_wrong(folder, 2, "the certificate is of another entry")
 
 
 def sign(folder: RunFolder, index: int, head: bytes, by: Identity = ORGANISER) -> None:
