@@ -37,9 +37,9 @@ from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.run_failures import RunFailures
 from peers.network.transport import HivemindTransport
+from peers.presence.branches import state_told
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.presence.presence import state_told
 from peers.protocol.messages import Certified, Elsewhere, Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.transfer.buffers import PayloadBuffers
@@ -155,7 +155,8 @@ class ArchivedRun:
     async def publish(self, identity: Identity) -> None:
         """Say that the run is kept here, up to where."""
         end = self.end
-        self._sequence = next_sequence(self._sequence, self._transport.discovery_of(self.run.run_id).pace().after)
+        before = self._transport.discovery_of(self.run.run_id).copies.highest
+        self._sequence = next_sequence(self._sequence, before)
         ticket, revocations = self._transport.credentials(self.run.run_id)
         heartbeat = Heartbeat(
             run=self.run.run_id,

@@ -1,4 +1,4 @@
-"""A peer's pulse: fills and publishes its heartbeats, and collects those of others."""
+"""A peer's pulse: its own heartbeats and beats go out, and those of others come in."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from peers import metrics
 from peers.log.lineage import RECENT_ENTRIES
 from peers.metrics import HEALTH
 from peers.network.links import EAGER
-from peers.presence.heartbeat import TAIL, Heartbeat, HeldOutLoss, name_peers
-from peers.presence.voice import Voice
+from peers.presence.heartbeat import Heartbeat, HeldOutLoss, name_peers
 from peers.protocol.events import AmendmentSeen, Event, HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.states import SHOWN_AS, State
 from peers.values.identity import Identity
@@ -29,12 +28,12 @@ and others must still see it in time: one machine that is frozen must not make a
 
 
 class Pulse:
-    """Makes, signs and publishes one peer's heartbeats, and collects everybody's."""
+    """One peer's heartbeats, made, signed and published; those of the others, collected."""
 
     def __init__(self, identity: Identity, transport: HivemindTransport, host: Driver, team: str = "") -> None:
         self._peer = host.peer
         self._host = host
-        self._voice = Voice(identity)
+        self._identity = identity
         self._transport = transport
         self._team = team
         self._sequence = 0
@@ -57,7 +56,8 @@ class Pulse:
             yield HeadsSeen(last, tuple(heads))
 
     async def beat(self) -> HeartbeatsSeen:
-        """Publish ours; returns what is known of every peer, and begins to connect to those that are new."""
+        """Say that we are here. Returns the words of every peer that we hear, and begins to connect to those that are
+        new."""
         if self._beats % REFRESH_BEATS == 0:
             await self._transport.refresh_addresses()
         self._beats += 1
@@ -66,7 +66,8 @@ class Pulse:
         heartbeats = await self._transport.heartbeats(run)
         self._connect_to_new(heartbeats)
         self._measure()
-        return HeartbeatsSeen(tuple(heartbeats), self._transport.discovery_of(run).silences())
+        silences = self._transport.discovery_of(run).silences()
+        return HeartbeatsSeen(tuple(beat for beat in heartbeats if beat.peer in silences), silences)
 
     def _connect_to_new(self, heartbeats: Sequence[Heartbeat]) -> None:
         """Begin to connect to strangers; in a large swarm to nobody, before there is something to say to it."""
@@ -77,16 +78,21 @@ class Pulse:
                 self._host.start(self._connect(stranger))  # which takes long where the peer is gone
 
     async def publish(self) -> None:
-        """Say that we are here, and how we are if that is due."""
-        run = self._peer.settings.run
-        signed, sign = self._voice.say(self.heartbeat(), self._transport.discovery_of(run).pace(), now())
-        await self._transport.publish(signed, run, sign)
+        """Say that we are here: with a beat, or a signed heartbeat where there is more to say."""
+        run, heartbeat = self._peer.settings.run, self.heartbeat()
+        discovery = self._transport.discovery_of(run)
+        if discovery.is_news(heartbeat):
+            await self._transport.publish(heartbeat.sign(self._identity), run)
+        else:
+            discovery.beat(heartbeat, {peer for peer, _ in self._peer.settled.electors})
         metrics.HEARTBEATS.inc()
         HEALTH.expect("heartbeat", self._peer.settings.timing.heartbeat_expiry, "no heartbeat was published")
 
     def heartbeat(self) -> Heartbeat:
-        """What there is to say about this peer now. Never the same twice: the sequence grows."""
-        self._sequence = next_sequence(self._sequence)
+        """Return all there is to say about this peer now. Never the same twice: the sequence grows, also beyond what
+        was said with our key before we started."""
+        before = self._transport.discovery_of(self._peer.settings.run).copies.highest
+        self._sequence = next_sequence(self._sequence, before)
         peer, progress, log = self._peer, self._peer.trainer.progress, self._peer.settled
         goodbye = peer.goodbye if peer.state is State.LEFT else None
         ticket, revocations = self._transport.credentials(peer.settings.run)
@@ -112,8 +118,9 @@ class Pulse:
             relays=self._transport.links.arranging.addresses,
             relayed=name_peers(peer.presence.reachability.relayed),
             unreached=name_peers(peer.presence.unreached),
-            vote=(peer.presence.vote or "")[-TAIL:],
-            trouble=printable(peer.troubles.told),
+            view=peer.view,
+            leads=peer.presence.can_lead,
+            trouble=printable(peer.hindrances.told),
             departure=goodbye.departure if goodbye else 0,
             farewell=goodbye.signature if goodbye else b"",
             ticket=ticket,

@@ -18,7 +18,7 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES
 from peers.log.state import LogError
 from peers.network.channel import PeerUnreachableError
-from peers.presence.presence import state_told
+from peers.presence.branches import state_told
 from peers.protocol.effects import Apply, FetchLineage, FetchPayload, FetchSnapshot
 from peers.protocol.events import (
     Applied,

@@ -1,11 +1,12 @@
-"""Discovery of a run's peers: by gossip among them, and by the DHT, which has a few for a newcomer to begin with."""
+"""Discovery of a run's peers: in the DHT, which has a few for a newcomer to begin with, and by beats among them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import random
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -13,74 +14,82 @@ from peers import metrics
 from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
 from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError, RefusalError
-from peers.presence.gossip import Gossip
+from peers.presence.beats import PAGE, WHO, Beat, Beats, Request
+from peers.presence.copies import Copies
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.presence.life_signs import LifeSign
 from peers.presence.meeting_place import MeetingPlace
-from peers.presence.news import Request
-from peers.presence.voice import Pace
 from peers.values.system import cancel_and_wait, now
+from peers.values.wire import pack
 
 if TYPE_CHECKING:
     from peers.network.transport import HivemindTransport
 
 logger = logging.getLogger(__name__)
 
-GOSSIP = "gossip"  # name of the call; payload: a Request, answer: News
-LOOK = 0.125  # seconds between two looks at which exchanges are due
-ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a partner has to answer
+ANSWER_SHARE = 0.3  # of a heartbeat's expiry, that a peer has to answer
 FIRST_LIMIT = 2.0  # seconds that a newcomer waits for the first answers
 LOOK_LIMIT = 5.0  # seconds in which a node outside the run asks who is in it
-LIFETIME = 20.0  # seconds; of heartbeats, while none is known
+ASK_SHARE, LOOK_SHARE = 0.5, 0.1
+"""Of a heartbeat's lifetime, from one question who else is there to the next: of a peer of the run, which hears them
+itself, and of a node outside it."""
+ASKED_FIRST = 3  # peers that are asked at the first look
+PAGES_LIMIT = 32  # that one peer hands out in answer to a question
 NO_NODE = "no node of the DHT takes this peer's heartbeats: newcomers do not find it"
 
 
 class PeerDiscovery:
-    """The peers of one run, as far as they are known, and the exchanges that make them known."""
+    """The peers of one run, as far as they are known here, and the calls that make them known."""
 
     def __init__(self, run: str, network: HivemindTransport) -> None:
         self._network = network
-        self.gossip = Gossip(network.peer_id, run, os.urandom(16), time.time())
-        self.copies = self.gossip.copies
-        self.meeting_place = MeetingPlace(self.gossip, LIFETIME)
+        self.beats = Beats(network.peer_id, run)
+        self.meeting_place = MeetingPlace(self.beats)
         self._run = run
         self._published = 0
-        self._exchanging: set[asyncio.Task[None]] = set()
-        self._telling: asyncio.Task[None] | None = None
-        self._connected: set[str] = set()
+        self._voters: Collection[str] = ()
+        self._telling: set[asyncio.Task[None]] = set()
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at = -float("inf")
         self._is_new = True
+        self._connected: set[str] = set()
+
+    @property
+    def copies(self) -> Copies:
+        """What was heard of our own key in incarnations that are not ours."""
+        return self.beats.copies
 
     @property
     def is_member(self) -> bool:
         """Whether we are a peer of the run, and not only looking."""
-        return self.gossip.own is not None
+        return self.beats.own is not None
 
     # What we say ----------------------------------------------------------------------------------------------
-    def pace(self) -> Pace:
-        """Return what the next thing that we say of ourselves depends on."""
-        is_whole = self.meeting_place.is_to_be_stored(now(), time.time())
-        return Pace(len(self.gossip.others(now())), is_whole, self.gossip.copies.highest)
+    def is_news(self, heartbeat: Heartbeat) -> bool:
+        """Return whether a heartbeat of ours is to be signed and published, and a beat not enough."""
+        is_to_be_stored = self.meeting_place.is_to_be_stored(now(), time.time())
+        return is_to_be_stored or self.beats.is_news(heartbeat, now())
 
-    async def say(self, signed: bytes | None, sign: LifeSign | None) -> bool:
-        """Send our heartbeat or sign of life to the peers that are due, and now and then to the DHT. A farewell has
-        been sent when this returns. Returns whether a DHT node took it, if it was to.
+    def beat(self, heartbeat: Heartbeat, voters: Collection[str] = ()) -> None:
+        """Begin to tell the others that we go on: in a large swarm these voters first. Before we have published a
+        heartbeat it does nothing."""
+        self.beats.go_on(heartbeat, now())
+        self._voters = voters
+        self._tell()
+
+    async def publish(self, signed: bytes) -> bool:
+        """Tell the others our signed heartbeat, and now and then the DHT. A farewell has been told when this returns.
+        Returns whether a DHT node took it, if it was to.
 
         Raises: LocalProtocolError when the heartbeat is no newer than the one before.
         """
-        said = None if signed is None else Heartbeat.verify(signed, self._run)
-        if said is not None and said.sequence <= self._published:
+        said = Heartbeat.verify(signed, self._run)
+        if said.sequence <= self._published:
             raise LocalProtocolError(f"heartbeat {said.sequence} does not follow {self._published}")
-        reach = self._network.links.reach()
-        self.gossip.partners.avoided = {peer for peer, way in reach.items() if not way.is_direct}
-        self.gossip.say(signed, sign, now(), time.time())
-        self._tell()
-        if self._telling is None:
-            self._telling = asyncio.create_task(self._keep_telling())
-        if said is None or signed is None:
-            return True
-        self._published, self.meeting_place.lifetime = said.sequence, said.lifetime
+        self._published = said.sequence
         is_farewell = said.state is PeerState.LEAVING
         is_for_dht = is_farewell or self.meeting_place.is_to_be_stored(now(), time.time())
+        self.beats.say(signed, now())
+        self._tell()
         is_stored = True
         if is_for_dht:
             self.meeting_place.stored(now())
@@ -90,94 +99,154 @@ class PeerDiscovery:
             else:
                 HEALTH.failing(f"dht {self._run}", NO_NODE)
         if is_farewell:
-            await asyncio.gather(*self._exchanging)
+            await asyncio.gather(*self._telling)
             self._tell()  # those that were being told something else
-            await asyncio.gather(*self._exchanging)
+            await asyncio.gather(*self._telling)
         return is_stored
 
-    # Gossip ---------------------------------------------------------------------------------------------------
-    async def _keep_telling(self) -> None:
-        while True:
-            self._tell()
-            await asyncio.sleep(LOOK)
-
     def _tell(self) -> None:
-        """Begin the exchanges that are due."""
-        for peer in self.gossip.due(now()):
-            task = asyncio.create_task(self._exchange(peer))
-            self._exchanging.add(task)
-            task.add_done_callback(self._exchanging.discard)
+        """Begin to tell those who are due."""
+        self.beats.choose(self._voters, now())
+        for peer in self.beats.audience.due(now()):
+            task = asyncio.create_task(self._tell_one(peer))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
-    async def _exchange(self, peer: str) -> None:
+    async def _tell_one(self, peer: str) -> None:
+        if self._network.links.port:  # it will be told something again and again
+            self._network.links.prepare(peer)
+        timeout = ANSWER_SHARE * self.beats.lifetime / 2
         try:
-            request = self.gossip.request(peer, now())
-            if self._network.links.port:  # it will be told something again and again
-                self._network.links.prepare(peer)
-            answer = await self._network.call(peer, GOSSIP, request, ANSWER_SHARE * self.meeting_place.lifetime / 2)
-            self.gossip.answer_of(peer, answer, now(), time.time())
+            while word := self.beats.word_for(peer):
+                answer = await self._network.call(peer, word.call, word.payload, timeout)
+                if not self.beats.answered(peer, word, answer, now(), time.time()):
+                    break
         except asyncio.CancelledError:
-            self.gossip.failed(peer, now())  # else it would seem to be under way for ever
+            self.beats.failed(peer, now())  # else it would seem to be told something for ever
             raise
         except PeerUnreachableError as error:
             logger.debug("%s", error)
-            self.gossip.failed(peer, now())
+            self.beats.failed(peer, now())
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("heartbeat").inc()
-            logger.warning("dropped what a peer told us of others: %s", error)
+            logger.warning("dropped the answer to a beat: %s", error)
 
-    def answer(self, sender: str, request: Request) -> bytes:
-        """Answer an exchange that another peer has begun. Raises: RemoteProtocolError, RefusalError."""
+    # What others say ------------------------------------------------------------------------------------------
+    def hear_beat(self, sender: str, beat: Beat) -> bytes:
+        """Answer another peer's beat."""
+        return self.beats.hear_beat(sender, beat, now(), time.time())
+
+    def hear_heartbeat(self, sender: str, signed: bytes) -> bytes:
+        """Answer another peer's signed heartbeat. Raises: RemoteProtocolError, RefusalError."""
         try:
-            return self.gossip.answer(sender, request, now(), time.time())
+            return self.beats.hear_heartbeat(sender, signed, now(), time.time())
+        except AdmissionError as error:
+            raise RefusalError(str(error)) from error
+
+    def hand_out(self, sender: str, request: Request) -> bytes:
+        """Answer the question who is there. Raises: RemoteProtocolError, RefusalError."""
+        try:
+            return self.beats.hand_out(sender, request, now(), time.time())
         except AdmissionError as error:
             raise RefusalError(str(error)) from error
 
     async def close(self) -> None:
         HEALTH.over(f"dht {self._run}")
-        await cancel_and_wait(*self._exchanging, *([self._telling] if self._telling else []))
+        await cancel_and_wait(*self._telling, *([self._asking] if self._asking else []))
 
     # What is known --------------------------------------------------------------------------------------------
     async def heartbeats(self) -> list[Heartbeat]:
-        """Return the newest heartbeat of every peer of the run, ours included, by peer id."""
+        """Return the newest heartbeat of every peer that is known, ours included, by peer id."""
         if self.meeting_place.is_search_due(now()):
             await self._search()
-        if not self.is_member:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_LIMIT):
-                    await self._ask_around()
-        elif self._is_new:
-            await self._meet()
-        self.gossip.see_out(time.time())
-        return self.gossip.heartbeats(now())
+        if self.beats.others(now()):
+            await self._ask_around()
+        self.beats.see_out(time.time())
+        return self.beats.heartbeats(now())
 
     def silences(self) -> dict[str, float]:
-        """Return for how many seconds nothing new was heard of each peer."""
-        return self.gossip.silences(now())
+        """Return for how many seconds each peer was silent, of those that we heard lately."""
+        return self.beats.silences(now())
 
     async def _search(self) -> None:
         """Take in what the DHT has of the run's peers."""
         self.meeting_place.searched(now())
-        self.gossip.heard.forget(time.time())
+        self.beats.store.forget(time.time())
         for signed in await self._network.dht.find_heartbeats(self._run):
             try:
-                self.gossip.found(signed, now(), time.time())
+                self.beats.found(signed, now(), time.time())
             except RemoteProtocolError as error:
                 metrics.DROPPED.labels("heartbeat").inc()
                 logger.warning("dropped a heartbeat: %s", error)
 
-    async def _meet(self) -> None:
-        """Wait for what the first partners know: whom the DHT has are few, and the first look decides who gives us the
-        state."""
-        self._tell()
-        if self._exchanging:
-            self._is_new = False
-            await asyncio.wait(self._exchanging, timeout=FIRST_LIMIT)
-
+    # Who else is there ----------------------------------------------------------------------------------------
     async def _ask_around(self) -> None:
-        """Ask peers of the run for all that they know, page by page."""
-        while due := self.gossip.due(now()):
-            for peer in set(due) - self._connected:
-                word = self.gossip.heard.get(peer)
-                if word is not None and await self._network.connect(peer, word.heartbeat.addresses):
-                    self._connected.add(peer)
-            await asyncio.gather(*map(self._exchange, due))
+        """Ask some of the peers that are known who else is there. The first look is waited for: whom the DHT has are
+        few, and it decides who gives a newcomer the state."""
+        is_new, self._is_new = self._is_new, False
+        if not self.is_member:
+            await self._look(ASKED_FIRST if is_new else 1)
+        elif is_new:
+            await self._meet()
+        elif self._is_due(ASK_SHARE) and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._ask(1))
+
+    def _is_due(self, share: float) -> bool:
+        return now() - self._asked_at >= share * self.beats.lifetime
+
+    async def _look(self, count: int) -> None:
+        """Ask as a node outside the run, which has to connect first."""
+        if not self._is_due(LOOK_SHARE):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_LIMIT):
+                for peer in self._some(count):
+                    kept = self.beats.store.get(peer)
+                    is_new = peer not in self._connected
+                    if kept and is_new and await self._network.connect(peer, kept.heartbeat.addresses):
+                        self._connected.add(peer)
+                await self._ask(count)
+
+    async def _meet(self) -> None:
+        """Tell the first peers that we are here, ask them for all others, and tell these."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LIMIT):
+                self._tell()
+                await self._ask(ASKED_FIRST)
+                self._tell()
+                if self._telling:
+                    await asyncio.wait(self._telling)
+
+    def _some(self, count: int) -> list[str]:
+        """Return so many of the others by chance: those that we hear, if we hear any."""
+        others, silences = self.beats.others(now()), self.silences()
+        among = [peer for peer in others if peer in silences] or others
+        return random.sample(among, min(count, len(among)))
+
+    async def _ask(self, count: int) -> None:
+        """Ask so many peers for the heartbeats that they have. A node outside the run is told all of them anew."""
+        known = self.beats.others(now()) if self.is_member else ()
+        answers = await asyncio.gather(*(self._ask_one(peer, {*known}) for peer in self._some(count)))
+        if any(answers):
+            self._asked_at = now()
+
+    async def _ask_one(self, peer: str, known: set[str]) -> bool:
+        """Ask a peer page by page. Returns whether it has answered."""
+        timeout = ANSWER_SHARE * self.beats.lifetime / 2
+        try:
+            for _ in range(PAGES_LIMIT):
+                packed = await self._network.call(peer, WHO, pack(self.beats.request(known)), timeout)
+                if not packed:
+                    return False
+                found = self.beats.take_page(peer, packed, now(), time.time())
+                known |= found
+                if len(found) < PAGE:
+                    break
+        except PeerUnreachableError as error:
+            logger.debug("%s", error)
+            return False
+        except RemoteProtocolError as error:
+            metrics.DROPPED.labels("heartbeat").inc()
+            logger.warning("dropped what a peer told us of others: %s", error)
+            return False
+        return True

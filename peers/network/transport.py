@@ -29,15 +29,14 @@ from peers.network.daemon import (
 )
 from peers.network.data_port import LINK_INFO, PROBED_PORTS, LinkInfo, probe
 from peers.network.dht_node import DhtMembership, DhtNode
-from peers.network.discovery import GOSSIP, PeerDiscovery
+from peers.network.discovery import PeerDiscovery
 from peers.network.first_contact import endpoint, first_contacts, reach
 from peers.network.known_runs import KnownRuns
 from peers.network.links import EAGER, Links, LinkSettings
 from peers.network.own_network import is_behind_nat, watch_network
 from peers.network.throttle import Caps, LinkTime, Throttle
+from peers.presence.beats import BEAT, BEAT_BYTES, HEARTBEAT, SHORT, WHO, Beat, Request, tag_of
 from peers.presence.heartbeat import Heartbeat
-from peers.presence.life_signs import LifeSign
-from peers.presence.news import Request
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
@@ -138,7 +137,8 @@ class HivemindTransport:
             if not client_mode:
                 hosts = [host for address in listen if (host := host_of(address))]
                 transport.links.listen(hosts, links or LinkSettings())
-            for name, answer in (transport.links.handlers | runs.answers | {GOSSIP: transport._hear}).items():
+            beats = {BEAT: transport._hear_beat, HEARTBEAT: transport._hear_heartbeat, WHO: transport._hand_out}
+            for name, answer in (transport.links.handlers | runs.answers | beats).items():
                 await transport.on_call(name, answer)
         except BaseException:
             await transport.close()
@@ -236,15 +236,16 @@ class HivemindTransport:
 
     # Who is there ---------------------------------------------------------------------------------------------
     def discovery_of(self, run_id: str) -> PeerDiscovery:
-        """Return what finds the peers of a run, with the admission that is known now."""
+        """Return the discovery of a run's peers, with the admission that is known now."""
         if run_id not in self._discoveries:
             self._discoveries[run_id] = PeerDiscovery(run_id, self)
-        self._discoveries[run_id].gossip.admission = self.runs.admissions.of(run_id)
+        self._discoveries[run_id].beats.admission = self.runs.admissions.of(run_id)
         return self._discoveries[run_id]
 
-    async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
-        """Send a run's peers our newest heartbeat or sign of life, and the DHT what newcomers need."""
-        return await self.discovery_of(run_id).say(heartbeat, sign)
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
+        """Send a run's peers our signed heartbeat, and the DHT what newcomers need. Returns whether a DHT node took it,
+        if it was to."""
+        return await self.discovery_of(run_id).publish(heartbeat)
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
         """Return the newest heartbeat of every peer of a run, ours included, by peer id."""
@@ -257,12 +258,23 @@ class HivemindTransport:
         self._unmet = {one.peer: one.addresses for one in found} if is_eager and len(found) > EAGER else {}
         return found
 
-    async def _hear(self, sender: str, payload: bytes) -> bytes:
+    async def _hear_beat(self, sender: str, payload: bytes) -> bytes:
+        beat = unpack_from(sender, Beat, payload, BEAT_BYTES)
+        return self._member_of(beat.run).hear_beat(sender, beat)
+
+    async def _hear_heartbeat(self, sender: str, payload: bytes) -> bytes:
+        return self._member_of(payload[:SHORT]).hear_heartbeat(sender, payload[SHORT:])
+
+    async def _hand_out(self, sender: str, payload: bytes) -> bytes:
         request = Request.unpack(sender, payload)
-        discovery = self._discoveries.get(request.run)
-        if discovery is None or not discovery.is_member:
-            raise RefusalError(f"we are not in the run {request.run}")
-        return discovery.answer(sender, request)
+        return self._member_of(tag_of(request.run)).hand_out(sender, request)
+
+    def _member_of(self, tag: bytes) -> PeerDiscovery:
+        """Return the discovery of a run that we are in, by the run's tag. Raises: RefusalError."""
+        for run, discovery in self._discoveries.items():
+            if tag_of(run) == tag and discovery.is_member:
+                return discovery
+        raise RefusalError("we are not in that run")
 
     async def _meet(self, peer_id: str, timeout: float) -> None:
         """Connect to a peer of a large run, where peers do not connect to all others beforehand."""

@@ -1,17 +1,13 @@
-"""Who is there, who reaches whom, who can be relied on, and who leads. Takes what heartbeats and links say.
+"""Who is there and who is further on, as one peer hears it itself. Takes what beats, heartbeats and links say.
 
 Other rooms import:
 admission: RunAdmission, refused
 allowances: Allowance, Allowances
-election: LATENESS, culprits, highest_attempt, quorum
-gossip: Gossip
+beats: BEAT, BEAT_BYTES, Beat, Beats, HEARTBEAT, PAGE, Request, SHORT, WHO, tag_of
+branches: state_told
 heartbeat: ADDRESS_LENGTH, Endpoint, Heartbeat, HeldOutLoss, NAMED_PEERS, PeerState, SIZE_LIMIT, TAIL, name_peers
-life_signs: LifeSign
 meeting_place: MeetingPlace
 membership: DONATING, Membership, PARTICIPATING
-news: Request
-presence: Presence, state_told
+presence: Presence
 reachability: SEEN_LIMIT
-standing: Pairs, Standing
-voice: Pace, Voice
 """

@@ -1,4 +1,4 @@
-"""What a peer says about itself every few seconds: signed, so that anybody may pass it on; small, for the DHT."""
+"""The signed heartbeat of a peer: all that it says about itself. Short beats (beats.py) come between two of them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ ENDPOINT_LENGTH = 64  # characters
 NAMED_PEERS = 16  # that a heartbeat names at most for each kind of reachability
 TAIL = 8  # characters by which a heartbeat names another peer: the last ones of its id
 DEFAULT_LIFETIME = 30.0  # seconds
-LINK_BYTES = 12
-NUMBERS = 256  # heartbeats that one chain of life signs may have
 SIGNING_CONTEXT = b"diloco-peer heartbeat\0"  # a signature made for anything else is worth nothing here
 UNKNOWN_PEER = "unknown"
 
@@ -60,7 +58,6 @@ def _dialable(endpoint: str) -> str:
 Endpoint = Annotated[str, Field(strict=True, max_length=ENDPOINT_LENGTH, pattern=ENDPOINT), AfterValidator(_dialable)]
 """An IP address and a TCP port: 203.0.113.5:31338 or [2001:db8::5]:31338."""
 Tail = Annotated[str, Field(strict=True, min_length=TAIL, max_length=TAIL, pattern=r"^[A-Za-z0-9]+$")]
-Vote = Annotated[str, Field(strict=True, pattern=rf"^([A-Za-z0-9]{{{TAIL}}})?$")]
 Team = Annotated[str, Field(strict=True, max_length=TEAM_LENGTH, pattern=TEAM)]
 Tails = Annotated[tuple[Tail, ...], Field(max_length=NAMED_PEERS)]
 
@@ -71,9 +68,9 @@ def name_peers(peers: Iterable[str]) -> tuple[str, ...]:
 
 
 class PeerState(StrEnum):
-    """What a peer is doing, as others see it. An archive keeps the log, and has neither a state of its own nor a part
-    in rounds. Nobody publishes STARTING: there is no state to name before the worker has one; it is for whoever shows
-    peers that they started themselves."""
+    """The work of a peer, as others see it. An archive keeps the log, and has neither a state of its own nor a part in
+    rounds. STARTING is never published, since there is no state to name before the worker has one: it is for views of
+    one's own peers."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -98,17 +95,6 @@ class HeldOutLoss(Value):
     loss: Loss
 
 
-class Seal(Value):
-    """What a heartbeat shows of the chain of life signs that follow it: its end, and since when it is used.
-
-    `number` counts the heartbeats with this chain.
-    """
-
-    since: Count  # milliseconds since the epoch
-    number: Annotated[int, Field(strict=True, ge=0, lt=NUMBERS)]
-    link: Annotated[bytes, Field(strict=True, min_length=LINK_BYTES, max_length=LINK_BYTES)]
-
-
 class Heartbeat(Value):
     """One peer of one run at one moment, in one incarnation.
 
@@ -116,12 +102,13 @@ class Heartbeat(Value):
     `loss` is that of the inner step under way (None: not known). `speed`, in tokens a second, is that of its last
     training, also while it does not train. `held_out` is what it found when it last evaluated theta.
 
+    `view` is the view that it is in at its place in the log. It `leads` unless it says that it cannot: its own links
+    reach too few (R1).
+
     `endpoints` are where bulk connections to it may be dialled, `relays` the addresses of nodes that can introduce it
-    to others and pass bytes on. `relayed` and `unreached` name the peers that it reaches only so, or not at all, and
-    `vote` the one that it would take for the leader by itself (empty: it does not say).
-    `trouble` says why its work does not count at present, and what to do about it; empty: it does. Who is leaving has
-    held no entry from index `departure` on, as the `farewell` proves: its signature of that `Departure`. Its `seal` is
-    what later signs of life (`LifeSign`) lead to; None: there will be none.
+    to others and pass bytes on. `relayed` and `unreached` name the peers that it reaches only so, or not at all.
+    `trouble` says why its work does not count at present, and what to do about it; empty: it does. A peer that leaves
+    has voted nowhere from index `departure` on, as the `farewell` proves: its signature of that `Departure`.
 
     In a run by invitation its `ticket` is the packed `ShownTicket` that admits it, and `revocations` the number of the
     newest list of revoked tickets that it has. `signed` is the head of the log that it has signed last, as one of the
@@ -152,11 +139,11 @@ class Heartbeat(Value):
     relays: Annotated[tuple[Address, ...], Field(max_length=3)] = ()
     relayed: Tails = ()
     unreached: Tails = ()
-    vote: Vote = ""
+    view: Count = 0
+    leads: Annotated[bool, Field(strict=True)] = True
     trouble: Reason = ""
     departure: Count = 0
     farewell: Annotated[bytes, Field(strict=True, max_length=SIGNATURE_BYTES)] = b""
-    seal: Seal | None = None
     ticket: Annotated[bytes, Field(strict=True, max_length=SHOWN_BYTES)] = b""
     revocations: Count = 0
     signed: SignedHead | None = None
@@ -171,10 +158,10 @@ class Heartbeat(Value):
 
     def repeats(self, earlier: Heartbeat) -> bool:
         """Return whether it says nothing that the earlier one did not, but that its peer is still there."""
-        return self.__dict__ | {"sequence": earlier.sequence, "seal": earlier.seal} == earlier.__dict__
+        return self.__dict__ | {"sequence": earlier.sequence} == earlier.__dict__
 
     def sign(self, identity: Identity) -> bytes:
-        """The signed envelope, at most SIZE_LIMIT bytes. Raises: ValueError when it is not `identity`'s heartbeat."""
+        """Return the signed envelope, at most SIZE_LIMIT bytes. Raises: ValueError for another peer's heartbeat."""
         if identity.peer_id != self.peer:
             raise ValueError(f"{identity.peer_id} cannot sign a heartbeat of {self.peer}")
         payload = pack(self)
@@ -182,7 +169,7 @@ class Heartbeat(Value):
 
     @classmethod
     def verify(cls, data: bytes, run_id: str | None = None) -> Heartbeat:
-        """The heartbeat in a signed envelope; with `run_id`, only if it is about that run.
+        """Return the heartbeat in a signed envelope; with `run_id`, only if it is about that run.
 
         Raises: RemoteProtocolError saying which check failed.
         """

@@ -1,4 +1,4 @@
-"""Who is there. A peer is live while its heartbeats advance, judged on our own clock alone."""
+"""The other peers of a run. A peer is live while its heartbeats advance, judged on our own clock alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ DONATING = PARTICIPATING | {PeerState.ARCHIVING}
 """States in which a peer has the run's state to give."""
 FORGOTTEN = 3600.0
 """Seconds of silence after which a peer is forgotten; heartbeats older than that are expired everywhere."""
+SEEN_LIMIT = 10_000
+"""Peers that are remembered. Of more, those silent for longest are forgotten: made-up peers cost nothing."""
 IsFarewell: TypeAlias = Callable[[str, int, int, bytes], bool]
 """Given peer, incarnation, index and signature."""
+
 DEPARTURES = 4
 """How many incarnations of one peer are remembered to have left."""
 
@@ -28,17 +31,17 @@ class Roll(dict[str, Heartbeat]):
 
     @cached_property
     def trainers(self) -> tuple[Heartbeat, ...]:
-        """Of those that train, or will once they have joined: of all but archives."""
+        """Return those of peers that train, or will once they have joined: all but archives."""
         return tuple(beat for beat in self.values() if beat.state is not PeerState.ARCHIVING)
 
     @cached_property
     def at_work(self) -> tuple[Heartbeat, ...]:
-        """Of those that work on the next entry."""
+        """Return those of peers that work on the next entry."""
         return tuple(beat for beat in self.values() if beat.state in PARTICIPATING)
 
     @cached_property
     def ready(self) -> tuple[str, ...]:
-        """The peers that are done, and wait for a round to begin."""
+        """Return the peers that are done, and wait for a round to begin."""
         return tuple(beat.peer for beat in self.at_work if beat.state is PeerState.READY)
 
 
@@ -46,7 +49,7 @@ class Roll(dict[str, Heartbeat]):
 class _Sighting:
     heartbeat: Heartbeat
     advanced_at: float  # when anything came of it
-    signed_at: float  # when a heartbeat or a sign of life did
+    beaten_at: float  # when a heartbeat did
     reachable: bool = True
     departures: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # of its last incarnations, signed
 
@@ -63,27 +66,24 @@ class _Sighting:
 class Membership:
     """The other peers of the run, from their heartbeats and from what became of messages to them."""
 
-    def __init__(self, me: str, expiry: float) -> None:
+    def __init__(self, me: str, expiry: float, is_farewell: IsFarewell) -> None:
+        """`is_farewell` checks whether a signature of a departure is the peer's own."""
         self._me = me
+        self._is_farewell = is_farewell
         self._expiry = expiry
         self._seen: dict[str, _Sighting] = {}
         self._departed = set[str]()  # in some incarnation
         self._live: Roll | None = None  # as found last; None: something has changed since
         self._live_until = 0.0  # then somebody may have expired
         self.polled = False
-        self.is_farewell: IsFarewell = lambda peer, incarnation, departure, signature: True
-        """Whether this is the peer's own signature of its departure."""
 
     def observe(self, heartbeats: Iterable[Heartbeat], now: float, silences: Mapping[str, float] | None = None) -> None:
-        """Take in the heartbeats that were heard, some of them `silences` seconds ago; old ones change nothing.
+        """Take in the heartbeats that we heard, some of them `silences` seconds ago; old ones change nothing.
 
         The roll stays the same object where all say what they said before: what follows from it need not be worked out
         again.
         """
         self.polled = True
-        for peer in [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]:
-            del self._seen[peer]
-            self._departed.discard(peer)
         for heartbeat in heartbeats:
             peer, sighting = heartbeat.peer, self._seen.get(heartbeat.peer)
             if peer == self._me or (sighting and heartbeat.sequence <= sighting.heartbeat.sequence):
@@ -97,46 +97,56 @@ class Membership:
             else:
                 sighting.heartbeat, sighting.reachable = heartbeat, True
                 sighting.advanced_at = max(sighting.advanced_at, heard_at)
-                sighting.signed_at = max(sighting.signed_at, heard_at)
+                sighting.beaten_at = max(sighting.beaten_at, heard_at)
             if heartbeat.state is PeerState.LEAVING:
                 self._departs(sighting, heartbeat.incarnation, heartbeat.departure, heartbeat.farewell)
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        gone = [peer for peer, sighting in self._seen.items() if now - sighting.advanced_at > FORGOTTEN]
+        if len(self._seen) - len(gone) > SEEN_LIMIT:
+            gone = sorted(self._seen, key=lambda peer: self._seen[peer].advanced_at)[: len(self._seen) - SEEN_LIMIT]
+            self._live = None
+        for peer in gone:
+            del self._seen[peer]
+            self._departed.discard(peer)
 
     @property
     def met(self) -> Collection[str]:
-        """All peers that we have heard of in the last hour, and ourselves."""
+        """Return all peers that we heard in the last hour, and ourselves."""
         return {self._me, *self._seen}
 
     def unreachable(self, peer: str) -> None:
-        """A message could not be delivered: dead to us until its next heartbeat."""
+        """Take a peer for dead until its next heartbeat: a message could not be delivered."""
         if peer in self._seen:
             self._seen[peer].reachable = False
             self._live = None
 
     def heard_from(self, peer: str, now: float) -> None:
-        """A message of the peer's arrived: as good as a heartbeat for being alive."""
+        """Note that a message of a peer arrived, which is as good as a heartbeat for being alive."""
         sighting = self._seen.get(peer)
         if sighting is not None:
             self._live = self._live if self.is_live(peer, now) else None
             sighting.reachable, sighting.advanced_at = True, now
 
     def departs(self, peer: str, incarnation: int, departure: int, signature: bytes) -> None:
-        """The peer said goodbye: it counts in no quorum from the entry `departure` on. Strangers are in none, and not
-        remembered."""
+        """Note that a peer said farewell: it counts in no quorum from the entry `departure` on. Strangers are in none,
+        and not remembered."""
         if peer in self._seen:
             self._departs(self._seen[peer], incarnation, departure, signature)
             self._live = None
 
     def _departs(self, sighting: _Sighting, incarnation: int, departure: int, signature: bytes) -> None:
-        if self.is_farewell(sighting.heartbeat.peer, incarnation, departure, signature):
+        if self._is_farewell(sighting.heartbeat.peer, incarnation, departure, signature):
             sighting.departs(incarnation, departure, signature)
             self._departed.add(sighting.heartbeat.peer)
 
     def departed(self, log: LogState) -> frozenset[str]:
-        """Those of the log's roster that have left before they could say of its next entry that they hold it."""
+        """Return the voters of the log that have left before they could vote for its next entry."""
         return frozenset(self.farewells(log))
 
     def farewells(self, log: LogState) -> dict[str, tuple[int, bytes]]:
-        """The same, with what they signed: from which index on."""
+        """Return the same, with what they signed: from which index on."""
         if not self._departed:
             return {}
         index, gone = log.position.index, dict[str, tuple[int, bytes]]()
@@ -161,14 +171,14 @@ class Membership:
         return self._live
 
     def spoke_within(self, seconds: float, now: float, even_leavers: bool = False) -> list[Heartbeat]:
-        """Return the last heartbeats of those that have not left, and gave one or a sign of life so short a while ago;
-        with `even_leavers` also of those that go on after a farewell.
+        """Return the last heartbeats of the peers that have not left, and gave one so short a while ago; with
+        `even_leavers` also of those that go on after a farewell.
 
-        Gossip takes these to everybody, so that all agree. A message says nothing of that: its sender may speak to some
-        and not to others. Nor does a link that fails for a moment.
+        A message is no heartbeat here, nor does it count when one could not be delivered: a peer may send messages to
+        some and not to others, and a link may fail for a moment.
         """
         seen = [sighting for sighting in self._seen.values() if even_leavers or not sighting.has_left]
-        return [sighting.heartbeat for sighting in seen if now - sighting.signed_at <= seconds]
+        return [sighting.heartbeat for sighting in seen if now - sighting.beaten_at <= seconds]
 
     def is_live(self, peer: str, now: float) -> bool:
         sighting = self._seen.get(peer)

@@ -320,6 +320,11 @@ class Tally:
         self._votes[key] = vote
         return True
 
+    def ballot_of(self, peer: str, phase: Phase) -> Ballot | None:
+        """Return the ballot of a peer's newest vote of a phase."""
+        vote = self._votes.get((peer, phase))
+        return vote.choice.ballot if vote else None
+
     def certificate(
         self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]], group: Group = ()
     ) -> Certificate | None:

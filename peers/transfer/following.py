@@ -23,9 +23,9 @@ from peers.log.lineage import Walk
 from peers.log.settings import RunSettings
 from peers.log.state import LogError, LogState
 from peers.network.channel import PeerUnreachableError
+from peers.presence.branches import state_told
 from peers.presence.heartbeat import Heartbeat
 from peers.presence.membership import DONATING
-from peers.presence.presence import state_told
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import PullTransport
 from peers.transfer.lineage_fetch import LineageError, LineageFetch, best_branch, fetch_stretch
