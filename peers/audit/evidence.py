@@ -278,7 +278,7 @@ class Evidence:
         self._follow(lineage)
         position, certificate = certified.position, certified.certificate
         log, entry = lineage.start(position.head), lineage.after(position)
-        if log is None or certificate is None or position.fragment >= log.fragments:
+        if log is None or certificate is None:
             return ()
         is_ours = entry is not None and entry[0] == certified.header and certificate.choice.phase is Phase.COMMIT
         if is_ours or sender in lineage.log.excluded or not self._attention.is_due(sender, certified.header.digest):

@@ -294,12 +294,19 @@ def test_a_late_certificate_is_proven_first(signers: str) -> None:
     assert held.observe_late("a", certified(B, choice(B, 2), "bc"), lineage)
 
 
+def test_a_late_prepare_certificate_of_the_entry_that_was_made_tells_something_new() -> None:
+    held, lineage = evidence(), Lineage(ABC)
+    lineage.append(B, ABC.append(B))
+    held.observe_vote("c", vote("c", choice(A, 1, Phase.COMMIT)), lineage)
+    assert held.observe_late("a", late("bc"), lineage) == ()
+    assert held.observe_late("a", late("bc", phase=Phase.PREPARE), lineage)
+
+
 def test_late_certificates_of_no_use_are_passed_over() -> None:
-    lineage = lineage_of(entries=1)
-    elsewhere, nothing = (
-        certified(A, choice(A, 1), "ab", log_of("abd")),
-        late("bc").model_copy(update={"certificate": None}),
-    )
+    lineage, other = lineage_of(entries=1), log_of("abd")
+    entry = header(0, other)
+    elsewhere = certified(entry, choice(entry, 1), "ab", other)
+    nothing = late("bc").model_copy(update={"certificate": None})
     far = late("bc").model_copy(update={"header": B.model_copy(update={"fragment": 1})})
     for shown_late in (elsewhere, nothing, far):
         held = evidence()
