@@ -7,13 +7,13 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from tests.simulator.fault_lies import FAULT_LIES
 
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import Trouble
 from peers.protocol.messages import Begin, Message, Prove
 from peers.values.wire import digest_of
 from tests.simulation.test_blame import understates
-from tests.simulator.fault_lies import FAULT_LIES
 from tests.simulator.malice import KINDS, Deceit, plant
 from tests.simulator.schedules import agreed, draw_life, live, report
 from tests.simulator.simulation import Swarm

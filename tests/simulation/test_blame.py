@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from peers.protocol.averages import Averages
 
 from peers.log.settings import RunSettings, Timing
-from peers.protocol.averages import Averages
 from peers.protocol.effects import Note, SendChunk
 from peers.transfer.averages import Admission
 from peers.transfer.buffers import inspection, offer

@@ -12,9 +12,10 @@ from peers.log.settings import RunSettings, Timing
 from peers.protocol.events import Captured, TrainingDone
 from peers.protocol.slot import SlotState
 from peers.values.wire import digest_of
+from tests.simulator.links import Faults
 from tests.simulator.schedules import agreed, draw_life, live
 from tests.simulator.simulated_peer import SimulatedPeer
-from tests.simulator.simulation import Faults, Swarm
+from tests.simulator.simulation import Swarm
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING, fragments=3)

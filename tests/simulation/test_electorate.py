@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from tests.simulator.leading_lies import KeepsFew
 
 from peers.log.settings import RunSettings, Timing
 from peers.presence.heartbeat import TAIL, Heartbeat
@@ -19,11 +20,11 @@ from peers.protocol.messages import Excluded, LeaseRequest, Message, Ready
 from peers.protocol.rounds import Attempt, Round
 from tests.simulation.test_malice import QUICK
 from tests.simulation.test_weaknesses import SETTINGS
-from tests.simulator.leading_lies import KeepsFew
 from tests.simulator.liars import Lie
+from tests.simulator.links import Faults
 from tests.simulator.malice import KINDS, Deceit, plant
 from tests.simulator.simulated_peer import SimulatedPeer
-from tests.simulator.simulation import Faults, Swarm
+from tests.simulator.simulation import Swarm
 
 FIVE, SEVEN = ("peer0", "peer1"), ("peer0", "peer1", "peer2")
 """The liars among so many: nearly half, and the first who could lead."""

@@ -10,6 +10,7 @@ from math import inf
 from typing import NamedTuple
 
 import pytest
+from tests.simulator.leading_lies import LEADERS_LIES, GivesNoLease
 
 from peers.log import state as electorate
 from peers.log.settings import Timing
@@ -18,7 +19,6 @@ from peers.protocol.schedule import Schedule
 from peers.transfer.snapshots import Offered, Vouched
 from tests.simulation.test_schedules import SETTINGS
 from tests.simulator.history import InvariantError
-from tests.simulator.leading_lies import LEADERS_LIES, GivesNoLease
 from tests.simulator.liars import Liar
 from tests.simulator.malice import KINDS, Deceit, plant
 from tests.simulator.schedules import (

@@ -30,9 +30,10 @@ from peers.values.leases import SampleRange, sample_count
 from peers.values.wire import digest_of
 from tests.peers.builders import vote
 from tests.simulator.history import InvariantError
+from tests.simulator.links import Faults
 from tests.simulator.schedules import CALM, Blow, Life, agreed, draw_life, failure, live, report, smallest
 from tests.simulator.simulated_peer import SimulatedPeer
-from tests.simulator.simulation import Faults, Swarm
+from tests.simulator.simulation import Swarm
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING)

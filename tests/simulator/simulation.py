@@ -360,7 +360,8 @@ class Swarm:
         is_relayed = faults.reach(sender.name, send.to) is Reach.RELAYED
         delay = self._delay() * (SLOWNESS if slow else 1.0) * (DETOUR if is_relayed else 1.0)
         delay += faults.delay(sender.name, send.to)
-        self.at(delay + self.links.transfer(sender.name, send.to, len(data), faults, self.now), arrive)
+        delay += self.links.transfer(sender.name, send.to, send.round_name, len(data), faults, self.now)
+        self.at(delay, arrive)
 
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]:
         """The donors that answer."""
