@@ -1,8 +1,8 @@
 """Averages of chunks, as the members that made them have signed them; and what a round's averages come to.
 
 A reducer signs each average that it makes once in a round, so two statements by one reducer about one chunk that differ
-prove that it has lied. A later ballot may name an heir for a reducer that gave nothing; then a chunk may have averages of
-two members. The leader's proposal says which of them counts, by a mark of a few bytes for each chunk.
+prove that it has lied. A later ballot may name an heir for a reducer that gave nothing; a chunk may then have averages
+of two members. The proposal of the leader says which of them counts, by a mark of a few bytes for each chunk.
 """
 
 from __future__ import annotations
@@ -99,6 +99,12 @@ def contradict(first: Averaged, second: Averaged) -> bool:
     return are_of_one and (first.digest, first.absent) != (second.digest, second.absent)
 
 
+def _note(contradictions: list[tuple[Averaged, Averaged]], first: Averaged, second: Averaged) -> None:
+    """Keep a contradiction of a reducer of which none is kept."""
+    if all(one.reducer != first.reducer for one, _ in contradictions):
+        contradictions.append((first, second))
+
+
 class Reducers:
     """The members that may average each chunk of a round: its reducer, and heirs as later ballots name them.
 
@@ -148,7 +154,7 @@ class Averages:
         self.marks = b""
         """The averages that a proposal names; none: any that is signed is as good as another."""
         self.contradictions: list[tuple[Averaged, Averaged]] = []
-        """Pairs of statements that convict their reducer."""
+        """Pairs of statements that convict their reducer, one for each."""
         self._me = me
         self._round = round
         self._keys = keys
@@ -189,7 +195,7 @@ class Averages:
             if before.reducer != averaged.reducer:
                 self._given[before.reducer] -= self._squares[chunk]
             if contradict(before, averaged):
-                self.contradictions.append((before, averaged))
+                _note(self.contradictions, before, averaged)
         self._here[chunk], self._squares[chunk] = averaged, squares
         self._marks_here.pop(chunk, None)
         return before is not None
@@ -261,7 +267,7 @@ class Parts:
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
         """Without `keys` signatures are not checked."""
         self.contradictions: list[tuple[Averaged, Averaged]] = []
-        """Pairs of statements that convict their reducer."""
+        """Pairs of statements that convict their reducer, one for each."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
@@ -286,7 +292,7 @@ class Parts:
             return False
         first = self._taken.setdefault(averaged.chunk, averaged)
         if contradict(first, averaged):
-            self.contradictions.append((first, averaged))
+            _note(self.contradictions, first, averaged)
         return True
 
     def refuse(self, reducer: str) -> None:

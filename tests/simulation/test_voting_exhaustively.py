@@ -14,38 +14,27 @@ together, which allows more than can happen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 
 import pytest
-from peers.protocol.ballots import (
-    Ballot,
-    Certificate,
-    Certified,
-    Choice,
-    Group,
-    Phase,
-    Propose,
-    Quorum,
-    Vote,
-    digest_of_group,
-)
 
+from peers.audit.proofs import TwoVotes, Verifier, contradict
+from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, digest_of_group
 from peers.log.header import Member
+from peers.log.state import Quorum
+from peers.protocol.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
     Cast,
     Tally,
-    TwoVotes,
     VoterState,
     VotingPlace,
-    contradict,
-    convicts,
     vote_commit,
     vote_prepare,
 )
 from peers.values.wire import digest_of
-from tests.peers.logs import LOG, PAYLOAD, next_header
+from tests.peers.logs import LOG, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 Commit = tuple[int, int]
@@ -95,7 +84,8 @@ class Product:
 
     def __init__(self, world: World) -> None:
         roster = [Member(peer=peer, tokens=100, samples=LOG.grants[n]) for n, peer in enumerate(world.names)]
-        log = LOG.append(next_header(LOG, roster, PAYLOAD))
+        empty = replace(LOG, quorum=world.quorum)
+        log = empty.append(next_header(empty, roster))
         members = [log.expected(peer) for peer in log.roster]
         self.headers = [next_header(log, members, digest_of(bytes([number]))) for number in range(2)]
         self.log, self.world = log, world
@@ -107,7 +97,7 @@ class Product:
         self._explore()
 
     def place_of(self, peer: str) -> VotingPlace:
-        return VotingPlace(self.log, self.world.quorum, SimulatedKeys(peer))
+        return VotingPlace(self.log, SimulatedKeys(peer))
 
     def is_enough(self, signers: int) -> bool:
         return self.certificate((0, 0, None), self.world.names[:signers]) is not None
@@ -136,7 +126,7 @@ class Product:
     def certificate(self, prepare: Prepare, signers: str) -> Certificate | None:
         tally, choice = Tally(self.place), self.choice(prepare)
         for peer in signers:
-            assert tally.hear(peer, self.vote(peer, choice)) is None
+            assert tally.hear(peer, self.vote(peer, choice))
         return tally.certificate(self.headers[prepare[1] % 2], choice, {}, self.group_of(prepare[1]))
 
     @cache  # noqa: B019
@@ -176,6 +166,7 @@ class Product:
             header=self.headers[header % 2],
             group=self.group_of(header),
             justify=None if justify is None else self.shown((*justify, None)),
+            round=None,
         )
         answer = vote_prepare(state, propose, self.place)
         if not isinstance(answer, Cast):
@@ -205,9 +196,10 @@ class Product:
     def locked(self, signed: Signed) -> Commit | None:
         """Return what a voter has locked that has signed all this."""
         lock = self.states[signed].lock
-        if lock is None:
+        if lock is None or lock.certificate is None:
             return None
-        return lock.choice.ballot.view, self.headers.index(lock.header) + 2 * lock.choice.alone
+        choice = lock.certificate.choice
+        return choice.ballot.view, self.headers.index(lock.header) + 2 * choice.alone
 
     @cache  # noqa: B019
     def agrees(self, signed: Signed, lock: Commit | None) -> bool:
@@ -227,10 +219,9 @@ class Product:
         """Return whether the product convicts a liar that has signed all this."""
         liar = self.world.names[-1]
         choices = [*map(self.choice, sorted(signed[0], key=repr)), *map(self.commit_choice, sorted(signed[1]))]
+        verifier = Verifier(self.log.run, self.place.keys.verify, payloads=())
         return any(
-            convicts(
-                TwoVotes(peer=liar, first=self.vote(liar, one), second=self.vote(liar, other)), self.place.keys.verify
-            )
+            TwoVotes(peer=liar, first=self.vote(liar, one), second=self.vote(liar, other)).convicts(verifier)
             for one, other in combinations(choices, 2)
         )
 

@@ -17,9 +17,9 @@ from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, RefusalError
 from peers.transfer.payloads import ASKED, PATIENCE, PROOF, TIMES, MissingProofs, ProofRequest, serve_proofs
 from peers.values.wire import digest_of, pack
+from tests.peers.audit.statements import two_commitments as proof
 from tests.peers.fakes import FakeTransport
 from tests.peers.logs import LOG, PAYLOAD, RUN, chain_of, first_log, next_header
-from tests.peers.protocol.test_docket import proof
 
 SHOWN = proof("c")
 DATA, DIGEST = pack(SHOWN), SHOWN.fault.proof
