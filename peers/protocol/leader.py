@@ -162,7 +162,7 @@ class Leader:
         name = RoundName(position=seat.log.position, ballot=self._next_ballot(), leader=self._context.me)
         chunks = self._context.payloads[seat.log.fragment].size.chunks
         committed = digest_of_all(commitments_of(roster, ready))
-        dealt = shares(roster, links_of(ready), chunks, seat.log.position.head)
+        dealt = shares(roster, links_of(ready), chunks)
         self._exchange(Round(name=name, shares=dealt, committed=committed, group=group), "begins", ready)
 
     def _unfinished(self, ready: Mapping[str, Ready]) -> Round | None:

@@ -80,8 +80,9 @@ from peers.values.identity import Keys
 from peers.values.manifest import Amendment
 from peers.values.workload import PayloadKind
 
-SETTLED = Certified | Elsewhere | Refuse | LeaseGrant
-"""Messages that need no answer at a position that we have left, or have not reached."""
+SETTLED = Certified | Elsewhere | Refuse | LeaseGrant | Vote
+"""Messages that need no answer at a position that we have left, or have not reached. A voter that has heard nothing of
+what came of its vote says Ready, or asks."""
 
 
 class Peer:

@@ -528,6 +528,8 @@ class EntryRound(Part):
             self.pacemaker.begun(0.0)
         if known is None or known.ballot != propose.ballot:
             self._notes.answer = Answer()
+        else:
+            self.voter.repeat(sender)
         self._notes.propose, self._notes.told_by = propose, sender
         self._consider()
 

@@ -88,14 +88,14 @@ class Voter:
             return answer
         voters = electorate(self._log, header, group).voters
         if (self._context.me, answer.vote.incarnation) in voters:
-            is_new = answer.state != self.state
-            self._context.remember(answer.state)
-            self._send(answer.vote, header, group, leader, to_all=is_new)
+            if answer.state != self.state:
+                self._context.remember(answer.state)
+                self._send(answer.vote, header, group, leader)
         return None
 
-    def _send(self, vote: Vote, header: Header, group: Group, leader: str, to_all: bool) -> None:
+    def _send(self, vote: Vote, header: Header, group: Group, leader: str) -> None:
         told = dict.fromkeys([self._context.me, leader])
-        if to_all and is_open(self._log, header, group):
+        if is_open(self._log, header, group):
             told |= dict.fromkeys(audience(self._log, header, group))
         self._context.emit(*(Send(peer, vote) for peer in told))
 
