@@ -107,6 +107,10 @@ class Swarm:
         peer.sequence = self.peers[name].sequence if name in self.peers else 0
         self.peers[name] = peer
         self.note(name, "starts")
+        self.set_going(peer)
+
+    def set_going(self, peer: SimulatedPeer) -> None:
+        """Have a process look at the clock, and give heartbeats, from now on."""
         self._repeat(peer, TICK, lambda: self._tick(peer))
         self._repeat(peer, self.settings.timing.heartbeat, lambda: self._beat(peer))
 
