@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 
 from peers.log.settings import RunSettings, Timing
@@ -24,7 +22,7 @@ def lying(seed: int) -> Swarm:
     """Five peers, of which one averages wrongly from the second entry on. Of many blocks it averages some, however slow
     its link is measured to be."""
     swarm = Swarm(seed, SETTINGS, block_count=28, unevenness=0.2, traced=False)
-    plant(swarm, (Deceit(LIAR, ("wrong averages",), 2, inf),))
+    plant(swarm, (Deceit(LIAR, "wrong averages", 2),))
     for number in range(5):
         swarm.start(f"peer{number}")
     return swarm
@@ -49,10 +47,10 @@ def test_whoever_averages_wrongly_for_all_is_found_and_reduces_no_more() -> None
     assert LIAR in swarm.honest[0].peer.log.roster, "it goes on as one that averages nothing"
 
 
-def test_a_leader_that_contributes_something_else_to_each_has_no_honest_peers_blame_each_other() -> None:
+def test_a_leader_that_tells_each_other_commitments_has_no_honest_peers_blame_each_other() -> None:
     """Regression: each found the averages of the others wrong, and exchanged nothing with them for an hour."""
     swarm = Swarm(0, SETTINGS, block_count=28, unevenness=0.2, traced=False)
-    plant(swarm, (Deceit("peer0", ("other contributions",), 2, inf),))
+    plant(swarm, (Deceit("peer0", "invented roots", 2),))
     check_averages(swarm)
     for number in range(5):
         swarm.start(f"peer{number}")
