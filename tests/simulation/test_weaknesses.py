@@ -129,7 +129,7 @@ def test_a_member_that_forgot_its_votes_does_not_outvote_what_they_committed() -
     p = swarm.longest
 
     def lose(sender: str, to: str, message: Message) -> Message | None:
-        """`deafened` is cut off when it is bound to entry p; `member` never hears that what it votes for is committed."""
+        """`deafened` is cut off when it is bound to entry p; `member` never hears that entry p + 1 is committed."""
         index = message.position.index
         if commits(message) and index == p and to == deafened:
             swarm.side[deafened] = 1
