@@ -235,9 +235,8 @@ class Averages:
 
     def absent_from_ours(self) -> frozenset[str]:
         """Return the members that are absent from all averages that we have made."""
-        return (
-            frozenset.intersection(*(frozenset(one.absent) for one in self.ours.values())) if self.ours else frozenset()
-        )
+        absent = [frozenset(averaged.absent) for averaged in self.ours.values()]
+        return frozenset.intersection(*absent) if absent else frozenset()
 
     def absent(self) -> dict[str, int]:
         """Return from how many chunks that are here each member is absent, in roster order."""
