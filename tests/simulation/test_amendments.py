@@ -106,7 +106,7 @@ def test_a_leader_that_makes_one_up_gets_no_entry(made_up: Amendment) -> None:
     """Its members refuse it, as they do whatever can lead to no entry, and turn to the next leader."""
     swarm = swarm_of(5)
     liar = leader_of(swarm)
-    liar.peer._desk.amending._newest = made_up
+    liar.peer._context.amending._newest = made_up
     before = swarm.longest
     limit = promised(TIMING, LONGEST_TRAINING, liars=1)
     assert swarm.run(limit, until=lambda: swarm.longest >= before + 2)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from peers.protocol.pacemaker import death
 
 from peers.log.certificate import Ballot
 from peers.log.header import Member, Position
@@ -20,6 +19,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.log.state import Quorum
 from peers.protocol.effects import SendChunk, TokensLost
 from peers.protocol.messages import Begin, Message, Ready
+from peers.protocol.pacemaker import death
 from peers.protocol.planning import Link, shares
 from peers.protocol.rounds import Round, RoundName
 from peers.values.chunks import payloads_moved
@@ -245,7 +245,7 @@ def test_who_says_that_it_reaches_nobody_changes_nothing_but_its_own_part() -> N
     assert with_liar.made >= usual.made - 1
     for name in ("peer00", "peer01", "peer02", "peer04"):
         assert with_liar.counted[name] >= usual.counted[name] - 1
-        assert with_liar.reduced[name] >= usual.reduced[name] - 1
+        assert with_liar.reduced[name] >= 0.8 * usual.reduced[name]
 
 
 class Silent(Lie):
@@ -266,8 +266,8 @@ def test_where_the_leader_dies_and_a_member_is_silent_the_next_entry_comes_withi
     swarm = swarm_of(5, settings(minimum_peers=5))
     leader = swarm.peers["peer00"].peer.log.leader_of(0)
     silent = next(name for name in sorted(swarm.peers) if name != leader)
-    swarm.on_chunk = lambda sender, send: sender != silent
     dead = list[float]()
+    swarm.on_chunk = lambda sender, send: sender != silent or not dead
 
     def hook(sender: str, to: str, message: Message) -> Message | None:
         if sender == silent and to != silent:
@@ -286,7 +286,7 @@ def test_where_the_leader_dies_and_a_member_is_silent_the_next_entry_comes_withi
 def test_silent_allies_that_lead_one_after_another_cost_a_view_timer_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seventeen members, of which eight, nearly half. Before: 1,315 seconds."""
     monkeypatch.setitem(KINDS, "silent", Silent)
-    allies = [Deceit(f"peer{number:02}", "silent", 3) for number in range(8)]
+    allies = [Deceit(f"peer{number:02}", "silent", 3) for number in range(1, 9)]
     swarm = swarm_of(17, settings(minimum_peers=17), deceits=allies)
     before, promised = swarm.longest, 8 * T0 + death(TIMING) + MINUTE
     assert swarm.run(promised, until=lambda: swarm.longest > before)
@@ -295,34 +295,44 @@ def test_silent_allies_that_lead_one_after_another_cost_a_view_timer_each(monkey
 
 
 # Forks ---------------------------------------------------------------------------------------------------------
-def with_two_proposals(seed: int, quorum: Quorum) -> Swarm:
-    """Return five peers, of which each leader in turn proposes two entries if it is the liar, after some minutes."""
+def of_five_from_the_start(seed: int, quorum: Quorum, liar: str) -> Swarm:
+    """Return five peers with two entries. From now on one of them proposes two entries when it leads."""
     swarm = Swarm(seed, settings(minimum_peers=5, quorum=quorum), one_child=False, block_count=BLOCKS)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(*USUAL)  # type: ignore[method-assign]
-    plant(swarm, (Deceit("peer00", "two proposals", 2),))
+    plant(swarm, (Deceit(liar, "two proposals", 2),))
     swarm.history.may_fork = quorum is Quorum.MAJORITY
     for name in range(5):
         swarm.start(f"peer{name:02}")
-    swarm.run(10 * MINUTE)
+    assert swarm.run(2 * MINUTE, until=lambda: swarm.longest >= 2)
     return swarm
+
+
+def with_two_proposals(seed: int, quorum: Quorum) -> tuple[Swarm, str]:
+    """Return what five come to in some minutes, whose leader proposes two entries; and the leader."""
+    honest = of_five_from_the_start(seed, quorum, "nobody")  # who leads is the same: it has no lie to tell yet
+    liar = honest.peers["peer00"].peer.log.leader_of(0)
+    assert liar is not None
+    swarm = of_five_from_the_start(seed, quorum, liar)
+    swarm.run(10 * MINUTE)
+    return swarm, liar
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_who_leads_two_halves_to_two_entries_is_convicted(seed: int) -> None:
     """Five voters and a majority: one liar is enough for a fork. All end on one branch, without it."""
-    swarm = with_two_proposals(seed, Quorum.MAJORITY)
-    assert all("peer00" in one.peer.log.excluded for one in swarm.honest)
+    swarm, liar = with_two_proposals(seed, Quorum.MAJORITY)
+    assert all(liar in one.peer.log.excluded for one in swarm.honest)
     assert swarm.run(5 * MINUTE, until=lambda: len({one.peer.log.position.head for one in swarm.honest}) == 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_with_two_thirds_one_liar_of_five_makes_no_fork(seed: int) -> None:
-    swarm = with_two_proposals(seed, Quorum.TWO_THIRDS)  # which raises if there is one
+    swarm, _ = with_two_proposals(seed, Quorum.TWO_THIRDS)  # which raises if there is one
     assert swarm.longest > 10
 
 
 def test_that_the_story_of_two_proposals_makes_forks() -> None:
-    assert any(with_two_proposals(seed, Quorum.MAJORITY).history.forks for seed in range(5))
+    assert any(with_two_proposals(seed, Quorum.MAJORITY)[0].history.forks for seed in range(5))
 
 
 def test_a_run_by_majority_without_liars_makes_none() -> None:

@@ -26,6 +26,10 @@ class Rate:
     up: float = UNLIMITED
     down: float = UNLIMITED
 
+    @property
+    def is_limited(self) -> bool:
+        return min(self.up, self.down) < UNLIMITED
+
 
 @dataclass(frozen=True)
 class Faults:
