@@ -15,7 +15,7 @@ from tests.simulator.spot_checks import check_averages
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, Timing())
 LIAR = "peer3"
 FEW = 30
-"""Entries, within which four that draw one of all averages each find a liar's that makes one of 28 with a probability of
+"""Entries, within which four that draw one of 28 averages each find the one that a liar makes, with a probability of
 0.98."""
 
 
