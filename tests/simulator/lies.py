@@ -34,12 +34,13 @@ class SilentVoter(Lie):
 
 
 class DoubleVoter(Lie):
-    """It votes for one header before some, and for another one, which nobody has proposed, before the rest."""
+    """It votes for what is proposed, and in the same ballot for another header, which nobody has proposed."""
 
     def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Vote) and is_far(self, to):
-            message = self.vote(remade(message.choice, header=invented(message.choice.header)), message.position)
         yield to, message
+        if isinstance(message, Vote):
+            other = remade(message.choice, header=invented(message.choice.header))
+            yield to, self.vote(other, message.position)
 
 
 class LockBreaker(Lie):
