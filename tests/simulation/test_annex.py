@@ -99,7 +99,7 @@ def told(swarm: Swarm, liar: str) -> list[Message]:
     return said
 
 
-@pytest.mark.parametrize(("kind", "liar"), [("names the honest", "peer1"), ("forged proofs", LIAR)])
+@pytest.mark.parametrize(("kind", "liar"), [("names the honest", "peer0"), ("forged proofs", LIAR)])
 def test_nobody_is_excluded_by_lies_about_it(kind: str, liar: str) -> None:
     """Whoever names somebody in an annex leads."""
     swarm = lying(kind, liar=liar)

@@ -206,7 +206,9 @@ def round_name(leader: str) -> RoundName:
 
 def test_in_a_swarm_with_broken_pairs_all_count_and_no_link_is_overworked() -> None:
     names = [f"peer{number:02}" for number in range(20)]
-    swarm = Swarm(1, settings(inner_steps=20), Faults(broken=broken_pairs(names, 0.05, 3)), block_count=40)
+    rates = tuple((name, Rate(up=40 * BLOCK_BYTES, down=40 * BLOCK_BYTES)) for name in names)  # a payload a second
+    faults = Faults(broken=broken_pairs(names, 0.05, 3), rates=rates)
+    swarm = Swarm(1, settings(inner_steps=20), faults, block_count=40)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(*USUAL)  # type: ignore[method-assign]
     for name in names:
         swarm.start(name)

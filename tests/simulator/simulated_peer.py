@@ -334,10 +334,9 @@ class SimulatedPeer:
         """Tell the protocol what the link has carried, in rounds that did not come to an end, too; and what came from
         each of the others."""
         link = self.world.link_rate(self)
-        measured = min(self._sent.rate, self._received.rate)
-        if rate := int(min(measured or link.down, link.up, link.down)) if link.is_limited else int(measured):
-            self.world.soon(self, RateMeasured(rate))
-        rates = {peer: int(meter.rate) for peer, meter in self._from.items() if int(meter.rate)}
+        if rate := min(link.up, link.down) if link.is_limited else min(self._sent.rate, self._received.rate):
+            self.world.soon(self, RateMeasured(max(1, int(rate))))
+        rates = {peer: max(1, int(meter.rate)) for peer, meter in self._from.items() if meter.rate}
         self.world.soon(self, ReachSeen(self.reach, rates))
 
     # The run's state ------------------------------------------------------------------------------------------
