@@ -23,6 +23,11 @@ class Joiner:
         self._replica = replica
         self._hindrances = hindrances
         self._held_back_since: float | None = None
+        self._asked: str | None = None
+
+    def has_asked(self, peer: str) -> bool:
+        """Return whether the peer is the one that was asked for a lease last."""
+        return peer == self._asked
 
     @property
     def may_ask(self) -> bool:
@@ -49,6 +54,7 @@ class Joiner:
         if leader is not None and not (leader == self._context.me and self.holds_back()):
             position = self._replica.log.of(self._replica.log.fragments - 1).position
             request = LeaseRequest(position=position, state_digest=self._replica.state_digest)
+            self._asked = leader
             self._context.emit(Send(leader, request))
 
     def holds_back(self) -> bool:

@@ -64,6 +64,7 @@ class Leader:
     # What others ask ------------------------------------------------------------------------------------------
     def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
         """Give a joiner samples. A peer that gave us our lease does not lead if it asks us for one."""
+        self._seat.look()
         if self._seat.is_led_by_us or sender == self._seat.granted_by:
             self.readiness.ask_lease(sender, request, self._replica.state_digest)
 

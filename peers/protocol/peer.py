@@ -239,7 +239,7 @@ class Peer:
                 leader.on_part(message, sender)
             case Refuse() if sender == round.led_by:
                 cycle.on_refuse(sender, message, round)
-            case LeaseGrant() if self.state is State.JOINING and round.log.closes and sender == round.led_by:
+            case LeaseGrant() if self.state is State.JOINING and round.log.closes and cycle.joiner.has_asked(sender):
                 cycle.on_grant(sender, message)
             case LeaseRequest() if cycle.answers(sender) and cycle.gives_lease(round):
                 leader.on_lease_request(message, sender)

@@ -251,7 +251,7 @@ class EntryRound(Part):
         self._work = OwnWork(context, presence, trainer, self.log)
         self._word = Repetition(context)
         self._notes = Notes(context.now)
-        self._look()
+        self.look()
 
     @property
     def is_taking_part(self) -> bool:
@@ -285,7 +285,7 @@ class EntryRound(Part):
     def granted(self, leader: str) -> None:
         """Note who gave us our lease."""
         self._notes.granted_by = leader, self._context.now
-        self._look()
+        self.look()
 
     @property
     def granted_by(self) -> str | None:
@@ -297,7 +297,7 @@ class EntryRound(Part):
         return self.is_taking_part and peer == self.pacemaker.leader
 
     # The view -------------------------------------------------------------------------------------------------
-    def _look(self) -> None:
+    def look(self) -> None:
         """See who is here, and who leads."""
         ready_since = self._work.since if self.is_taking_part else None
         is_level = self._replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING)
@@ -354,14 +354,14 @@ class EntryRound(Part):
         return beat.state in PARTICIPATING and beat.index + 1 >= index and not is_vain
 
     def _watch(self, _: Tick) -> None:
-        self._look()
+        self.look()
         self._consider()
 
     # Ready ----------------------------------------------------------------------------------------------------
     def _be_ready(self, done: WorkDone) -> None:
         self._work.make(done.trained)
         self._enter(READY)
-        self._look()
+        self.look()
         self._word.at_once()
         self.say_ready()
 
@@ -386,14 +386,14 @@ class EntryRound(Part):
 
     def _keep_ready(self, _: Tick) -> None:
         before = self.pacemaker.leader
-        self._look()
+        self.look()
         if self.pacemaker.leader != before:
             self._word.at_once()
         self._go_on()
 
     def _keep_exchanging(self, _: Tick) -> None:
         before = self.pacemaker.view
-        self._look()
+        self.look()
         if self.pacemaker.view != before:
             self._word.at_once()
             self._enter(READY)

@@ -190,6 +190,7 @@ class StepCycle:
         if lease is not None:
             self._begin(lease, self._whole)
         else:
+            self.round.look()
             self.joiner.ask(self.round.led_by)
 
     def on_grant(self, leader: str, grant: LeaseGrant) -> None:

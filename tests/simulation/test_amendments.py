@@ -90,7 +90,7 @@ def test_a_joiner_and_a_peer_that_starts_again_have_it_from_the_log() -> None:
 def test_a_leader_that_leaves_it_out_delays_it_and_nothing_else() -> None:
     swarm = swarm_of(5)
     leader = leader_of(swarm)
-    leader.peer._desk.amending.hear = lambda amendment: False  # type: ignore[method-assign]
+    leader.peer._context.amending.hear = lambda amendment: False  # type: ignore[method-assign]
     give(swarm, next(one.name for one in swarm.living if one is not leader), amendment())
     before = swarm.longest
     assert swarm.run(200.0, until=lambda: swarm.longest >= before + 3 and agreed(swarm)), "nobody waits for it"
