@@ -364,6 +364,7 @@ class Swarm:
         is_relayed = faults.reach(sender.name, send.to) is Reach.RELAYED
         delay = self._delay() * (SLOWNESS if slow else 1.0) * (DETOUR if is_relayed else 1.0)
         delay += faults.delay(sender.name, send.to)
+
         def pass_down() -> None:
             self.at(self.links.receive(send.to, send.round_name, size, self.faults, self.now), arrive)
 
