@@ -191,8 +191,8 @@ class Hindrances:
 
     def _late(self) -> Hindrance | None:
         """Return whether the last entries took nothing of what we trained for them."""
-        times = self._trainer.in_vain
-        if times < LATE:
+        times, log = self._trainer.in_vain, self._replica.log
+        if times < LATE or self._context.me in log.roster:
             return None
         reason = (
             f"the last {times} outer steps went on without what this peer trained for them: it was ready too late, or"

@@ -19,17 +19,21 @@ from peers.protocol.context import Context
 from peers.protocol.pacemaker import death
 
 READY_STATES = frozenset({PeerState.READY, PeerState.AVERAGING})
+NEARLY = 0.8
+"""Of the partition grace, after which a peer joins another one that has waited for all of it: clocks differ."""
+HOPELESS = 10.0
+"""Partition graces for which a peer is ready before it does without those that are at work and never ready."""
 
 
 class Attendance:
     """`here` are the peers at work at this very position, this one included, and their incarnations.
 
-    `is_alone` says whether this peer takes part in a minority's ballots.
+    `is_alone` says whether this peer begins a minority's ballots, `joins_alone` whether it takes part in them.
     """
 
     def __init__(self, context: Context, presence: Presence, log: LogState) -> None:
         self.here: dict[str, int] = {}
-        self.is_alone = False
+        self.is_alone = self.joins_alone = False
         self._context = context
         self._presence = presence
         self._log = log
@@ -48,25 +52,29 @@ class Attendance:
         live, position = self._presence.live(), self._log.position
         away = self._presence.unreached
         vain = self._presence.branches.vain
+        timing = context.settings.timing
+        is_hopeless = ready_since is not None and now - ready_since >= HOPELESS * timing.partition_grace
+        states = READY_STATES if is_hopeless else PARTICIPATING
         coming = {
             peer: beat.incarnation
             for peer, beat in live.items()
-            if beat.state in PARTICIPATING and peer not in away and not (peer in vain and beat.index > position.index)
+            if beat.state in states and peer not in away and not (peer in vain and beat.index > position.index)
         }
         self.here = {peer: start for peer, start in coming.items() if live[peer].head == position.head}
         coming = {peer: start for peer, start in coming.items() if peer in self.here or live[peer].index != position.index}
         if is_at_work or ready_since is not None:
             self.here[context.me] = coming[context.me] = context.incarnation
-        has_slept = now - self._looked_at > context.settings.timing.heartbeat_expiry
+        has_slept = now - self._looked_at > timing.heartbeat_expiry
         self._looked_at = now
         if has_slept or is_behind or (self.is_quorum(coming) and not self._are_all_gone):
             self._together_at = now
         if self._log.last is not None and are_most(self._log, coming):
             self._most_named_at = now
-        grace = context.settings.timing.partition_grace
-        is_over = ready_since is not None and now - max(ready_since, self._together_at) >= grace
-        may_go_on = context.settings.goes_on_alone or self.are_most_named
-        self.is_alone = ready_since is not None and ((is_over and may_go_on) or self._are_all_gone)
+        waited = 0.0 if ready_since is None else now - max(ready_since, self._together_at)
+        may_go_on = context.settings.goes_on_alone or self.are_most_named or self._are_all_gone
+        may_go_on = may_go_on and ready_since is not None
+        self.is_alone = may_go_on and (waited >= timing.partition_grace or self._are_all_gone)
+        self.joins_alone = self.is_alone or (may_go_on and waited >= NEARLY * timing.partition_grace)
 
     @property
     def _are_all_gone(self) -> bool:
@@ -163,4 +171,5 @@ def may_follow(
         return False
     is_of_one = proof is not None and proof.signers > 0
     is_of_one = is_of_one or not log.roster or (sender in log.voters and sender in header.peers)
+    is_of_one = is_of_one or presence.live().keys().isdisjoint(log.voters)
     return is_of_one and not presence.are_most_here(log, context.incarnation)

@@ -15,7 +15,7 @@ from peers.protocol.messages import LeaseGrant, LeaseRequest, Ready, Refuse
 from peers.protocol.pacemaker import death
 from peers.protocol.planning import Link
 from peers.protocol.trainer import Trainer, TrainerState
-from peers.values.leases import Lease
+from peers.values.leases import Lease, sample_count
 from peers.values.wire import printable
 
 
@@ -30,6 +30,7 @@ class Readiness:
         self._trainer = trainer
         self._log = log
         self._granted: dict[str, Lease] = {}
+        self._steps: dict[str, int] = {}  # inner steps that each may make of its grant
         self._ready: dict[str, Ready] = {}
         self._said_at: dict[str, float] = {}
 
@@ -52,7 +53,8 @@ class Readiness:
         self._granted[sender] = lease
         whole = self._context.settings.inner_steps
         done = whole if self._trainer.state is TrainerState.TRAINED else self._trainer.inner_step()
-        grant = LeaseGrant(position=self._log.position, samples=lease, steps=max(1, whole - done))
+        self._steps[sender] = max(1, whole - done)
+        grant = LeaseGrant(position=self._log.position, samples=lease, steps=self._steps[sender])
         self._context.emit(Send(sender, grant))
 
     def _next_grant(self) -> Lease | None:
@@ -157,8 +159,16 @@ class Readiness:
         contributing = self.contributing(ready)
         if not ready or (self._log.closes and not contributing):
             return False
-        self.awaited.look(self._presence.live(), self._granted, self._presence.unreached)
+        self.awaited.look(self._presence.live(), self._due(), self._presence.unreached)
         return self.awaited.is_time(self._context.now, ready.keys(), contributing)
+
+    def _due(self) -> dict[str, int]:
+        """Return how many samples each joiner trains."""
+        settings = self._context.settings
+        whole = settings.inner_steps
+        return {
+            peer: sample_count(lease) * self._steps.get(peer, whole) // whole for peer, lease in self._granted.items()
+        }
 
     def is_full(self, view: int) -> bool:
         """Return whether all whom we waited for when time passed last are ready by now."""

@@ -442,7 +442,7 @@ class EntryRound(Part):
         round, notes = begin.round, self._notes
         if round.name.ballot <= notes.entered or not self._work.is_taken_by(round):
             return False
-        if round.group and (not self.attendance.is_alone or self.attendance.left_out(round.group)):
+        if round.group and (not self.attendance.joins_alone or self.attendance.left_out(round.group)):
             return False
         if not self._can_lead_to_an_entry(round, sender):
             self._context.emit(Dropped(sender, "begin", "its round can lead to no entry"))
@@ -560,7 +560,7 @@ class EntryRound(Part):
     def _objection(self, propose: Propose, answer: Answer) -> Refusal | None:
         """Return what stands against a proposal, besides our own votes (R5, 4 to 11)."""
         header, group = propose.header, propose.group
-        if group and (not self.attendance.is_alone or self.attendance.left_out(group)):
+        if group and (not self.attendance.joins_alone or self.attendance.left_out(group)):
             answer.heard = self.attendance.left_out(group)
             return Refusal.NOT_ALONE
         if propose.justify is not None:

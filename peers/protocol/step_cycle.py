@@ -150,6 +150,7 @@ class StepCycle:
         elif lease is not None and not self.replica.is_behind:
             self._begin(lease, self._whole)
         else:
+            self.look_for_hindrance()  # what was trained last may have been in vain
             self.await_lease()
             self.join()
 

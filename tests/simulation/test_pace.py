@@ -14,6 +14,7 @@ import pytest
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import ReduceChunk
+from peers.protocol.hindrance import TRAIN_AGAIN
 from peers.values.wire import digest_of
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.simulation import Swarm
@@ -44,7 +45,7 @@ def test_peers_that_are_nearly_as_fast_are_in_every_entry(unevenness: float) -> 
 
 
 def test_a_peer_that_is_never_ready_does_not_hold_up_each_round() -> None:
-    """The others waited for a twentieth of the training, 30 seconds, each time that it asked for work anew."""
+    """It asks for work once in half an hour: then the others wait for a twentieth of the training, 30 seconds."""
     settings, speeds = replace(SETTINGS, minimum_peers=4), (1.0, 1.0, 1.0, 0.001)
     swarm = Swarm(1, settings, speeds=speeds, step_seconds=6.0, unevenness=0.0)
     made: list[float] = []
@@ -53,8 +54,8 @@ def test_a_peer_that_is_never_ready_does_not_hold_up_each_round() -> None:
         swarm.start(f"peer{place}")
     assert swarm.run(20_000.0, until=lambda: swarm.longest >= 12)
     seconds = [later - earlier for earlier, later in pairwise(made)]
-    assert max(seconds[:2]) > 630, "it might still come"
-    assert max(seconds[3:]) < 615
+    assert sum(each > 615 for each in seconds) <= sum(seconds) / TRAIN_AGAIN + 1
+    assert max(seconds) < 635
 
 
 class Watched(SimulatedPeer):
@@ -106,7 +107,7 @@ class Uneven:
         return tokens / self.swarm.tokens_per_second(self.SPEEDS[int(peer[-1])])
 
 
-@pytest.mark.parametrize(("training", "gain"), [(30.0, 1.15), (100.0, 1.05)])
+@pytest.mark.parametrize(("training", "gain"), [(30.0, 1.1), (100.0, 1.03)])
 def test_an_asynchronous_run_does_not_wait_for_those_who_are_far_away(training: float, gain: float) -> None:
     """The shorter the training, the longer a part of it is the grace."""
     waiting, going = Uneven(None, training), Uneven(0.5, training)
