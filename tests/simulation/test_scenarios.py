@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from peers.protocol.pacemaker import death
 
 from peers.log.certificate import Ballot
 from peers.log.header import Member, Position
@@ -20,6 +19,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.log.state import Quorum
 from peers.protocol.effects import SendChunk, TokensLost
 from peers.protocol.messages import Begin, Message, Ready
+from peers.protocol.pacemaker import death
 from peers.protocol.planning import Link, shares
 from peers.protocol.rounds import Round, RoundName
 from peers.values.chunks import payloads_moved
@@ -131,6 +131,8 @@ def test_a_lone_volunteer_that_starts_again_goes_on_with_its_lineage(
 
 # Slow links ----------------------------------------------------------------------------------------------------
 SLOW = "peer05"
+FAST = Rate(up=BLOCKS * BLOCK_BYTES, down=BLOCKS * BLOCK_BYTES)
+"""A link that carries a payload each way in a second."""
 MINUTES_EACH = Rate(up=BLOCK_BYTES / 150, down=BLOCK_BYTES / 150)
 """A link that takes minutes for each chunk."""
 
@@ -141,10 +143,11 @@ def boasts(sender: str, to: str, message: Message) -> Message:
     return message.model_copy(update={"rate": 2**40}) if is_claim else message
 
 
-def entries_an_hour(faults: Faults, is_liar: bool = False) -> Entries:
-    """Return what six peers come to in an hour, with trainings of a minute."""
-    swarm = swarm_of(6, settings(inner_steps=60))
-    swarm.faults = faults
+def entries_an_hour(slow: Rate, is_liar: bool = False, inner_steps: int = 120) -> Entries:
+    """Return what six peers come to in an hour, with trainings of two minutes. One has such a link."""
+    fast = Faults(rates=tuple((f"peer{name:02}", FAST) for name in range(6)))
+    swarm = swarm_of(6, settings(inner_steps=inner_steps), fast)
+    swarm.faults = Faults(rates=(*fast.rates, (SLOW, slow)))
     if is_liar:
         swarm.on_message = boasts
     entries = Entries(swarm)
@@ -154,24 +157,23 @@ def entries_an_hour(faults: Faults, is_liar: bool = False) -> Entries:
 
 @pytest.fixture(scope="module")
 def usual_hour() -> Entries:
-    return entries_an_hour(Faults())
+    return entries_an_hour(FAST)
 
 
 @pytest.mark.parametrize("is_liar", [False, True], ids=["honest", "a liar"])
 def test_one_slow_link_costs_the_others_a_tenth_of_their_entries_at_most(is_liar: bool, usual_hour: Entries) -> None:
     """Before, each entry took six minutes, for ever."""
-    entries = entries_an_hour(Faults(rates=((SLOW, MINUTES_EACH),)), is_liar)
+    entries = entries_an_hour(MINUTES_EACH, is_liar)
     assert entries.made >= 0.9 * usual_hour.made
     others = [f"peer{name:02}" for name in range(5)]
     assert min(entries.counted[name] for name in others) >= 0.9 * entries.made
 
 
-def test_a_link_that_is_slow_both_ways_but_fast_enough_counts() -> None:
-    """It takes a second for a chunk, and so half a minute for a round."""
-    rate = Rate(up=BLOCK_BYTES, down=BLOCK_BYTES)
-    entries = entries_an_hour(Faults(rates=tuple((f"peer{name:02}", rate) for name in range(6))))
-    assert entries.made >= 30
-    assert min(entries.counted.values()) >= 0.9 * entries.made
+def test_a_link_that_is_slower_than_others_but_fast_enough_counts(usual_hour: Entries) -> None:
+    """It takes four seconds for a payload: longer than any other, and no longer than an exchange may."""
+    entries = entries_an_hour(Rate(up=FAST.up / 4, down=FAST.down / 4))
+    assert entries.made >= 0.9 * usual_hour.made
+    assert entries.counted[SLOW] >= 0.9 * entries.made
 
 
 # Broken pairs --------------------------------------------------------------------------------------------------
@@ -206,7 +208,9 @@ def round_name(leader: str) -> RoundName:
 
 def test_in_a_swarm_with_broken_pairs_all_count_and_no_link_is_overworked() -> None:
     names = [f"peer{number:02}" for number in range(20)]
-    swarm = Swarm(1, settings(inner_steps=20), Faults(broken=broken_pairs(names, 0.05, 3)), block_count=40)
+    rates = tuple((name, Rate(up=40 * BLOCK_BYTES, down=40 * BLOCK_BYTES)) for name in names)  # a payload a second
+    faults = Faults(broken=broken_pairs(names, 0.05, 3), rates=rates)
+    swarm = Swarm(1, settings(inner_steps=20), faults, block_count=40)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(*USUAL)  # type: ignore[method-assign]
     for name in names:
         swarm.start(name)
@@ -245,7 +249,7 @@ def test_who_says_that_it_reaches_nobody_changes_nothing_but_its_own_part() -> N
     assert with_liar.made >= usual.made - 1
     for name in ("peer00", "peer01", "peer02", "peer04"):
         assert with_liar.counted[name] >= usual.counted[name] - 1
-        assert with_liar.reduced[name] >= usual.reduced[name] - 1
+        assert with_liar.reduced[name] >= 0.8 * usual.reduced[name]
 
 
 class Silent(Lie):
@@ -266,8 +270,8 @@ def test_where_the_leader_dies_and_a_member_is_silent_the_next_entry_comes_withi
     swarm = swarm_of(5, settings(minimum_peers=5))
     leader = swarm.peers["peer00"].peer.log.leader_of(0)
     silent = next(name for name in sorted(swarm.peers) if name != leader)
-    swarm.on_chunk = lambda sender, send: sender != silent
     dead = list[float]()
+    swarm.on_chunk = lambda sender, send: sender != silent or not dead
 
     def hook(sender: str, to: str, message: Message) -> Message | None:
         if sender == silent and to != silent:
@@ -286,7 +290,7 @@ def test_where_the_leader_dies_and_a_member_is_silent_the_next_entry_comes_withi
 def test_silent_allies_that_lead_one_after_another_cost_a_view_timer_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seventeen members, of which eight, nearly half. Before: 1,315 seconds."""
     monkeypatch.setitem(KINDS, "silent", Silent)
-    allies = [Deceit(f"peer{number:02}", "silent", 3) for number in range(8)]
+    allies = [Deceit(f"peer{number:02}", "silent", 3) for number in range(1, 9)]
     swarm = swarm_of(17, settings(minimum_peers=17), deceits=allies)
     before, promised = swarm.longest, 8 * T0 + death(TIMING) + MINUTE
     assert swarm.run(promised, until=lambda: swarm.longest > before)
@@ -295,34 +299,44 @@ def test_silent_allies_that_lead_one_after_another_cost_a_view_timer_each(monkey
 
 
 # Forks ---------------------------------------------------------------------------------------------------------
-def with_two_proposals(seed: int, quorum: Quorum) -> Swarm:
-    """Return five peers, of which each leader in turn proposes two entries if it is the liar, after some minutes."""
+def of_five_from_the_start(seed: int, quorum: Quorum, liar: str) -> Swarm:
+    """Return five peers with two entries. From now on one of them proposes two entries when it leads."""
     swarm = Swarm(seed, settings(minimum_peers=5, quorum=quorum), one_child=False, block_count=BLOCKS)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(*USUAL)  # type: ignore[method-assign]
-    plant(swarm, (Deceit("peer00", "two proposals", 2),))
+    plant(swarm, (Deceit(liar, "two proposals", 2),))
     swarm.history.may_fork = quorum is Quorum.MAJORITY
     for name in range(5):
         swarm.start(f"peer{name:02}")
-    swarm.run(10 * MINUTE)
+    assert swarm.run(2 * MINUTE, until=lambda: swarm.longest >= 2)
     return swarm
+
+
+def with_two_proposals(seed: int, quorum: Quorum) -> tuple[Swarm, str]:
+    """Return what five come to in some minutes, whose leader proposes two entries; and the leader."""
+    honest = of_five_from_the_start(seed, quorum, "nobody")  # who leads is the same: it has no lie to tell yet
+    liar = honest.peers["peer00"].peer.log.leader_of(0)
+    assert liar is not None
+    swarm = of_five_from_the_start(seed, quorum, liar)
+    swarm.run(10 * MINUTE)
+    return swarm, liar
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_who_leads_two_halves_to_two_entries_is_convicted(seed: int) -> None:
     """Five voters and a majority: one liar is enough for a fork. All end on one branch, without it."""
-    swarm = with_two_proposals(seed, Quorum.MAJORITY)
-    assert all("peer00" in one.peer.log.excluded for one in swarm.honest)
+    swarm, liar = with_two_proposals(seed, Quorum.MAJORITY)
+    assert all(liar in one.peer.log.excluded for one in swarm.honest)
     assert swarm.run(5 * MINUTE, until=lambda: len({one.peer.log.position.head for one in swarm.honest}) == 1)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_with_two_thirds_one_liar_of_five_makes_no_fork(seed: int) -> None:
-    swarm = with_two_proposals(seed, Quorum.TWO_THIRDS)  # which raises if there is one
+    swarm, _ = with_two_proposals(seed, Quorum.TWO_THIRDS)  # which raises if there is one
     assert swarm.longest > 10
 
 
 def test_that_the_story_of_two_proposals_makes_forks() -> None:
-    assert any(with_two_proposals(seed, Quorum.MAJORITY).history.forks for seed in range(5))
+    assert any(with_two_proposals(seed, Quorum.MAJORITY)[0].history.forks for seed in range(5))
 
 
 def test_a_run_by_majority_without_liars_makes_none() -> None:

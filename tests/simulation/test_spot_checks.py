@@ -14,8 +14,9 @@ from tests.simulator.spot_checks import check_averages
 
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, Timing())
 LIAR = "peer3"
-FEW = 8
-"""Entries, within which four that draw one of four others' averages each find a liar's with a probability of 0.9999."""
+FEW = 30
+"""Entries, within which four that draw one of 28 averages each find the one that a liar makes, with a probability of
+0.98."""
 
 
 def lying(seed: int) -> Swarm:
@@ -37,7 +38,7 @@ def warned(swarm: Swarm) -> set[str]:
 def test_a_reducer_that_averages_wrongly_for_all_is_found_and_volunteers_are_told() -> None:
     swarm = lying(0)
     check_averages(swarm)
-    assert swarm.run(600.0, until=lambda: swarm.history.refuted[LIAR] > 0)
+    assert swarm.run(900.0, until=lambda: swarm.history.refuted[LIAR] > 0)
     found = swarm.longest
     assert found <= 2 + FEW
     assert swarm.run(600.0, until=lambda: swarm.longest >= found + 5), "all have one state, and go on"
@@ -48,7 +49,7 @@ def test_a_reducer_that_averages_wrongly_for_all_is_found_and_volunteers_are_tol
 def test_a_leader_that_tells_each_other_commitments_has_no_honest_peers_blame_each_other() -> None:
     """Regression: each found the averages of the others wrong, and exchanged nothing with them for an hour."""
     swarm = Swarm(0, SETTINGS, block_count=28, unevenness=0.2, traced=False)
-    plant(swarm, (Deceit("peer0", "invented roots", 2),))
+    plant(swarm, (Deceit("peer1", "invented roots", 2),))
     check_averages(swarm)
     for number in range(5):
         swarm.start(f"peer{number}")

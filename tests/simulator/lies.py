@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peers.protocol.voter import commit_of
-
 from peers.log.certificate import Ballot, Certificate, Choice, Departure, Phase, Signer, electorate
 from peers.log.header import Header
 from peers.log.state import LogError
@@ -15,6 +13,7 @@ from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import Begin, Certified, Leaving, Message, Propose, Ready, Unread, Vote
 from peers.protocol.parts import Averaged, outcome_of
 from peers.protocol.rounds import RoundName
+from peers.protocol.voter import commit_of
 from peers.values.chunks import Sum
 from peers.values.wire import LONGEST_WAIT, digest_of
 from peers.values.workload import Blocks
@@ -34,12 +33,13 @@ class SilentVoter(Lie):
 
 
 class DoubleVoter(Lie):
-    """It votes for one header before some, and for another one, which nobody has proposed, before the rest."""
+    """It votes for what is proposed, and in the same ballot for another header, which nobody has proposed."""
 
     def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Vote) and is_far(self, to):
-            message = self.vote(remade(message.choice, header=invented(message.choice.header)), message.position)
         yield to, message
+        if isinstance(message, Vote):
+            other = remade(message.choice, header=invented(message.choice.header))
+            yield to, self.vote(other, message.position)
 
 
 class LockBreaker(Lie):

@@ -26,6 +26,10 @@ class Rate:
     up: float = UNLIMITED
     down: float = UNLIMITED
 
+    @property
+    def is_limited(self) -> bool:
+        return min(self.up, self.down) < UNLIMITED
+
 
 @dataclass(frozen=True)
 class Faults:
@@ -96,12 +100,15 @@ class Links:
         """Bytes of chunks that have been sent to each peer."""
         self._busy_until: dict[Pair, tuple[object, float]] = {}  # by peer and direction, and with which round
 
-    def transfer(self, sender: str, to: str, round: object, size: int, faults: Faults, now: float) -> float:
-        """Note a chunk of a round that is sent now. Return the seconds until its last byte has passed both links."""
+    def send(self, sender: str, round: object, size: int, faults: Faults, now: float) -> float:
+        """Note a chunk of a round that is sent now. Return the seconds until its last byte has left."""
         self.up[sender] += size
+        return self._pass((sender, "up"), round, size, faults.rate(sender).up, now) - now
+
+    def receive(self, to: str, round: object, size: int, faults: Faults, now: float) -> float:
+        """Note a chunk of a round that comes to a link now. Return the seconds until its last byte is there."""
         self.down[to] += size
-        sent_at = self._pass((sender, "up"), round, size, faults.rate(sender).up, now)
-        return self._pass((to, "down"), round, size, faults.rate(to).down, sent_at) - now
+        return self._pass((to, "down"), round, size, faults.rate(to).down, now) - now
 
     def _pass(self, link: Pair, round: object, size: int, rate: float, at: float) -> float:
         """Return when bytes have passed a link that carries them one chunk after another. Those of an earlier round are

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from peers.protocol.events import (
     PayloadFetched,
     PayloadNotFetched,
     RateMeasured,
+    ReachSeen,
     SnapshotFailed,
     TrainingDone,
     TrainingProgress,
@@ -55,6 +56,7 @@ from peers.transfer.snapshots import PATIENCE, PAUSE, NotYetVouchedError, Vouche
 from peers.values.wire import Reach
 from peers.values.workload import PayloadKind, Progress, SnapshotError, Trained
 from tests.simulator.history import InvariantError
+from tests.simulator.links import Rate
 from tests.simulator.simulated_disk import SimulatedDisk
 from tests.simulator.simulated_keys import SimulatedKeys
 from tests.simulator.simulated_log import Frozen, SimulatedLog, SimulatedShelf, restored
@@ -85,6 +87,7 @@ class World(Protocol):
     def later(self, peer: SimulatedPeer, event: Event, seconds: float) -> None: ...
     def send(self, sender: SimulatedPeer, to: str, message: Message) -> None: ...
     def send_chunk(self, sender: SimulatedPeer, send: SendChunk, data: bytes) -> None: ...
+    def link_rate(self, peer: SimulatedPeer) -> Rate: ...
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]: ...
     def farewell(self, sender: SimulatedPeer) -> None: ...
     def training_time(self, steps: int) -> float: ...
@@ -137,6 +140,7 @@ class SimulatedPeer:
         self._captured: list[Captured] = []
         self.shelf = SimulatedShelf(world.settings.empty_log, Frozen(None, (), self.states))
         self._sent, self._received = RateMeter(lambda: world.now), RateMeter(lambda: world.now)
+        self._from = defaultdict[str, RateMeter](lambda: RateMeter(lambda: world.now))  # by sender
         self._was_averaging = self._is_digesting = False
         self._last_of_cycle: Header | None = None  # the entry that was applied last in it
         self._postponed: deque[Apply | FetchSnapshot] = deque()
@@ -283,6 +287,8 @@ class SimulatedPeer:
     def _open_round(self, opening: OpenRound) -> None:
         self._sent.begin_round()
         self._received.begin_round()
+        for peer in opening.round.peers:
+            self._from[peer].begin_round()
         self._buffers(opening.round.name).open(opening.round.name)
 
     def _send_chunk(self, send: SendChunk) -> None:
@@ -294,11 +300,15 @@ class SimulatedPeer:
         """What it says of a chunk that it sends."""
         return ChunkHeader.of(send, self._buffers(send.round_name))
 
-    def accept(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytes) -> Admitted:
-        """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""
+    def accept(
+        self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytes, seconds: float = 0.0
+    ) -> Admitted:
+        """Take in a chunk that took so long to come. Return what to tell the protocol, and whether the sender is rid of
+        it."""
         admission = self._admissions[round_name.position.fragment]
         admission.check_size(sender, header, len(data))
-        self._received.passed(len(data))
+        self._received.passed(len(data), seconds)
+        self._from[sender].passed(len(data), seconds)
         return admission.take(sender, round_name, header, data)
 
     def _average(self, reduce: ReduceChunk) -> None:
@@ -321,9 +331,13 @@ class SimulatedPeer:
             self.world.handle(self, PayloadAssembled(assemble.round_name, buffers.assemble(assemble.round_name)))
 
     def _report_rate(self) -> None:
-        """What the link carried, in rounds that did not come to an end, too."""
-        if rate := int(min(self._sent.rate, self._received.rate)):
-            self.world.soon(self, RateMeasured(rate))
+        """Tell the protocol what the link has carried, in rounds that did not come to an end, too; and what came from
+        each of the others."""
+        link = self.world.link_rate(self)
+        if rate := min(link.up, link.down) if link.is_limited else min(self._sent.rate, self._received.rate):
+            self.world.soon(self, RateMeasured(max(1, int(rate))))
+        rates = {peer: max(1, int(meter.rate)) for peer, meter in self._from.items() if meter.rate}
+        self.world.soon(self, ReachSeen(self.reach, rates))
 
     # The run's state ------------------------------------------------------------------------------------------
     def _apply(self, apply: Apply) -> None:

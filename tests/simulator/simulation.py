@@ -36,7 +36,7 @@ from peers.protocol.messages import Message, Unread
 from peers.values.signed_heads import NOTHING_SIGNED
 from peers.values.wire import Reach, WireError
 from tests.simulator.history import History
-from tests.simulator.links import DETOUR, SLOWNESS, Faults, Links
+from tests.simulator.links import DETOUR, SLOWNESS, Faults, Links, Rate
 from tests.simulator.simulated_disk import SimulatedDisk
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.trace import brief
@@ -339,7 +339,7 @@ class Swarm:
         if not self.on_chunk(sender.name, send):
             return
         self.chunks[sender.name] += 1
-        header = sender.header(send)
+        header, sent, size = sender.header(send), self.now, len(data)
 
         def arrive() -> None:
             if not sender.alive:
@@ -350,7 +350,7 @@ class Swarm:
             is_taken = False
             if self._reaches(sender.name, send.to) and self.random.random() >= self.faults.stream_failure:
                 for process in self.peers[send.to].processes_for(sender.name):
-                    event, taken = process.accept(sender.name, send.round_name, header, data)
+                    event, taken = process.accept(sender.name, send.round_name, header, data, self.now - sent)
                     is_taken |= taken
                     if event is not None:
                         self.handle(process, event)
@@ -364,8 +364,15 @@ class Swarm:
         is_relayed = faults.reach(sender.name, send.to) is Reach.RELAYED
         delay = self._delay() * (SLOWNESS if slow else 1.0) * (DETOUR if is_relayed else 1.0)
         delay += faults.delay(sender.name, send.to)
-        delay += self.links.transfer(sender.name, send.to, send.round_name, len(data), faults, self.now)
-        self.at(delay, arrive)
+
+        def pass_down() -> None:
+            self.at(self.links.receive(send.to, send.round_name, size, self.faults, self.now), arrive)
+
+        self.at(delay + self.links.send(sender.name, send.round_name, size, faults, self.now), pass_down)
+
+    def link_rate(self, peer: SimulatedPeer) -> Rate:
+        """Return what a peer's link carries, as it would find out by itself."""
+        return self.faults.rate(peer.name)
 
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]:
         """The donors that answer."""
