@@ -74,12 +74,12 @@ class Awaited:
         samples -= (inner_step + 1 + settings.overlap) * settings.samples_per_lease // settings.inner_steps
         return samples * settings.tokens_per_sample / speed - 2 * settings.timing.heartbeat
 
-    def is_time(self, now: float, ready: Set[str], contributing: Set[str]) -> bool:
-        """Return whether those who are ready begin, given those of them who contribute. Most voters among those who are
-        expected must be."""
+    def is_time(self, now: float, ready: Set[str], contributing: Set[str], voters: Set[str]) -> bool:
+        """Return whether those who are ready begin, given those of them who contribute. Most of these voters must be,
+        of whom those count that are expected."""
         if self.peers <= ready:
             return True
-        begun = self.times.of_most(self.peers.intersection(self._log.voters), ready)
+        begun = self.times.of_most(self.peers & voters, ready)
         left = self.grace - (now - begun)
         return self._is_over(ready, SURELY * left, begun <= now) or self._are_enough(now, begun, ready, contributing)
 

@@ -17,6 +17,7 @@ from peers.presence.presence import Presence
 from peers.protocol.commitment import digest_of_all
 from peers.protocol.context import Context
 from peers.protocol.effects import Note, Send
+from peers.protocol.exchange import DUE
 from peers.protocol.messages import Begin, Certified, LeaseRequest, Part, Propose, Ready
 from peers.protocol.pacemaker import death
 from peers.protocol.parts import Parts
@@ -335,7 +336,7 @@ class Leader:
         if exchange is None or begun is None or parts is None or exchange.name != propose.round:
             return False
         signers = parts.signers(exchange.averages.lacking())
-        is_late = self._context.now - self._at > begun.seconds
+        is_late = self._context.now - self._at > DUE * begun.seconds
         wrong = [one for one in signers if is_late or self._context.evidence.has_convicted(one)]
         for signer in wrong:
             if signer != self._context.me:

@@ -162,7 +162,15 @@ class Readiness:
         live, has_convicted = self._presence.live(), self._context.evidence.has_convicted
         away = self._presence.unreached.union(peer for peer in live if has_convicted(peer))
         self.awaited.look(live, self._due(), away)
-        return self.awaited.is_time(self._context.now, ready.keys(), contributing)
+        view = max(said.view for said in ready.values())
+        beyond = {peer for peer, said in self._ready.items() if said.view > view}  # they do not come back
+        return self.awaited.is_time(self._context.now, ready.keys() | beyond, contributing, self._voters())
+
+    def _voters(self) -> set[str]:
+        """Return the voters that are heard in the incarnation that has a say, and have not left."""
+        live, context, log = self._presence.live(), self._context, self._log
+        starts = {peer: live[peer].incarnation for peer in log.voters if peer in live} | {context.me: context.incarnation}
+        return {peer for peer, start in starts.items() if log.counts(peer, start)}
 
     def _due(self) -> dict[str, int]:
         """Return how many samples each joiner trains."""

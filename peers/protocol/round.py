@@ -322,12 +322,15 @@ class EntryRound(Part):
         return any(self._is_there(peer) for peer in self.log.ring)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view (R1). Where the log does not tell, it is drawn from those at work here, or else
-        from all that are heard: peers that hear others draw the same one, mostly."""
+        """Return the leader of a view (R1). Where the log does not tell, these are among those at work here, or else
+        all that are heard (R13): first the smallest id, and then one that is drawn, so that peers that hear others
+        draw the same one, mostly."""
         if self._is_log_led:
             return self.log.leader_of(view)
-        head = self.log.position.head
-        return min(self._candidates(), key=lambda peer: digest_of(pack_plain([head, view, peer])))
+        candidates, head = self._candidates(), self.log.position.head
+        if view == 0:
+            return min(candidates)
+        return min(candidates, key=lambda peer: digest_of(pack_plain([head, view, peer])))
 
     def _candidates(self) -> set[str]:
         notes, now, me = self._notes, self._context.now, self._context.me
@@ -495,7 +498,8 @@ class EntryRound(Part):
         if exchange is None or event.round_name != exchange.name:
             return
         had_part = exchange.part() is not None
-        self._notes.moved_at = context.now
+        if isinstance(event, ReducedArrived):
+            self._notes.moved_at = context.now
         if isinstance(event, ChunksUnsent) and self._presence.is_live(event.peer):
             self._presence.reachability.failed(event.peer, context.now, self.log.fragment)
         elif isinstance(event, ChunkSent):
