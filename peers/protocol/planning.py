@@ -102,15 +102,25 @@ def heirs_of(
 def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, Link]) -> tuple[str, ...]:
     """Return those of the able, in their order, whom enough of the other members reach.
 
-    Those whom too many reach through a relay only are left out, too, if the others can share the work fairly.
+    If the others can share the work fairly, those do not average either of whom too many are reached through a relay
+    only, and then those that have any pair without a link, or a relayed one, of which both say so.
     """
     among = set(members)
     unreached = {peer: links[peer].unreached & among for peer in members if peer in links}
     relayed = {peer: (links[peer].relayed | links[peer].unreached) & among for peer in members if peer in links}
-    reached, near = _well_reached(members, unreached), _well_reached(members, relayed)
-    chosen = [peer for peer in able if peer in reached]
-    direct = [peer for peer in chosen if peer in near]
-    return tuple((direct if is_fair(direct, able, len(members)) else chosen) or able)
+    chosen = [peer for peer in able if peer in _well_reached(members, unreached)] or list(able)
+    for said in (unreached, relayed):
+        near = _well_reached(members, said)
+        for fewer in (near, [peer for peer in near if not _in_both_words(peer, said)]):
+            left = [peer for peer in chosen if peer in fewer]
+            if is_fair(left, able, len(members)):
+                chosen = left
+    return tuple(chosen)
+
+
+def _in_both_words(peer: str, said: Mapping[str, Collection[str]]) -> set[str]:
+    """Return those that a member names, and that name it."""
+    return {other for other in said.get(peer, ()) if peer in said.get(other, ())}
 
 
 def is_fair(few: Collection[str], able: Collection[str], members: int) -> bool:
