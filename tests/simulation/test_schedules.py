@@ -59,8 +59,8 @@ class OneProposal:
         return self._on_message(sender, to, message)
 
 
-def watched(swarm: Swarm) -> OneProposal:
-    return OneProposal(swarm)
+def watched(swarm: Swarm) -> None:
+    OneProposal(swarm)
 
 
 # Random lives --------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ MOMENTS: dict[str, Callable[[str, SendChunk], bool]] = {
 def test_a_reducers_death_costs_no_round(moment: str, kill: Callable[[Swarm, str], None]) -> None:
     """The others go on with what has arrived, in the round that was begun, as soon as the death is noticed."""
     swarm = reducer_dies_when(0, MOMENTS[moment], kill=kill)
-    entry, seen = swarm.longest, watched(swarm)
+    entry, seen = swarm.longest, OneProposal(swarm)
     assert swarm.run(TIMING.heartbeat_expiry + 2 * TIMING.heartbeat + 5, until=lambda: swarm.longest > entry)
     assert len(seen.rounds.get(entry, ())) <= 1
     goes_on(swarm)

@@ -54,7 +54,7 @@ class Crowd(Swarm):
     def successors(self, number: int) -> list[str]:
         """Return the leaders of the first views."""
         log = self.living[0].peer.log
-        return [log.leader_of(view) for view in range(number)]
+        return list(log.ring[:number])
 
     def settle(self, entries: int) -> bool:
         """Let time pass until all who live have so many entries. Returns whether they do within `PATIENCE`."""
