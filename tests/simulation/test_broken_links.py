@@ -309,7 +309,7 @@ def test_a_leader_that_never_begins_makes_nobody_a_lineage_of_one() -> None:
 
 
 # Handshakes ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("peers", "handshakes"), [(5, 6), (18, 8)])
+@pytest.mark.parametrize(("peers", "handshakes"), [(5, 6), (17, 8)])
 def test_handshakes_cost_six_delays_and_eight_above_sixteen(peers: int, handshakes: int) -> None:
     """Ready, Begin, Part, Propose and two votes; in a large swarm the leader passes on each certificate."""
     delay = 2.0
