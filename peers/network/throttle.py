@@ -18,6 +18,7 @@ PIECE_SECONDS = 0.1  # that one piece takes at most, where a rate is given
 READING_PIECE = 1 << 20  # bytes that are read at once where nothing limits it
 BURST = 0.05  # seconds' worth that may be saved up
 WINDOW = 0.5  # seconds over which a rate is taken, at least
+IDLE = 1.0  # seconds without a chunk that do not count: the link had nothing to carry
 WINDOWS = 128  # of a round at most: a long one has longer ones
 PART = 0.25  # of a round, over which it is taken in a longer one
 KNOWN_FOR = 3600.0  # seconds for which a rate counts that was measured while there was no round
@@ -136,7 +137,9 @@ class RateMeter:
     """The rate that a link was seen to carry in the best part of one of the last rounds.
 
     A chunk is counted when all of it is there, over the time that it took: chunks of many streams, which share the
-    link, end together. The best moment of a long round shows how late this process has read, and not the link.
+    link, end together. The best moment of a long round shows how late this process has read, and not the link. Where
+    a round waits, for members that are late, its time does not count: else it would seem to have slow links, and the
+    next one would wait for longer.
     """
 
     def __init__(self, clock: Callable[[], float] = now) -> None:
@@ -145,13 +148,14 @@ class RateMeter:
         self._best: deque[float] = deque(maxlen=ROUNDS - 1)  # of the rounds before
         self._known, self._known_at = 0.0, 0.0
         self._began: float | None = None
+        self._last = 0.0  # when a chunk was there last
         self._window = WINDOW
         self._windows = list[float]()  # the bytes of each since the round began
 
     def begin_round(self) -> None:
         if self._began is not None:
             self._best.append(self._present)
-        self._began = self._clock()
+        self._began = self._last = self._clock()
         self._window = WINDOW
         self._windows.clear()
 
@@ -159,6 +163,10 @@ class RateMeter:
         """Count so many bytes that have arrived, here or there, in the last `seconds`."""
         if self._began is None:
             return
+        idle = self._clock() - seconds - self._last
+        if idle > IDLE:
+            self._began += idle
+        self._last = self._clock()
         ended = self._clock() - self._began
         while ended >= WINDOWS * self._window:
             self._windows = [sum(self._windows[place : place + 2]) for place in range(0, len(self._windows), 2)]

@@ -110,6 +110,7 @@ class Exchange:
         self.averages.marks = b""  # the ballot that had them is over
         for part in self._reducers.add(heirs).get(self.me, ()):
             self._reducing.add([chunk for chunk in part if chunk not in self.averages.ours], now, seconds)
+            self._reducing.silent = self.averages.absent_from_ours()
         return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
 
     def tick(self, now: float, live: Collection[str]) -> list[Effect]:
@@ -324,6 +325,8 @@ class Reducing:
     def __init__(self, givers: Collection[str], me: str) -> None:
         self.under_way: set[int] = set()
         """Chunks whose average is being made."""
+        self.silent: frozenset[str] = frozenset()
+        """Members that have given us nothing: an heir does not wait for them once more."""
         self._givers = frozenset(givers)
         self._me = me
         self._times: dict[int, tuple[float, float]] = {}  # when those not heard, and all others, are not waited for
@@ -378,9 +381,10 @@ class Reducing:
             return False
         gone, due = self._times[chunk]
         is_complete = len(self._arrived[chunk]) + len(self._bad[chunk]) >= len(self._givers)
-        may_come = now < gone or not (is_complete or live.isdisjoint(self.missing(chunk) - self._bad[chunk]))
-        if not is_complete and now < due and may_come:
-            return False
+        if not is_complete and now < due:
+            awaited = self.missing(chunk) - self._bad[chunk] - self.silent
+            if awaited if now < gone else not live.isdisjoint(awaited):
+                return False
         self.under_way.add(chunk)
         return True
 

@@ -233,6 +233,11 @@ class Averages:
         """Return the averages that others have made."""
         return [averaged for averaged in self._here.values() if averaged.reducer != self._me]
 
+    def absent_from_ours(self) -> frozenset[str]:
+        """Return the members that are absent from all averages that we have made."""
+        absent = [frozenset(averaged.absent) for averaged in self.ours.values()]
+        return frozenset.intersection(*absent) if absent else frozenset()
+
     def absent(self) -> dict[str, int]:
         """Return from how many chunks that are here each member is absent, in roster order."""
         return _absent_from(self._round, self._here.values())
@@ -312,6 +317,10 @@ class Parts:
         """Do without a member's averages: the leader has found one of them to be no average. An heir may replace it."""
         self._refused.add(reducer)
         self._taken = {chunk: averaged for chunk, averaged in self._taken.items() if averaged.reducer != reducer}
+
+    def signers(self, chunks: Iterable[int]) -> tuple[str, ...]:
+        """Return the members whose averages of these chunks count."""
+        return tuple(dict.fromkeys(self._taken[chunk].reducer for chunk in chunks if chunk in self._taken))
 
     def missing(self) -> tuple[str, ...]:
         """Return the reducers of whose chunks some have no average yet, neither their own nor an heir's."""

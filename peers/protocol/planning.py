@@ -44,13 +44,18 @@ class Link:
     unreached: frozenset[str] = frozenset()
 
 
-def shares(roster: Sequence[Member], links: Mapping[str, Link], chunks: int) -> tuple[Share, ...]:
+def shares(
+    roster: Sequence[Member], links: Mapping[str, Link], chunks: int, before: Collection[str] = ()
+) -> tuple[Share, ...]:
     """Return all members of a round, each with how many chunks it averages.
 
-    Members that bring nothing average nothing: an average has its maker's own blocks at least.
+    Members that bring nothing average nothing: an average has its maker's own blocks at least. Nor do those whose data
+    did not come in time `before`, in the last entry, if the others can share the work fairly.
     """
     peers = [member.peer for member in roster]
     able = [member.peer for member in roster if member.tokens]
+    timely = [peer for peer in able if peer in before]
+    able = timely if is_fair(timely, able, len(peers)) else able
     dealt = deal(chunks, len(peers), reducers(peers, able, links), believed_rates(peers, links))
     return tuple(Share(member=member, chunks=dealt.get(member.peer, 0)) for member in roster)
 
@@ -105,10 +110,14 @@ def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, Li
     reached, near = _well_reached(members, unreached), _well_reached(members, relayed)
     chosen = [peer for peer in able if peer in reached]
     direct = [peer for peer in chosen if peer in near]
-    fair = payloads_moved(len(members), 1 / max(len(able), 1))
-    if direct and payloads_moved(len(members), 1 / len(direct)) <= FAIR * fair:
-        chosen = direct
-    return tuple(chosen or able)
+    return tuple((direct if is_fair(direct, able, len(members)) else chosen) or able)
+
+
+def is_fair(few: Collection[str], able: Collection[str], members: int) -> bool:
+    """Return whether a few of the able can average for all without that their links carry too much."""
+    if not few:
+        return False
+    return payloads_moved(members, 1 / len(few)) <= FAIR * payloads_moved(members, 1 / len(able))
 
 
 def _well_reached(members: Sequence[str], said: Mapping[str, Collection[str]]) -> frozenset[str]:

@@ -144,6 +144,19 @@ class Meter(RateMeter):
             self.passed(piece)
 
 
+def test_time_in_which_a_round_waits_does_not_count() -> None:
+    """Regression: one member that gave nothing made rounds longer, so that all links seemed slower, so that the next
+    round waited longer for it: up to the manifest's time limit."""
+    meter, steady = Meter(), Meter()
+    for one in (meter, steady):
+        one.begin_round()
+        one.carry(MEGABYTE, 3.0)
+    meter.now += 100.0
+    for one in (meter, steady):
+        one.carry(MEGABYTE, 3.0)
+    assert meter.rate == pytest.approx(steady.rate, rel=0.05)
+
+
 def test_outside_of_rounds_nothing_is_measured() -> None:
     meter = Meter()
     assert meter.rate == 0

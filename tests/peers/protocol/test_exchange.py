@@ -299,6 +299,15 @@ def test_an_heir_asks_for_blocks_and_averages_anew() -> None:
     assert [(one.chunk, one.reducer) for one in part.averages] == [(1, "b"), (2, "b")]
 
 
+def test_an_heir_does_not_wait_once_more_for_a_member_that_gives_nothing() -> None:
+    exchange = opened("b")
+    exchange.handle(blocks("a", 1))
+    exchange.tick(DUE * SECONDS, ALL)
+    exchange.handle(made("b", 1, absent="c"))
+    exchange.go_on([("c", "b")], SECONDS, 10.0)
+    assert exchange.handle(blocks("a", 2)) == [reduce(2, "ab", absent="c")]
+
+
 def test_a_member_gives_its_blocks_to_reducers_and_to_heirs_that_it_was_told_of() -> None:
     exchange = opened("a")
     assert exchange.hear("b", wanted(blocks=[2])) == []
@@ -709,7 +718,7 @@ class Links(Circle):
 
     def __init__(self, names: Sequence[str], broken: set[frozenset[str]]) -> None:
         self.broken = broken
-        self.moved = Counter[str]()
+        self.moved = Counter[tuple[str, str]]()
         super().__init__(cast(str, names), random.Random(1), 0.0)
 
     def do(self, name: str, effect: Effect) -> None:

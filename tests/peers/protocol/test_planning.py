@@ -108,6 +108,15 @@ def test_only_members_that_have_trained_average() -> None:
     assert [share.chunks for share in shares(round_among("ab", idle="ab").roster, {}, 6)] == [0, 0]
 
 
+def test_members_whose_data_did_not_come_last_time_average_nothing_if_others_can() -> None:
+    """One with a slow link, or that gives nothing, would else hold up each round."""
+    roster = round_among("abcdef").roster
+    dealt = {share.member.peer: share.chunks for share in shares(roster, {}, 60, before="abcde")}
+    assert dealt == {"a": 12, "b": 12, "c": 12, "d": 12, "e": 12, "f": 0}
+    for before in ("", "a", "xyz"):
+        assert {share.chunks for share in shares(roster, {}, 60, before)} == {10}, "too much for one link"
+
+
 @given(ONE_WAY, ONE_WAY)
 def test_some_member_averages_whatever_they_say(unreached: set[tuple[str, str]], relayed: set[tuple[str, str]]) -> None:
     words = [" ".join(one + other for one, other in sorted(pairs)) for pairs in (unreached, relayed)]
