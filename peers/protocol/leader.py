@@ -86,8 +86,10 @@ class Leader:
         """A reducer has averaged all of its chunks."""
         if self._parts is None or self._begun is None or part.round != self._begun.round.name or self._proposed:
             return
-        self._parts.take(sender, part, self._begun.heirs)
-        self._observe()
+        if self._parts.take(sender, part, self._begun.heirs):
+            evidence, lineage = self._context.evidence, self._replica.lineage
+            for averaged in part.averages:
+                self._context.convict(evidence.observe_average(self._begun.round, averaged, lineage))
         self.tick()
 
     def on_leaving(self, peer: str) -> None:
@@ -99,14 +101,6 @@ class Leader:
         """Do without a reducer's averages: one that came to us is no average."""
         if self._parts is not None:
             self._parts.refuse(reducer)
-
-    def _observe(self) -> None:
-        assert self._parts is not None and self._begun is not None
-        evidence, round = self._context.evidence, self._begun.round
-        for pair in self._parts.contradictions:
-            for averaged in pair:
-                self._context.convict(evidence.observe_average(round, averaged, self._replica.lineage))
-        self._parts.contradictions.clear()
 
     # What happens when --------------------------------------------------------------------------------------------
     def tick(self) -> None:
@@ -152,6 +146,7 @@ class Leader:
         """Begin a round of all that are ready, or go on with the one that we are in ourselves."""
         seat = self._seat
         group = () if seat.attendance.is_quorum(_starts(ready)) else seat.attendance.group
+        ready = self._without_liars(ready)
         round = self._unfinished(ready)
         if round is not None:
             self._exchange(round, "goes on with a round", ready)
@@ -165,6 +160,12 @@ class Leader:
         committed = digest_of_all(commitments_of(roster, ready))
         dealt = shares(roster, links_of(ready), chunks)
         self._exchange(Round(name=name, shares=dealt, committed=committed, group=group), "begins", ready)
+
+    def _without_liars(self, ready: Mapping[str, Ready]) -> Mapping[str, Ready]:
+        """Return those that are not proven to lie, if they are enough: the entry can exclude only those not in it."""
+        honest = {peer: said for peer, said in ready.items() if not self._context.evidence.has_convicted(peer)}
+        is_quorum = self._seat.attendance.is_quorum(_starts(honest))
+        return honest if is_quorum and self.readiness.contributing(honest) else ready
 
     def _unfinished(self, ready: Mapping[str, Ready]) -> Round | None:
         """Return the round that we are in, if enough others are in it, too, and it was not gone on with before."""
@@ -221,6 +222,7 @@ class Leader:
         missing, now = self._parts.missing(), self._context.now
         heard = {self._context.me, *self._presence.live()}
         served = dict(begun.heirs)
+        heard = {peer for peer in heard if not self._context.evidence.has_convicted(peer)}
         dead = [peer for peer in missing if served.get(peer, peer) not in heard]
         is_late = now - self._at > begun.seconds
         if not (dead or is_late):
@@ -313,7 +315,7 @@ class Leader:
     def _press(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
         """See what stands against our proposal, and make another one that takes account of it."""
         voter, resend = self._seat.voter, self._context.settings.timing.resend
-        if self._context.now - self._at < resend:
+        if self._do_without_signers(propose) or self._context.now - self._at < resend:
             return
         if prepared is not None and self._is_heavier(prepared, propose):
             self._propose_prepared(prepared, ready)
@@ -325,6 +327,23 @@ class Leader:
             self._drop()
         elif refusals & {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}:
             self._propose_anew(propose, refusals)
+
+    def _do_without_signers(self, propose: Propose) -> bool:
+        """Take a proposal back if averages that it names can't be had, as we see ourselves, or if a member that made
+        some is proven to lie: others make them anew. Return whether it is taken back."""
+        exchange, begun, parts = self._seat.exchange, self._begun, self._parts
+        if exchange is None or begun is None or parts is None or exchange.name != propose.round:
+            return False
+        signers = parts.signers(exchange.averages.lacking())
+        is_late = self._context.now - self._at > begun.seconds
+        wrong = [one for one in signers if is_late or self._context.evidence.has_convicted(one)]
+        for signer in wrong:
+            if signer != self._context.me:
+                parts.refuse(signer)
+        if wrong:
+            self._proposed = None
+            self._told.clear()
+        return bool(wrong)
 
     def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
         """Propose the same in another ballot; without the say of peers that are heard after all, if that is news."""

@@ -159,7 +159,9 @@ class Readiness:
         contributing = self.contributing(ready)
         if not ready or (self._log.closes and not contributing):
             return False
-        self.awaited.look(self._presence.live(), self._due(), self._presence.unreached)
+        live, has_convicted = self._presence.live(), self._context.evidence.has_convicted
+        away = self._presence.unreached.union(peer for peer in live if has_convicted(peer))
+        self.awaited.look(live, self._due(), away)
         return self.awaited.is_time(self._context.now, ready.keys(), contributing)
 
     def _due(self) -> dict[str, int]:

@@ -345,7 +345,7 @@ class EntryRound(Part):
         if peer == self._context.me:
             return self._presence.can_lead
         beat = self._presence.live().get(peer)
-        if beat is None or not beat.leads:
+        if beat is None or not beat.leads or self._context.evidence.has_convicted(peer):
             return False
         if self.log.last is None:
             return True
@@ -431,6 +431,8 @@ class EntryRound(Part):
         elif not self._join(begin, sender, seconds):
             return
         notes.begun = begin.ballot
+        if notes.propose is not None and notes.propose.ballot < begin.ballot:
+            notes.propose, notes.answer = None, Answer()  # it is taken back: other averages are to come
         self.pacemaker.begun(seconds)
         if self.state is READY:
             self._enter(EXCHANGING)
