@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from peers.log import certificate
 from peers.log.certificate import Certificate
-from peers.protocol import voting
 from peers.protocol.effects import Send
 from peers.protocol.messages import Begin
 from peers.values.wire import pack
@@ -94,18 +94,18 @@ def costs_at(peers: int, monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
         return verify(keys, peer, data, signature)
 
     def certify(*given: Any) -> Certificate | None:
-        certificate = certificates_made(*given)
-        if certificate is not None:
-            certificates.append(len(pack(certificate)))
-        return certificate
+        made = certificates_made(*given)
+        if made is not None:
+            certificates.append(len(pack(made)))
+        return made
 
-    certificates_made = voting.certify
+    certificates_made = certificate.certify
     monkeypatch.setattr(crowds, "BLOCKS", 4)
     costs, crowd = list[Cost](), crowds.gather(peers)
     member = list(crowd.peers)[-1]
     with monkeypatch.context() as patch:
         patch.setattr(SimulatedKeys, "verify", counting)
-        patch.setattr(voting, "certify", certify)
+        patch.setattr("peers.protocol.voting.certify", certify)
         for act in SCENES:
             before, known = checked[member], len(certificates)
             said = {name: float(str(value)) for name, value in act(crowd).costs.items() if name != "what"}
@@ -123,4 +123,5 @@ def test_a_round_grows_with_the_number_of_peers_and_not_with_its_square(monkeypa
         assert large.messages < growth * small.messages
         assert large.certificate < growth * small.certificate
         assert large.checked < growth * small.checked
-        assert large.by_all - LARGE * large.certificate < growth * (small.by_all - SMALL * small.certificate)
+        proofs = [2 * size * cost.certificate for size, cost in ((SMALL, small), (LARGE, large))]  # of both phases
+        assert large.by_all - proofs[1] < growth * (small.by_all - proofs[0])

@@ -56,7 +56,8 @@ class Ledger:
         by: dict[int, Header] = {}
         for entry in self.lineage():
             for member in entry.roster:
-                for piece in () if member.missed else member.samples:
+                stated = sample_count(member.samples) * SETTINGS.tokens_per_sample
+                for piece in member.samples if 2 * member.tokens >= stated else ():
                     for sample in range(*piece):
                         assert sample not in by, f"sample {sample} is in entries {by[sample].index} and {entry.index}"
                         by[sample] = entry

@@ -143,36 +143,36 @@ def boasts(sender: str, to: str, message: Message) -> Message:
     return message.model_copy(update={"rate": 2**40}) if is_claim else message
 
 
-def entries_an_hour(slow: Rate, is_liar: bool = False, inner_steps: int = 120) -> Entries:
-    """Return what six peers come to in an hour, with trainings of two minutes. One has such a link."""
+def entries_in_two_hours(slow: Rate, is_liar: bool = False) -> Entries:
+    """Return what six peers come to in two hours, with trainings of three minutes. One has such a link."""
     fast = Faults(rates=tuple((f"peer{name:02}", FAST) for name in range(6)))
-    swarm = swarm_of(6, settings(inner_steps=inner_steps), fast)
+    swarm = swarm_of(6, settings(inner_steps=180), fast)
     swarm.faults = Faults(rates=(*fast.rates, (SLOW, slow)))
     if is_liar:
         swarm.on_message = boasts
     entries = Entries(swarm)
-    swarm.run(HOUR)
+    swarm.run(2 * HOUR)
     return entries
 
 
 @pytest.fixture(scope="module")
-def usual_hour() -> Entries:
-    return entries_an_hour(FAST)
+def usual_hours() -> Entries:
+    return entries_in_two_hours(FAST)
 
 
 @pytest.mark.parametrize("is_liar", [False, True], ids=["honest", "a liar"])
-def test_one_slow_link_costs_the_others_a_tenth_of_their_entries_at_most(is_liar: bool, usual_hour: Entries) -> None:
+def test_one_slow_link_costs_the_others_a_tenth_of_their_entries_at_most(is_liar: bool, usual_hours: Entries) -> None:
     """Before, each entry took six minutes, for ever."""
-    entries = entries_an_hour(MINUTES_EACH, is_liar)
-    assert entries.made >= 0.9 * usual_hour.made
+    entries = entries_in_two_hours(MINUTES_EACH, is_liar)
+    assert entries.made >= 0.9 * usual_hours.made
     others = [f"peer{name:02}" for name in range(5)]
     assert min(entries.counted[name] for name in others) >= 0.9 * entries.made
 
 
-def test_a_link_that_is_slower_than_others_but_fast_enough_counts(usual_hour: Entries) -> None:
+def test_a_link_that_is_slower_than_others_but_fast_enough_counts(usual_hours: Entries) -> None:
     """It takes four seconds for a payload: longer than any other, and no longer than an exchange may."""
-    entries = entries_an_hour(Rate(up=FAST.up / 4, down=FAST.down / 4))
-    assert entries.made >= 0.9 * usual_hour.made
+    entries = entries_in_two_hours(Rate(up=FAST.up / 4, down=FAST.down / 4))
+    assert entries.made >= 0.9 * usual_hours.made
     assert entries.counted[SLOW] >= 0.9 * entries.made
 
 
@@ -218,7 +218,8 @@ def test_in_a_swarm_with_broken_pairs_all_count_and_no_link_is_overworked() -> N
     swarm.links.count_anew()
     entries = Entries(swarm)
     assert swarm.run(10 * MINUTE, until=lambda: entries.made >= 8)
-    assert min(entries.counted[name] for name in names) >= 0.75 * entries.made
+    counted = sum(entries.counted[name] for name in names)
+    assert counted >= 0.85 * len(names) * entries.made, "a member that does not hear the leader is out while it leads"
     payload = 40 * BLOCK_BYTES
     _, busiest = swarm.links.busiest(payload)
     assert busiest <= 2 * swarm.links.fair_share(payload)

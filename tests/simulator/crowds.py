@@ -18,7 +18,7 @@ from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import Effect, SendChunk
 from peers.protocol.events import Event, Received
 from peers.protocol.messages import Certified, Message
-from peers.values.wire import digest_of
+from peers.values.wire import digest_of, pack_plain
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.simulation import Swarm
 from tests.simulator.tape import Packed, Tape, play
@@ -54,7 +54,7 @@ class Crowd(Swarm):
     def successors(self, number: int) -> list[str]:
         """Return the leaders of the first views."""
         log = self.living[0].peer.log
-        return [log.leader_of(view) for view in range(number)]
+        return list(log.ring[:number])
 
     def settle(self, entries: int) -> bool:
         """Let time pass until all who live have so many entries. Returns whether they do within `PATIENCE`."""
@@ -103,9 +103,15 @@ def gather(peers: int) -> Crowd:
     """Return a swarm that has made its first entry."""
     settings = RunSettings("crowd", digest_of(b"manifest"), 5, 10, 10, peers, TIMING)
     crowd = Crowd(1, settings, block_count=BLOCKS, speeds=SPEEDS)
-    for number in range(peers):
-        name = f"{number:052}"  # as long as libp2p's ids
-        if number <= len(SCENES):  # those who will lead, as one leader dies in each scene at most; and one who won't
+    names = [f"{number:052}" for number in range(peers)]  # as long as libp2p's ids
+    founder = names.index(min(names, key=lambda name: digest_of(pack_plain([settings.manifest_digest, 0, name]))))
+    line = names[founder + 1 :] + names[: founder + 1]
+    looked_at = {
+        *line[: len(SCENES) + 1],
+        line[-1],
+    }  # those that will lead in the scenes, and the one before, who won't
+    for name in names:
+        if name in looked_at:
             crowd.start_on_tape(name)
         else:
             crowd.start(name)
@@ -142,7 +148,7 @@ def with_seconds(crowd: Crowd, scenes: Sequence[Scene], alone: Executor) -> list
         parts = [scene.on_tapes[name] for scene in scenes]
         turns = [alone.submit(play, tape, parts).result() for _ in range(TURNS)]
         seconds[name] = [median(turn) for turn in zip(*turns, strict=True)]
-    member = list(crowd.tapes)[-1]
+    member = next(name for name in crowd.tapes if not any(name in scene.leaders for scene in scenes))
     return [
         scene.costs
         | {

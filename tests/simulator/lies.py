@@ -7,7 +7,7 @@ from dataclasses import replace
 from peers.log.certificate import Ballot, Certificate, Choice, Departure, Phase, Signer, electorate
 from peers.log.header import Header
 from peers.log.state import LogError
-from peers.protocol.commitment import Author, commit_to, digest_of_all
+from peers.protocol.commitment import commit_to, digest_of_all
 from peers.protocol.effects import ReduceChunk, SendChunk
 from peers.protocol.events import Event, Received, Tick
 from peers.protocol.messages import Begin, Certified, Leaving, Message, Propose, Ready, Unread, Vote
@@ -174,8 +174,9 @@ class LeavesOut(Lie):
     """Its rounds lack one of those who are ready, always the same: it hears nothing of that one's Ready."""
 
     def notices(self, event: Event) -> Event:
-        is_ready = isinstance(event, Received) and isinstance(event.message, Ready)
-        return Tick() if is_ready and event.sender == max(self.victims, default="") else event
+        if not isinstance(event, Received) or not isinstance(event.message, Ready):
+            return event
+        return Tick() if event.sender == max(self.victims, default="") else event
 
 
 class KeepsFew(Lie):
@@ -214,7 +215,11 @@ class InventedRoots(Lie):
 
     def says(self, to: str, message: Message) -> Said:
         if isinstance(message, Begin) and message.commitments:
-            changes = ({}, {"digest": invented("root")}, {"squares": 2 * message.commitments[0].squares})
+            changes: list[dict[str, object]] = [
+                {},
+                {"digest": invented("root")},
+                {"squares": 2 * message.commitments[0].squares},
+            ]
             told = tuple(one.model_copy(update=self.draw.choice(changes)) for one in message.commitments)
             message = remade(message, commitments=told, round=remade(message.round, committed=digest_of_all(told)))
         yield to, message
@@ -343,8 +348,7 @@ class ManyCommitments(Lie):
 
     def says(self, to: str, message: Message) -> Said:
         if isinstance(message, Ready) and (said := message.commitment) is not None:
-            who = {"peer": self.me, "incarnation": message.incarnation, "position": message.position}
-            author = Author(number=said.number, **who)
+            author = said.author(self.me, message.incarnation, message.position)
             root = Sum(invented((to, self.draw.random())), said.squares)
             message = message.model_copy(update={"commitment": commit_to(root, author, self.keys)})
         yield to, message
