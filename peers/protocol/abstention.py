@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from peers.presence.presence import Presence
 from peers.protocol.context import Context
 from peers.protocol.effects import Note
+from peers.protocol.hindrance import Hindrances
 from peers.protocol.replica import Replica
 from peers.protocol.round import EntryRound, RoundState
 from peers.protocol.trainer import Trainer
-from peers.protocol.hindrance import Hindrances
 
 TURNS = 8
 TURN = 2.0
@@ -29,7 +29,9 @@ TURN = 2.0
 class Abstention:
     """One peer's ability to take part."""
 
-    def __init__(self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, hindrances: Hindrances) -> None:
+    def __init__(
+        self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, hindrances: Hindrances
+    ) -> None:
         self._context = context
         self._presence = presence
         self._trainer = trainer
@@ -56,7 +58,9 @@ class Abstention:
     @property
     def _is_our_turn(self) -> bool:
         assert self._unable_since is not None
-        waits = self._replica.log.voters.index(self._context.me) % TURNS * TURN * self._context.settings.timing.heartbeat
+        waits = (
+            self._replica.log.voters.index(self._context.me) % TURNS * TURN * self._context.settings.timing.heartbeat
+        )
         return self._context.now - self._unable_since >= waits
 
     @property

@@ -39,8 +39,9 @@ class Awaited:
         self._passed_over = set[str]()  # whom we do not wait for, though they are at work
 
     def look(self, live: Mapping[str, Heartbeat], granted: Mapping[str, int], unreached: Collection[str]) -> None:
-        """See who is at work on the entry, or is `granted` so many samples for it. Lateness follows from the log: a lease tells in
-        which entry its peer was last. An asynchronous run waits for late ones, too, since its slack is short."""
+        """See who is at work on the entry, or is `granted` so many samples for it. Lateness follows from the log: a
+        lease tells in which entry its peer was last. An asynchronous run waits for late ones, too, since its slack is
+        short."""
         leases = self._log.last.leases if self._log.last else ()
         oldest = self._log.position.index - LATE if self._settings.contributions is None else 0
         given = {lease.peer: sample_count(lease.samples) for lease in leases if lease.since >= oldest}

@@ -1,9 +1,9 @@
 """The way of a peer to where others are: it replays the entries that were made without it, or takes another's state.
 
-Heartbeats say where their peers are, and anybody may say anything. So what they claim makes a peer ask, and no more: for
-the next entry, where the way is short, and else for the other one's log. It gives up what it trains, and its own branch,
-when signatures have shown that the other one is better. It looks at others only while its own state is level, and at one
-at a time.
+Heartbeats say where their peers are, and anybody may say anything. So what they claim makes a peer ask, and no more:
+for the next entry, where the way is short, and else for the other one's log. It gives up what it trains, and its own
+branch, when signatures have shown that the other one is better. It looks at others only while its own state is level,
+and at one at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from peers.log.certificate import CertificateError, prove
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import RECENT_ENTRIES, Branch
-from peers.log.state import LogError, LogState
+from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.context import Context, Repetition
@@ -61,7 +61,13 @@ class CatchingUp:
     one that is replayed."""
 
     def __init__(
-        self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, hindrances: Hindrances, host: Host
+        self,
+        context: Context,
+        presence: Presence,
+        trainer: Trainer,
+        replica: Replica,
+        hindrances: Hindrances,
+        host: Host,
     ) -> None:
         self.search = Search(context, presence, replica)
         self.keeps_work = False

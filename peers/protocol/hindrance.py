@@ -2,9 +2,10 @@
 
 Too slow: not even the smallest share of a lease is done before it is too old. The peer sees that itself, by the speeds
 in heartbeats, and stops when a lease was in vain. Cut off: the leader can't be reached. In these cases the peer waits
-without a lease, and looks again when links or speeds change, and after some time. Late: the last entries went on without
-it. Astray: an archive of the run has signed another log. On probation: a new peer's work does not count yet. It is told
-so, and goes on. Convicted: the log excludes it for a proven lie. Minority and waiting: most of the run's peers are gone.
+without a lease, and looks again when links or speeds change, and after some time. Late: the last entries went on
+without it. Astray: an archive of the run has signed another log. On probation: a new peer's work does not count yet. It
+is told so, and goes on. Convicted: the log excludes it for a proven lie. Minority and waiting: most of the run's peers
+are gone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ class Kind(StrEnum):
     WAITING = "waiting"
     LATE = "late"
     ON_PROBATION = "on probation"
-
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class Hindrances:
         )
 
     def _convicted(self) -> Hindrance | None:
-        """Return whether the log excludes us for a proven lie: if we have told none, a bit has flipped in our memory."""
+        """Return whether the log excludes us for a proven lie: if we have told none, a bit has flipped in our
+        memory."""
         log = self._replica.log
         until = log.excluded.get(self._context.me)
         if until is None:

@@ -233,7 +233,9 @@ class Leader:
                 return  # the view's time is up soon
             self._second_chances += 1
         lacking = missing if is_late else tuple(dead)
-        able = [member.peer for member in begun.round.contributors if member.peer in heard and member.peer not in missing]
+        able = [
+            member.peer for member in begun.round.contributors if member.peer in heard and member.peer not in missing
+        ]
         able = able or [member.peer for member in begun.round.contributors if member.peer in heard]
         heirs = heirs_of(lacking, able, begun.heirs)
         if heirs:
@@ -323,7 +325,11 @@ class Leader:
             return
         if voter.prepared is not None and choice_of(voter.prepared).ballot == propose.ballot:
             return  # vote 2 is asked for
-        refusals = {REFUSALS[said.reason] for said in ready.values() if said.refused == propose.ballot and said.reason in REFUSALS}
+        refusals = {
+            REFUSALS[said.reason]
+            for said in ready.values()
+            if said.refused == propose.ballot and said.reason in REFUSALS
+        }
         if Refusal.HAS_WORK in refusals:
             self._drop()
         elif refusals & {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}:

@@ -81,9 +81,9 @@ class Ready(Value):
     `rate`: bytes a second that its link was seen to carry each way; 0: not measured yet. `seen`: at how many bytes a
     second data of some others came to it in recent rounds. `wants`: the samples of its next lease; 0: a whole one.
     `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
-    it is bound to, with the prepare certificate. `refused` is the ballot of the last proposal that it voted not for, and
-    `reason` says why; `heard` are the voters that it hears, though that header says that they are gone. `unproven` are
-    the digests of proofs that were named, and that are not here.
+    it is bound to, with the prepare certificate. `refused` is the ballot of the last proposal that it voted not for,
+    and `reason` says why; `heard` are the voters that it hears, though that header says that they are gone. `unproven`
+    are the digests of proofs that were named, and that are not here.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"
@@ -108,7 +108,8 @@ class Ready(Value):
 
 
 class Begin(Value):
-    """Leader → members: exchange your blocks in this round; or go on with it, with heirs for reducers that gave no Part.
+    """Leader → members: exchange your blocks in this round; or go on with it, with heirs for reducers that gave no
+    Part.
 
     The exchange may take so many `seconds`: after six tenths of them a reducer averages what it has. Reducers are told
     what all contributors have committed to, in roster order.

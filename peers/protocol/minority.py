@@ -1,8 +1,8 @@
 """The peers at work at one position: whether they are a quorum, and when a minority goes on alone (R8).
 
 A minority goes on when the others may be gone for good. Each of its voters sees by itself that no quorum was here for
-the partition grace. Others follow its entry only where too few of the last roster are here to make one of their own: one
-liar, with nothing but its own signature, takes nobody along.
+the partition grace. Others follow its entry only where too few of the last roster are here to make one of their own:
+one liar, with nothing but its own signature, takes nobody along.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Attendance:
             if beat.state in states and peer not in away and not (peer in vain and beat.index > position.index)
         }
         self.here = {peer: start for peer, start in coming.items() if live[peer].head == position.head}
-        coming = {peer: start for peer, start in coming.items() if peer in self.here or live[peer].index != position.index}
+        coming = {
+            peer: start for peer, start in coming.items() if peer in self.here or live[peer].index != position.index
+        }
         if is_at_work or ready_since is not None:
             self.here[context.me] = coming[context.me] = context.incarnation
         has_slept = now - self._looked_at > timing.heartbeat_expiry

@@ -92,7 +92,8 @@ class Pacemaker:
         self.view, self.leader = next(found, views[0])
 
     def begun(self, seconds: float) -> None:
-        """Note that the leader of this view has begun an exchange of so many seconds: it gets the time for that, once."""
+        """Note that the leader of this view has begun an exchange of so many seconds: it gets the time for that,
+        once."""
         if self.view not in self._begun:
             self._begun[self.view] = seconds
             self._spent[self.view] = 0.0

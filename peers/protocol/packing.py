@@ -139,8 +139,8 @@ def _inflate(data: bytes) -> bytes:
 class Packer:
     """Packs and unpacks the messages of one peer.
 
-    What is told to many is packed once: a leader's Begin and proposal say much of all members, and each member that fell
-    behind is told the same entry.
+    What is told to many is packed once: a leader's Begin and proposal say much of all members, and each member that
+    fell behind is told the same entry.
     """
 
     def __init__(self, peer: Whereabouts) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from peers.audit.evidence import FalseProofError
 from peers.errors import LocalProtocolError
 from peers.log.header import Position
 from peers.log.lineage import Branch, Lineage
@@ -22,7 +23,6 @@ from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.presence.membership import Membership
 from peers.presence.presence import Presence
-from peers.audit.evidence import FalseProofError
 from peers.protocol.abstention import Abstention
 from peers.protocol.context import Context
 from peers.protocol.effects import Dropped, Effect
@@ -228,7 +228,8 @@ class Peer:
         return self.rounds.get(position.fragment) if is_here else None
 
     def _receive_here(self, sender: str, message: Message | Unread, round: EntryRound) -> None:
-        """Take in a message about a position where we are. What does not fit our state is late or early, and dropped."""
+        """Take in a message about a position where we are. What does not fit our state is late or early, and
+        dropped."""
         cycle, leader = self._cycle, round.leader
         match message:
             case Begin() | Want() | Propose() | Vote() | Certified():

@@ -169,7 +169,9 @@ class Readiness:
     def _voters(self) -> set[str]:
         """Return the voters that are heard in the incarnation that has a say, and have not left."""
         live, context, log = self._presence.live(), self._context, self._log
-        starts = {peer: live[peer].incarnation for peer in log.voters if peer in live} | {context.me: context.incarnation}
+        starts = {peer: live[peer].incarnation for peer in log.voters if peer in live} | {
+            context.me: context.incarnation
+        }
         return {peer for peer, start in starts.items() if log.counts(peer, start)}
 
     def _due(self) -> dict[str, int]:

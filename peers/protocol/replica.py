@@ -22,7 +22,6 @@ from peers.protocol.minority import are_most, may_follow, may_found
 from peers.protocol.part import Part, Row, Table
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead
 
-
 PASSED_ON = 16
 """Members of an entry that is told on from member to member, where there are more."""
 
@@ -267,7 +266,9 @@ class Replica(Part):
         if not donors and header.payload != NO_PAYLOAD:
             return None
         first = [sender] if sender in donors else []
-        return Behind(header, certified.certificate if proof is not None else None, (*first, *sorted(donors - {sender})))
+        return Behind(
+            header, certified.certificate if proof is not None else None, (*first, *sorted(donors - {sender}))
+        )
 
     def _may_follow(self, sender: str, header: Header, proof: Proof | None, is_certified: bool) -> bool:
         """Return whether to believe an entry that was made by a minority, or founds the run."""

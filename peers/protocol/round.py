@@ -3,8 +3,8 @@
 There is one for each cycle and fragment, from when the peer comes to the cycle until the entry is made, or its work is
 dropped; while it still trains, too, since it may vote, and lead.
 
-The exchange and the vote are two things. What the exchange loses is absent; the vote decides what it came to. So nothing
-here asks why a message did not come.
+The exchange and the vote are two things. What the exchange loses is absent; the vote decides what it came to. So
+nothing here asks why a message did not come.
 """
 
 from __future__ import annotations
@@ -163,7 +163,6 @@ class OwnWork:
             heard=answer.heard,
             unproven=answer.unproven,
         )
-
 
     @property
     def grace(self) -> float:
@@ -582,7 +581,8 @@ class EntryRound(Part):
         return Refusal.UNPROVEN_FAULT if answer.unproven else None
 
     def _objection_to_data(self, propose: Propose) -> Refusal | None:
-        """Return what the exchange says against a proposal: its averages must be here, as their reducers signed them."""
+        """Return what the exchange says against a proposal: its averages must be here, as their reducers signed
+        them."""
         header, exchange, log = propose.header, self.exchange, self.here
         if header.payload == NO_PAYLOAD:
             has_work = self._work.trained is not None and self._work.trained.tokens > 0
@@ -624,7 +624,9 @@ class EntryRound(Part):
             notes.lacking_since = context.now
             self._fetch(propose)
         if context.now - notes.lacking_since > context.settings.timing.partition_grace and self.voter.lock is not None:
-            context.emit(Note("warning", f"the payload of {propose.header.index} is nowhere: this peer has no say here"))
+            context.emit(
+                Note("warning", f"the payload of {propose.header.index} is nowhere: this peer has no say here")
+            )
             context.begin_anew()
             notes.lacking_since = None
         return Refusal.NO_PAYLOAD
@@ -656,9 +658,14 @@ class EntryRound(Part):
         prepared = self.voter.prepared
         if certified is not None:
             self._is_certified(certified, self._context.me)
-        elif is_repeated and phase is Phase.PREPARE and sender != self._context.me and prepared is not None:
-            if choice_of(prepared).ballot == ballot:
-                self._context.emit(Send(sender, prepared))
+        elif (
+            is_repeated
+            and phase is Phase.PREPARE
+            and sender != self._context.me
+            and prepared is not None
+            and choice_of(prepared).ballot == ballot
+        ):
+            self._context.emit(Send(sender, prepared))
 
     def _certified(self, certified: Certified, sender: str) -> None:
         """Take in a certificate that another peer shows."""

@@ -1,7 +1,7 @@
 """One peer's way from outer step to outer step: the meaning of one part's news for the others.
 
-One outer step goes: `join` or `on_applied` gives the trainer a lease; the trainer is done (`on_trained`), so the round is
-ready; the round decides (`entry_made`), so the work ends, the replica applies the entry, and the next round opens.
+One outer step goes: `join` or `on_applied` gives the trainer a lease; the trainer is done (`on_trained`), so the round
+is ready; the round decides (`entry_made`), so the work ends, the replica applies the entry, and the next round opens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from peers.protocol.catching_up import CatchingUp
 from peers.protocol.context import Context
 from peers.protocol.effects import Note, Send, Stop
 from peers.protocol.events import AverageRefuted, Captured, SnapshotFailed, SnapshotRestored, Tick, TrainingDone
+from peers.protocol.hindrance import Hindrances
 from peers.protocol.internal import EntryMade, Leased, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
 from peers.protocol.messages import Certified, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
@@ -23,7 +24,6 @@ from peers.protocol.replica import Replica, ReplicaState
 from peers.protocol.round import EntryRound, RoundState
 from peers.protocol.states import State
 from peers.protocol.trainer import NOTHING, Trainer, TrainerState
-from peers.protocol.hindrance import Hindrances
 from peers.values.leases import Lease
 from peers.values.manifest import Amendment
 
@@ -250,8 +250,8 @@ class StepCycle:
         self.look_for_hindrance()
 
     def on_refuted(self, refuted: AverageRefuted) -> None:
-        """An average is another one than its blocks come to. Its reducer has lied, or the round was not one: nobody else
-        can see it from what is here, so it is told to the volunteer alone."""
+        """An average is another one than its blocks come to. Its reducer has lied, or the round was not one: nobody
+        else can see it from what is here, so it is told to the volunteer alone."""
         text = f"{refuted.reducer} has averaged chunk {refuted.chunk} of {refuted.round_name} wrongly"
         self._context.emit(Note("warning", text))
 
@@ -324,7 +324,8 @@ class StepCycle:
 
     @property
     def _is_exchanging(self) -> bool:
-        return RoundState.EXCHANGING in [round.state for round in self.rounds.values()]  # `any` takes three times as long
+        # `any` takes three times as long
+        return RoundState.EXCHANGING in [round.state for round in self.rounds.values()]
 
     @property
     def _is_bound(self) -> bool:

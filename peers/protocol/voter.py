@@ -79,18 +79,15 @@ class Voter:
         state = self.state
         if state is None:
             return Refusal.LEFT
-        return self._cast(
-            vote_commit(state, prepared, self.place), prepared.header, prepared.certificate.group, leader
-        )
+        return self._cast(vote_commit(state, prepared, self.place), prepared.header, prepared.certificate.group, leader)
 
     def _cast(self, answer: Cast | Refusal, header: Header, group: Group, leader: str) -> Refusal | None:
         if isinstance(answer, Refusal):
             return answer
         voters = electorate(self._log, header, group).voters
-        if (self._context.me, answer.vote.incarnation) in voters:
-            if answer.state != self.state:
-                self._context.remember(answer.state)
-                self._send(answer.vote, header, group, leader)
+        if (self._context.me, answer.vote.incarnation) in voters and answer.state != self.state:
+            self._context.remember(answer.state)
+            self._send(answer.vote, header, group, leader)
         return None
 
     def _send(self, vote: Vote, header: Header, group: Group, leader: str) -> None:
@@ -115,8 +112,8 @@ class Voter:
         return self._certified(vote.choice)
 
     def _may_count(self, sender: str, vote: Vote) -> bool:
-        """Return whether to remember a vote: of the whole run's voters, and of peers that live, who may be in a group or
-        found the run."""
+        """Return whether to remember a vote: of the whole run's voters, and of peers that live, who may be in a group
+        or found the run."""
         is_voter = self._log.last is not None and self._log.counts(sender, vote.incarnation)
         return is_voter or sender == self._context.me or self._presence.is_live(sender)
 
