@@ -87,9 +87,12 @@ class Pacemaker:
                 self._doublings += self.view in self._begun
                 self._rise(self.view + 1)
         self._rise(named)
-        views = [(view, leader_of(view)) for view in range(self._base, self._base + max(1, turns))]
-        found = ((view, leader) for view, leader in views if leader is not None and is_there(leader))
-        self.view, self.leader = next(found, views[0])
+        for view in range(self._base, self._base + max(1, turns)):
+            leader = leader_of(view)
+            if leader is not None and is_there(leader):
+                self.view, self.leader = view, leader
+                return
+        self.view, self.leader = self._base, leader_of(self._base)
 
     def begun(self, seconds: float) -> None:
         """Note that the leader of this view has begun an exchange of so many seconds: it gets the time for that,
