@@ -78,9 +78,8 @@ class InventedLock(Lie):
     """It says that it is bound to an entry of its own making, from a late ballot."""
 
     def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Ready):
-            message = remade(message, lock=certified(self, self.entry_of_its_own(), Phase.PREPARE))
-        yield to, message
+        lock = certified(self, self.entry_of_its_own(), Phase.PREPARE) if isinstance(message, Ready) else None
+        yield to, remade(message, lock=lock) if lock else message
 
 
 class UnaskedCertificates(Lie):
@@ -121,10 +120,8 @@ class NeverProposes(Lie):
     """Its exchanges take the longest time that a message can name, and lead to no proposal."""
 
     def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Begin):
-            message = remade(message, seconds=LONGEST_WAIT)
         if not isinstance(message, Propose):
-            yield to, message
+            yield to, remade(message, seconds=LONGEST_WAIT) if isinstance(message, Begin) else message
 
 
 class SlowLeader(Lie):
@@ -302,8 +299,7 @@ class MakesAbsent(Lie):
     """It averages its own blocks alone, and signs that those of all others were absent."""
 
     def reduces(self, reduce: ReduceChunk) -> ReduceChunk:
-        own = tuple(one for one in reduce.members if one[0] == self.me)
-        exchange = self.exchange
+        own, exchange = tuple(one for one in reduce.members if one[0] == self.me), self.exchange
         if not own or exchange is None:
             return reduce
         absent = tuple(member.peer for member in exchange.round.contributors if member.peer != self.me)
