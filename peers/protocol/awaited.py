@@ -19,6 +19,12 @@ SURELY = 2.0
 """Times what is left of the grace, that a peer must need to be done without at once: speeds are off by some percent."""
 
 
+def late(log: LogState) -> frozenset[str]:
+    """Return the lease holders that were in neither of the last two entries (R7)."""
+    leases = log.last.leases if log.last else ()
+    return frozenset(lease.peer for lease in leases if lease.since + LATE < log.position.index)
+
+
 class Awaited:
     """`peers` are those whom the leader expected when time passed last, ready or not.
 
@@ -43,8 +49,8 @@ class Awaited:
         lease tells in which entry its peer was last. An asynchronous run waits for late ones, too, since its slack is
         short."""
         leases = self._log.last.leases if self._log.last else ()
-        oldest = self._log.position.index - LATE if self._settings.contributions is None else 0
-        given = {lease.peer: sample_count(lease.samples) for lease in leases if lease.since >= oldest}
+        besides = late(self._log) if self._settings.contributions is None else ()
+        given = {lease.peer: sample_count(lease.samples) for lease in leases if lease.peer not in besides}
         at_work = {peer for peer in given if peer in live and self._is_at_work(peer, live[peer])}
         expected = at_work | {peer for peer in granted if peer in live}
         given |= granted

@@ -58,8 +58,10 @@ class Exchange:
         begun_at: float = 0.0,
         seconds: float = 60.0,
         resend: float = 1.0,
+        late: Collection[str] = (),
     ) -> None:
-        """Without `keys` nothing is signed, nor checked. `resend`: seconds before what may be lost goes out again."""
+        """Without `keys` nothing is signed, nor checked. `resend`: seconds before what may be lost goes out again.
+        `late` are members that were absent lately: their blocks count if they are here with those of all others."""
         self.round = round
         self.averages = Averages(me, round, keys)
         self.contributions = contributions
@@ -72,6 +74,7 @@ class Exchange:
         self._signatures = OwnersSignatures(round, keys)
         self._reducers = Reducers(round)
         self._reducing = Reducing(self._weights.keys(), me)
+        self._reducing.silent = frozenset(late)
         self._outbox = Outbox(begun_at, resend)
         self._search = Search(me, round.peers, self._reducers, DUE * seconds)
         self._part: Part | None = None
@@ -110,7 +113,7 @@ class Exchange:
         self.averages.marks = b""  # the ballot that had them is over
         for part in self._reducers.add(heirs).get(self.me, ()):
             self._reducing.add([chunk for chunk in part if chunk not in self.averages.ours], now, seconds)
-            self._reducing.silent = self.averages.absent_from_ours()
+            self._reducing.silent |= self.averages.absent_from_ours()
         return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
 
     def tick(self, now: float, live: Collection[str]) -> list[Effect]:

@@ -7,6 +7,7 @@ under way comes to; what a new round does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -396,20 +397,19 @@ class Leader:
         return None if is_foreign else heaviest
 
     def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
-        """Return the voters that have no say any more, besides those that the entry names. A minority begins anew with
-        those whom it has. We are more patient than members are, and believe them for the partition grace if they say
-        that they hear one: else a member could keep the dead in."""
+        """Return the voters that have no say any more, besides those that the entry names: those that we do not hear,
+        unless most members do; or any member, once our proposal was refused for that. A minority begins anew with
+        those whom it has."""
         log, timing = self._seat.log, self._context.settings.timing
         if not log.closes:
             return ()
-        if group:
-            here: set[str] = set()
-        else:
-            incarnation = self._context.incarnation
-            heard = {peer for ready in self.readiness.of(self._view).values() for peer in ready.heard}
-            here = self._presence.voters_here(log, incarnation, death(timing))
-            patient = self._presence.voters_here(log, incarnation, timing.partition_grace, even_leavers=True)
-            here |= patient.intersection(heard)
+        here: set[str] = set()
+        if not group:
+            ready = self.readiness.of(self._view)
+            heard = Counter(peer for said in ready.values() for peer in said.heard)
+            was_refused = Refusal.NOT_GONE.value in {said.reason for said in ready.values()}
+            here = self._presence.voters_here(log, self._context.incarnation, death(timing))
+            here |= {peer for peer, count in heard.items() if was_refused or 2 * count > len(ready)}
         besides = here.union(named)
         return tuple(peer for peer in log.voters if peer not in besides)
 

@@ -82,8 +82,8 @@ class Ready(Value):
     second data of some others came to it in recent rounds. `wants`: the samples of its next lease; 0: a whole one.
     `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
     it is bound to, with the prepare certificate. `refused` is the ballot of the last proposal that it voted not for,
-    and `reason` says why; `heard` are the voters that it hears, though that header says that they are gone. `unproven`
-    are the digests of proofs that were named, and that are not here.
+    and `reason` says why; `heard` are the voters that it hears, though that header says that they are gone, or though
+    they were not in the last entry. `unproven` are the digests of proofs that were named, and that are not here.
     """
 
     kind: ClassVar[Literal["ready"]] = "ready"

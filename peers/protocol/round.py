@@ -18,6 +18,7 @@ from peers.log.header import NO_PAYLOAD, Header, Member
 from peers.log.state import LogError, LogState
 from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
+from peers.protocol.awaited import late
 from peers.protocol.commitment import Author, Commitment, commit_to, digest_of_all
 from peers.protocol.context import Context, Repetition
 from peers.protocol.contributions import Contributions
@@ -160,9 +161,18 @@ class OwnWork:
             lock=voter.lock,
             refused=answer.ballot,
             reason=answer.refusal.value if answer.refusal else "",
-            heard=answer.heard,
+            heard=answer.heard or self._heard_bystanders(),
             unproven=answer.unproven,
         )
+
+    def _heard_bystanders(self) -> tuple[str, ...]:
+        """Return the voters that we hear, though they were not in the last entry: the leader may not hear them, and
+        would say that they are gone."""
+        if self._log.last is None or not (self._log.closes and self._log.last.bystanders):
+            return ()
+        expiry = self._context.settings.timing.heartbeat_expiry
+        here = self._presence.voters_here(self._log, self._context.incarnation, expiry)
+        return tuple(sorted(here.difference(self._log.roster)))
 
     @property
     def grace(self) -> float:
@@ -458,7 +468,8 @@ class EntryRound(Part):
         notes.entered, notes.began_at, notes.moved_at = round.name.ballot, context.now, context.now
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
-        self.exchange = Exchange(context.me, round, contributions, context.keys, context.now, seconds, resend)
+        besides = late(self.log) if context.settings.contributions is None else ()
+        self.exchange = Exchange(context.me, round, contributions, context.keys, context.now, seconds, resend, besides)
         context.emit(*self.exchange.open())
         if begin.heirs:
             context.emit(*self.exchange.go_on(begin.heirs, seconds, context.now))
