@@ -203,7 +203,7 @@ class RoundsSection(Section):
     minimum_peers: Positive = 1
     """Peers that must be there for an outer step."""
     quorum: Literal["majority", "two-thirds"] = "majority"
-    """Votes that decide: of more than half, or of two thirds, so that fewer liars than a third cannot split the run."""
+    """Voters that decide: more than half, or more than two thirds, so that liars below a third cannot split the run."""
     staleness: Annotated[int, Field(ge=0, le=16)] = 1
     """Outer steps that a peer may miss and still contribute what it trained meanwhile."""
     smallest_share: Annotated[float, Field(gt=0, le=1)] = RunSettings.smallest_share

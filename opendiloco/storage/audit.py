@@ -22,12 +22,12 @@ from opendiloco.storage.loading import Checkpoint, Checkpoints
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
+from peers.audit.proofs import BadContribution, Verifier, read_proof
 from peers.log.certificate import CertificateError, prove
 from peers.log.chain import Chain, Entry
 from peers.log.folder import ENTRIES, PAYLOADS, LogFolderError, payload_path, proof_path, read_chain, read_payload
 from peers.log.header import NO_PAYLOAD, Fault, Header, may_be_named
 from peers.log.state import LogState
-from peers.protocol.faults import BadContribution, Court, read_proof
 from peers.values.identity import verify
 from peers.values.manifest import Amendment, newest
 from peers.values.signed_heads import SignedHeads, SignedHeadsError, unpack_heads
@@ -147,6 +147,7 @@ class _Proofs:
 
     def __init__(self, folder: Path, run: Run, findings: Findings) -> None:
         self._folder = folder
+        self._run = run.run_id
         self._exclusion = run.settings.exclusion
         self._heads = dict[int, bytes]()
         self._findings = findings
@@ -178,7 +179,7 @@ class _Proofs:
             findings.wrong.append((index, f"{told}, when no entry could name that"))
         elif isinstance(proof, BadContribution):
             findings.is_unverified("proofs of false contributions, which need the model", index)
-        elif not proof.convicts(Court(verify, payloads=())):
+        elif not proof.convicts(Verifier(self._run, verify, payloads=())):
             findings.wrong.append((index, wrong))
         elif place.index not in self._heads:
             findings.is_unverified("proofs of faults, since what came before is not here", index)

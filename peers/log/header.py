@@ -111,10 +111,10 @@ Faults = Annotated[tuple[Fault, ...], Field(max_length=FAULT_LIMIT)]
 
 
 class Header(Value):
-    """One link of the chain. `state` is the digest of theta and momentum when its cycle began: voters vouch for it, too.
+    """One link of the chain. `state` is the digest of theta and momentum when its cycle began: voters vouch for it.
 
-    The other fields are those of entries that close a cycle. `leader` led the view in which the header was first
-    proposed. `tenures` are those of the roster and of some who were in rosters before; none where the run has no
+    Only entries that close a cycle say the following. `leader` led the view in which the header was first proposed.
+    `tenures` are those of the roster and of some who were in rosters before; none where the run has no
     probation. `faults` is its annex: the lies that were proven since the entry before; `excluded` are the peers that
     are excluded from the next cycle for these and earlier ones. `bystanders` have a say in the next entry, as the
     roster has. `amendment` is the one that is in force from the next cycle on: the one that this entry takes in, or

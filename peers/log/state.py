@@ -209,7 +209,7 @@ class LogState:
         return tuple(dict.fromkeys((*voters[first:], *voters[:first], *self.roster)))
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view of the next entry; None before the first entry, which does not follow from a log."""
+        """Return the leader of a view of the next entry; None before the first entry, since no log says it."""
         return self.ring[view % len(self.ring)] if self.ring else None
 
     def weighed(self, roster: Sequence[Member]) -> tuple[Member, ...]:

@@ -378,8 +378,6 @@ class Tally:
     ) -> Certificate | None:
         """Return the certificate of a choice of this header; None: too few have voted for it."""
         signatures = {
-            (peer, vote.incarnation): vote.signature
-            for (peer, _), vote in self._votes.items()
-            if vote.choice == choice
+            (peer, vote.incarnation): vote.signature for (peer, _), vote in self._votes.items() if vote.choice == choice
         }
         return certify(self.place.log, header, choice, group, signatures, farewells)

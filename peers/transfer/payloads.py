@@ -17,7 +17,7 @@ from peers.errors import RemoteProtocolError
 from peers.log.folder import LogFolderError, RunLog
 from peers.log.header import Header
 from peers.network.channel import PeerUnreachableError, Places, RefusalError
-from peers.protocol.faults import PROOF_LIMIT
+from peers.protocol.messages import PROOF_LIMIT
 from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.download import PULLS, Download, DownloadError, PullTransport, Wanted, kept_for, shuffled
 from peers.values.chunks import Payload, chunks_of

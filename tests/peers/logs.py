@@ -69,6 +69,17 @@ def first_log(empty: LogState = LOG) -> LogState:
     return empty.append(next_header(empty, roster))
 
 
+def log_at(index: int, names: str = "abc") -> LogState:
+    """Return the log after so many entries that all of these took part in."""
+    log = LOG
+    while log.position.index < index:
+        grants = iter(log.grants)
+        leases = [log.leases.get(name) or next(grants) for name in names]
+        members = [Member(peer=name, tokens=TOKENS, samples=lease) for name, lease in zip(names, leases, strict=True)]
+        log = log.append(next_header(log, members))
+    return log
+
+
 def chain_of(headers: Iterable[Header], empty_log: LogState = LOG) -> Chain:
     """Consecutive entries, as a peer keeps them."""
     chain = Chain(empty_log)

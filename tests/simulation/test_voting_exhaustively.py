@@ -14,25 +14,16 @@ together, which allows more than can happen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations
 
 import pytest
-from peers.protocol.ballots import (
-    Ballot,
-    Certificate,
-    Certified,
-    Choice,
-    Group,
-    Phase,
-    Propose,
-    Quorum,
-    Vote,
-    digest_of_group,
-)
 
+from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, digest_of_group
 from peers.log.header import Member
+from peers.log.state import Quorum
+from peers.protocol.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
     Cast,
     Tally,
@@ -45,7 +36,7 @@ from peers.protocol.voting import (
     vote_prepare,
 )
 from peers.values.wire import digest_of
-from tests.peers.logs import LOG, PAYLOAD, next_header
+from tests.peers.logs import LOG, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 Commit = tuple[int, int]
@@ -95,7 +86,8 @@ class Product:
 
     def __init__(self, world: World) -> None:
         roster = [Member(peer=peer, tokens=100, samples=LOG.grants[n]) for n, peer in enumerate(world.names)]
-        log = LOG.append(next_header(LOG, roster, PAYLOAD))
+        empty = replace(LOG, quorum=world.quorum)
+        log = empty.append(next_header(empty, roster))
         members = [log.expected(peer) for peer in log.roster]
         self.headers = [next_header(log, members, digest_of(bytes([number]))) for number in range(2)]
         self.log, self.world = log, world
@@ -107,7 +99,7 @@ class Product:
         self._explore()
 
     def place_of(self, peer: str) -> VotingPlace:
-        return VotingPlace(self.log, self.world.quorum, SimulatedKeys(peer))
+        return VotingPlace(self.log, SimulatedKeys(peer))
 
     def is_enough(self, signers: int) -> bool:
         return self.certificate((0, 0, None), self.world.names[:signers]) is not None
@@ -176,6 +168,7 @@ class Product:
             header=self.headers[header % 2],
             group=self.group_of(header),
             justify=None if justify is None else self.shown((*justify, None)),
+            round=None,
         )
         answer = vote_prepare(state, propose, self.place)
         if not isinstance(answer, Cast):
@@ -207,7 +200,9 @@ class Product:
         lock = self.states[signed].lock
         if lock is None:
             return None
-        return lock.choice.ballot.view, self.headers.index(lock.header) + 2 * lock.choice.alone
+        assert lock.certificate is not None
+        locked = lock.certificate.choice
+        return locked.ballot.view, self.headers.index(lock.header) + 2 * locked.alone
 
     @cache  # noqa: B019
     def agrees(self, signed: Signed, lock: Commit | None) -> bool:

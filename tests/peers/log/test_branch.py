@@ -27,8 +27,8 @@ def next_of(log: LogState, payload: bytes = b"payload", peers: str = "abc", stat
 
 def walked(*entries: tuple[Header, Certificate | None], start: LogState = START) -> Branch:
     walk = Walk(start, VERIFY)
-    for header, certificate in entries:
-        walk.take(header, certificate)
+    for header, proof in entries:
+        walk.take(header, proof)
     return walk.branch()
 
 

@@ -1,4 +1,4 @@
-"""What proves an entry. The signatures here are real ones; tests/peers/protocol/test_voting.py has the rules of votes."""
+"""Certificates of entries, with real signatures. The rules of votes are in tests/peers/protocol/test_voting.py."""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ def test_it_signs_the_newest_head_once(tmp_path: Path) -> None:
     assert it.sign(Past(1, after=COMMON).kept(), NOBODY.with_heads([signed(COMMON, 10)])) is not None
 
 
-def test_it_signs_nothing_that_too_few_have_signed(tmp_path: Path) -> None:
+def test_it_signs_nothing_that_no_quorum_has_signed(tmp_path: Path) -> None:
     it = signer(tmp_path)
     assert it.sign(ALONE.kept(), NOBODY) == signed(COMMON, 10)
-    with pytest.raises(CannotSignError, match="entry 10 is not certified: too few have signed it"):
+    with pytest.raises(CannotSignError, match="entry 10 is not certified: no quorum has signed it"):
         it.sign(ALONE.kept(), NOBODY)
 
 

@@ -10,27 +10,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from peers.protocol.ballots import (
-    COMMITTEE,
+
+from peers.log.certificate import (
     Ballot,
     Certificate,
-    Certified,
+    CertificateError,
     Choice,
+    Departure,
     Electorate,
     Group,
     Phase,
-    Propose,
-    Quorum,
-    Vote,
-    committee,
+    Proof,
     digest_of_group,
     electorate,
     prove,
 )
-
-from peers.log.certificate import CertificateError, Departure, Proof
 from peers.log.header import Header, Member, Position
-from peers.log.state import LogState
+from peers.log.state import COMMITTEE, LogState, Quorum, committee
+from peers.protocol.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
     PLACES,
     Cast,
@@ -77,8 +74,8 @@ def ballot(view: int, attempt: int = 1) -> Ballot:
     return Ballot(view=view, attempt=attempt)
 
 
-def place_of(peer: str, log: LogState = ABC, quorum: Quorum = Quorum.MAJORITY) -> VotingPlace:
-    return VotingPlace(log, quorum, SimulatedKeys(peer))
+def place_of(peer: str, log: LogState = ABC) -> VotingPlace:
+    return VotingPlace(log, SimulatedKeys(peer))
 
 
 def choice(
@@ -105,10 +102,9 @@ def certificate(
     signers: str,
     log: LogState = ABC,
     gone: str = "",
-    quorum: Quorum = Quorum.MAJORITY,
     group: str = "",
 ) -> Certificate | None:
-    tally = Tally(place_of("a", log, quorum))
+    tally = Tally(place_of("a", log))
     for peer in signers:
         assert tally.hear(peer, vote(peer, what, log)) is None
     farewells = {peer: (1, farewell(peer, 1).signature) for peer in gone}
@@ -121,9 +117,14 @@ def prepared(entry: Header, view: int, signers: str = "ab", group: str = "", **m
     return Certified(header=entry, certificate=found)
 
 
+def proving(shown: Certified) -> Certificate:
+    assert shown.certificate is not None
+    return shown.certificate
+
+
 def propose(entry: Header, view: int, justify: Certified | None = None, group: str = "") -> Propose:
     shown = justify.certificate if justify else None
-    return Propose(ballot=ballot(view), header=entry, group=named(group), justify=shown)
+    return Propose(ballot=ballot(view), header=entry, group=named(group), justify=shown, round=None)
 
 
 def farewell(peer: str, index: int, incarnation: int = 7) -> VoteAfterFarewell:
@@ -165,7 +166,7 @@ def test_r5_a_fresh_voter_votes_for_what_is_proposed_and_says_it_again_in_the_sa
         ([propose(A, 2)], propose(B, 2), Refusal.OTHER_VOTE),
         ([propose(A, 1)], propose(A, 1, group="ac"), Refusal.OTHER_VOTE),
         ([prepared(A, 2)], propose(B, 1), Refusal.OLD_BALLOT),
-        ([], Propose(ballot=ballot(0, 0), header=A, group=(), justify=None), Refusal.OLD_BALLOT),
+        ([], Propose(ballot=ballot(0, 0), header=A, group=(), justify=None, round=None), Refusal.OLD_BALLOT),
     ],
 )
 def test_r5_ballots_go_up_and_each_has_one_vote(
@@ -205,21 +206,19 @@ def test_r5_a_lock_gives_way_to_a_certificate_as_new_and_to_nothing_else(
         pytest.param(
             Certified(
                 header=B,
-                certificate=prepared(B, 1).certificate.model_copy(update={"choice": choice(B, 1, Phase.COMMIT)}),
+                certificate=proving(prepared(B, 1)).model_copy(update={"choice": choice(B, 1, Phase.COMMIT)}),
             ),
             id="of phase 2",
         ),
         pytest.param(
             Certified(
                 header=B,
-                certificate=prepared(B, 1).certificate.model_copy(
-                    update={"signers": prepared(B, 1).certificate.signers[:1]}
-                ),
+                certificate=proving(prepared(B, 1)).model_copy(update={"signers": proving(prepared(B, 1)).signers[:1]}),
             ),
             id="of too few",
         ),
         pytest.param(
-            Certified(header=B, certificate=prepared(B, 1).certificate.model_copy(update={"choice": choice(B, 2)})),
+            Certified(header=B, certificate=proving(prepared(B, 1)).model_copy(update={"choice": choice(B, 2)})),
             id="with signatures of another ballot",
         ),
     ],
@@ -279,7 +278,7 @@ def test_r6_vote_2_is_for_what_a_quorum_has_agreed_to_in_the_newest_ballot(
 
 
 def test_r6_what_is_no_prepare_certificate_locks_nobody() -> None:
-    good = prepared(A, 1).certificate
+    good = proving(prepared(A, 1))
     for changes in ({"choice": choice(A, 1, Phase.COMMIT)}, {"signers": good.signers[:1]}, {"choice": choice(B, 1)}):
         bad = Certified(header=A, certificate=good.model_copy(update=changes))
         assert vote_commit(FRESH, bad, C) is Refusal.NO_PREPARE
@@ -308,12 +307,13 @@ OURS = header(2, peers="c")
 
 def test_r8_a_minority_decides_by_majority_and_certifies_nothing() -> None:
     shown = prepared(OURS, 1, "c", group="c")
-    assert prove(shown.certificate, ABC, OURS, Quorum.TWO_THIRDS, verify) == Proof(is_certified=False, signers=1)
+    by_two_thirds = replace(ABC, quorum=Quorum.TWO_THIRDS)
+    assert prove(proving(shown), by_two_thirds, OURS, verify, Phase.PREPARE) == Proof(is_certified=False, signers=1)
     assert certificate(OURS, choice(OURS, 1), "c") is None, "of the whole run"
     assert certificate(OURS, choice(OURS, 1, group="bc"), "c", group="bc") is None
     newcomer = certificate(OURS, choice(OURS, 1, group="cz"), "cz", group="cz")
     assert newcomer is not None
-    assert prove(newcomer, ABC, OURS, Quorum.MAJORITY, verify).signers == 1, "of the voters before"
+    assert prove(newcomer, ABC, OURS, verify, Phase.PREPARE).signers == 1, "of the voters before"
 
 
 def test_r8_a_minoritys_lock_binds_only_minorities() -> None:
@@ -338,7 +338,7 @@ def test_r8_who_is_left_takes_over_what_was_prepared_though_its_members_are_gone
     assert state.lock == prepared(A, 1), "the heavier one"
     committed = certificate(A, choice(A, 2, Phase.COMMIT, group="c"), "c", group="c")
     assert committed is not None
-    assert prove(committed, ABC, A, Quorum.MAJORITY, verify) == Proof(is_certified=False, signers=1)
+    assert prove(committed, ABC, A, verify) == Proof(is_certified=False, signers=1)
 
 
 # R9: what convicts -----------------------------------------------------------------------------------------------
@@ -488,14 +488,14 @@ def test_r11_nothing_is_voted_for_where_a_certified_entry_is_known() -> None:
 def test_r12_a_quorum_of_those_that_have_not_left(
     peers: str, signers: str, gone: str, majority: bool, two_thirds: bool
 ) -> None:
-    log = log_of(peers)
-    entry = header(0, log)
+    entry = header(0, log_of(peers))
     for quorum, is_enough in ((Quorum.MAJORITY, majority), (Quorum.TWO_THIRDS, two_thirds)):
-        found = certificate(entry, choice(entry, 1, Phase.COMMIT), signers, log, gone, quorum)
+        log = replace(log_of(peers), quorum=quorum)
+        found = certificate(entry, choice(entry, 1, Phase.COMMIT), signers, log, gone)
         assert (found is not None) is is_enough
         if found is not None:
             found = unpack(Certificate, pack(found))
-            assert prove(found, log, entry, quorum, verify) == Proof(True, len(signers))
+            assert prove(found, log, entry, verify) == Proof(True, len(signers))
 
 
 def test_r12_a_certificate_is_of_its_entry_and_its_voters_alone() -> None:
@@ -518,11 +518,12 @@ def test_r12_a_certificate_is_of_its_entry_and_its_voters_alone() -> None:
         {"group": named("abc")},
     ):
         with pytest.raises(CertificateError):
-            prove(good.model_copy(update=changes), ABC, A, Quorum.MAJORITY, verify)
+            prove(good.model_copy(update=changes), ABC, A, verify, Phase.PREPARE)
     with pytest.raises(CertificateError, match="another entry"):
-        prove(good, log_of("abd"), A, Quorum.MAJORITY, verify)
+        prove(good, log_of("abd"), A, verify, Phase.PREPARE)
+    by_two_thirds = replace(ABC, quorum=Quorum.TWO_THIRDS)
     with pytest.raises(CertificateError, match="too few"):
-        prove(good.model_copy(update={"signers": good.signers[:2]}), ABC, A, Quorum.TWO_THIRDS, verify)
+        prove(good.model_copy(update={"signers": good.signers[:2]}), by_two_thirds, A, verify, Phase.PREPARE)
 
 
 def test_r12_a_vote_of_another_incarnation_does_not_count() -> None:
@@ -535,9 +536,8 @@ def test_r12_a_vote_of_another_incarnation_does_not_count() -> None:
 def test_r12_the_first_entry_is_founded_by_its_own_members() -> None:
     founding = ABC.last
     assert founding is not None
-    assert electorate(LOG, founding, (), Quorum.TWO_THIRDS) == Electorate(
-        (("a", 7), ("b", 7), ("c", 7)), Quorum.TWO_THIRDS
-    )
+    log = replace(LOG, quorum=Quorum.TWO_THIRDS)
+    assert electorate(log, founding) == Electorate((("a", 7), ("b", 7), ("c", 7)), Quorum.TWO_THIRDS)
 
 
 def test_r12_of_more_than_a_committee_the_same_voters_are_chosen_everywhere() -> None:

@@ -282,10 +282,10 @@ def test_the_heaviest_says_from_where_on_a_snapshot_leads_further(heaviest: str)
     """Were the others to say so, it might be one that is older than what is here, again and again."""
 
     async def scenario() -> None:
-        swarm, first = Swarm(), Run(2, b"ours")
+        swarm, first = Swarm(), Run(2, b"ours", 60)
         await swarm.add("a", Donor(first, frozen=2))
         await swarm.following.begin()
-        ours, theirs = Run(5, b"ours"), Run(5, b"theirs", 150)
+        ours, theirs = Run(5, b"ours", 60), Run(5, b"theirs", 90)
         await swarm.add("a", Donor(ours, frozen=2, kept=0))
         await swarm.add("b", Donor(theirs, frozen=2))
         swarm.beats["a"] = beat("a", ours.logs[5], lineage_tokens=10**6 * (heaviest == "ours") + 300)
@@ -344,7 +344,7 @@ def signed(run: Run, index: int) -> SignedHeads:
 
 def test_of_two_foundings_the_signed_one_is_followed() -> None:
     async def scenario() -> None:
-        swarm, ours, theirs = Swarm(), Run(6, b"ours", tokens=10), Run(9, b"theirs", tokens=1000)
+        swarm, ours, theirs = Swarm(), Run(6, b"ours", tokens=10), Run(9, b"theirs", tokens=100)
         swarm.signed = signed(ours, 4)
         for name in "xyz":
             await swarm.add(name, Donor(theirs, frozen=8))
@@ -362,7 +362,7 @@ def test_of_two_foundings_the_signed_one_is_followed() -> None:
 
 def test_whoever_follows_another_log_than_the_signed_one_begins_anew() -> None:
     async def scenario() -> None:
-        swarm, ours, theirs = Swarm(), Run(6, b"ours", tokens=10), Run(9, b"theirs", tokens=1000)
+        swarm, ours, theirs = Swarm(), Run(6, b"ours", tokens=10), Run(9, b"theirs", tokens=100)
         await swarm.add("x", Donor(theirs, frozen=7))
         await swarm.following.begin()
         swarm.signed = signed(ours, 4)

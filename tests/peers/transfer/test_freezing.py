@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import pytest
 
-from peers.log.header import Member
 from peers.log.state import LogState
 from peers.network.channel import RefusalError
 from peers.protocol.peer import Peer
@@ -21,7 +20,7 @@ from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
 from tests.peers.builders import Rig
 from tests.peers.fakes import FakeWorkload, at_once
-from tests.peers.logs import LOG, PAYLOAD, SETTINGS, next_header
+from tests.peers.logs import PAYLOAD, SETTINGS, log_at, next_header
 from tests.peers.protocol.test_fragments import OFFERS, TWO, newcomer_behind
 from tests.peers.protocol.test_peer import at_second
 
@@ -96,17 +95,6 @@ class Frozen:
         self.rig.step(last, digest_of_state([self.workload.state]))
         async with self.changed:
             self.changed.notify_all()
-
-
-def log_at(index: int, names: str = "abc") -> LogState:
-    """After so many entries that all of these took part in."""
-    log = LOG
-    while log.position.index < index:
-        grants = iter(log.grants)
-        leases = [log.leases.get(name) or next(grants) for name in names]
-        members = [Member(peer=name, tokens=1, samples=lease) for name, lease in zip(names, leases, strict=True)]
-        log = log.append(next_header(log, members, PAYLOAD))
-    return log
 
 
 async def quiet() -> None:

@@ -25,9 +25,9 @@ from peers.transfer.lineage_fetch import (
 )
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import beat, commit
+from tests.peers.builders import beat
 from tests.peers.fakes import FakeTransport, at_once
-from tests.peers.logs import LOG, RUN, first_log, next_header
+from tests.peers.logs import LOG, RUN, certificate, first_log, next_header
 from tests.peers.network.test_throttle import simulate
 from tests.simulator.simulated_keys import SimulatedKeys
 
@@ -47,7 +47,7 @@ def _simulated_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Past:
-    """A log of a, b and c: some entries, each signed by these."""
+    """A log of a, b and c: some entries, each signed by these: by one of them as a minority."""
 
     def __init__(self, entries: int, by: str = "ab", after: Past | None = None, name: bytes = b"") -> None:
         self.entries: list[Entry] = list(after.entries) if after else []
@@ -56,7 +56,7 @@ class Past:
             log = self.logs[-1]
             header = first_log().last if log.last is None else self._next(log, name)
             assert header is not None
-            self.entries.append(Entry.whole(header, None, commit(log, header, by=by).certificate))
+            self.entries.append(Entry.whole(header, None, certificate(log, header, by) if by else None))
             self.logs.append(log.append(header))
 
     @staticmethod
@@ -125,7 +125,7 @@ def test_where_two_logs_split_is_found(common: int) -> None:
         if common == 0:  # two foundings: theirs by fewer
             past = Past(0)
             header = next_header(LOG, [LOG.expected("a", 0)], digest_of(b"another"))
-            past.entries = [Entry.whole(header, None, commit(LOG, header).certificate)]
+            past.entries = [Entry.whole(header, None, certificate(LOG, header))]
             past.logs = [LOG, LOG.append(header)]
         donors = Donors()
         await donors.add("donor", past)
@@ -187,11 +187,9 @@ def test_a_log_counts_as_far_as_its_signatures_are_good() -> None:
         donors, forged = Donors(), Past(6, after=COMMON, name=b"forged")
         header = forged.logs[13].last
         assert header is not None
-        forged.entries[12] = Entry.whole(header, None, commit(LOG, header, by="ab").certificate)  # of another roster
-        certificate = forged.entries[12].proof
-        assert certificate is not None
-        false = [vote.model_copy(update={"signature": bytes(64)}) for vote in certificate.votes]
-        forged.entries[12] = Entry.whole(header, None, certificate.model_copy(update={"votes": tuple(false)}))
+        proof = certificate(forged.logs[12], header, "ab")
+        false = tuple(one.model_copy(update={"signature": bytes(64)}) for one in proof.signers)
+        forged.entries[12] = Entry.whole(header, None, proof.model_copy(update={"signers": false}))
         await donors.add("donor", forged)
         theirs, _, _ = await donors.compare(COMMON.kept(), COMMON.end)
         assert theirs.end == forged.logs[12]

@@ -35,9 +35,8 @@ from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.wire import DIGEST_BYTES, Reach, digest_of, unpack
 from peers.values.workload import SnapshotError
 from tests.peers.fakes import FakeTransport, NoChance, at_once
-from tests.peers.logs import LOG, RUN
+from tests.peers.logs import LOG, RUN, log_at
 from tests.peers.network.test_throttle import simulate
-from tests.peers.transfer.test_freezing import log_at
 
 CHUNK = 16
 SIZE = 200 * CHUNK - 5
