@@ -30,8 +30,8 @@ from peers.presence.heartbeat_store import NEVER, HeartbeatStore, Kept, is_from_
 from peers.values.wire import PROTOCOL_VERSION, Count, RunId, Value, WireError, digest_of, pack, unpack, unpack_from
 
 BEAT, HEARTBEAT, WHO = "beat", "heartbeat", "who"
-"""Names of the calls. Their payloads are a Beat; a run's tag and a signed heartbeat; a Request. The answers to the first
-two are an Answer, to the last a Page."""
+"""Names of the calls. Payloads: a Beat; a run's tag and a signed heartbeat; a Request. The first two are answered with an
+Answer, the last with a Page."""
 BEAT_BYTES = 100  # of a packed Beat at most
 SHORT = 8  # bytes of a digest that tell it from others, where nothing depends on it
 REFRESH_SHARE = 0.4

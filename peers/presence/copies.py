@@ -1,4 +1,4 @@
-"""Whether another machine speaks with our key: a copied disk or container image, which has the same identity file."""
+"""Other machines that speak with our key: a copied disk or container image has the same identity file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from peers.presence.heartbeat import Heartbeat, PeerState
 
 LIVES_LIMIT = 8  # incarnations of ours that are remembered
+SILENCE_SHARE = 0.6
+"""Of a heartbeat's lifetime, without a newer one, after which a life is over: signed ones come after four tenths of it, and
+two tenths later they were heard."""
 
 
 @dataclass
 class _Life:
-    """One start of this key that we did not make. `baseline`: the latest sequence that was heard while what others
-    still had of it was getting around."""
+    """One start of this key that we did not make. `baseline` is the latest sequence that may have been on its way when
+    the life was first heard."""
 
     first_at: float
     baseline: int
@@ -20,17 +23,17 @@ class _Life:
     advanced_at: float
 
     def may_go_on(self, now: float) -> bool:
-        """Whether it is too early to say that this life is over."""
-        return self.newest.state is not PeerState.LEAVING and now - self.advanced_at <= _expiry(self.newest)
+        """Return whether it is too early to say that this life is over."""
+        return self.newest.state is not PeerState.LEAVING and now - self.advanced_at <= _silence(self.newest)
 
 
 class Copies:
-    """What was heard of our own key in incarnations that are not ours.
+    """The lives of our own key that are not ours, as far as they were heard.
 
-    A former life of ours left heartbeats behind that still go around. They come from one clock and end with one that is
-    the last, whatever that clock says: so a life is over when nothing newer comes for half of a heartbeat's lifetime,
-    which is its expiry. It goes on when newer ones come that are further apart than anything that was still on its way
-    can be. No clock is compared with another.
+    A former life of ours left heartbeats behind, with others and in the DHT. They come from one clock and end with one
+    that is the last, whatever that clock says: so a life is over when nothing newer comes for a while. It goes on when
+    newer ones come that are further apart than anything that was still on its way can be. No clock is compared with
+    another.
     """
 
     def __init__(self) -> None:
@@ -50,7 +53,7 @@ class Copies:
                 del self._lives[next(iter(self._lives))]
         elif heartbeat.sequence > life.newest.sequence:
             life.newest, life.advanced_at = heartbeat, now
-            if now - life.first_at <= _expiry(heartbeat):
+            if now - life.first_at <= _silence(heartbeat):
                 life.baseline = heartbeat.sequence
 
     @property
@@ -59,7 +62,7 @@ class Copies:
         return max((life.newest.sequence for life in self._lives.values()), default=0)
 
     def may_live(self, now: float) -> bool:
-        """Whether it is too early to say that all other lives of this key are over."""
+        """Return whether it is too early to say that all other lives of this key are over."""
         return any(life.may_go_on(now) for life in self._lives.values())
 
     def living(self, now: float) -> Heartbeat | None:
@@ -71,6 +74,6 @@ class Copies:
         return None
 
 
-def _expiry(heartbeat: Heartbeat) -> float:
-    """Return the seconds of silence after which its peer is dead to others."""
-    return heartbeat.lifetime / 2
+def _silence(heartbeat: Heartbeat) -> float:
+    """Return the seconds without a newer heartbeat after which a life is over."""
+    return SILENCE_SHARE * heartbeat.lifetime

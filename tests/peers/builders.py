@@ -51,6 +51,7 @@ from peers.values.chunks import PayloadSize, Sum, SumTree, split_by_rate
 from peers.values.leases import Lease, SampleRange
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, PayloadKind, Trained
+from tests.peers.heartbeats import beat
 from tests.simulator.simulated_keys import SimulatedKeys
 
 RUN = "tiny"
@@ -85,27 +86,6 @@ def chain_of(headers: Iterable[Header], empty_log: LogState = LOG) -> Chain:
     for header in headers:
         chain.add(Entry.whole(header, None))
     return chain
-
-
-def beat(peer: str, log: LogState, state: PeerState = PeerState.TRAINING, sequence: int = 1, **more: Any) -> Heartbeat:
-    fields: dict[str, Any] = {
-        "run": RUN,
-        "peer": peer,
-        "incarnation": 0,
-        "sequence": sequence,
-        "state": state,
-        "index": log.position.index,
-        "head": log.position.head,
-        "state_digest": STATE,
-        "lineage_tokens": log.lineage_tokens,
-        "inner_step": 0,
-        "tokens_per_second": 0.0,
-        "speed": 0.0,
-        "loss": None,
-        "addresses": (),
-        "roster_size": 0,
-    }
-    return Heartbeat(**(fields | more))
 
 
 def beats(log: LogState, names: str, state: PeerState = PeerState.TRAINING) -> dict[str, Heartbeat]:

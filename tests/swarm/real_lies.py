@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, cast
 
 from peers.network.channel import PeerUnreachableError, Serve
 from peers.network.dht_storage import heartbeats_key
-from peers.network.discovery import GOSSIP
+from peers.presence.beats import BEAT, HEARTBEAT, Beat, tag_of
 from peers.presence.heartbeat import Heartbeat
-from peers.presence.news import News, Request, Whole
 from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.effects import SendChunk
 from peers.transfer.lineage_fetch import BYTES_LIMIT, HEADERS, HeadersRequest
@@ -188,7 +187,7 @@ class SnapshotFlood(Flood):
 
 
 class RecordFlood(Flood):
-    """It makes up peers that are hard at work, and tells of them in the DHT and by gossip."""
+    """It makes up peers that are hard at work, and tells of them in the DHT, and in their names those that it floods."""
 
     def begin(self) -> None:
         self._invented = [Identity.generate() for _ in range(INVENTED)]
@@ -198,13 +197,15 @@ class RecordFlood(Flood):
         transport, who = self.driver.transport, self.draw.choice(self._invented)
         beat = self._beat(who.peer_id)
         signed, key = beat.sign(who), heartbeats_key(self.run)
-        if self.draw.random() < 0.5:
+        chance = self.draw.random()
+        if chance < 0.5:
             return await transport.dht._node.store(key, signed, beat.expires, subkey=beat.peer)
-        news = News(0, wholes=(Whole(signed=signed, slots=0, link=b""),)).packed
-        return await transport.call(victim, GOSSIP, pack(Request(run=self.run, after=0, news=news)), TIMEOUT)
+        if chance < 0.75:
+            return await transport.call(victim, HEARTBEAT, tag_of(self.run) + signed, TIMEOUT)
+        return await transport.call(victim, BEAT, pack(Beat.of(beat)), TIMEOUT)
 
     def _beat(self, name: str) -> Heartbeat:
-        invented = {"peer": name, "sequence": time.time_ns() // 1_000_000, "seal": None, "addresses": ()}
+        invented = {"peer": name, "sequence": time.time_ns() // 1_000_000, "addresses": ()}
         return self.driver.heartbeat().model_copy(update=invented)
 
 

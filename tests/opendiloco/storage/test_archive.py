@@ -31,7 +31,6 @@ from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.presence.voice import Pace
 from peers.protocol.messages import Commit, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
 from peers.transfer.lineage_fetch import LineageFetch
@@ -76,7 +75,7 @@ class Network:
         return b"ticket", 7
 
     def discovery_of(self, run_id: str) -> Any:
-        return SimpleNamespace(pace=lambda: Pace(after=self.heard))
+        return SimpleNamespace(copies=SimpleNamespace(highest=self.heard))
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         self.published.append(Heartbeat.verify(heartbeat, run_id))
@@ -179,7 +178,7 @@ class ManyRuns(Network):
         return SignedHeads(run_id)
 
     def discovery_of(self, run_id: str) -> Any:
-        return SimpleNamespace(pace=Pace)
+        return SimpleNamespace(copies=SimpleNamespace(highest=0))
 
     async def publish(self, heartbeat: bytes, run_id: str) -> bool:
         if run_id == self.poison:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from prometheus_client import REGISTRY
 
 from peers.driver.driver import Driver
@@ -18,8 +17,6 @@ from peers.log.lineage import Lineage
 from peers.network.links import EAGER
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
-from peers.presence.life_signs import LifeSign
-from peers.presence.voice import Pace
 from peers.protocol.events import HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
 from peers.values.identity import Identity
@@ -39,9 +36,13 @@ class Network:
         self.endpoints: tuple[str, ...] = ()
         self.links = SimpleNamespace(arranging=SimpleNamespace(addresses=()))
         self.dht = SimpleNamespace(expect_answers_within=self.expect)
-        self.signs: list[LifeSign] = []
-        self.slowly = Pace()
-        self.silent: dict[str, float] = {}
+        self.highest = 0
+        self.is_calm = False
+        """Whether a beat is enough."""
+        self.beats: list[Heartbeat] = []
+        self.voters: list[set[str]] = []
+        self.silent: dict[str, float] | None = None
+        """For how long each peer was silent; None: nobody was."""
         self.asked = 0
         self.published: list[Heartbeat] = []
         self.present: list[Heartbeat] = []
@@ -63,12 +64,22 @@ class Network:
         return True
 
     def discovery_of(self, run_id: str) -> Any:
-        return SimpleNamespace(pace=lambda: self.slowly, silences=lambda: self.silent)
+        return SimpleNamespace(
+            copies=SimpleNamespace(highest=self.highest),
+            is_news=lambda heartbeat: not self.is_calm,
+            beat=self.beat,
+            silences=self.silences,
+        )
 
-    async def publish(self, heartbeat: bytes | None, run_id: str, sign: LifeSign | None = None) -> bool:
-        if heartbeat is not None:
-            self.published.append(Heartbeat.verify(heartbeat, run_id))
-        self.signs += [sign] if sign is not None else []
+    def silences(self) -> dict[str, float]:
+        return dict.fromkeys((beat.peer for beat in self.present), 0.0) if self.silent is None else self.silent
+
+    def beat(self, heartbeat: Heartbeat, voters: set[str]) -> None:
+        self.beats.append(heartbeat)
+        self.voters.append(voters)
+
+    async def publish(self, heartbeat: bytes, run_id: str) -> bool:
+        self.published.append(Heartbeat.verify(heartbeat, run_id))
         return True
 
     async def heartbeats(self, run_id: str) -> list[Heartbeat]:
@@ -139,15 +150,34 @@ def test_addresses_are_asked_for_now_and_then() -> None:
     assert {heartbeat.addresses for heartbeat in network.published} == {(LATE,)}
 
 
-def test_among_many_most_beats_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, clock = Network(), iter(range(100, 200))
-    network.slowly = Pace(others=660)  # just so many that a sign of life comes at each beat
-    monkeypatch.setattr("peers.driver.pulse.now", lambda: float(next(clock)))
-    asyncio.run(beats(network, new_peer(), 10))
-    assert len(network.published) == 1
-    assert len(network.signs) == 9
-    slots = [sign.slots for sign in network.signs]
-    assert slots == sorted(set(slots))
+def test_while_a_beat_is_enough_nothing_is_signed() -> None:
+    network, peer = Network(), new_peer()
+    asyncio.run(beats(network, peer, 1))
+    network.is_calm = True
+    asyncio.run(beats(network, peer, 9))
+    assert (len(network.published), len(network.beats)) == (1, 9)
+    sequences = [heartbeat.sequence for heartbeat in (*network.published, *network.beats)]
+    assert sequences == sorted(set(sequences))
+    assert network.voters == [set()] * 9, "before the first entry there are none"
+
+
+def test_what_was_said_with_our_key_before_is_followed() -> None:
+    network = Network()
+    network.highest = 2**61
+    assert pulse_of(new_peer(), network).heartbeat().sequence == 2**61 + 1
+
+
+def test_whom_we_do_not_hear_is_connected_to_and_not_told_of() -> None:
+    """Others hand its heartbeat out: that is no sign of life."""
+    network = Network()
+    network.present, network.silent = [beat(OTHER.peer_id, LOG)], {}
+
+    async def scenario() -> HeartbeatsSeen:
+        async with asyncio.TaskGroup() as tasks:
+            return await pulse_of(new_peer(), network, tasks.create_task).beat()
+
+    assert asyncio.run(scenario()) == HeartbeatsSeen((), {})
+    assert network.connected == [OTHER.peer_id]
 
 
 def test_a_silent_dht_node_does_not_use_up_a_beat() -> None:

@@ -1,8 +1,9 @@
-"""Who is in a run: when the DHT is asked and told, and what gossip does meanwhile. No network, and a clock of ours."""
+"""The peers of a run: when the DHT is asked and told, and what beats do meanwhile. No network, and a clock of ours."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,14 +13,15 @@ from peers.errors import LocalProtocolError
 from peers.metrics import Health
 from peers.network import discovery as module
 from peers.network.channel import PeerUnreachableError
-from peers.network.discovery import GOSSIP, PeerDiscovery
+from peers.network.discovery import PeerDiscovery
 from peers.network.transport import HivemindTransport
+from peers.presence.beats import BEAT, HEARTBEAT, SHORT, WHO, Beat, Request
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import SAMPLE, SEARCH_LAST
-from peers.presence.news import Request
-from peers.presence.voice import Voice
 from peers.values.identity import Identity
-from tests.peers.builders import LOG, beat
+from peers.values.wire import unpack
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG
 
 RUN = "tiny-" + "a" * 32
 
@@ -33,6 +35,7 @@ class World:
         self.dht: dict[str, tuple[Heartbeat, bytes]] = {}
         self.nodes: dict[str, Node] = {}
         self.broken = False
+        self.calls = Counter[str]()
         monkeypatch.setattr(module, "now", lambda: 1000.0 + self.seconds)
         monkeypatch.setattr("peers.network.discovery.time.time", lambda: self.wall)
 
@@ -49,20 +52,24 @@ class Node:
         self.identity = identity or Identity.generate()
         self.peer_id = self.identity.peer_id
         world.nodes[self.peer_id] = self
-        self.links = SimpleNamespace(reach=dict, port=0)
+        self.links = SimpleNamespace(port=0)
         self.dht = self
         self.stored = self.searched = 0
         self.takes = True
         self.connected: list[str] = []
         self.discovery = PeerDiscovery(RUN, cast(HivemindTransport, self))
-        self.voice = Voice(self.identity)
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout: float) -> bytes:
-        assert name == GOSSIP
         there = self.world.nodes.get(peer_id)
+        self.world.calls[name] += 1
         if there is None or self.world.broken or not there.discovery.is_member:
             raise PeerUnreachableError(peer_id, "no answer in time")
-        return there.discovery.answer(self.peer_id, Request.unpack(self.peer_id, payload))
+        if name == BEAT:
+            return there.discovery.hear_beat(self.peer_id, unpack(Beat, payload))
+        if name == HEARTBEAT:
+            return there.discovery.hear_heartbeat(self.peer_id, payload[SHORT:])
+        assert name == WHO
+        return there.discovery.hand_out(self.peer_id, Request.unpack(self.peer_id, payload))
 
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
         self.connected.append(peer_id)
@@ -79,21 +86,25 @@ class Node:
         return [signed for heartbeat, signed in self.world.dht.values() if heartbeat.expires > self.world.wall]
 
     async def says(self, state: PeerState = PeerState.TRAINING) -> set[str]:
-        """A beat of its pulse. Returns the peers that it then knows."""
+        """Do what its pulse does. Returns the peers that it then knows."""
         heartbeat = beat(self.peer_id, LOG, state, int(self.world.wall * 1000), run=RUN, lifetime=20.0)
-        signed, sign = self.voice.say(heartbeat, self.discovery.pace(), 1000.0 + self.world.seconds)
-        await self.discovery.say(signed, sign)
+        if self.discovery.is_news(heartbeat):
+            await self.discovery.publish(heartbeat.sign(self.identity))
+        else:
+            self.discovery.beat(heartbeat)
         return await self.sees()
 
     async def sees(self) -> set[str]:
-        found = {one.peer for one in await self.discovery.heartbeats() if one.state is not PeerState.LEAVING}
-        for _ in range(20):  # exchanges that are under way come to their end
+        """Return the peers that it knows, when all calls that are under way have come to their end."""
+        await self.discovery.heartbeats()
+        for _ in range(20):
             await asyncio.sleep(0)
-        return found
+        found = await self.discovery.heartbeats()
+        return {one.peer for one in found if one.state is not PeerState.LEAVING}
 
-    async def looks_again(self) -> None:
-        self.discovery._tell()
-        await self.sees()
+    def hears(self) -> set[str]:
+        """Return the other peers that it has heard within the expiry."""
+        return {peer for peer, seconds in self.discovery.silences().items() if seconds <= 10.0}
 
 
 @pytest.fixture
@@ -102,13 +113,11 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 async def beats(world: World, nodes: list[Node], count: int) -> list[set[str]]:
-    """All say something, every two seconds. Returns what each knows in the end."""
+    """Have all say something, every two seconds. Returns what each knows in the end."""
     for _ in range(count):
         world.seconds += 2.0
         for node in nodes:
             await node.says()
-        for node in nodes * 3:
-            await node.looks_again()
     return [await node.sees() for node in nodes]
 
 
@@ -136,18 +145,84 @@ def test_a_peer_whose_heartbeats_no_node_takes_is_ill_until_one_does(
     asyncio.run(scenario())
 
 
-def test_a_newcomer_is_known_to_all_at_its_first_beat(world: World) -> None:
+def test_a_newcomer_hears_all_at_its_first_beat_and_is_heard(world: World) -> None:
     async def scenario() -> None:
         nodes = [Node(world) for _ in range(4)]
         await beats(world, nodes, 3)
+        for peer in list(world.dht)[1:]:
+            del world.dht[peer]
         new = Node(world)
-        world.seconds += 2.0
+        world.seconds += 1.0
         await new.says()
-        await new.looks_again()
-        for node in nodes:
-            await node.looks_again()
-            assert new.peer_id in {one.peer for one in node.discovery.gossip.heartbeats(1000.0 + world.seconds)}
+        assert new.hears() == {node.peer_id for node in nodes}
+        assert all(new.peer_id in node.hears() for node in nodes)
         await closed(*nodes, new)
+
+    asyncio.run(scenario())
+
+
+def test_beats_are_most_of_what_is_said(world: World) -> None:
+    async def scenario() -> None:
+        nodes = [Node(world) for _ in range(3)]
+        await beats(world, nodes, 3)
+        world.calls.clear()
+        await beats(world, nodes, 40)
+        assert sum(world.calls[name] for name in (BEAT, HEARTBEAT)) == 40 * 6
+        assert world.calls[HEARTBEAT] == 40 * 6 // 4, "every eight seconds"
+        assert world.calls[WHO] <= 3 * 9, "every ten"
+        assert all(node.hears() == set(world.nodes) - {node.peer_id} for node in nodes)
+        await closed(*nodes)
+
+    asyncio.run(scenario())
+
+
+def test_newcomers_that_the_dht_does_not_have_hear_of_each_other(world: World) -> None:
+    """As in a large swarm, of which it has a sample: each of them knows another peer."""
+
+    async def scenario() -> None:
+        old = Node(world)
+        await beats(world, [old], 1)
+        new = [Node(world) for _ in range(2)]
+        for node in new:
+            node.takes = False
+        await beats(world, [old, *new], 8)
+        assert len(world.dht) == 1
+        assert all(node.hears() == {old.peer_id, *(one.peer_id for one in new)} - {node.peer_id} for node in new)
+        await closed(old, *new)
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_dies_is_not_heard_any_more_and_one_that_is_back_is(world: World) -> None:
+    async def scenario() -> None:
+        nodes = [Node(world) for _ in range(3)]
+        await beats(world, nodes, 3)
+        dead = world.nodes.pop(nodes[2].peer_id)
+        await beats(world, nodes[:2], 5)
+        assert nodes[0].hears() == {nodes[1].peer_id, dead.peer_id}
+        await beats(world, nodes[:2], 1)
+        assert nodes[0].hears() == {nodes[1].peer_id}
+        await beats(world, nodes[:2], 30)
+        world.nodes[dead.peer_id] = dead
+        await beats(world, nodes, 2)
+        assert nodes[0].hears() == {nodes[1].peer_id, dead.peer_id}
+        await closed(*nodes)
+
+    asyncio.run(scenario())
+
+
+def test_halves_that_were_parted_meet_again_by_the_dht(world: World) -> None:
+    async def scenario() -> None:
+        halves = [[Node(world) for _ in range(2)] for _ in range(2)]
+        left, right = (dict(world.dht) for _ in halves)
+        for half, dht in ((halves[0], left), (halves[1], right)):
+            world.dht = dht
+            await beats(world, half, 30)
+        world.dht = left | right
+        everybody = [*halves[0], *halves[1]]
+        await beats(world, everybody, 5)
+        assert all(node.hears() == {one.peer_id for one in everybody} - {node.peer_id} for node in everybody)
+        await closed(*everybody)
 
     asyncio.run(scenario())
 
@@ -163,7 +238,7 @@ def test_alone_the_dht_is_told_and_asked_at_each_beat(world: World) -> None:
     asyncio.run(scenario())
 
 
-def test_while_gossip_works_the_dht_is_told_and_asked_now_and_then(world: World) -> None:
+def test_while_others_are_heard_the_dht_is_told_and_asked_now_and_then(world: World) -> None:
     async def scenario() -> None:
         nodes = [Node(world) for _ in range(3)]
         everybody = {node.peer_id for node in nodes}
@@ -187,6 +262,7 @@ def test_whoever_is_only_in_the_dht_is_looked_for_each_time(world: World) -> Non
         everybody = {node.peer_id for node in nodes}
         assert await beats(world, nodes, 10) == [everybody] * 2
         assert all(node.stored == 10 and node.searched >= 10 for node in nodes)
+        assert all(node.hears() == everybody - {node.peer_id} for node in nodes)
         await closed(*nodes)
 
     asyncio.run(scenario())
@@ -212,12 +288,11 @@ def test_the_dht_has_a_sample_of_a_large_run(world: World) -> None:
         chosen = 0
         for minute in range(40):
             world.seconds = 60.0 * minute
-            node.discovery.gossip.answered_at = -float("inf")
             sequence = int(world.wall * 1000)
             for identity in crowd:
                 signed = beat(identity.peer_id, LOG, sequence=sequence, run=RUN, lifetime=30.0).sign(identity)
-                node.discovery.gossip.found(signed, 1000.0 + world.seconds, world.wall)
-            chosen += node.discovery.pace().is_whole
+                node.discovery.beats.found(signed, 1000.0 + world.seconds, world.wall)
+            chosen += node.discovery.meeting_place.is_to_be_stored(1000.0 + world.seconds, world.wall)
         assert chosen < 40 * 4 * SAMPLE / 300, "each is in it as often as any other"
 
     asyncio.run(scenario())
@@ -225,7 +300,7 @@ def test_the_dht_has_a_sample_of_a_large_run(world: World) -> None:
 
 def test_a_large_run_is_searched_for_rarely(world: World) -> None:
     node = Node(world)
-    node.discovery.gossip.others = lambda now: ["x"] * 5000  # type: ignore[method-assign]
+    node.discovery.beats.others = lambda now: ["x"] * 5000  # type: ignore[method-assign]
     node.discovery.meeting_place.searched(1000.0)
     world.seconds = SEARCH_LAST - 100.0
     assert not node.discovery.meeting_place.is_search_due(1000.0 + world.seconds)
@@ -266,7 +341,7 @@ def test_a_stranger_is_content_with_the_dht_when_nobody_answers(world: World) ->
 
 
 def test_whoever_only_looks_asks_again_after_it_was_interrupted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: an exchange that was cut off at the end of a look seemed to be under way for ever."""
+    """Regression: a question that was cut off at the end of a look seemed to be under way for ever."""
 
     async def scenario() -> None:
         nodes = [Node(world) for _ in range(2)]
@@ -286,7 +361,7 @@ def test_whoever_only_looks_asks_again_after_it_was_interrupted(world: World, mo
         world.seconds += 2.0
         world.dht.clear()
         await stranger.sees()
-        assert stranger.discovery.gossip.answered_at == 1000.0 + world.seconds
+        assert stranger.discovery._asked_at == 1000.0 + world.seconds
         await closed(*nodes)
 
     asyncio.run(scenario())
@@ -297,9 +372,9 @@ def test_nothing_goes_backwards(world: World) -> None:
         node = Node(world)
         heartbeat = beat(node.peer_id, LOG, sequence=int(world.wall * 1000), run=RUN)
         signed = heartbeat.sign(node.identity)
-        await node.discovery.say(signed, None)
+        await node.discovery.publish(signed)
         with pytest.raises(LocalProtocolError):
-            await node.discovery.say(signed, None)
+            await node.discovery.publish(signed)
         await closed(node)
 
     asyncio.run(scenario())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from peers.presence.copies import LIVES_LIMIT, Copies
+from peers.presence.copies import LIVES_LIMIT, SILENCE_SHARE, Copies
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.presence.voice import Pace
 from peers.values.identity import Identity
+from tests.peers.presence.beaters import Beater, Clock
 from tests.peers.presence.test_heartbeat import heartbeat
-from tests.peers.presence.whispers import Clock, Whisperer
 
-LIFETIME, EXPIRY = 20.0, 10.0
+LIFETIME = 20.0
+SILENCE = SILENCE_SHARE * LIFETIME
 OTHER_CLOCKS = [0.0, -86400.0, 59.0, 86400.0 * 365]
 """How far the clock of the other machine, or of the other life, is ahead, in seconds."""
 
@@ -36,18 +36,18 @@ class TestListening:
         copies = Copies()
         for at, second in ((0.0, -19.0), (1.0, -8.0), (1.5, -12.0), (3.0, 0.0), (6.0, -2.0)):
             copies.hear(said(ahead + second), at)
-        assert copies.may_live(13.0)
-        assert not copies.may_live(13.1)
-        assert copies.living(13.0) is None
+        assert copies.may_live(3.0 + SILENCE)
+        assert not copies.may_live(3.1 + SILENCE)
+        assert copies.living(3.0 + SILENCE) is None
         assert copies.highest == said(ahead).sequence, "what we say comes after it, whatever our clock says"
 
     def test_what_was_on_its_way_for_long_is_no_sign_of_life(self) -> None:
-        """The DHT may have a heartbeat that is as old as its lifetime, and gossip the last one, later."""
+        """The DHT may have a heartbeat that is as old as its lifetime, and a peer the last one, later."""
         copies = Copies()
         copies.hear(said(-20.0), 0.0)
-        copies.hear(said(0.0), 12.0)
-        assert copies.living(12.0) is None
-        assert not copies.may_live(22.1)
+        copies.hear(said(0.0), 13.0)
+        assert copies.living(13.0) is None
+        assert not copies.may_live(13.1 + SILENCE)
 
     @pytest.mark.parametrize("ahead", OTHER_CLOCKS)
     def test_another_machine_goes_on(self, ahead: float) -> None:
@@ -55,7 +55,7 @@ class TestListening:
         for second in range(0, 40, 2):
             copies.hear(said(ahead + second), float(second))
             assert copies.may_live(float(second))
-            assert (copies.living(float(second)) is not None) == (second > EXPIRY + LIFETIME)
+            assert (copies.living(float(second)) is not None) == (second > SILENCE + LIFETIME)
         assert copies.living(100.0) is None, "it has gone since"
 
     def test_one_that_has_left_is_not_waited_for(self) -> None:
@@ -78,36 +78,36 @@ class TestListening:
         assert len(copies._lives) == LIVES_LIMIT
 
 
-class TestGossip:
-    """Whoever asks or tells others is told what they have of its own key."""
+class TestBeats:
+    """Peers tell each sender of a heartbeat, and whoever asks, what they have of its own key."""
 
-    def trio(self, ahead: int = 0) -> tuple[Clock, Whisperer, Whisperer, Whisperer]:
+    def trio(self) -> tuple[Clock, Beater, Beater, Beater]:
         clock, key = Clock(), Identity.generate()
-        return clock, Whisperer(clock, key), Whisperer(clock, key), Whisperer(clock)
+        return clock, Beater(clock, key), Beater(clock, key), Beater(clock)
 
     def test_a_newcomer_with_the_key_of_another_hears_it_go_on(self) -> None:
         clock, first, newcomer, friend = self.trio()
-        newcomer.finds(friend.say())
+        friend.say()
         for _ in range(25):
             clock.now += 2.0
             first.finds(friend.say())
             first.say(incarnation=1).tells(friend)
-            newcomer.finds(friend)
-            newcomer.tells(friend)
-        other = newcomer.gossip.copies.living(clock.now)
+            newcomer.finds(friend).asks(friend)
+            assert newcomer.beats.copies.may_live(clock.now)
+        other = newcomer.beats.copies.living(clock.now)
         assert other is not None
         assert other.incarnation == 1
-        assert first.gossip.copies.living(clock.now) is None, "it has said nothing that others could hear"
+        assert first.beats.copies.living(clock.now) is None, "it has said nothing that others could hear"
 
     def test_two_that_began_at_once_hear_of_each_other(self) -> None:
         clock, first, second, friend = self.trio()
+        friend.say()
         for _ in range(25):
-            clock.now += 2.0
             for incarnation, one in ((1, first), (2, second)):
-                clock.now += 0.01
+                clock.now += 1.0
                 one.finds(friend.say())
                 one.say(incarnation=incarnation).tells(friend)
-        found = [one.gossip.copies.living(clock.now) for one in (first, second)]
+        found = [one.beats.copies.living(clock.now) for one in (first, second)]
         assert [one.incarnation if one else None for one in found] == [2, 1]
 
     def test_whoever_comes_back_is_told_of_its_former_life_and_speaks_after_it(self) -> None:
@@ -116,9 +116,8 @@ class TestGossip:
         ahead = int(clock.wall * 1000) + 30_000
         before.finds(friend.say())
         before.say(incarnation=1, sequence=ahead).tells(friend)
-        back.finds(friend)
-        back.tells(friend)
-        assert back.gossip.copies.highest == ahead
+        back.finds(friend).asks(friend)
+        assert back.beats.copies.highest == ahead
         clock.now += 1.0
-        back.say(Pace(after=back.gossip.copies.highest), incarnation=2, index=7).tells(friend)
+        back.say(sequence=back.beats.copies.highest + 1, incarnation=2, index=7).tells(friend)
         assert friend.knows()[back.name].incarnation == 2

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from peers.presence.gossip import Gossip
+from peers.presence.beats import Beats
 from peers.presence.meeting_place import ARRIVAL, ELDERS, SAMPLE, MeetingPlace
 from peers.values.identity import Identity
-from tests.peers.builders import LOG, beat
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG
 
 RUN = "tiny-" + "a" * 32
 WALL = 1.8e9
@@ -22,14 +23,14 @@ class Peer:
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self.gossip = Gossip(identity.peer_id, RUN, bytes(16), WALL)
-        self.place = MeetingPlace(self.gossip, LIFETIME)
+        self.beats = Beats(identity.peer_id, RUN)
+        self.place = MeetingPlace(self.beats)
 
     def live(self, now: float, others: Iterable[Identity]) -> None:
         """Say something, and hear these others."""
-        self.gossip.say(signed(self.identity, now), None, now, WALL + now)
+        self.beats.say(signed(self.identity, now), now)
         for other in others:
-            self.gossip.found(signed(other, now), now, WALL + now)
+            self.beats.found(signed(other, now), now, WALL + now)
 
     def stores(self, now: float) -> bool:
         return self.place.is_to_be_stored(now, WALL + now)

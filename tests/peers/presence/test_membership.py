@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peers.presence.heartbeat import PeerState
 from peers.presence.membership import FORGOTTEN, Membership
-from tests.peers.builders import LOG, PAYLOAD, beat, first_log
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG, first_log, next_header
+
+
+def any_farewell(peer: str, incarnation: int, departure: int, signature: bytes) -> bool:
+    return True
+
+
+def membership_of() -> Membership:
+    return Membership("me", 10.0, any_farewell)
 
 
 def seen(now: float = 0.0) -> Membership:
-    membership = Membership("me", expiry=10.0)
+    membership = membership_of()
     membership.observe([beat("a", LOG), beat("b", LOG), beat("me", LOG)], now)
     return membership
 
 
 def test_others_are_live_and_we_are_not_among_them() -> None:
-    membership = Membership("me", expiry=10.0)
+    membership = membership_of()
     assert not membership.polled
     assert membership.live(0.0) == {}
     assert seen().polled
@@ -37,7 +47,7 @@ def test_the_same_heartbeat_again_keeps_nobody_alive() -> None:
 
 
 def test_the_roll_is_a_new_one_only_when_somebody_says_something_new() -> None:
-    membership = Membership("me", 10.0)
+    membership = membership_of()
     membership.observe([beat("a", LOG, sequence=1), beat("b", LOG, sequence=1)], 0.0)
     roll = membership.live(0.0)
     membership.observe([beat("a", LOG, sequence=2), beat("b", LOG, sequence=2)], 8.0)
@@ -98,7 +108,7 @@ def test_leavers_are_not_live_until_they_are_back() -> None:
 def test_who_left_does_not_count_from_its_departure_on() -> None:
     """As the start that was in the roster: the next one of the same peer is not there for it."""
     membership, first = seen(), first_log()
-    second = first.append(first.next_header([first.expected(peer) for peer in "abc"], PAYLOAD))
+    second = first.append(next_header(first, [first.expected(peer) for peer in "abc"]))
     membership.departs("a", 0, 2, b"")
     membership.departs("b", 7, 0, b"")
     assert membership.departed(LOG) == membership.departed(first) == frozenset()
@@ -119,6 +129,16 @@ def test_nothing_grows_for_ever() -> None:
     membership.observe([beat("c", LOG)], FORGOTTEN + 1)
     assert membership.departed(first) == frozenset()
     assert list(membership.live(FORGOTTEN + 1)) == ["c"]
+
+
+def test_no_more_peers_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.presence.membership.SEEN_LIMIT", 5)
+    membership = seen()
+    membership.observe([beat(f"made{number}", LOG) for number in range(100)], 3.0, {"made99": 1.0})
+    membership.observe([beat("a", LOG, sequence=2)], 4.0)
+    assert len(membership.met) == 6
+    assert {"me", "a"} <= set(membership.met)
+    assert "b" not in membership.met, "it is silent for longest"
 
 
 KINDS = ("observe", "unreachable", "heard_from", "left", "nothing")
@@ -146,7 +166,7 @@ def test_who_lives_is_found_anew_whenever_it_may_have_changed(deeds: list[tuple[
 
 
 def test_a_roll_says_who_does_what() -> None:
-    membership = Membership("me", expiry=10.0)
+    membership = membership_of()
     states = {"a": PeerState.READY, "b": PeerState.TRAINING, "c": PeerState.JOINING, "d": PeerState.ARCHIVING}
     membership.observe([beat(name, LOG, state) for name, state in states.items()], 0.0)
     roll = membership.live(0.0)
