@@ -16,7 +16,7 @@ from peers.network.sockets import has_bbr
 from peers.network.throttle import FEWEST, FEWEST_WITH_BBR, MOST_WITH_BBR, Lanes, RateMeter
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import ChunkSent, ChunksUnsent
-from peers.protocol.rounds import Attempt
+from peers.protocol.rounds import RoundName
 from peers.transfer.averages import ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.wire import Value, pack
@@ -40,7 +40,7 @@ STREAMS = 512  # to all members together, where more than the fewest are of use
 class StreamHeader(Value):
     """The round that a stream's chunks are of."""
 
-    round_name: Attempt
+    round_name: RoundName
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Outgoing:
         self._buffers = buffers
         self._host = host
         self._uplink = uplink
-        self._round: Attempt | None = None
+        self._round: RoundName | None = None
         self._queues: dict[str, asyncio.Queue[SendChunk | None]] = {}
         self._senders: dict[str, list[asyncio.Task[None]]] = {}
         self._flights: dict[str, _Flights] = {}
@@ -176,36 +176,32 @@ class Outgoing:
         self.hangs_at = set[str]()
         """Members for whom chunks wait, and none was sent for long: later rounds do not wait for that."""
 
-    def begin(self, round_name: Attempt, others: int) -> None:
+    def begin(self, round_name: RoundName, others: int) -> None:
         """Send chunks of this round, which has so many other members."""
         for peer in list(self._senders):
-            self._end_streams_to(peer, at_once=False)
+            self._end_streams_to(peer)
         self._usual = {peer: flights.usual for peer, flights in self._flights.items()}
         self._round, self._flights = round_name, {}
         self.hangs_at.clear()
         self._uplink.begin_round(self, others)
 
-    def tidy(self, present: Attempt | None, members: Collection[str]) -> None:
-        """End streams that nobody waits for: of other rounds than `present`, and to members that are lost."""
-        for peer in list(self._senders):
-            if present != self._round or peer not in members:
-                self._end_streams_to(peer, at_once=present == self._round)
+    def tidy(self, present: RoundName | None) -> None:
+        """End the streams of another round than the `present` one."""
         if present != self._round:
+            for peer in list(self._senders):
+                self._end_streams_to(peer)
             self._round = None
             self._uplink.end_round(self)
 
-    def _end_streams_to(self, peer: str, at_once: bool) -> None:
-        """What has not been sent yet is not sent any more. Unless `at_once`, streams end properly."""
+    def _end_streams_to(self, peer: str) -> None:
+        """Send nothing more to a member. A stream has some time to end properly."""
         queue = self._queues.pop(peer)
         while not queue.empty():
             queue.get_nowait()
         self._uplink.moved()
         for task in self._senders.pop(peer):
             queue.put_nowait(None)
-            if at_once:
-                task.cancel()
-            else:
-                asyncio.get_running_loop().call_later(CLOSING_TIME, task.cancel)
+            asyncio.get_running_loop().call_later(CLOSING_TIME, task.cancel)
 
     def send(self, send: SendChunk) -> None:
         if send.round_name != self._round:
@@ -213,14 +209,14 @@ class Outgoing:
         self._queues.setdefault(send.to, asyncio.Queue()).put_nowait(send)
         self._open_streams_to(send.round_name, send.to)
 
-    def _open_streams_to(self, round_name: Attempt, to: str) -> None:
+    def _open_streams_to(self, round_name: RoundName, to: str) -> None:
         tasks = [task for task in self._senders.get(to, []) if not task.done()]
         most = max(FEWEST, STREAMS // len(self._queues))
         while len(tasks) < min(self._uplink.lanes.count, self._buffers.size.chunks, most):
             tasks.append(self._host.start(self._carry(round_name, to, self._queues[to])))
         self._senders[to] = tasks
 
-    async def _carry(self, round_name: Attempt, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
+    async def _carry(self, round_name: RoundName, to: str, queue: asyncio.Queue[SendChunk | None]) -> None:
         """One stream to a member, from the first chunk for it until it breaks or the round is over."""
         usual, stream = self._usual.get(to, 0.0), object()
         flights = self._flights.setdefault(to, _Flights(asyncio.get_running_loop().time, usual))
@@ -296,14 +292,14 @@ class Outgoing:
         else:
             self._host.handle(ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))
 
-    def _widen(self, round_name: Attempt, count: int) -> None:
+    def _widen(self, round_name: RoundName, count: int) -> None:
         """Use more connections, where those that there are do not carry all that waits."""
         has_more = any(queue.qsize() for queue in self._queues.values())
         if self._uplink.lanes.passed(count, has_more) and round_name == self._round:
             for peer in list(self._senders):
                 self._open_streams_to(round_name, peer)
 
-    def _report_unsent(self, round_name: Attempt, to: str, unsent: Collection[SendChunk]) -> None:
+    def _report_unsent(self, round_name: RoundName, to: str, unsent: Collection[SendChunk]) -> None:
         for reduced in (False, True):
             chunks = tuple(send.chunk for send in unsent if send.reduced == reduced)
             if chunks:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from peers import metrics
+from peers.audit.spot_check import Sample, choose, is_refuted
 from peers.driver.traffic import Traffic
+from peers.protocol.commitment import ChunkProof
 from peers.protocol.effects import AssemblePayload, OpenRound, ReduceChunk
-from peers.protocol.events import PayloadAssembled
+from peers.protocol.events import AverageRefuted, PayloadAssembled
 from peers.protocol.exchange import Exchange
-from peers.protocol.rounds import Attempt, Round
-from peers.transfer.averages import SpotCheck, asking, average_chunk, serve_contributions
+from peers.protocol.rounds import RoundName
+from peers.transfer.averages import ask_for_contributions, average_chunk, serve_contributions
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.system import now
-from peers.values.workload import Workload
+from peers.values.workload import Blocks, Workload
 
 if TYPE_CHECKING:
     from peers.driver.driver import Driver
     from peers.network.transport import HivemindTransport
 
 REDUCERS = 2  # chunks averaged at once
+Shown: TypeAlias = Sequence[tuple[ChunkProof, Blocks] | None]
 
 
 class RoundCosts(NamedTuple):
@@ -49,9 +53,8 @@ class Rounds:
         self.traffic = Traffic(transport, workload, buffers, host)
         self._run = host.peer.settings.run
         self._members: dict[int, frozenset[str]] = {}  # of each fragment's last round
-        self._spot_check = SpotCheck(asking(transport, self._run), workload.reduce, buffers, host.peer.me)
         self._reducing = asyncio.Semaphore(REDUCERS)
-        self._rounds: dict[int, Round] = {}  # by fragment
+        self._rounds: dict[int, RoundName] = {}  # by fragment
         self._began_at: float | None = None
         self._seconds = 0.0
 
@@ -69,7 +72,7 @@ class Rounds:
             self._transport, self._run, self._buffers, lambda fragment, peer: peer in members.get(fragment, ())
         )
 
-    def _buffers_of(self, round_name: Attempt) -> PayloadBuffers:
+    def _buffers_of(self, round_name: RoundName) -> PayloadBuffers:
         return self._buffers[round_name.position.fragment]
 
     def open(self, opening: OpenRound) -> None:
@@ -78,14 +81,14 @@ class Rounds:
         self._began_at = now()
         self._buffers_of(opening.round.name).open(opening.round.name)
         self._members[opening.round.name.position.fragment] = frozenset(opening.round.peers)
-        self.traffic.begin(opening.round.name, len(opening.round.remaining) - 1)
+        self.traffic.begin(opening.round.name, len(opening.round.peers) - 1)
 
     async def average(self, reduce: ReduceChunk) -> None:
         async with self._reducing:
-            buffers = self._buffers_of(reduce.round_name)
-            event = await average_chunk(self._workload.reduce, buffers, self._host.peer.me, reduce)
-        if event is not None:
-            self._host.handle(event)
+            exchange, buffers = self._host.peer.exchange_of(reduce.round_name), self._buffers_of(reduce.round_name)
+            event = await average_chunk(self._workload.reduce, buffers, exchange, reduce) if exchange else None
+            if event is not None:
+                self._host.handle(event)
 
     def assemble(self, assemble: AssemblePayload) -> None:
         round_name, exchange = assemble.round_name, self._host.peer.exchange_of(assemble.round_name)
@@ -93,30 +96,46 @@ class Rounds:
         if buffers.round(round_name):
             self._host.handle(PayloadAssembled(round_name, buffers.assemble(round_name)))
             if exchange is not None:
-                self._host.start(self._look_at_averages(exchange))
+                self._host.start(self._check_an_average(exchange))
 
-    async def _look_at_averages(self, exchange: Exchange) -> None:
-        refuted = await self._spot_check.check(exchange)
-        if refuted is not None:
-            self._host.handle(refuted)
+    async def _check_an_average(self, exchange: Exchange) -> None:
+        """Make one of the averages again that others have made, if it is this round's turn."""
+        average = choose(exchange.averages.of_others, len(exchange.contributions.commitments), random.random)
+        if average is None:
+            return
+        buffers, reduce = self._buffers_of(exchange.name), exchange.reduction_of(average.chunk, average.absent)
+
+        async def ask(peers: Sequence[str], fragment: int, chunk: int, length: int) -> Shown:
+            return await ask_for_contributions(self._transport, self._run, exchange.me, buffers, peers, chunk)
+
+        sample = Sample(
+            average,
+            exchange.name.position,
+            exchange.round.chunks,
+            tuple(reduce.weights),
+            sum(weight for _, weight in reduce.members),
+            exchange.contributions.commitments,
+        )
+        if await is_refuted(sample, self._workload.fragments[buffers.fragment], ask, self._workload.reduce):
+            self._host.handle(AverageRefuted(exchange.name, average.reducer, average.chunk))
 
     def follow(self) -> None:
-        """Release what belongs to other rounds than the protocol's present ones, or to members that they have lost."""
+        """Release what belongs to other rounds than the protocol's present ones."""
         peer = self._host.peer
         if peer.is_exchanging:
             self._transport.no_round.rate = self.traffic.rate
             self._transport.no_round.clear()
         else:  # also while a round may go on some time: perhaps when somebody has joined
             self._transport.no_round.set()
-        rounds = {fragment: slot.exchange.round for fragment, slot in peer.slots.items() if slot.exchange}
+        rounds = {fragment: slot.exchange.name for fragment, slot in peer.slots.items() if slot.exchange}
         before, self._rounds = self._rounds, rounds
-        if rounds.keys() == before.keys() and all(rounds[fragment] is before[fragment] for fragment in rounds):
+        if rounds == before:
             return
         for fragment in before.keys() - rounds.keys():
             self._buffers[fragment].close()
         if not rounds:
             self._end_clock()
-        self.traffic.tidy({round.name: round.remaining for round in rounds.values()})
+        self.traffic.tidy(rounds.values())
 
     def _end_clock(self) -> None:
         """Count the time of the rounds that have ended, if any was under way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from peers import metrics
@@ -16,7 +16,7 @@ from peers.network.rating import RATING, Rater
 from peers.network.throttle import MOST, RateMeter
 from peers.protocol.effects import SendChunk
 from peers.protocol.events import RateMeasured, ReachSeen
-from peers.protocol.rounds import Attempt
+from peers.protocol.rounds import RoundName
 from peers.transfer.averages import Admission, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.system import now
@@ -52,7 +52,7 @@ class Traffic:
         self.buffers = buffers
         self._host = host
         self._from: dict[str, RateMeter] = {}
-        self._receivers: dict[asyncio.Task[None], tuple[Attempt, str]] = {}
+        self._receivers: dict[asyncio.Task[None], tuple[RoundName, str]] = {}
 
     async def serve(self) -> None:
         await self._transport.on_stream(CHUNKS, self._receive)
@@ -77,7 +77,7 @@ class Traffic:
         self.uplink.meter.knows(upload)
         self._downlink.knows(download)
 
-    def begin(self, round_name: Attempt, others: int) -> None:
+    def begin(self, round_name: RoundName, others: int) -> None:
         """Move chunks of this round, which has so many other members."""
         self._outgoing[round_name.position.fragment].begin(round_name, others)
         for meter in (self._downlink, *self._from.values()):
@@ -86,20 +86,16 @@ class Traffic:
     def send(self, send: SendChunk) -> None:
         self._outgoing[send.round_name.position.fragment].send(send)
 
-    def tidy(self, present: Mapping[Attempt, Collection[str]]) -> None:
-        """End streams that nobody waits for: of other rounds than the `present` ones, and with peers that are not among
-        their members any more."""
+    def tidy(self, present: Collection[RoundName]) -> None:
+        """End the streams of other rounds than the `present` ones."""
         of_fragment = {name.position.fragment: name for name in present}
         for fragment, outgoing in enumerate(self._outgoing):
-            name = of_fragment.get(fragment)
-            outgoing.tidy(name, present[name] if name else ())
+            outgoing.tidy(of_fragment.get(fragment))
         for task, (round_name, peer) in list(self._receivers.items()):
-            if round_name in present and peer not in present[round_name]:
-                task.cancel()
-            elif round_name not in present:
+            if round_name not in present:
                 asyncio.get_running_loop().call_later(CLOSING_TIME, self._cut, task, (round_name, peer))
 
-    def _cut(self, receiver: asyncio.Task[None], of: tuple[Attempt, str]) -> None:
+    def _cut(self, receiver: asyncio.Task[None], of: tuple[RoundName, str]) -> None:
         """End a stream of an earlier round. Its task may have gone on to another on the same connection."""
         if self._receivers.get(receiver) == of:
             receiver.cancel()
@@ -137,7 +133,7 @@ class Traffic:
             self._from[sender].begin_round()
         return _StreamArrivals(self, sender, round_name)
 
-    def take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytearray, seconds: float) -> bool:
+    def take(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytearray, seconds: float) -> bool:
         """Take in a chunk that took so many seconds to come. Return whether the sender is rid of it."""
         self._downlink.passed(len(data), seconds)
         self._from[sender].passed(len(data), seconds)
@@ -152,7 +148,7 @@ class Traffic:
 class _StreamArrivals:
     """The chunks that come on one stream: what is announced, and the memory for it."""
 
-    def __init__(self, traffic: Traffic, sender: str, round_name: Attempt) -> None:
+    def __init__(self, traffic: Traffic, sender: str, round_name: RoundName) -> None:
         self._traffic = traffic
         self._sender = sender
         self._round = round_name

@@ -66,7 +66,7 @@ class Exchange:
         self.payload: bytes | None = None if round.chunks else NO_PAYLOAD
         self.refused: set[str] = set()
         """Members that gave what is no average."""
-        self._me = me
+        self.me = me
         weights = contributions.weights
         self._weights = {member.peer: weights.get(member.peer, member.tokens) for member in round.contributors}
         self._signatures = OwnersSignatures(round, keys)
@@ -87,7 +87,7 @@ class Exchange:
         if not self.round.chunks:
             return []
         effects: list[Effect] = [OpenRound(self.round)]
-        if self._me in self._weights:
+        if self.me in self._weights:
             for owner, part in self._reducers.parts.items():
                 effects += self._owe([owner], False, part)
         return effects + self._reduce(self._reducing.waiting)
@@ -107,7 +107,7 @@ class Exchange:
         if contributions.commitments:
             self.contributions = contributions
         self.averages.marks = b""  # the ballot that had them is over
-        for part in self._reducers.add(heirs).get(self._me, ()):
+        for part in self._reducers.add(heirs).get(self.me, ()):
             self._reducing.add([chunk for chunk in part if chunk not in self.averages.ours], now, seconds)
         return self._ask_for_blocks() + self._reduce(self._reducing.waiting)
 
@@ -180,13 +180,13 @@ class Exchange:
 
     def hear(self, sender: str, want: Want) -> list[Effect]:
         """Give a member the averages that it lacks; or our own blocks of chunks that it is to average."""
-        if want.round != self.name or sender not in self.round.peers or sender == self._me:
+        if want.round != self.name or sender not in self.round.peers or sender == self.me:
             return []
         averages = [chunk for chunk in chunks_in(want.averages) if self._may_give(chunk)]
         averages = averages[: max(0, GIVEN * self.round.chunks - self._outbox.asked[sender])]
         self._outbox.asked[sender] += len(averages)
         effects = self._owe([sender], True, averages)
-        if self._me in self._weights:
+        if self.me in self._weights:
             blocks = [chunk for chunk in chunks_in(want.blocks) if sender in self._reducers.of(chunk)]
             effects += self._owe([sender], False, blocks)
         return effects
@@ -260,7 +260,7 @@ class Exchange:
         """Take an average for that of its chunk: our own, or one that is vouched for."""
         chunk = event.chunk
         effects: list[Effect] = []
-        if event.sender == self._me:
+        if event.sender == self.me:
             if chunk not in self._reducing.waiting:
                 return []
             self._reducing.done(chunk)
@@ -272,7 +272,7 @@ class Exchange:
             self._search.came(event.sender, self._now)
         if self.averages.keep(averaged, event.squares):
             self.payload = None
-        if event.sender == self._me:
+        if event.sender == self.me:
             effects += self._owe(self.round.peers, True, [chunk])
         if not self.averages.lacking():
             effects.append(AssemblePayload(self.name))
@@ -280,7 +280,7 @@ class Exchange:
 
     # What goes out ----------------------------------------------------------------------------------------------
     def _owe(self, peers: Iterable[str], reduced: bool, chunks: Iterable[int]) -> list[Effect]:
-        others = [peer for peer in peers if peer != self._me]
+        others = [peer for peer in peers if peer != self.me]
         return self._send(self._outbox.owe(others, reduced, chunks))
 
     def _send(self, flights: Iterable[Flight]) -> list[Effect]:
@@ -294,7 +294,7 @@ class Exchange:
 
     def _ask_for_blocks(self) -> list[Effect]:
         """As an heir, ask for blocks: nobody sends them unasked."""
-        owned = self._reducers.parts.get(self._me, ())
+        owned = self._reducers.parts.get(self.me, ())
         lacking: defaultdict[str, list[int]] = defaultdict(list)
         for chunk in self._reducing.waiting:
             if chunk not in owned:

@@ -1,8 +1,8 @@
 """Averages of chunks, as the members that made them have signed them; and what a round's averages come to.
 
 A reducer signs each average that it makes once in a round, so two statements by one reducer about one chunk that differ
-prove that it has lied. A later ballot may name an heir for a reducer that gave nothing; then a chunk may have averages of
-two members. The leader's proposal says which of them counts, by a mark of a few bytes for each chunk.
+prove that it has lied. A later ballot may name an heir for a reducer that gave nothing; a chunk may then have averages
+of two members. The proposal of the leader says which of them counts, by a mark of a few bytes for each chunk.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class Averages:
         """Our own averages, of which another one may have taken the place."""
         self.marks = b""
         """The averages that a proposal names; none: any that is signed is as good as another."""
-        self.contradictions: list[tuple[Averaged, Averaged]] = []
-        """Pairs of statements that convict their reducer."""
+        self.contradictions: dict[str, tuple[Averaged, Averaged]] = {}
+        """By reducer, two statements that convict it."""
         self._me = me
         self._round = round
         self._keys = keys
@@ -189,7 +189,7 @@ class Averages:
             if before.reducer != averaged.reducer:
                 self._given[before.reducer] -= self._squares[chunk]
             if contradict(before, averaged):
-                self.contradictions.append((before, averaged))
+                self.contradictions.setdefault(averaged.reducer, (before, averaged))
         self._here[chunk], self._squares[chunk] = averaged, squares
         self._marks_here.pop(chunk, None)
         return before is not None
@@ -260,8 +260,8 @@ class Parts:
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
         """Without `keys` signatures are not checked."""
-        self.contradictions: list[tuple[Averaged, Averaged]] = []
-        """Pairs of statements that convict their reducer."""
+        self.contradictions: dict[str, tuple[Averaged, Averaged]] = {}
+        """By reducer, two statements that convict it."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
@@ -286,7 +286,7 @@ class Parts:
             return False
         first = self._taken.setdefault(averaged.chunk, averaged)
         if contradict(first, averaged):
-            self.contradictions.append((first, averaged))
+            self.contradictions.setdefault(sender, (first, averaged))
         return True
 
     def refuse(self, reducer: str) -> None:

@@ -1,96 +1,166 @@
-"""Who reduces in a round, and how much: by who reaches whom, and by what links carry. Pure functions."""
+"""Who averages how much in a round: by who reaches whom, and by what links carry. Pure functions.
+
+Only a member's own words about its links are asked for. A pair in which one does not reach the other costs both of them
+alike, and the one that has most such pairs first; so a member that names all others loses its own place, and no other.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from peers.log.header import Member
+from peers.log.settings import Timing
 from peers.presence.reachability import SEEN_LIMIT
-from peers.presence.standing import Pairs
+from peers.protocol.rounds import Round, Share
 from peers.values.chunks import payloads_moved, split_by_rate
 
+if TYPE_CHECKING:
+    from peers.protocol.messages import Ready
+
 LEAST_PAYLOADS = 2.0
-"""That a link is taken to carry at least: a member's own blocks go out before the average comes in."""
+"""Payloads that a link is taken to carry at least: a member's own blocks go out before the average comes in."""
 SLACK = 2.0
 """How much more than others saw of a peer it may say that its link carries: in a round it need not have been busy."""
-
 ALIKE = 0.8
 """Of the rate of a link, that another one's is at least that is dealt as much."""
-FEW = 3
-"""Members that reduce, if as many can: of two that wait for each other nobody can tell which of them holds the others
-up."""
-MOST_PAYLOADS = 8.0
-"""That a reducer's link should carry, if others can share the work: of 200 members one alone would carry 199."""
-SPARED = 16
-"""Members of whom one may be left out so that more can reduce, though somebody reaches it."""
+REACHED = 0.75
+"""Of the other members, that must reach a member that averages."""
+FAIR = 2.0
+"""Fair shares that a link may carry, so that data need not go through relays. One fair share: if all averaged alike."""
+MARGIN = 3.0
+"""Times what most links need, that an exchange may take."""
+MOST = 0.75
+"""Of the members, those with the fastest links, for whose links an exchange has time."""
+UNMEASURED = 0.25
+"""Of the manifest's time limit, that an exchange has at least while some links are not measured."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who may reduce, in roster order, and who cannot take part since too few can exchange data with it."""
+class Link:
+    """A member's own words about its link, as its Ready has them."""
 
-    reducers: tuple[str, ...]
-    left_out: frozenset[str]
+    rate: int = 0
+    seen: Mapping[str, int] = field(default_factory=dict)
+    relayed: frozenset[str] = frozenset()
+    unreached: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, ready: Ready) -> Link:
+        return cls(ready.rate, dict(ready.seen), frozenset(ready.relayed), frozenset(ready.unreached))
 
 
-def plan(leader: str, members: Sequence[str], trained: Collection[str], pairs: Pairs) -> Plan:
-    """Choose the reducers: they have trained, and all other members reach them.
+def shares(roster: Sequence[Member], links: Mapping[str, Link], chunks: int) -> tuple[Share, ...]:
+    """Return all members of a round, each with how many chunks it averages.
 
-    Everybody sends blocks to every reducer and gets averages from it; two that reduce nothing exchange nothing. Of
-    those whom all reach, the ones with the fewest pairs reduce that only a relay connects: it then carries the least;
-    but so many that none of them has to carry more than `MOST_PAYLOADS`. If no member is reached by all, as few as
-    possible are left out, so that one is; never the leader. There is no plan for who leads and can't exchange data with
-    anybody who has trained.
+    Members that bring nothing average nothing: an average has its maker's own blocks at least.
     """
-    able = [peer for peer in members if peer in trained]
-    centres = [peer for peer in able if leader not in pairs.broken_with(peer)]
-    if not centres:
-        return Plan((), frozenset())
-    unled = pairs.broken_with(leader)  # if somebody is to be left out, best those who can hardly be led
-    centre = min(centres, key=lambda peer: (len(pairs.broken_with(peer)), len(unled - pairs.broken_with(peer))))
-    left_out = pairs.broken_with(centre)
-    left_out |= _hinderers(leader, [peer for peer in members if peer not in left_out], able, left_out, pairs)
-    reached = _reached(able, left_out, pairs)
-    relayed = {peer: len(pairs.relayed_with(peer) - left_out) for peer in reached}
-    wanted = min(_fewest_reducers(len(members) - len(left_out)), len(reached))
-    worst = sorted(relayed.values())[wanted - 1]
-    return Plan(tuple(peer for peer in reached if relayed[peer] <= worst), left_out)
+    peers = [member.peer for member in roster]
+    able = [member.peer for member in roster if member.tokens]
+    dealt = deal(chunks, len(peers), reducers(peers, able, links), believed_rates(peers, links))
+    return tuple(Share(member=member, chunks=dealt.get(member.peer, 0)) for member in roster)
 
 
-def _reached(able: Sequence[str], left_out: frozenset[str], pairs: Pairs) -> list[str]:
-    """Return those of the able whom all that remain reach."""
-    return [peer for peer in able if peer not in left_out and pairs.broken_with(peer) <= left_out]
+def seconds_for(round: Round, links: Mapping[str, Link], size: int, timing: Timing) -> float:
+    """Return how long the exchange of a round may take, whose payload has so many bytes."""
+    rates = believed_rates(round.peers, links)
+    measured = {peer: rates[peer] for peer in round.peers if peer in links and links[peer].rate}
+    dealt = {share.member.peer: share.chunks for share in round.shares}
+    return deadline(foreseen(dealt, round.peers, measured, size), timing)
 
 
-def _fewest_reducers(members: int) -> int:
-    """Return how many members must share the reducing, at least."""
-    return max(1, math.ceil((members - 2) / (MOST_PAYLOADS - 1)))
+def deadline(foreseen: Iterable[float], timing: Timing) -> float:
+    """Return the seconds for an exchange, given how long each member's link is busy in it; 0: not measured.
 
-
-def _hinderers(
-    leader: str, members: Sequence[str], able: Sequence[str], left_out: frozenset[str], pairs: Pairs
-) -> frozenset[str]:
-    """Return the few members, if there are such, without whom enough others could reduce.
-
-    Whoever says that it can't talk to most others would else have one of them do the work of all.
+    Links that are slower than most have no say. Once a link was in a round its rate is known.
     """
-    more: frozenset[str] = frozenset()
-    for _ in range(len(members) // SPARED + 1):
-        if len(_reached(able, left_out | more, pairs)) >= _fewest_reducers(len(members) - len(more)):
-            return more
-        others = [peer for peer in members if peer != leader and peer not in more]
-        broken = {peer: len(pairs.broken_with(peer) - left_out - more) for peer in others}
-        more |= {max(others, key=lambda peer: broken[peer])} if others else frozenset()
-    return frozenset()
+    links = list(foreseen)
+    measured = sorted(seconds for seconds in links if seconds)
+    if not measured:
+        return timing.round_timeout
+    least = timing.heartbeat_expiry
+    if len(measured) < len(links):
+        least = max(least, UNMEASURED * timing.round_timeout)
+    needed = measured[math.ceil(MOST * len(measured)) - 1]
+    return min(max(MARGIN * needed, least), timing.round_timeout)
+
+
+def heirs_of(
+    missing: Sequence[str], able: Sequence[str], before: Collection[tuple[str, str]] = ()
+) -> tuple[tuple[str, str], ...]:
+    """Return an heir for each reducer that gave nothing, among the `able`, which have given their part.
+
+    They take turns. None gets the same chunks again as `before`.
+    """
+    heirs = list[tuple[str, str]]()
+    for place, reducer in enumerate(missing):
+        line = [*able[place % len(able) :], *able[: place % len(able)]] if able else []
+        heirs += [(reducer, heir) for heir in line if heir != reducer and (reducer, heir) not in before][:1]
+    return tuple(heirs)
+
+
+# Who reaches whom -----------------------------------------------------------------------------------------------------
+def reducers(members: Sequence[str], able: Sequence[str], links: Mapping[str, Link]) -> tuple[str, ...]:
+    """Return those of the able, in their order, whom enough of the other members reach.
+
+    Those whom too many reach through a relay only are left out, too, if the others can share the work fairly.
+    """
+    among = set(members)
+    unreached = {peer: links[peer].unreached & among for peer in members if peer in links}
+    relayed = {peer: (links[peer].relayed | links[peer].unreached) & among for peer in members if peer in links}
+    reached, near = _well_reached(members, unreached), _well_reached(members, relayed)
+    chosen = [peer for peer in able if peer in reached]
+    direct = [peer for peer in chosen if peer in near]
+    fair = payloads_moved(len(members), 1 / max(len(able), 1))
+    if direct and payloads_moved(len(members), 1 / len(direct)) <= FAIR * fair:
+        chosen = direct
+    return tuple(chosen or able)
+
+
+def _well_reached(members: Sequence[str], said: Mapping[str, Collection[str]]) -> frozenset[str]:
+    """Return the members that enough others reach, given whom each says that it does not reach.
+
+    The member with most such pairs is left out first, and its pairs do not count against the others any more. Among
+    members with as many pairs it is the one that names most others itself, or all of these.
+    """
+    pairs: dict[str, set[str]] = {peer: set() for peer in members}
+    for peer, others in said.items():
+        for other in others:
+            if other != peer:
+                pairs[peer].add(other)
+                pairs[other].add(peer)
+    most = (1 - REACHED) * (len(members) - 1)
+    left = dict.fromkeys(members)
+    while left:
+        worst = max(len(pairs[peer]) for peer in left)
+        if worst <= most:
+            break
+        those = [peer for peer in left if len(pairs[peer]) == worst]
+        named = {peer: len(pairs[peer].intersection(said.get(peer, ()))) for peer in those}
+        for peer in [peer for peer in those if named[peer] == max(named.values())]:
+            del left[peer]
+            for other in pairs.pop(peer):
+                if other in pairs:
+                    pairs[other].discard(peer)
+    return frozenset(left)
+
+
+# What links carry -----------------------------------------------------------------------------------------------------
+def believed_rates(peers: Iterable[str], links: Mapping[str, Link]) -> dict[str, float]:
+    """Return what the links of these members are taken to carry, in bytes a second."""
+    known = {peer: links.get(peer, Link()) for peer in peers}
+    claimed = {peer: link.rate for peer, link in known.items()}
+    return credible_rates(claimed, {peer: link.seen for peer, link in known.items()})
 
 
 def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """What members' links carry, in bytes a second: as they say, but not much more than the others saw come from them.
+    """Return what members' links carry, in bytes a second: as they say, but not much more than others saw of them.
 
     `seen` holds, by member, the rates at which others' data came to it. What the others saw adds up, since a peer sends
     to all of them at once; it counts when at least half of them speak. Nobody is taken for slower than the slowest.
-    Links that nobody measured count as the slowest known one; 0 if none is known.
+    Links that were not measured count as the slowest known one; 0 if none is known.
     """
     slowest = min((rate for rate in claimed.values() if rate), default=0)
     sums = dict.fromkeys(claimed, 0)
@@ -110,23 +180,15 @@ def credible_rates(claimed: Mapping[str, int], seen: Mapping[str, Mapping[str, i
 
 
 def deal(chunk_count: int, members: int, reducers: Sequence[str], rates: Mapping[str, float]) -> dict[str, int]:
-    """How many chunks each reducer averages, such that all links are done together; a few reducers at least have one,
-    unless that is more than a payload for them to send."""
-    alike = evened_out([rates[peer] for peer in reducers])
-    chunks = split_by_rate(chunk_count, alike, members)
-    idle = sorted((place for place, count in enumerate(chunks) if not count), key=lambda place: -alike[place])
-    more = FEW - (len(chunks) - len(idle)) if members <= chunk_count else 0
-    for place in idle[: max(0, more)]:
-        busiest = max(range(len(chunks)), key=chunks.__getitem__)
-        if chunks[busiest] > 1:
-            chunks[busiest], chunks[place] = chunks[busiest] - 1, 1
+    """Return how many chunks each reducer averages, such that all links are done together."""
+    chunks = split_by_rate(chunk_count, evened_out([rates[peer] for peer in reducers]), members)
     return dict(zip(reducers, chunks, strict=True))
 
 
 def evened_out(rates: Sequence[float]) -> list[float]:
     """Return the rates, of which those that are about the same are the same: their mean.
 
-    A tenth more of a link is a third more to reduce; so what rates are off by would make rounds longer than links that
+    A tenth more of a link is a third more to average; so what rates are off by would make rounds longer than links that
     are not quite alike do.
     """
     places = sorted(range(len(rates)), key=lambda place: -rates[place])
@@ -140,14 +202,7 @@ def evened_out(rates: Sequence[float]) -> list[float]:
 
 
 def foreseen(chunks: Mapping[str, int], members: Sequence[str], rates: Mapping[str, float], size: int) -> list[float]:
-    """Seconds for which each member's link is busy with its blocks, the average, and its part. 0: not known."""
+    """Return for how long each member's link is busy with its blocks, the average, and its part; 0: not known."""
     whole = max(sum(chunks.values()), 1)
     moved = {peer: payloads_moved(len(members), chunks.get(peer, 0) / whole) for peer in members}
     return [size * max(moved[peer], LEAST_PAYLOADS) / rates[peer] if rates.get(peer) else 0.0 for peer in members]
-
-
-def why_left_out(broken: Collection[str]) -> str:
-    """Return what a peer is told that can exchange no data with these."""
-    others = sorted(broken)
-    named = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-    return f"no data can be exchanged between this peer and {named}, and somebody must reach everybody"

@@ -1,18 +1,16 @@
-"""The chunks of a round: which are let in, how they are averaged, and how the averages of others are checked after it.
-Every driver asks here, so that what is simulated is what is deployed.
+"""The chunks of a round: which are let in, and how they are averaged. Every driver asks here, so that what is simulated
+is what is deployed.
 
-Reducers sign what they give. Until it has trained again, each member shows what it contributed to all who were in the
-round with it, a chunk at a time, with the way up to what it has committed to. A member that has a chunk of all of them
-makes their average again, which comes out with the same bits, or is not what its reducer has signed.
+Until it has trained again, each member shows what it contributed to all that were in the round with it, a chunk at a
+time, with the path to what it has committed to: then others can make an average again (spot checks).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 
 from pydantic import Field
 
@@ -21,31 +19,28 @@ from peers.log.header import MEMBER_LIMIT
 from peers.network.channel import PeerUnreachableError, Places, RefusalError
 from peers.protocol.commitment import EVIDENCE_LIMIT, ChunkProof, Evidence, fault_in
 from peers.protocol.effects import ReduceChunk, SendChunk
-from peers.protocol.events import AverageRefuted, AverageTooEarly, BadBlocks, ContributionArrived, ReducedArrived
+from peers.protocol.events import BadBlocks, ContributionArrived, ReducedArrived
 from peers.protocol.exchange import Exchange
-from peers.protocol.peer import Peer
-from peers.protocol.rounds import Attempt
-from peers.protocol.signed_averages import Origin
+from peers.protocol.parts import Averaged, Origin
+from peers.protocol.rounds import RoundName
 from peers.transfer.buffers import Measure, PayloadBuffers, inspection
-from peers.transfer.download import CHANCE, PullTransport
+from peers.transfer.download import PullTransport
 from peers.values.identity import Signature
 from peers.values.wire import Buffer, Count, PeerId, RunId, Value, digest_of, pack, unpack_from
 from peers.values.workload import BadBlocksError, Blocks, Reduction
 
+if TYPE_CHECKING:
+    from peers.protocol.peer import Peer
+
 CONTRIBUTION = "contribution"
 READERS = 4  # chunks that are given away at once
 TIMEOUT = 60.0  # seconds for one; it gives way to rounds
-ASKED = 16
-"""Chunks that a member asks for after a round, on average: in larger rounds it checks now and then only."""
-MOST = 64
-"""Members of a round that is checked: as many chunks are in memory at once."""
 
 
 # What is let in -------------------------------------------------------------------------------------------------------
 class ChunkHeader(Value):
-    """What comes: an averaged chunk, with the names of those whose blocks are `absent`; or the sender's own blocks,
-    with the proof that it committed to them, and its `signature` of that. Of an average the `origin` says who made it,
-    signed."""
+    """The announcement of a chunk: an average, with those whose blocks are `absent`, signed by its `origin`; or the
+    sender's own blocks, with the proof that it committed to them, and its `signature` of the commitment."""
 
     chunk: Count
     reduced: Annotated[bool, Field(strict=True)]
@@ -56,7 +51,7 @@ class ChunkHeader(Value):
 
     @classmethod
     def of(cls, send: SendChunk, buffers: PayloadBuffers) -> ChunkHeader:
-        """Return what is said of a chunk that goes out."""
+        """Return the announcement of a chunk that goes out."""
         return cls(
             chunk=send.chunk,
             reduced=send.reduced,
@@ -68,19 +63,18 @@ class ChunkHeader(Value):
 
 
 class Admitted(NamedTuple):
-    """What became of a chunk: what the protocol is to be told of it, and whether its sender is rid of it."""
+    """The decision on a chunk: the protocol's event, if any, and whether its sender is rid of it."""
 
-    event: ContributionArrived | ReducedArrived | AverageTooEarly | BadBlocks | None
+    event: ContributionArrived | ReducedArrived | BadBlocks | None
     is_taken: bool
 
 
 class Admission:
     """Checks the chunks that arrive at one peer, and puts those that are waited for into its buffers.
 
-    A chunk that comes too late or too early is not stored, and nobody is blamed for it: the sender learns whether it
-    should come again. A chunk that is wrong is blamed on its sender: with RemoteProtocolError where no honest peer
-    would have announced it, with BadBlocks where its bytes are not what an encoder makes. The protocol hears of a
-    chunk, and never sees its bytes.
+    A chunk that is not waited for is not stored, and its sender learns whether to send it again. A chunk that is wrong
+    is its sender's fault: RemoteProtocolError where no honest peer would have announced it, else BadBlocks. The
+    protocol hears of a chunk, and never sees its bytes.
     """
 
     def __init__(self, peer: Peer, buffers: PayloadBuffers, measure: Measure) -> None:
@@ -88,7 +82,7 @@ class Admission:
         self._buffers = buffers
         self._inspect = inspection(measure, buffers)
 
-    def is_shared(self, round_name: Attempt, sender: str) -> bool:
+    def is_shared(self, round_name: RoundName, sender: str) -> bool:
         """Return whether the sender and this peer are in this round together now."""
         exchange = self._peer.exchange_of(round_name)
         return exchange is not None and exchange.is_with(sender)
@@ -102,49 +96,46 @@ class Admission:
         if length != stop - start:
             raise RemoteProtocolError(sender, f"its chunk {chunk} has {length} bytes, not {stop - start}")
 
-    def take(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytes | bytearray) -> Admitted:
+    def take(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytes | bytearray) -> Admitted:
         """Store a chunk of the announced size, if the round waits for it. Own blocks are stored as they are, and must
-        not change; averaged ones are copied."""
+        not change; averaged ones are copied. The protocol must hear of the event before anything else."""
         exchange, current = self._peer.exchange_of(round_name), self._buffers.round(round_name)
         if exchange is None or current is None or not exchange.is_with(sender):
             return Admitted(None, is_taken=False)
         chunk = header.chunk
-        is_wanted = exchange.wants_reduced if header.reduced else exchange.wants_contribution
-        if not is_wanted(sender, chunk):
+        if not (exchange.wants_average(chunk) if header.reduced else exchange.wants_blocks(sender, chunk)):
             return Admitted(None, exchange.is_done_with(sender, chunk, header.reduced))
         if header.reduced:
-            return self._take_average(sender, round_name, exchange, header, data)
-        bad = self._fault(sender, round_name, exchange, header, data)
+            return self._take_average(sender, exchange, header, data)
+        bad = self._fault(sender, exchange, header, data)
         if bad is not None:
             return Admitted(bad, is_taken=False)
         current.contributions[chunk][sender] = data
         return Admitted(ContributionArrived(round_name, sender, chunk), is_taken=True)
 
-    def _take_average(
-        self, sender: str, round_name: Attempt, exchange: Exchange, header: ChunkHeader, data: Blocks
-    ) -> Admitted:
-        chunk, digest = header.chunk, digest_of(data)
+    def _take_average(self, sender: str, exchange: Exchange, header: ChunkHeader, data: Blocks) -> Admitted:
+        """Store an average that is signed, by whomever it comes; and where one is proposed, that one only."""
+        chunk, digest, origin, name = header.chunk, digest_of(data), header.origin, exchange.name
+        unsigned = BadBlocks(name, sender, chunk, "its reducer has not signed it", reduced=True)
+        if origin is None:
+            return Admitted(unsigned, is_taken=False)
+        averaged = Averaged(chunk=chunk, digest=digest, absent=header.absent, origin=origin)
+        if not exchange.is_wanted(averaged):
+            return Admitted(None, is_taken=True)
+        if not exchange.is_vouched_for(averaged):
+            return Admitted(unsigned, is_taken=False)
         try:
             squares = self._inspect(chunk, data)
-            if header.absent and not exchange.may_lack(header.absent):
-                raise BadBlocksError("nobody is left in it")
-            if not exchange.is_vouched_for(chunk, digest, header.absent, header.origin):
-                raise BadBlocksError("its reducer has not signed it")
-            if exchange.is_too_long(header.origin.reducer if header.origin else sender, squares):
+            if exchange.is_too_long(averaged, squares):
                 raise BadBlocksError("what its reducer gives is longer than what it can be made of")
         except BadBlocksError as error:
-            return Admitted(BadBlocks(round_name, sender, chunk, str(error)), is_taken=False)
-        if not exchange.are_lost(header.absent):
-            return Admitted(AverageTooEarly(round_name, sender, chunk), is_taken=False)
-        self._buffers.store(round_name, chunk, data, digest)
-        arrived = ReducedArrived(round_name, sender, chunk, header.absent, digest, header.origin, squares)
-        return Admitted(arrived, is_taken=True)
+            return Admitted(BadBlocks(name, origin.reducer, chunk, str(error), reduced=True), is_taken=False)
+        self._buffers.store(name, chunk, data, digest)
+        return Admitted(ReducedArrived(name, sender, chunk, header.absent, digest, origin, squares), is_taken=True)
 
-    def _fault(
-        self, sender: str, round_name: Attempt, exchange: Exchange, header: ChunkHeader, data: bytes | bytearray
-    ) -> BadBlocks | None:
+    def _fault(self, sender: str, exchange: Exchange, header: ChunkHeader, data: bytes | bytearray) -> BadBlocks | None:
         """Return what is wrong with blocks to be averaged. It shows that their owner lied if it committed to them."""
-        chunk, proof = header.chunk, header.proof
+        round_name, chunk, proof = exchange.name, header.chunk, header.proof
         if proof is None or not exchange.contributions.has(sender, chunk, digest_of(data), proof):
             return BadBlocks(round_name, sender, chunk, "it has not committed to this")
         said = exchange.commitment(sender, header.signature)
@@ -164,30 +155,33 @@ Average: TypeAlias = Callable[[Reduction], Awaitable[Blocks]]
 
 
 async def average_chunk(
-    average: Average, buffers: PayloadBuffers, me: str, reduce: ReduceChunk
+    average: Average, buffers: PayloadBuffers, exchange: Exchange, reduce: ReduceChunk
 ) -> ReducedArrived | BadBlocks | None:
-    """Average the blocks of a chunk, and store the result. Return what to tell the protocol; None: the round is over.
+    """Average the blocks of a chunk, and store the result. Return the event, which the protocol must hear of before
+    anything else; None: the average is not wanted any more.
 
     Blocks may pass every check at the door and still have no average: BadBlocks names the member that sent them.
     Raises: BadBlocksError or DilocoPeerError when they are this peer's own.
     """
-    round_name, chunk = reduce.round_name, reduce.chunk
-    if not buffers.round(round_name):
+    round_name, chunk, me = reduce.round_name, reduce.chunk, exchange.me
+    if not buffers.round(round_name) or not exchange.wants_own(chunk):
         return None
     contributions = buffers.contributions(round_name, chunk, me, reduce.weights)
     room = buffers.room(len(contributions[0][0]))
     try:
         averaged = await average(_reduction(reduce, contributions, buffers, room))
     except (BadBlocksError, DilocoPeerError) as error:
+        if not exchange.wants_own(chunk):
+            return None
         first_block = buffers.chunking.blocks(chunk)[0]
         spoiler, _ = reduce.members[await _find_spoiler(average, contributions, first_block, buffers.fragment)]
         if spoiler == me:
             raise
         return BadBlocks(round_name, spoiler, chunk, str(error))
-    if not buffers.round(round_name):
+    if not buffers.round(round_name) or not exchange.wants_own(chunk):
         return None
     digest = buffers.store(round_name, chunk, averaged)
-    buffers.give_back([room, *(blocks for blocks, _ in contributions)])
+    buffers.release(round_name, chunk, room)
     return ReducedArrived(round_name, me, chunk, reduce.absent, digest)
 
 
@@ -220,7 +214,7 @@ async def _find_spoiler(
     return good
 
 
-# What others have averaged --------------------------------------------------------------------------------------------
+# What others may make again -------------------------------------------------------------------------------------------
 class ContributionRequest(Value):
     """One chunk of what the peer contributed last to a fragment."""
 
@@ -232,7 +226,7 @@ class ContributionRequest(Value):
 async def serve_contributions(
     transport: PullTransport, run: str, buffers: Sequence[PayloadBuffers], is_member: Callable[[int, str], bool]
 ) -> None:
-    """Show what this peer contributes to whoever `is_member` of the fragment's round that it is in, from now on."""
+    """Show what this peer contributes to those that are members of the fragment's round that it is in, from now on."""
     places = Places(READERS, 1)
 
     @asynccontextmanager
@@ -252,73 +246,21 @@ async def serve_contributions(
     await transport.on_pull(CONTRIBUTION, serve, gives_way=True)
 
 
-Ask: TypeAlias = Callable[[str, int, int, int], Awaitable[tuple[ChunkProof, Blocks]]]
-"""Returns what a peer shows of its contribution to a fragment, given the chunk and how long that is. Raises:
-PeerUnreachableError, RemoteProtocolError."""
+async def ask_for_contributions(
+    transport: PullTransport, run: str, me: str, own: PayloadBuffers, peers: Sequence[str], chunk: int
+) -> list[tuple[ChunkProof, Blocks] | None]:
+    """Ask these peers at once for their contributions to a chunk. Return one answer for each, None where there is none.
+    This peer, which shows its `own`, may be among them."""
+    start, stop = own.chunk_bytes(chunk)
+    request = pack(ContributionRequest(run=run, fragment=own.fragment, chunk=chunk))
 
-
-def asking(transport: PullTransport, run: str) -> Ask:
-    """Return what asks the peers of a run."""
-
-    async def ask(peer: str, fragment: int, chunk: int, length: int) -> tuple[ChunkProof, Blocks]:
-        request = pack(ContributionRequest(run=run, fragment=fragment, chunk=chunk))
-        packed, blocks = await transport.pull(peer, CONTRIBUTION, request, length, TIMEOUT)
-        return unpack_from(peer, ChunkProof, packed), blocks
-
-    return ask
-
-
-class SpotCheck:
-    """Makes averages again at one peer."""
-
-    def __init__(
-        self, ask: Ask, average: Average, buffers: Sequence[PayloadBuffers], me: str, chance: random.Random = CHANCE
-    ) -> None:
-        """`buffers` are of each fragment; `chance` decides which averages are made."""
-        self._ask = ask
-        self._average = average
-        self._buffers = buffers
-        self._me = me
-        self._chance = chance
-
-    async def check(self, exchange: Exchange) -> AverageRefuted | None:
-        """Make one of the averages again that others have made in this round, all of which are here.
-
-        Returns what it shows; None: nothing, since it is right, or somebody has not shown its blocks, or it is not the
-        turn of this round.
-        """
-        signed, members = exchange.averages.of_others, len(exchange.contributions.commitments)
-        if not signed or not 0 < members <= MOST or self._chance.random() * members >= ASKED:
-            return None
-        theirs, buffers = self._chance.choice(signed), self._buffers[exchange.name.position.fragment]
-        reduce = exchange.reduction_of(theirs.chunk, theirs.absent)
-        asked = [self._contribution(exchange, peer, theirs.chunk, buffers) for peer, _ in reduce.members]
-        shown = await self._all(asked)
-        contributions = [(blocks, weight) for blocks, (_, weight) in zip(shown, reduce.weights, strict=True) if blocks]
-        if len(contributions) < len(reduce.members):
-            return None
-        room = bytearray(len(contributions[0][0]))
+    async def ask(peer: str) -> tuple[ChunkProof, Blocks] | None:
         try:
-            again = await self._average(_reduction(reduce, contributions, buffers, room))
-        except (BadBlocksError, DilocoPeerError):
-            return None  # of which the reducer is to speak
-        if digest_of(again) == theirs.digest:
-            return None
-        return AverageRefuted(exchange.name, theirs.origin.reducer, theirs.chunk)
-
-    async def _all(self, asked: Sequence[Coroutine[None, None, Blocks | None]]) -> Sequence[Blocks | None]:
-        """Wait for all at once."""
-        return await asyncio.gather(*asked)
-
-    async def _contribution(self, exchange: Exchange, peer: str, chunk: int, buffers: PayloadBuffers) -> Blocks | None:
-        """Return a member's blocks as it has committed to them; None: they are not to be had (any more)."""
-        start, stop = buffers.chunk_bytes(chunk)
-        blocks: Blocks
-        try:
-            if peer == self._me:
-                proof, blocks = buffers.proof(chunk), bytes(buffers.own_chunk(chunk))
-            else:
-                proof, blocks = await self._ask(peer, buffers.fragment, chunk, stop - start)
+            if peer == me:
+                return own.proof(chunk), bytes(own.own_chunk(chunk))
+            packed, blocks = await transport.pull(peer, CONTRIBUTION, request, stop - start, TIMEOUT)
+            return unpack_from(peer, ChunkProof, packed), blocks
         except (KeyError, PeerUnreachableError, RemoteProtocolError):
             return None
-        return blocks if exchange.contributions.has(peer, chunk, digest_of(blocks), proof) else None
+
+    return await asyncio.gather(*map(ask, peers))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import mmap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Self, TypeAlias
 
 from peers.protocol.commitment import ChunkProof
-from peers.protocol.rounds import Attempt
+from peers.protocol.rounds import RoundName
 from peers.transfer.storage import empty
 from peers.values.chunks import Chunking, KeptPayloads, Payload, PayloadSize, Sum, SumTree
 from peers.values.wire import digest_of
@@ -27,8 +27,9 @@ SPARE_BYTES = 1 << 25  # of used memory for chunks, from one round to the next
 class _RoundBuffers:
     """The blocks of one round."""
 
-    name: Attempt
+    name: RoundName
     average: memoryview
+    is_kept: bool = False  # as a payload, so that it must not change any more
     digests: dict[int, bytes] = field(default_factory=dict)  # of the averaged chunks that are here
     contributions: defaultdict[int, dict[str, bytes | bytearray]] = field(
         default_factory=lambda: defaultdict(dict)
@@ -89,7 +90,7 @@ class PayloadBuffers:
                 spare[offset] = 0
             self._spare = spare
 
-    def open(self, name: Attempt) -> None:
+    def open(self, name: RoundName) -> None:
         self._round = _RoundBuffers(name, self.room_for_payload())
 
     def room_for_payload(self) -> memoryview:
@@ -102,7 +103,7 @@ class PayloadBuffers:
         self._round = None
         del self._used[SPARE_BYTES // max(1, self.chunk_bytes(0)[1]) :]
 
-    def round(self, name: Attempt) -> _RoundBuffers | None:
+    def round(self, name: RoundName) -> _RoundBuffers | None:
         return self._round if self._round and self._round.name == name else None
 
     def room(self, length: int) -> bytearray:
@@ -111,10 +112,12 @@ class PayloadBuffers:
             return self._used.pop()
         return bytearray(length)
 
-    def give_back(self, contributions: Iterable[Blocks]) -> None:
-        """Use the memory of these again: they are averaged, and nobody reads them any more."""
-        size = self.chunk_bytes(0)[1]
-        self._used += [used for used in contributions if isinstance(used, bytearray) and len(used) == size]
+    def release(self, name: RoundName, chunk: int, room: Blocks) -> None:
+        """Use the memory of the blocks of a chunk again, and the room that its average was made in: nobody reads them
+        any more."""
+        size, contributions = self.chunk_bytes(0)[1], self._open_round(name).contributions.pop(chunk, {})
+        used = [room, *contributions.values()]
+        self._used += [one for one in used if isinstance(one, bytearray) and len(one) == size]
 
     def chunk_bytes(self, chunk: int) -> tuple[int, int]:
         """Byte offsets [start, stop) of a chunk in a payload."""
@@ -136,39 +139,43 @@ class PayloadBuffers:
         return ChunkProof(squares=self.tree.squares(chunk), path=self.tree.path(chunk))
 
     def contributions(
-        self, name: Attempt, chunk: int, me: str, weights: Sequence[tuple[str, float]]
+        self, name: RoundName, chunk: int, me: str, weights: Sequence[tuple[str, float]]
     ) -> list[tuple[Blocks, float]]:
         """The blocks of a chunk with the members' weights, in their order. Raises: KeyError."""
         arrived = self._open_round(name).contributions[chunk]
         mine = self.own_chunk(chunk)
         return [(mine if peer == me else arrived[peer], weight) for peer, weight in weights]
 
-    def store(self, name: Attempt, chunk: int, data: Blocks, digest: bytes | None = None) -> bytes:
-        """An averaged chunk is here; what was sent to average it is not needed any more. Returns its digest.
+    def store(self, name: RoundName, chunk: int, data: Blocks, digest: bytes | None = None) -> bytes:
+        """Put an averaged chunk into its place, instead of another one if need be. Returns its digest.
 
-        Raises: KeyError.
+        A payload that is kept already stays as it was: it may be what a vote was for. Raises: KeyError.
         """
         current = self._open_round(name)
+        if current.is_kept:
+            copy = self.room_for_payload()
+            copy[:] = current.average
+            current.average, current.is_kept = copy, False
         start, stop = self.chunk_bytes(chunk)
         current.average[start:stop] = data
         current.digests[chunk] = digest or digest_of(data)
-        current.contributions.pop(chunk, None)
         return current.digests[chunk]
 
-    def read(self, name: Attempt, chunk: int, is_averaged: bool) -> memoryview:
+    def read(self, name: RoundName, chunk: int, is_averaged: bool) -> memoryview:
         """Return a chunk of the average, or of our own blocks. Raises: KeyError when the round is over."""
         current, (start, stop) = self._open_round(name), self.chunk_bytes(chunk)
         return current.average[start:stop] if is_averaged else self.own_chunk(chunk)
 
-    def assemble(self, name: Attempt) -> bytes:
-        """All chunks of the round are here: keep the payload. Returns its digest. Raises: KeyError."""
+    def assemble(self, name: RoundName) -> bytes:
+        """Keep the payload of a round whose chunks are all here. Returns its digest. Raises: KeyError."""
         current = self._open_round(name)
         digests = tuple(current.digests[chunk] for chunk in range(self.size.chunks))
         payload = Payload(current.average, digests)
         self.kept.keep(payload)
+        current.is_kept = True
         return payload.digest
 
-    def _open_round(self, name: Attempt) -> _RoundBuffers:
+    def _open_round(self, name: RoundName) -> _RoundBuffers:
         current = self.round(name)
         if current is None:
             raise KeyError(f"round {name} is over")

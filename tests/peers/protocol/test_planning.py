@@ -1,7 +1,8 @@
-"""Who reduces, by who reaches whom; and what a peer's word about its link is worth."""
+"""Who averages how much, by who reaches whom; what claims about links are worth; how long a round may take."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from random import Random
 
@@ -9,148 +10,226 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peers.log.settings import Timing
 from peers.presence.reachability import DOUBT, SEEN_LIMIT, Reachability
-from peers.presence.standing import FORGIVEN, REPLANS, Pairs, Standing
-from peers.protocol.planning import MOST_PAYLOADS, SLACK, Plan, credible_rates, deal, evened_out, foreseen, plan
+from peers.protocol.planning import (
+    FAIR,
+    SLACK,
+    Link,
+    credible_rates,
+    deadline,
+    deal,
+    evened_out,
+    foreseen,
+    heirs_of,
+    reducers,
+    seconds_for,
+    shares,
+)
 from peers.values.chunks import payloads_moved
 from peers.values.wire import Reach
+from tests.peers.rounds import round_among, round_with
 
 NAMES = "abcdef"
-PAIRS = st.sets(st.sampled_from(list(combinations(NAMES, 2))))
+CHUNKS = 1200
+ONE_WAY = st.sets(st.sampled_from([(one, other) for one in NAMES for other in NAMES if one != other]))
 
 
-def pairs(broken: set[tuple[str, str]] | str = "", relayed: set[tuple[str, str]] | str = "") -> Pairs:
-    """From pairs, or from words of two letters."""
-    standing = Standing(1.0)
-    for one in NAMES:
-        standing.said(one, _others(one, relayed), _others(one, broken))
-    return standing.pairs(NAMES)
+def links_of(unreached: str = "", relayed: str = "") -> dict[str, Link]:
+    """From words of two letters, the first of which names the other; a `*` names all others."""
+    return {
+        one: Link(relayed=frozenset(_named(one, relayed)), unreached=frozenset(_named(one, unreached))) for one in NAMES
+    }
 
 
-def _others(one: str, given_pairs: set[tuple[str, str]] | str) -> set[str]:
-    words = given_pairs.split() if isinstance(given_pairs, str) else given_pairs
-    return {pair[1] for pair in words if pair[0] == one}
+def _named(one: str, words: str) -> set[str]:
+    named = {word[1] for word in words.split() if word[0] == one}
+    return set(NAMES) - {one} if "*" in named else named
+
+
+def mutual(*pairs: str) -> str:
+    return " ".join(word for pair in pairs for word in (pair, pair[::-1]))
 
 
 @pytest.mark.parametrize(
-    ("broken", "relayed", "reducers", "left_out"),
+    ("unreached", "relayed", "chosen"),
     [
-        ("", "", "abcdef", ""),
-        ("bc", "", "adef", ""),
-        ("bc de", "", "af", ""),
-        ("", "bc", "adef", ""),
-        ("", "ab ac ad ae af", "bcdef", ""),
-        ("de", "ab", "cf", ""),
-        ("ab ac ad ae af", "", "a", "bcdef"),
-        ("bc de fa", "", "a", "f"),
-        ("fa fb fc fd fe", "", "abcde", "f"),
+        ("", "", "abcdef"),
+        (mutual("bc"), "", "abcdef"),
+        (mutual("bc", "bd"), "", "acdef"),
+        ("b*", "", "acdef"),
+        ("b* c*", "", "adef"),
+        ("ab cb db eb fb", "", "acdef"),
+        ("", mutual("bc"), "abcdef"),
+        ("", "b*", "acdef"),
+        ("", "a* b* c* d* e* f*", "abcdef"),
+        ("a* b* c* d* e* f*", "", "abcdef"),
+        ("b*", "c*", "adef"),
     ],
     ids=[
         "all reach all",
-        "a pair can't talk",
-        "two pairs can't",
-        "one pair is relayed",
+        "a pair without a link",
+        "two pairs of one member",
+        "one names all",
+        "two name all",
+        "all others name one",
+        "one relayed pair",
         "one is relayed to all",
-        "one pair of each kind",
-        "the leader reaches nobody",
-        "all are in a broken pair",
-        "one reaches nobody",
+        "all are relayed to all",
+        "no member reaches any",
+        "one of each kind",
     ],
 )
-def test_who_reduces(broken: str, relayed: str, reducers: str, left_out: str) -> None:
-    planned = plan("a", NAMES, NAMES, pairs(broken, relayed))
-    assert "".join(sorted(planned.left_out)) == left_out
-    assert "".join(planned.reducers) == reducers
+def test_who_averages(unreached: str, relayed: str, chosen: str) -> None:
+    assert "".join(reducers(NAMES, NAMES, links_of(unreached, relayed))) == chosen
 
 
-@given(PAIRS, PAIRS)
-def test_all_who_remain_reach_all_who_reduce(broken: set[tuple[str, str]], relayed: set[tuple[str, str]]) -> None:
-    known = pairs(broken, relayed)
-    planned = plan("a", NAMES, NAMES, known)
-    remaining = set(NAMES) - planned.left_out
-    assert "a" in remaining
-    assert planned.reducers
-    for peer in planned.reducers:
-        assert peer in remaining
-        assert not known.broken_with(peer) & remaining
+def test_in_a_small_swarm_a_pair_without_a_link_averages_nothing() -> None:
+    """A third or a half of their work would be absent. The others are reached by all."""
+    links = links_of(mutual("ab"))
+    assert reducers("abc", "abc", links) == ("c",)
+    assert reducers("abcd", "abcd", links) == ("c", "d")
+    assert reducers("ab", "ab", links) == ("a", "b"), "there is no other"
 
 
-@given(PAIRS)
-def test_nobody_is_left_out_without_need(broken: set[tuple[str, str]]) -> None:
-    """Whoever else were the one whom all reach, no fewer could stay."""
-    known = pairs(broken)
-    planned = plan("a", NAMES, NAMES, known)
-    able = [peer for peer in NAMES if "a" not in known.broken_with(peer)]
-    assert len(planned.left_out) == min(len(known.broken_with(peer)) for peer in able)
+@pytest.mark.parametrize("size", range(2, 7))
+def test_in_a_small_swarm_a_claim_that_only_one_makes_costs_the_claimant(size: int) -> None:
+    names = NAMES[:size]
+    few = "".join(name for name in names if name != "b")
+    assert "".join(reducers(names, names, links_of("b*"))) == few
+    assert "".join(reducers(names, names, links_of("ba"))) in (few, names)
 
 
-MANY = [f"peer{number:03}" for number in range(100)]
+def test_only_members_that_have_trained_average() -> None:
+    assert reducers(NAMES, "bd", links_of()) == ("b", "d")
+    assert reducers(NAMES, "bd", links_of("b*")) == ("d",)
+    dealt = shares(round_among("abc", idle="b").roster, {}, 6)
+    assert [(share.member.peer, share.chunks) for share in dealt] == [("a", 3), ("b", 0), ("c", 3)]
+    assert [share.chunks for share in shares(round_among("ab", idle="ab").roster, {}, 6)] == [0, 0]
 
 
-def said_by_one(relayed: list[str], unreached: list[str]) -> Pairs:
-    standing = Standing(1.0)
-    standing.said(MANY[-1], relayed, unreached)
-    return standing.pairs(MANY)
+@given(ONE_WAY, ONE_WAY)
+def test_some_member_averages_whatever_they_say(unreached: set[tuple[str, str]], relayed: set[tuple[str, str]]) -> None:
+    words = [" ".join(one + other for one, other in sorted(pairs)) for pairs in (unreached, relayed)]
+    assert set(reducers(NAMES, "bcd", links_of(*words))) <= set("bcd")
+    assert reducers(NAMES, "bcd", links_of(*words))
 
 
-def test_one_member_cannot_have_another_reduce_for_all() -> None:
-    """Regression: whoever named all but one made that one carry as many payloads as there are members."""
-    planned = plan(MANY[0], MANY, MANY, said_by_one(MANY[1:-1], []))
-    assert planned == Plan(tuple(MANY[:-1]), frozenset())
-    planned = plan(MANY[0], MANY, MANY, said_by_one([], MANY[1:-1]))
-    assert planned == Plan(tuple(MANY[:-1]), frozenset({MANY[-1]}))
+# Large swarms ---------------------------------------------------------------------------------------------------------
+def many(size: int) -> list[str]:
+    return [f"peer{number:03}" for number in range(size)]
+
+
+def broken(names: Sequence[str], share: float, seed: int) -> dict[str, Link]:
+    """Links of honest members, this share of whose pairs is broken."""
+    draw, pairs = Random(seed), {name: set[str]() for name in names}
+    for one, other in combinations(names, 2):
+        if draw.random() < share:
+            pairs[one].add(other)
+            pairs[other].add(one)
+    return {name: Link(rate=1000, unreached=frozenset(others)) for name, others in pairs.items()}
+
+
+def busiest(names: Sequence[str], links: Mapping[str, Link]) -> float:
+    """Fair shares that the busiest link carries."""
+    dealt = [share.chunks for share in shares(round_among(names).roster, links, CHUNKS)]
+    assert sum(dealt) == CHUNKS
+    fair = payloads_moved(len(names), 1 / len(names))
+    return max(payloads_moved(len(names), chunks / CHUNKS) for chunks in dealt) / fair
+
+
+@pytest.mark.parametrize(("size", "share"), [(100, 0.05), (300, 0.02), (30, 0.1), (128, 0.2), (12, 0.1)])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_link_carries_more_than_two_fair_shares(size: int, share: float, seed: int) -> None:
+    """Regression: one member that all others reached averaged for all, and its link carried 98 payloads."""
+    names = many(size)
+    assert busiest(names, broken(names, share, seed)) <= FAIR
+
+
+@pytest.mark.parametrize("size", [3, 10, 100])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_member_that_names_all_others_takes_averaging_from_none_of_them(size: int, seed: int) -> None:
+    names = many(size)
+    honest = broken(names, 0.0 if size < 100 else 0.05, seed)
+    liar = names[seed]
+    for claim in (
+        Link(rate=1000, unreached=frozenset(names) - {liar}),
+        Link(rate=1000, relayed=frozenset(names) - {liar}),
+        Link(rate=1000, unreached=frozenset(names) - {liar}, relayed=frozenset(names)),
+    ):
+        before = reducers(names, names, honest)
+        after = reducers(names, names, honest | {liar: claim})
+        assert set(before) - set(after) <= {liar}
+        assert busiest(names, honest | {liar: claim}) <= FAIR
+
+
+@given(st.integers(0, 99), st.sets(st.integers(0, 99)), st.integers(0, 3))
+def test_whatever_one_member_says_costs_one_place_at_most_besides_its_own(
+    liar: int, named: set[int], seed: int
+) -> None:
+    names = many(100)
+    honest = broken(names, 0.03, seed)
+    claim = Link(rate=1000, unreached=frozenset(names[place] for place in named - {liar}))
+    before, after = set(reducers(names, names, honest)), set(reducers(names, names, honest | {names[liar]: claim}))
+    assert len(before - after - {names[liar]}) <= 1
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1.0])
 def test_many_relayed_pairs_leave_enough_reducers(share: float) -> None:
-    draw = Random(1)
-    standing = Standing(1.0)
-    for one in MANY:
-        standing.said(one, [other for other in MANY if other != one and draw.random() < share], [])
-    planned = plan(MANY[0], MANY, MANY, standing.pairs(MANY))
-    assert payloads_moved(len(MANY), 1 / len(planned.reducers)) <= MOST_PAYLOADS
-    assert not planned.left_out
+    draw, names = Random(1), many(100)
+    links = {
+        one: Link(relayed=frozenset(other for other in names if other != one and draw.random() < share))
+        for one in names
+    }
+    assert busiest(names, links) <= FAIR
 
 
-def test_many_broken_pairs_leave_nobody_out_whom_somebody_reaches() -> None:
-    draw = Random(1)
-    standing = Standing(1.0)
-    for one in MANY[1:]:
-        standing.said(one, [], [other for other in MANY[1:] if other != one and draw.random() < 0.3])
-    assert plan(MANY[0], MANY, MANY, standing.pairs(MANY)) == Plan((MANY[0],), frozenset())
+def test_most_pairs_without_a_link_leave_some_reducers() -> None:
+    names = many(100)
+    assert len(reducers(names, names, broken(names, 0.6, 1))) > 10
 
 
-def test_only_who_has_trained_reduces() -> None:
-    assert plan("a", NAMES, "bd", pairs()).reducers == ("b", "d")
-    assert plan("a", NAMES, "bd", pairs("bc")).reducers == ("d",)
+# Heirs ----------------------------------------------------------------------------------------------------------------
+def test_heirs_take_turns() -> None:
+    assert heirs_of("xyz", "abc") == (("x", "a"), ("y", "b"), ("z", "c"))
+    assert heirs_of("xy", "a") == (("x", "a"), ("y", "a"))
+    assert heirs_of("xy", "ab", before=[("x", "a"), ("y", "a")]) == (("x", "b"), ("y", "b"))
+    assert heirs_of("x", "a", before=[("x", "a")]) == ()
+    assert heirs_of("x", "x") == heirs_of("x", "") == heirs_of("", "a") == ()
 
 
-def test_there_is_no_plan_for_a_leader_that_reaches_nobody_who_has_trained() -> None:
-    planned = plan("a", NAMES, "bc", pairs("ab ac"))
-    assert (planned.reducers, planned.left_out) == ((), frozenset())
+# How long an exchange may take ----------------------------------------------------------------------------------------
+TIMING = Timing(heartbeat_expiry=10.0, round_timeout=120.0)
 
 
-def test_either_of_a_pair_speaks_for_both() -> None:
-    standing = Standing(1.0)
-    standing.said("a", ["b"], ["c", "stranger"])
-    known = standing.pairs("abc")
-    assert known.broken_with("c") == {"a"}
-    assert known.broken_with("a") == {"c"}
-    assert known.relayed_with("b") == {"a"}
-    standing.said("a", [], [])
-    assert standing.pairs("abc") == Pairs({}, {})
+@pytest.mark.parametrize(
+    ("links", "seconds"),
+    [
+        ([], 120.0),
+        ([0.0, 0.0], 120.0),
+        ([1.0, 1.0, 1.0, 1.0], 10.0),
+        ([8.0, 8.0, 8.0, 8.0], 24.0),
+        ([8.0, 8.0, 8.0, 1000.0], 24.0),
+        ([8.0, 8.0, 1000.0], 120.0),
+        ([8.0, 0.0], 30.0),
+        ([20.0, 0.0], 60.0),
+        ([500.0] * 4, 120.0),
+    ],
+    ids=["none", "none measured", "fast", "alike", "one slow", "a third slow", "one new", "slow and new", "too slow"],
+)
+def test_an_exchange_has_time_for_most_links(links: list[float], seconds: float) -> None:
+    assert deadline(links, TIMING) == seconds
 
 
-def test_what_fails_in_a_round_is_avoided_until_the_peer_says_otherwise() -> None:
-    standing = Standing(1.0)
-    standing.said("a", ["b"], [])
-    standing.failed("a", ["c"])
-    assert standing.pairs("abc").relayed_with("a") == {"b", "c"}
-    standing.said("a", [], [])
-    assert standing.pairs("abc").relayed_with("a") == frozenset()
+def test_links_of_a_round_say_how_long_it_may_take() -> None:
+    round = round_with({"a": 3, "b": 3, "c": 0})
+    links = {name: Link(rate=100) for name in "abc"}
+    assert seconds_for(round, links, 1000, TIMING) == 3 * 1000 * 2.0 / 100
+    assert seconds_for(round, {}, 1000, TIMING) == TIMING.round_timeout
+    assert seconds_for(round, {"a": Link(rate=1000)}, 1000, TIMING) == 0.25 * TIMING.round_timeout
 
 
-# What a claim is worth -----------------------------------------------------------------------------------------
+# What a claim is worth ------------------------------------------------------------------------------------------------
 def test_nobody_is_much_faster_than_others_saw() -> None:
     claimed = {"a": 100, "b": 100, "c": 10**9}
     seen = {"a": {"b": 40, "c": 30}, "b": {"a": 50, "c": 40}, "c": {"a": 50, "b": 60}}
@@ -162,7 +241,7 @@ def test_nobody_is_taken_for_slower_than_the_slowest() -> None:
     assert credible_rates({"a": 100, "b": 300, "c": 500}, seen)["c"] == 100.0
 
 
-@pytest.mark.parametrize("seen", [{}, {"a": {}, "b": {}}, {"d": {"c": 5}}], ids=["nothing", "nobody", "too few"])
+@pytest.mark.parametrize("seen", [{}, {"a": {}, "b": {}}, {"d": {"c": 5}}], ids=["nothing", "none", "too few"])
 def test_too_few_witnesses_are_none(seen: dict[str, dict[str, int]]) -> None:
     claimed = {"a": 100, "b": 100, "c": 500, "d": 100}
     assert credible_rates(claimed, seen)["c"] == 500.0
@@ -190,19 +269,20 @@ def test_links_that_are_about_alike_are_dealt_as_much() -> None:
     assert deal(60, 4, tuple(rates), rates) == dict.fromkeys(rates, 15)
 
 
-def test_three_reduce_however_slow_their_links_are_unless_a_chunk_is_more_than_a_payload() -> None:
-    """Regression: one of two reducers sent nothing, and both were left out, since each waited for the other."""
-    rates = {"a": 400.0, "b": 20.0, "c": 1.0, "d": 10.0}
-    assert deal(60, 4, tuple(rates), rates) == {"a": 58, "b": 1, "c": 0, "d": 1}
-    assert deal(60, 4, ("a", "c"), rates) == {"a": 59, "c": 1}
-    assert deal(2, 4, tuple(rates), rates) == {"a": 2, "b": 0, "c": 0, "d": 0}
+def test_rates_that_are_about_alike_are_made_the_same() -> None:
     assert evened_out([10.0, 3.0, 9.0, 2.5, 8.0]) == [9.0, 2.75, 9.0, 2.75, 9.0]
     assert evened_out([1.0, 0.79]) == [1.0, 0.79]
     assert evened_out([0.0, 1.0]) == [0.0, 1.0]
     assert evened_out([]) == []
 
 
-def test_who_alone_reduces_is_busy_for_longest() -> None:
+def test_what_a_chunk_costs_decides_whether_a_slow_link_has_any() -> None:
+    rates = {"a": 400.0, "b": 20.0, "c": 1.0, "d": 10.0}
+    assert deal(60, 4, tuple(rates), rates) == {"a": 60, "b": 0, "c": 0, "d": 0}
+    assert deal(2, 4, ("a", "c"), {"a": 1.0, "c": 1.0}) == {"a": 1, "c": 1}
+
+
+def test_a_lone_reducer_is_busy_for_longest() -> None:
     """Of six members it gets the blocks of five and sends the average to five."""
     rates = dict.fromkeys(NAMES, 10.0)
     seconds = foreseen({"a": 60}, NAMES, rates, 100)
@@ -210,40 +290,7 @@ def test_who_alone_reduces_is_busy_for_longest() -> None:
     assert foreseen({"a": 60}, "ab", {"a": 10.0}, 100) == [20.0, 0.0]
 
 
-# Strikes outlive positions -------------------------------------------------------------------------------------
-def test_each_strike_leaves_out_for_longer_until_it_is_forgiven() -> None:
-    standing = Standing(10.0)
-    standing.bar("a", 0.0)
-    assert standing.barred(9.9) == {"a"}
-    assert standing.barred(10.0) == frozenset()
-    standing.bar("a", 20.0)
-    assert standing.barred(39.9) == {"a"}
-    standing.bar("a", 41.0 + FORGIVEN)
-    assert standing.barred(41.0 + FORGIVEN + 10.0) == frozenset()
-
-
-def test_a_peer_may_have_few_rounds_planned_anew() -> None:
-    standing = Standing(10.0)
-    assert [standing.may_replan("a") for _ in range(REPLANS + 1)] == [True] * REPLANS + [False]
-    standing.entry_made(["a"])
-    assert not standing.may_replan("a"), "it had this very entry planned anew"
-    for _ in range(REPLANS + 2):
-        standing.entry_made(["a"])
-    assert standing.may_replan("a")
-
-
-def test_who_has_every_entry_planned_anew_is_soon_left_out() -> None:
-    """Regression: each entry forgave everything, so that one member could cost all others each round twice more."""
-    standing = Standing(10.0)
-    believed = 0
-    for _ in range(10):
-        believed += standing.may_replan("a")
-        standing.entry_made(["a", "b"])
-    assert believed == REPLANS
-    assert standing.may_replan("b")
-
-
-# How one peer reaches others -----------------------------------------------------------------------------------
+# How one peer reaches others ------------------------------------------------------------------------------------------
 def test_links_say_who_is_reached_how() -> None:
     reachability = Reachability(10.0)
     reach = {"a": Reach.OPEN, "b": Reach.PUNCHED, "c": Reach.RELAYED, "d": Reach.NONE}
