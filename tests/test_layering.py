@@ -81,6 +81,7 @@ IMPORTS: dict[str, set[str]] = {
     "log": {"values"},
     "presence": {"values", "log"},
     "protocol": {"values", "log", "presence"},
+    "audit": {"values", "log", "protocol"},
     "network": {"values", "presence"},
     "transfer": {"values", "log", "presence", "protocol", "network"},
     "driver": {"values", "log", "presence", "protocol", "network", "transfer"},
@@ -88,7 +89,7 @@ IMPORTS: dict[str, set[str]] = {
 """The rooms of peers, as docs/architecture.md draws them. All of them may import errors."""
 COUNTING = {"network", "driver"}
 """Rooms that count for Prometheus, and say how they are."""
-PURE = ("presence", "protocol", "log.header", "log.lineage", "log.settings", "log.state", "values.wire")
+PURE = ("presence", "protocol", "audit", "log.header", "log.lineage", "log.settings", "log.state", "values.wire")
 """What is the same in the simulator and on a real network."""
 INPUT_AND_OUTPUT = ("asyncio", "io", "os", "pathlib", "random", "socket", "subprocess", "threading", "time")
 

@@ -45,7 +45,7 @@ from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.slot import SlotState
+from peers.protocol.round import RoundState
 from peers.protocol.states import State
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity
@@ -307,13 +307,13 @@ class Volunteer:
         workers = self._workers
         if self.run.config.streaming.is_plain or workers is None:
             return None
-        slots = self._driver.peer.slots.values()
+        rounds = self._driver.peer.rounds.values()
         latest, count = workers.telemetry.latest, len(workers.fragments)
         longest = latest.get("longest_average_seconds", math.nan)
         return Fragments(
             count=count,
-            averaging=sum(slot.state is SlotState.AVERAGING for slot in slots),
-            done=count - len(slots),
+            averaging=sum(round.is_exchanging for round in rounds),
+            done=count - len(rounds),
             overlap=workers.overlap.steps,
             late=int(latest.get("late_averages", 0)),
             wait_share=latest.get("average_wait_share", 0.0),

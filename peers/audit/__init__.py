@@ -2,4 +2,5 @@
 
 Other rooms import:
 proofs: BadContribution, Verifier, read_proof
+spot_check: Sample, choose, is_refuted
 """

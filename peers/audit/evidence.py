@@ -151,7 +151,7 @@ class Statements:
     def average(self, round: Round, average: Averaged) -> FaultProof | None:
         """Take in an average whose signature has been checked."""
         reducer = average.origin.reducer
-        incarnation = next((member.incarnation for member in round.roster if member.peer == reducer), None)
+        incarnation = round.incarnations.get(reducer)
         if incarnation is None or average.chunk >= round.chunks:
             return None
         if round.terms not in self._averages and len(self._averages) == ROUNDS:
@@ -411,30 +411,26 @@ class Evidence:
     def provable(self, log: LogState, lineage: Lineage, members: Collection[str]) -> tuple[Fault, ...]:
         """Return the faults that the entry after `log` may name, if it has these members, who must be shown all of
         them. None of the members themselves is named: who is needed for an entry is excluded later."""
+        self._follow(lineage)
         faults: dict[str, Fault] = {}
         room = min(SHOWN_TO_EACH, SHOWN_BYTES // max(1, len(members)))
         for known in self._proofs.values():
             peer = known.fault.peer
-            is_free = peer in log.known and peer not in members and peer not in faults
-            if is_free and len(known.data) <= room and _is_timely(known.position, lineage):
+            if peer not in members and peer not in faults and len(known.data) <= room:
                 faults[peer], room = known.fault, room - len(known.data)
-        return tuple(faults.values())[:FAULT_LIMIT] if log.closes and log.exclusion else ()
+        return tuple(faults.values())[:FAULT_LIMIT] if log.closes else ()
 
     def lacking(self, faults: Iterable[Fault], lineage: Lineage) -> tuple[bytes, ...]:
         """Return the digests of those proofs that are not here, of faults that a header names. They are checked when
         they come."""
         self._follow(lineage)
-        missing = tuple(fault.proof for fault in faults if not self._is_proven(fault, lineage))
+        missing = tuple(fault.proof for fault in faults if self._proven.get(fault.proof, (None,))[0] != fault)
         self._attention.want(missing)
         return missing
 
     def has(self, faults: Iterable[Fault], lineage: Lineage) -> bool:
         """Return whether all of these are proven to this peer, and recent enough for the next entry."""
         return not self.lacking(faults, lineage)
-
-    def _is_proven(self, fault: Fault, lineage: Lineage) -> bool:
-        known, position = self._proven.get(fault.proof, (None, None))
-        return known == fault and position is not None and _is_timely(position, lineage)
 
     # Showing --------------------------------------------------------------------------------------------------
     def behind(self, faults: Iterable[Fault]) -> tuple[Known, ...]:

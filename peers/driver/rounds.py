@@ -127,7 +127,7 @@ class Rounds:
             self._transport.no_round.clear()
         else:  # also while a round may go on some time: perhaps when somebody has joined
             self._transport.no_round.set()
-        rounds = {fragment: slot.exchange.name for fragment, slot in peer.slots.items() if slot.exchange}
+        rounds = {fragment: round.exchange.name for fragment, round in peer.rounds.items() if round.exchange}
         before, self._rounds = self._rounds, rounds
         if rounds == before:
             return

@@ -13,7 +13,7 @@ from peers.driver.replication import Replication
 from peers.metrics import HEALTH
 from peers.protocol.effects import StopTraining, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
-from peers.protocol.slot import SlotState
+from peers.protocol.round import RoundState
 from peers.transfer.buffers import PayloadBuffers, inspection, offer
 from peers.values.chunks import Sum
 from peers.values.leases import sample_count
@@ -75,7 +75,7 @@ class Training:
         well all the same. Late work waits for nothing."""
         peer = self._host.peer
         is_late = peer.trainer.is_late(peer.log)
-        if self._is_watched and not is_late and any(slot.state is not SlotState.OPEN for slot in peer.slots.values()):
+        if self._is_watched and not is_late and any(round.state is not RoundState.OPEN for round in peer.rounds.values()):
             self._expect_a_step()
             self._stepped_at = None  # a step that waits is no measure of the next ones
 

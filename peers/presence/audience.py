@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 AUDIENCE_LIMIT = 128  # peers
+NEW_AT_ONCE = 64  # of them that are told something first: made-up peers cost a call each
 PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds for which a peer that did not answer is left alone
 
 
@@ -19,21 +20,21 @@ class Audience:
         self._pauses: dict[str, tuple[float, float]] = {}  # until when, and for how long
 
     def choose(self, others: Sequence[str], voters: Collection[str]) -> None:
-        """Choose from the others that seem to be there, the one known for longest first: a flood of made-up peers,
-        which comes later, displaces nobody."""
-        chosen = sorted(others, key=lambda peer: peer not in voters)[:AUDIENCE_LIMIT]
+        """Choose from the others that seem to be there: voters, then those that answer, the one known for longest
+        first. A flood of made-up peers comes later or does not answer, so it displaces nobody."""
+        chosen = sorted(others, key=lambda peer: (peer not in voters, peer in self._pauses))[:AUDIENCE_LIMIT]
         self._in_turn, self.peers = tuple(chosen), frozenset(chosen)
-        for peer in (self._told.keys() | self._pauses.keys()) - self.peers:
-            self._told.pop(peer, None)
-            self._pauses.pop(peer, None)
+        present = frozenset(others)
+        self._pauses = {peer: pause for peer, pause in self._pauses.items() if peer in present}
+        self._told = {peer: sequence for peer, sequence in self._told.items() if peer in self.peers}
 
     def due(self, now: float) -> list[str]:
         """Return the peers to tell something now: those that are not being told, and not left alone."""
-        return [
-            peer
-            for peer in self._in_turn
-            if peer not in self._under_way and now >= self._pauses.get(peer, (now, 0.0))[0]
-        ]
+        idle = [peer for peer in self._in_turn if peer not in self._under_way]
+        due = [peer for peer in idle if now >= self._pauses.get(peer, (now, 0.0))[0]]
+        room = NEW_AT_ONCE - sum(peer not in self._told for peer in self._under_way)
+        new = [peer for peer in due if peer not in self._told][: max(0, room)]
+        return [peer for peer in due if peer in self._told] + new
 
     # What each has --------------------------------------------------------------------------------------------
     def has(self, peer: str, sequence: int) -> bool:

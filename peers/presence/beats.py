@@ -30,8 +30,8 @@ from peers.presence.heartbeat_store import NEVER, HeartbeatStore, Kept, is_from_
 from peers.values.wire import PROTOCOL_VERSION, Count, RunId, Value, WireError, digest_of, pack, unpack, unpack_from
 
 BEAT, HEARTBEAT, WHO = "beat", "heartbeat", "who"
-"""Names of the calls. Payloads: a Beat; a run's tag and a signed heartbeat; a Request. The first two are answered with an
-Answer, the last with a Page."""
+"""Names of the calls. Payloads: a Beat; a tag of the run and a signed heartbeat; a Request. The answers to the first
+two are an Answer, to the last a Page."""
 BEAT_BYTES = 100  # of a packed Beat at most
 SHORT = 8  # bytes of a digest that tell it from others, where nothing depends on it
 REFRESH_SHARE = 0.4
@@ -249,9 +249,10 @@ class Beats:
     # What others say ------------------------------------------------------------------------------------------
     def hear_beat(self, sender: str, beat: Beat, now: float, wall: float) -> bytes:
         """Take in another peer's beat, and return the answer. Nothing is remembered of a stranger."""
+        if self.store.get(sender) is None:
+            return pack(Answer(wants=True))
+        self._heard(sender, now)
         wants = not self._take_beat(sender, beat, now, wall)
-        if self.store.get(sender) is not None:
-            self._heard(sender, now)
         own = self._beat if sender not in self.audience.peers else None
         return pack(Answer(wants=wants, beat=own)) if wants or own is not None else NOTHING_TO_SAY
 
@@ -269,7 +270,7 @@ class Beats:
             raise RemoteProtocolError(sender, f"it speaks for {heartbeat.peer}")
         if reason := self._refusal(heartbeat, wall):
             raise refused(sender, self.run, reason)
-        self.store.take(heartbeat, signed, now, wall)
+        self._keep(heartbeat, signed, now, wall)
         self._heard(sender, now)
         own = self.own
         said = [own.signed] if own is not None and not self.audience.has(sender, own.heartbeat.sequence) else []

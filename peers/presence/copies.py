@@ -8,8 +8,8 @@ from peers.presence.heartbeat import Heartbeat, PeerState
 
 LIVES_LIMIT = 8  # incarnations of ours that are remembered
 SILENCE_SHARE = 0.6
-"""Of a heartbeat's lifetime, without a newer one, after which a life is over: signed ones come after four tenths of it, and
-two tenths later they were heard."""
+"""Of a heartbeat's lifetime, without a newer one, after which a life is over: signed ones come after four tenths of it,
+and two tenths later they were heard."""
 
 
 @dataclass

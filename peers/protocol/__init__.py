@@ -6,20 +6,19 @@ commitment: ChunkProof, EVIDENCE_LIMIT, Evidence, fault_in
 effect_table: EffectTable, row
 effects: Apply, AssemblePayload, Dropped, FetchLineage, FetchPayload, FetchSnapshot, Note, OpenRound, ReduceChunk,
     Send, SendChunk, StopTraining, TokensLost, Train, Trouble
-events: AmendmentSeen, Applied, AverageRefuted, AverageTooEarly, BadBlocks, Captured, ChunkSent, ChunksUnsent,
+events: AmendmentSeen, Applied, AverageRefuted, BadBlocks, Captured, ChunkSent, ChunksUnsent,
     ContributionArrived, Digested, Event, HeadsSeen, HeartbeatsSeen, LeaveRequested, LineageNotSeen, LineageSeen,
     PayloadAssembled, PayloadFetched, PayloadNotFetched, RateMeasured, ReachSeen, Received, ReducedArrived,
     SignedHeadsSeen, SnapshotFailed, SnapshotRestored, Tick, TrainingDone, TrainingProgress, Undelivered
 exchange: Exchange
-faults: BadContribution, Court, PROOF_LIMIT, read_proof
-messages: Commit, Elsewhere, Inquire
+messages: Certified, Elsewhere, Inquire
 pace: Pace
 packing: Packer, pack_message, unpack_message
 peer: Peer
+parts: Averaged, Origin
 planning: deal
-rounds: Attempt, Round
-signed_averages: Origin
-slot: SlotState
+round: RoundState
+rounds: Round, RoundName
 states: SHOWN_AS, State
 weights: aged
 """

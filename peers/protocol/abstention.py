@@ -1,12 +1,12 @@
 """Giving up one's say for as long as one can take part in nothing.
 
-A voter keeps its say for as long as it is heard of, whatever happens to it: liars can bring about all else. So one that
-knows by itself that it can do nothing, since its workers hang or it reaches nobody, is another incarnation from then
-on: the next entry takes its say, and it has one again after the next that it is in. What it trains is not lost.
+A voter keeps its say for as long as it is heard, whatever happens to it: liars can bring about all else. So a peer that
+knows by itself that it can do nothing, since its workers hang or it reaches no other peer, is another incarnation from
+then on: the next entry takes its say, and it has one again after the next that it is in. What it trains is not lost.
 
-That is no farewell: in the next entry it still counts among those of whom more than half must sign. Else something that
-befalls many at once, as a relay that is down, would leave the swarm to whoever it does not befall. For the same reason
-they do so in turn, and only while more than half of the voters are left.
+That is no farewell: in the next entry it still counts among those of whom a quorum must vote. Else something that
+befalls many at once, as a relay that is down, would leave the swarm to those that it does not befall. For the same
+reason they do so in turn, and only while a quorum of the voters is left.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peers.presence.presence import Presence
-from peers.protocol.desk import Desk
+from peers.protocol.context import Context
 from peers.protocol.effects import Note
 from peers.protocol.replica import Replica
-from peers.protocol.slot import Slot, SlotState
+from peers.protocol.round import EntryRound, RoundState
 from peers.protocol.trainer import Trainer
-from peers.protocol.troubles import Troubles
+from peers.protocol.hindrance import Hindrances
 
 TURNS = 8
 TURN = 2.0
-"""Heartbeats until others have heard that somebody has given its say up."""
+"""Heartbeats until others have heard that a peer has given its say up."""
 
 
 class Abstention:
-    """Of one peer, for as long as it runs."""
+    """One peer's ability to take part."""
 
-    def __init__(self, desk: Desk, presence: Presence, trainer: Trainer, replica: Replica, troubles: Troubles) -> None:
-        self._desk = desk
+    def __init__(self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, hindrances: Hindrances) -> None:
+        self._context = context
         self._presence = presence
         self._trainer = trainer
         self._replica = replica
-        self._troubles = troubles
+        self._hindrances = hindrances
         self._unable_since: float | None = None
 
-    def look(self, slots: Iterable[Slot]) -> None:
+    def look(self, rounds: Iterable[EntryRound]) -> None:
         """Give our say up if we can take part in nothing."""
-        slots, is_late = list(slots), self._trainer.is_late(self._replica.log)
-        if not is_late and any(slot.state in (SlotState.READY, SlotState.AVERAGING) for slot in slots):
+        rounds, is_late = list(rounds), self._trainer.is_late(self._replica.log)
+        if not is_late and any(round.is_taking_part for round in rounds):
             self._trainer.waits()
-        if not (self._trainer.is_stuck or self._troubles.reaches_nobody):
+        if not (self._trainer.is_stuck or self._hindrances.reaches_nobody):
             self._unable_since = None
             return
         if self._unable_since is None:
-            self._unable_since = self._desk.now
-        log, memory, me = self._replica.log, self._desk.memory, self._desk.me
-        is_idle = all(slot.state is not SlotState.AVERAGING and slot.acceptor.held is None for slot in slots)
-        if is_idle and log.counts(me, memory.incarnation) and self._is_our_turn and self._others_are_enough:
-            memory.begin_anew()
-            self._desk.emit(Note("warning", "this peer can take part in nothing, and has no say until it can again"))
+            self._unable_since = self._context.now
+        log, context = self._replica.log, self._context
+        is_idle = all(round.state is not RoundState.EXCHANGING and not round.voter.has_voted for round in rounds)
+        if is_idle and log.counts(context.me, context.incarnation) and self._is_our_turn and self._others_are_enough:
+            context.begin_anew()
+            context.emit(Note("warning", "this peer can take part in nothing, and has no say until it can again"))
 
     @property
     def _is_our_turn(self) -> bool:
         assert self._unable_since is not None
-        waits = self._replica.log.voters.index(self._desk.me) % TURNS * TURN * self._desk.settings.timing.heartbeat
-        return self._desk.now - self._unable_since >= waits
+        waits = self._replica.log.voters.index(self._context.me) % TURNS * TURN * self._context.settings.timing.heartbeat
+        return self._context.now - self._unable_since >= waits
 
     @property
     def _others_are_enough(self) -> bool:
-        """Whether the voters that are left are more than half."""
-        log, expiry = self._replica.log, self._desk.settings.timing.heartbeat_expiry
-        here = self._presence.voters_here(log, self._desk.memory.incarnation, expiry)
-        return 2 * len(here - {self._desk.me}) > len(log.voters)
+        """Whether the voters that are left are a quorum."""
+        log, expiry = self._replica.log, self._context.settings.timing.heartbeat_expiry
+        here = self._presence.voters_here(log, self._context.incarnation, expiry)
+        return log.is_quorum([(peer, log.starts[peer]) for peer in here - {self._context.me}])

@@ -1,4 +1,4 @@
-"""Whom the leader of one position waits for before it begins a round, and for how long."""
+"""The peers that the leader of one position waits for before it begins a round, and for how long (R7)."""
 
 from __future__ import annotations
 
@@ -8,51 +8,47 @@ from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.membership import PARTICIPATING
-from peers.presence.standing import Standing
 from peers.protocol.pace import ReadyTimes
-from peers.protocol.schedule import Schedule
 from peers.values.leases import sample_count
+
+LATE = 2
+"""Entries without a peer after which it is not waited for."""
 
 
 class Awaited:
-    """Of one position. `peers` are those whom the leader expected when time passed last, ready or not.
+    """`peers` are those whom the leader expected when time passed last, ready or not.
 
     A synchronous run waits for all of them until the grace is over. An asynchronous one has enough contributions
     earlier, and then waits, for as long as it has `slack`, for those alone who can be ready in it.
     """
 
-    def __init__(self, me: str, log: LogState, standing: Standing, settings: RunSettings) -> None:
+    def __init__(self, me: str, log: LogState, settings: RunSettings) -> None:
         self.peers: set[str] = set()
         self.times = ReadyTimes()
-        self.grace = self.shortest_grace = self.slack = settings.timing.grace
+        self.grace = self.slack = settings.timing.grace
         self.own = 0, 0.0
-        """At which inner step we are ourselves, and how fast; no speed: nobody knows."""
+        """At which inner step we are ourselves, and how fast; no speed: unknown."""
         self._me = me
         self._log = log
-        self._standing = standing
         self._settings = settings
-        self._schedule = Schedule(settings.timing)
         self._away: dict[str, float] = {}  # seconds until each can be ready, where its heartbeat tells
         self._passed_over = set[str]()  # whom we do not wait for, though they are at work
 
-    def look(
-        self, now: float, live: Mapping[str, Heartbeat], granted: Collection[str], unreached: Collection[str]
-    ) -> None:
-        """See who is at work on the entry, or has got samples for it, and is not left out."""
-        at_work = {peer for peer in self._log.leases if peer in live and self._is_at_work(peer, live[peer])}
-        expected = at_work | {peer for peer in granted if peer in live} | {self._me}
-        self.peers = expected - self._standing.barred(now) - set(unreached)
+    def look(self, live: Mapping[str, Heartbeat], granted: Collection[str], unreached: Collection[str]) -> None:
+        """See who is at work on the entry, or has got samples for it. Lateness follows from the log: a lease tells in
+        which entry its peer was last."""
+        leases = self._log.last.leases if self._log.last else ()
+        timely = {lease.peer for lease in leases if lease.since + LATE >= self._log.position.index}
+        at_work = {peer for peer in timely if peer in live and self._is_at_work(peer, live[peer])}
+        expected = at_work | {peer for peer in granted if peer in live}
+        self.peers = expected - set(unreached) | {self._me} & (timely | set(granted))
         if self._settings.contributions is not None:
             self._away = {peer: self._seconds_away(peer, *self._told(live[peer])) for peer in self.peers - {self._me}}
             self._away[self._me] = self._seconds_away(self._me, *self.own)
 
-    def is_here(self, beat: Heartbeat) -> bool:
-        """Whether the peer works on our entry, or will in a moment; or is ahead, and we are to catch up with it."""
-        position = self._log.position
-        return beat.state in PARTICIPATING and (beat.head == position.head or beat.index != position.index)
-
     def _is_at_work(self, peer: str, beat: Heartbeat) -> bool:
-        """Whether the peer trains or is ready, as it must be if it took part in an entry newer than its heartbeat."""
+        """Return whether the peer trains or is ready, as it must be if it took part in an entry newer than its
+        heartbeat."""
         is_older = beat.index < self._log.position.index
         return beat.state in PARTICIPATING or (is_older and peer in self._log.roster)
 
@@ -62,8 +58,8 @@ class Awaited:
         return beat.inner_step, (beat.tokens_per_second or beat.speed) if is_told else 0.0
 
     def _seconds_away(self, peer: str, inner_step: int, speed: float) -> float:
-        """Return in how many seconds at least a peer will have trained what the entry takes of it, or 0 where nobody
-        knows. What it has told is of before its next inner step, and as old as two heartbeats let it become."""
+        """Return in how many seconds at least a peer will have trained what the entry takes of it; 0: unknown. What it
+        has told is of before its next inner step, and as old as two heartbeats let it become."""
         lease = self._log.leases.get(peer)
         if lease is None or not speed:
             return 0.0
@@ -73,16 +69,15 @@ class Awaited:
         return samples * settings.tokens_per_sample / speed - 2 * settings.timing.heartbeat
 
     def is_time(self, now: float, ready: Set[str], contributing: Set[str]) -> bool:
-        """Whether those who are ready begin, given those of them who contribute."""
-        voters, late = self.peers.intersection(self._log.voters), self.peers - ready
-        patience = min(self.grace, self.shortest_grace) if self._standing.are_often_late(late) else self.grace
-        begun = self.times.of_most(voters, ready)
-        is_over = now - begun >= patience or self._are_enough(now, begun, ready, contributing)
-        return self.peers <= ready or is_over or self.is_hopeless(now)
+        """Return whether those who are ready begin, given those of them who contribute."""
+        if self.peers <= ready:
+            return True
+        begun = self.times.of_most(self.peers.intersection(self._log.voters), ready)
+        return now - begun >= self.grace or self._are_enough(now, begun, ready, contributing)
 
     def _are_enough(self, now: float, begun: float, ready: Set[str], contributing: Set[str]) -> bool:
-        """Whether an asynchronous run has enough contributions, and nobody else comes while there is slack. Most voters
-        are ready since it has `begun`."""
+        """Return whether an asynchronous run has enough contributions, and nobody else comes while there is slack. Most
+        voters are ready since it has `begun`."""
         share = self._settings.contributions
         if share is None:
             return False
@@ -91,10 +86,6 @@ class Awaited:
         self._passed_over = {peer for peer in self.peers - ready if self._away.get(peer, 0.0) > left}
         return since <= now and (left <= 0 or self.peers <= ready | self._passed_over)
 
-    def is_hopeless(self, now: float) -> bool:
-        """Whether somebody has been ready for so long that those who still seem at work are not waited for."""
-        return now - self.times.first >= self._schedule.hopeless
-
     def are_all_in(self, ready: Set[str]) -> bool:
-        """Whether all of them are ready by now, but for those whom we do not wait for."""
-        return len(ready) >= len(self.peers) - len(self._passed_over) and self.peers <= ready | self._passed_over
+        """Return whether all of them are ready by now, but for those whom we do not wait for."""
+        return self.peers <= ready | self._passed_over

@@ -60,6 +60,10 @@ class Contribution(Value):
     def root(self) -> Sum:
         return Sum(self.digest, self.squares)
 
+    def author(self, peer: str, incarnation: int, position: Position) -> Author:
+        """Return as whom a peer has committed to it."""
+        return Author(peer=peer, incarnation=incarnation, position=position, number=self.number)
+
     def signed(self, signature: bytes) -> Commitment:
         """Return it with its owner's signature, if it is one."""
         return Commitment(digest=self.digest, squares=self.squares, number=self.number, signature=signature)

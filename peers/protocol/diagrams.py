@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from peers.protocol.part import Part
 from peers.protocol.replica import Replica
-from peers.protocol.slot import Slot
+from peers.protocol.round import EntryRound
 from peers.protocol.trainer import Trainer
 
-PARTS: tuple[type[Part], ...] = (Trainer, Replica, Slot)
+PARTS: tuple[type[Part], ...] = (Trainer, Replica, EntryRound)
 
 
 def diagram(part: type[Part]) -> str:

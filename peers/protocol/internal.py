@@ -1,4 +1,4 @@
-"""What one part of a peer tells another. `Course` carries it there; nothing of this leaves the peer."""
+"""News that one part of a peer has for another. `StepCycle` carries it there; nothing of this leaves the peer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Protocol
 from peers.log.certificate import Certificate
 from peers.log.header import Header, Position
 from peers.log.state import LogState
+from peers.protocol.messages import Certified
 from peers.values.leases import Lease
 from peers.values.workload import Trained
 
 if TYPE_CHECKING:
-    from peers.protocol.slot import Slot
+    from peers.protocol.round import EntryRound
 
 
 # To the trainer -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Leased:
-    """Train this lease, in at most `steps` inner steps, from the theta at the end of `log`."""
+    """A lease to train, in at most `steps` inner steps, from the theta at the end of `log`."""
 
     log: LogState
     lease: Lease
@@ -27,7 +28,7 @@ class Leased:
 
 @dataclass(frozen=True)
 class WorkEnds:
-    """What we have trained is in this entry, if it names us; else it is void."""
+    """The end of our work: it is in this entry, if that names us; else it is void."""
 
     position: Position
     entry: Header | None = None
@@ -36,7 +37,7 @@ class WorkEnds:
 # To the replica -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EntryMade:
-    """The payload of the log's next entry is here, and nothing else can follow. The certificate says why."""
+    """The log's next entry, whose payload is here; nothing else can follow. The certificate says why."""
 
     header: Header
     certificate: Certificate | None
@@ -45,7 +46,7 @@ class EntryMade:
 
 @dataclass(frozen=True)
 class Behind:
-    """The others have this entry; the donors have its payload."""
+    """An entry that others have; the donors have its payload."""
 
     header: Header
     certificate: Certificate | None
@@ -54,7 +55,7 @@ class Behind:
 
 @dataclass(frozen=True)
 class FarBehind:
-    """Only the state of a donor leads to where the others are: one at index `least` or later."""
+    """A donor whose state alone leads to where the others are: one at index `least` or later."""
 
     donor: str
     least: int = 0
@@ -62,22 +63,28 @@ class FarBehind:
 
 @dataclass(frozen=True)
 class NobodyAhead:
-    """What we were catching up with is gone."""
+    """The end of catching up: what we were catching up with is gone."""
 
 
-# To the slot ----------------------------------------------------------------------------------------------------
+# To the round ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class WorkDone:
-    """We have trained this for the slot's entry."""
+    """Our training for the round's entry."""
 
     trained: Trained
 
 
 class Owner(Protocol):
-    """Whoever decides what a slot's news means for the rest of the peer."""
+    """The rest of the peer, as a round needs it."""
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
-        """The slot's entry is committed, and its payload is here."""
+        """The round's entry is committed, and its payload is here."""
 
-    def attempt_over(self, slot: Slot) -> None:
-        """Nothing is under way in the slot: whoever wants to leave may do so."""
+    def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
+        """Others have an entry whose payload is not here, or one that a minority has made."""
+
+    def attempt_over(self, round: EntryRound) -> None:
+        """Nothing is under way in the round: a peer that wants to leave may do so."""
+
+    def inquire(self, round: EntryRound) -> None:
+        """As a leader, ask whether others have made the entry already."""

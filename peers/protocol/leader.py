@@ -1,399 +1,405 @@
-"""The leader's side of one position: gather who is ready, lead a round, go on when somebody dies, commit.
+"""The leader of one position's view: it begins the exchange, collects the reducers' Parts, and proposes the header.
 
-Safety does not depend on there being one leader. An entry commits only when every member that remains in the attempt
-says Complete and they hold more than half of the last roster, and a member that holds an entry takes part in another
-leader's attempt only if it hands on that entry or a later one, or shows that it can't have been committed. So whoever
-leads next meets a member that knows of what may have been committed, and hands it on (Adopt).
+Safety does not depend on it: a leader may propose anything (voting.py). It need not be in the round itself. What it
+proposes is, in this order: the heaviest header that is prepared, so that what may be committed stays; what the round
+under way comes to; what a new round does.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
+from peers.log.certificate import Ballot, Group, Phase
 from peers.log.header import NO_PAYLOAD, Header
-from peers.log.settings import RunSettings
-from peers.log.state import LogError, LogState, take_order
-from peers.presence.heartbeat import Heartbeat
-from peers.presence.standing import Standing
-from peers.protocol.attempts import annex_of, are_apart, ends, held_up_by, is_connected, reducers, still_in_round, told
-from peers.protocol.certifier import OPEN_LIMIT, Certifier, passers
-from peers.protocol.claims import Claim, disclaimers
-from peers.protocol.commitment import Contribution, digest_of_all
-from peers.protocol.comparison import Comparison
-from peers.protocol.disputes import Disputes
-from peers.protocol.effects import Effect, Note, Send
-from peers.protocol.gathering import LEAVES, Gathering
-from peers.protocol.judge import Judge
-from peers.protocol.messages import Accuse, Adopt, Begin, Commit, Complete, Marked, Ready, Told, Waiting
-from peers.protocol.rounds import Attempt, Holder, Round
-from peers.protocol.tally import Tally
-from peers.values.chunks import PayloadSize
+from peers.log.state import LogError
+from peers.presence.presence import Presence
+from peers.protocol.commitment import digest_of_all
+from peers.protocol.context import Context
+from peers.protocol.effects import Note, Send
+from peers.protocol.messages import Begin, Certified, LeaseRequest, Part, Propose, Ready
+from peers.protocol.pacemaker import death
+from peers.protocol.parts import Parts
+from peers.protocol.planning import heirs_of, seconds_for, shares
+from peers.protocol.readiness import Readiness, commitments_of, links_of
+from peers.protocol.replica import Replica
+from peers.protocol.rounds import Round, RoundName
+from peers.protocol.trainer import Trainer
+from peers.protocol.voter import choice_of
+from peers.protocol.voting import Refusal
+
+if TYPE_CHECKING:
+    from peers.protocol.round import EntryRound
+
+SECOND_CHANCES = 2
+"""How often in a view members get heirs because they gave no Part in time."""
+AGAIN = 2.0
+"""Pauses between repeated messages after which a member that does not answer is told again."""
+REFUSALS = {refusal.value: refusal for refusal in Refusal}
 
 
-class Leader(Gathering):
-    """What one peer knows as leader of one position. Dropped when the position is passed or the lead is lost."""
+class Leader:
+    """`asked` are the peers that were sent the last proposal."""
 
     def __init__(
-        self,
-        me: str,
-        log: LogState,
-        state_digest: bytes,
-        settings: RunSettings,
-        payload: PayloadSize,
-        standing: Standing,
-        certifier: Certifier,
-        judge: Judge,
+        self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, seat: EntryRound
     ) -> None:
-        super().__init__(me, log, state_digest, settings, payload, standing, certifier)
-        self._judge = judge
-        self._running: Begin | Adopt | None = None
-        self._members: dict[str, None] = {}  # who remains in the running attempt, in order
-        self._began_at = self._moved_at = self._seconds = 0.0
-        self._moved: dict[str, int] = {}  # chunks, as members say
-        self._unseen_since: dict[str, float] = {}
-        self._disputes, self._tally = Disputes(settings.timing), Tally()
-        self._left: Counter[str] = Counter()
-        self._spoiled: set[Attempt] = set()  # rounds that came to different ends at different members
+        """`seat` is this peer's own part at the position."""
+        self.readiness = Readiness(context, presence, trainer, seat.log)
+        self.asked: tuple[str, ...] = ()
+        self._context = context
+        self._presence = presence
+        self._trainer = trainer
+        self._replica = replica
+        self._seat = seat
+        self._attempt = 0
+        self._view = 0
+        self._begun: Begin | None = None
+        self._parts: Parts | None = None
+        self._second_chances = 0
+        self._proposed: Propose | None = None
+        self._at = 0.0  # when we began, or proposed, last
+        self._told: dict[str, float] = {}  # when each was told last of what runs
 
-    @property
-    def running(self) -> bool:
-        return self._running is not None
+    # What others ask ------------------------------------------------------------------------------------------
+    def on_lease_request(self, request: LeaseRequest, sender: str) -> None:
+        """Give a joiner samples. A peer that gave us our lease does not lead if it asks us for one."""
+        if self._seat.is_led_by_us or sender == self._seat.granted_by:
+            self.readiness.ask_lease(sender, request, self._replica.state_digest)
 
-    def on_ready(self, sender: str, ready: Ready, now: float) -> list[Effect]:
-        if self._running is None:
-            return super().on_ready(sender, ready, now)
-        if sender not in self._members:
-            return [self._ask_again(sender)] if ready.last_attempt < self._last_number else []
-        if self._are_missed(ready.heard, self._running):
-            return self._abort(f"{sender} hears who seemed to be gone") + super().on_ready(sender, ready, now)
-        if ready.last_attempt < self._running.attempt.number:
-            return self._tell([sender], {sender: ready}, now)  # it has not heard of the attempt yet, or lacks a proof
-        reason = f"{sender} has left the attempt"
-        self._left[sender] += 1
-        effects = self._lose([sender], reason, now) if self._left[sender] > LEAVES else []
-        return effects or self._abort(reason) + super().on_ready(sender, ready, now)
+    def on_ready(self, ready: Ready, sender: str) -> None:
+        """A member is ready in a view that we lead, or repeats what it is bound to, or refuses."""
+        if not self.readiness.take(sender, ready, self._replica.state_digest):
+            return
+        for named in (ready.refused, ready.round.ballot if ready.round else None):
+            if named is not None and named.view == self._seat.pacemaker.view:
+                self._attempt = max(self._attempt, named.attempt)
+        if ready.view != self._seat.pacemaker.view or not self._seat.is_led_by_us:
+            return
+        if self._begun is not None or self._proposed is not None:
+            self._remind(sender, ready)
+        if self._proposed is not None or self.readiness.is_full(ready.view):
+            self.tick()  # at once: a round does not wait for the clock
 
-    def gone(self, peer: str, now: float) -> list[Effect]:
-        """The peer has said goodbye."""
-        self._ready.pop(peer, None)
-        return self._lose([peer], f"{peer} has left", now)
+    def on_part(self, part: Part, sender: str) -> None:
+        """A reducer has averaged all of its chunks."""
+        if self._parts is None or self._begun is None or part.round != self._begun.round.name or self._proposed:
+            return
+        self._parts.take(sender, part, self._begun.heirs)
+        self._observe()
+        self.tick()
 
-    def tick(self, now: float, live: Mapping[str, Heartbeat], departed: Collection[str]) -> list[Effect]:
-        """Close the roster, or go on without somebody, when it is time. `live` are the other peers' heartbeats,
-        `departed` those of the last roster that have left."""
-        self.departed = departed
-        if self._running:
-            return self._watch(now, live)
-        self._forget(now, live)
-        is_cut_off = self._is_cut_off(now, live)  # asked each time: it keeps the time
-        is_time = self._is_time(now, live)
-        is_needed = not (is_cut_off or self._enough(self._ready)) and self._needs_barred(now, is_time)
-        effects = self._pardon(now) if is_needed else []
-        effects += self._begin_if_possible(is_cut_off, now, live) if is_time or is_needed else []
-        if not self.running:
-            self._take_pardons_back()
-        return effects
+    def on_leaving(self, peer: str) -> None:
+        """A peer has said farewell."""
+        self.readiness.leaves(peer)
+        self.tick()
 
-    def _begin_if_possible(self, is_cut_off: bool, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
-        plan, claim = self._plan(), self._claim()
-        if claim is not None and self._may_be_disclaimed(claim, now, live):
-            return []
-        is_new = self._has_work and not claim and not self._unfinished_round()
-        effects = self._leave_out(plan) if is_new else []
-        if is_new and not plan.reducers:
-            return effects
-        if self._enough(self._ready) or (is_cut_off and self._may_go_on_alone(self._ready)):
-            effects += self._begin(claim, now)
-        return effects
+    def refuse(self, reducer: str) -> None:
+        """Do without a reducer's averages: one that came to us is no average."""
+        if self._parts is not None:
+            self._parts.refuse(reducer)
 
-    # Attempts -------------------------------------------------------------------------------------------------
-    def _begin(self, claim: Claim | None, now: float) -> list[Effect]:
-        self._in_minority = not self._enough(self._ready)
-        if claim is not None:
-            members = take_order(self._log.roster, self._ready)
-            return self._hand_on(claim.header, claim.holders, members, "hands an entry on", now)
-        round = self._unfinished_round()
+    def _observe(self) -> None:
+        assert self._parts is not None and self._begun is not None
+        evidence, round = self._context.evidence, self._begun.round
+        for pair in self._parts.contradictions:
+            for averaged in pair:
+                self._context.convict(evidence.observe_average(round, averaged, self._replica.lineage))
+        self._parts.contradictions.clear()
+
+    # What happens when --------------------------------------------------------------------------------------------
+    def tick(self) -> None:
+        """Begin, collect, or propose, when it is time."""
+        seat = self._seat
+        self.readiness.forget()
+        if self._view != seat.pacemaker.view or not seat.is_led_by_us:
+            self._view, self._second_chances = seat.pacemaker.view, 0
+            self._drop()
+        if not seat.is_led_by_us or seat.is_decided:
+            return
+        self._set_pace()
+        ready = self.readiness.of(self._view)
+        prepared = self._heaviest(ready)
+        if self._proposed is not None:
+            self._press(self._proposed, prepared, ready)
+        elif prepared is not None:
+            if seat.attendance.is_enough(_starts(ready)):
+                self._propose_prepared(prepared, ready)
+        elif self._begun is not None:
+            self._collect(self._begun)
+        elif seat.attendance.is_enough(_starts(ready)) and self.readiness.is_time(ready):
+            self._begin(ready)
+
+    def _set_pace(self) -> None:
+        awaited, trainer = self.readiness.awaited, self._trainer
+        awaited.grace = trainer.grace()
+        usual_round = self._context.round_times.usual or 0.0
+        awaited.slack = trainer.slack(usual_round, self._presence.usual(self._seat.log))
+        awaited.own = trainer.inner_step(), trainer.speed if trainer.is_training else 0.0
+
+    def _drop(self) -> None:
+        self._begun = self._proposed = None
+        self._parts = None
+        self._told.clear()
+
+    def _next_ballot(self) -> Ballot:
+        self._attempt += 1
+        return Ballot(view=self._view, attempt=self._attempt)
+
+    # The exchange -------------------------------------------------------------------------------------------------
+    def _begin(self, ready: Mapping[str, Ready]) -> None:
+        """Begin a round of all that are ready, or go on with the one that we are in ourselves."""
+        seat = self._seat
+        group = () if seat.attendance.is_quorum(_starts(ready)) else seat.attendance.group
+        round = self._unfinished(ready)
         if round is not None:
-            return self._exchange(round, (), "goes on with a round", now)
-        if not self._has_work and not self._log.closes:
-            self._pass_over_claims()
-            return self._skip(now)
-        round = self._new_round(self._attempt(self._last_number + 1))
-        return self._exchange(round, self._commitments(round.roster), "begins", now)
+            self._exchange(round, "goes on with a round", ready)
+            return
+        roster = self.readiness.roster(ready)
+        if not any(member.tokens for member in roster):
+            self._skip(ready, group)
+            return
+        name = RoundName(position=seat.log.position, ballot=self._next_ballot(), leader=self._context.me)
+        chunks = self._context.payloads[seat.log.fragment].size.chunks
+        committed = digest_of_all(commitments_of(roster, ready))
+        dealt = shares(roster, links_of(ready), chunks)
+        self._exchange(Round(name=name, shares=dealt, committed=committed, group=group), "begins", ready)
 
-    def _skip(self, now: float) -> list[Effect]:
-        """Nobody has trained the fragment in this cycle: its entry says so, and there is nothing to exchange."""
-        members, offers = take_order(self._log.roster, self._ready), self._offers()
-        header = self._log.next_header([offers[peer] for peer in members], NO_PAYLOAD)
-        return self._hand_on(header, (), members, "skips a fragment", now)
+    def _unfinished(self, ready: Mapping[str, Ready]) -> Round | None:
+        """Return the round that we are in, if enough others are in it, too, and it was not gone on with before."""
+        exchange = self._seat.exchange
+        if exchange is None or exchange.name.leader == self._context.me or exchange.round.group:
+            return None
+        if exchange.name.ballot.view + len(self._seat.log.ring) < self._view:
+            return None
+        inside = {peer: said for peer, said in ready.items() if said.round == exchange.name}
+        is_told = commitments_are_known(exchange.round, exchange.contributions.commitments)
+        return exchange.round if is_told and self._seat.attendance.is_quorum(_starts(inside)) else None
 
-    def _new_round(self, name: Attempt) -> Round:
-        """Those whom all others reach reduce parts, sized so that all links are done together."""
-        shares = self._shares()
-        members = {share.member.peer for share in shares}
-        faults, amendment = self._judge.annex(members, name.alone)
-        gone = self._gone(members, faults)
-        committed = digest_of_all(self._commitments([share.member for share in shares]))
-        return Round(name=name, shares=shares, faults=faults, gone=gone, amendment=amendment, committed=committed)
+    def _exchange(
+        self, round: Round, what: str, ready: Mapping[str, Ready], heirs: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        context, seat = self._context, self._seat
+        is_new = round.name.leader == context.me and not heirs
+        ballot = round.name.ballot if is_new else self._next_ballot()
+        size = context.payloads[seat.log.fragment].size.bytes
+        seconds = seconds_for(round, links_of(ready), size, context.settings.timing)
+        before = self._begun
+        if before is not None and before.round == round:
+            commitments = before.commitments
+        elif is_new:
+            commitments = commitments_of(round.roster, ready)
+        else:
+            known = seat.exchange.contributions.commitments if seat.exchange else {}
+            commitments = tuple(known[member.peer] for member in round.contributors)
+        self._begun = Begin(ballot=ballot, round=round, seconds=seconds, heirs=heirs, commitments=commitments)
+        if self._parts is None:
+            self._parts = Parts(round, context.keys)
+        self._at = context.now
+        members = f"{len(round.peers)} peer{'s' * (len(round.peers) > 1)}"
+        context.emit(Note("info", f"round {ballot} of outer step {seat.log.position.index} {what}: {members}"))
+        self._tell_begun(round.peers)
 
-    def _unfinished_round(self) -> Round | None:
-        """The round that a leader before us could not conclude, if enough of its members are here to do so."""
-        round = still_in_round(self._me, self._ready)
-        if round is None or round.name in self._spoiled or (round.faults if self._in_minority else round.name.alone):
-            return None  # a minority has no annex, and its round takes all others their say
-        able = self._me in round.remaining and bool(reducers(round))
-        able = able and is_connected(round, self._standing.pairs(round.remaining))
-        return round if able and self._is_enough(round.remaining) else None
-
-    def _exchange(self, round: Round, commitments: tuple[Contribution, ...], what: str, now: float) -> list[Effect]:
-        """Have those who remain exchange blocks. Who goes on with another leader's round knows its `commitments`."""
-        members = round.remaining
-        begin = Begin(
-            attempt=self._next_attempt(),
-            round=round,
-            seconds=self._seconds_for(round),
-            open=bool(self._log.roster) and not self._in_minority and len(members) <= OPEN_LIMIT,
-            commitments=commitments,
-            disclaimers=disclaimers(self._ready) if self._claims.proven(self._ready) else (),
-        )
-        return self._run(begin, members, what, now)
-
-    def _hand_on(
-        self, header: Header, holders: tuple[Holder, ...], members: Sequence[str], what: str, now: float
-    ) -> list[Effect]:
-        """Run an attempt in which members take over an entry. How much of it each must fetch is not foreseen."""
-        seconds = self._schedule.attempt(())
-        adopt = Adopt(attempt=self._next_attempt(), header=header, holders=holders, seconds=seconds)
-        return self._run(adopt, members, what, now)
-
-    def _run(self, running: Begin | Adopt, members: Sequence[str], what: str, now: float) -> list[Effect]:
-        self._running, self._members, self._seconds = running, dict.fromkeys(members), running.seconds
-        self._began_at = self._moved_at = now
-        self._barred.attempt_begins(members)
-        self._unseen_since.clear()
-        self._disputes = Disputes(self._settings.timing)
-        self._tally = Tally()
-        if isinstance(running, Begin):
-            self._comparison = Comparison(self._me, running, self._judge, self._settings.timing.resend)
-        note = Note("info", f"attempt {running.attempt} {what}: {len(members)} peer{'s' * (len(members) > 1)}")
-        return [note, *self._tell(members, self._ready, now)]
-
-    def _tell(self, peers: Sequence[str], ready: Mapping[str, Ready], now: float) -> list[Effect]:
-        assert self._running is not None
-        return told(self._running, peers, ready, self._judge.shown(annex_of(self._running), peers, ready, now))
-
-    def _next_attempt(self) -> Attempt:
-        self._last_number += 1
-        return self._attempt(self._last_number)
-
-    def _attempt(self, number: int) -> Attempt:
-        alone = self._in_minority and bool(self._log.roster)
-        return Attempt(position=self._log.position, number=number, leader=self._me, alone=alone)
-
-    def _is_enough(self, peers: Collection[str]) -> bool:
-        """Return whether these are enough for the attempt that begins or runs."""
-        return self._enough(peers) or (self._in_minority and self._may_go_on_alone(peers))
-
-    # Who is lost ----------------------------------------------------------------------------------------------
-    def _lose(self, peers: Iterable[str], reason: str, now: float) -> list[Effect]:
-        """Go on without these peers; what has arrived of theirs counts."""
-        lost = dict.fromkeys(peer for peer in peers if peer in self._members and peer != self._me)
-        running = self._running
-        if running is None or not lost:
-            return []
-        remaining = [peer for peer in self._members if peer not in lost]
-        if not self._is_enough(remaining):
-            return self._abort(reason)
-        farewell = ends(running.attempt, lost, reason)
-        what = f"goes on ({reason})"
-        if isinstance(running, Adopt):
-            if running.holders and not set(running.donors) & set(remaining):
-                return self._abort(reason)
-            return farewell + self._hand_on(running.header, running.holders, remaining, what, now)
-        round = running.round.without(lost)
-        if not reducers(round):
-            return self._abort(reason)
-        return farewell + self._exchange(round, running.commitments, what, now)
-
-    def _watch(self, now: float, live: Mapping[str, Heartbeat]) -> list[Effect]:
-        """Who has been silent for a heartbeat's time is lost; so are those who hold all others up for too long."""
-        unseen = [peer for peer in self._members if peer not in live and peer != self._me]
-        self._unseen_since = {peer: self._unseen_since.get(peer, now) for peer in unseen}
-        dead = [peer for peer, since in self._unseen_since.items() if now - since >= self._settings.timing.heartbeat]
-        if dead:
-            return self._lose(dead, f"{', '.join(dead)} is gone", now)
-        has_stalled = now - self._moved_at > self._schedule.stall and isinstance(self._running, Begin)
-        if has_stalled or now - self._began_at > self._seconds:
-            return self._hurry("nothing moves" if has_stalled else "time is up", has_stalled, now)
-        return []
-
-    def _hurry(self, why: str, has_stalled: bool, now: float) -> list[Effect]:
-        """Go on without those who hold the attempt up, or begin another one."""
-        assert self._running is not None
-        running, tally, expiry = self._running, self._tally, self._settings.timing.heartbeat_expiry
-        waiting = tally.waiting(since=now - expiry)  # who waits says so again and again
-        slow = held_up_by(running, self._members, tally.complete, waiting)
-        if isinstance(running, Begin):
-            late = [peer for peer in self._members if peer not in tally.complete]
-            if late and self._me not in late and not tally.differing and self._is_enough(tally.complete):
-                return self._do_without(late, waiting, now)
-            is_still = now - self._moved_at > expiry  # else they need time, and the next attempt goes on with the round
-            if is_still and are_apart(slow, waiting) and self._standing.may_replan(slow[0]):
-                return self._part(running.round, slow[0], slow[1:], f"{' and '.join(slow)} wait for each other")
-        for peer in slow:
-            self._bar(peer, now)
-        reason = f"{why}; held up by {', '.join(slow) or 'nobody in particular'}"
-        effects = self._lose(slow, reason, now) or self._abort(reason)
-        if has_stalled and isinstance(running, Begin) and not self.running:
-            self._spoiled.add(running.round.name)  # whatever is wrong with it: a new one begins with all blocks
-        return effects
-
-    def _do_without(self, late: Sequence[str], waiting: Mapping[str, tuple[str, ...]], now: float) -> list[Effect]:
-        """Enough have signed, and wait for nobody else. Whoever says for whom it waits is believed a few times."""
-        for peer in late:
-            if not (waiting.get(peer) and self._standing.may_replan(peer)):
-                self._bar(peer, now)
-        return self._lose(late, f"enough have signed without {', '.join(late)}", now)
-
-    def _abort(self, reason: str) -> list[Effect]:
-        assert self._running is not None
-        attempt, members = self._running.attempt, self._members
-        self._running, self._members = None, {}
-        self._ready.clear()  # everyone says Ready again, with what it holds by then
-        self._barred.ready.clear()
-        return [Note("warning", f"attempt {attempt} failed: {reason}"), *ends(attempt, members, reason)]
-
-    # What members say -----------------------------------------------------------------------------------------
-    def on_waiting(self, sender: str, waiting: Waiting, now: float) -> list[Effect]:
-        if not self._is_running(waiting.attempt):
-            return self._set_right(sender, waiting.attempt, now)
-        if sender not in self._members:
-            return []
-        self._disputes.heard(sender, now)
-        self._tally.waits(sender, waiting.missing, now)
-        if waiting.moved > self._moved.get(sender, 0):
-            self._moved[sender] = waiting.moved
-            self._moved_at = now
-        return self._plan_anew(sender, waiting.unreached, now)
-
-    def _plan_anew(self, sender: str, unreached: Iterable[str], now: float) -> list[Effect]:
-        """A pair that needs each other's data can't talk: begin another round, in which it need not."""
-        others = {peer for peer in unreached if peer in self._members and peer != sender}
-        self._disputes.says(sender, others, now)
-        if not others or not isinstance(self._running, Begin):
-            return []
-        round, pairs = self._running.round, self._standing.pairs(self._members)
-        able = reducers(round)
-        known = pairs.broken_with(sender) | pairs.relayed_with(sender)  # the plan could not do without
-        broken = (others if sender in able else others & able) - known
-        broken = {other for other in broken if self._disputes.has_lasted(sender, other, now)}
-        if not broken:
-            return []
-        outcasts = self._disputes.outcasts(self._members) & {sender, *broken} - {self._me}
-        if outcasts:
-            return self._leave_behind(sorted(outcasts), "can exchange nothing with most others", now)
-        reason = f"{sender} can't exchange data with {', '.join(sorted(broken))}"
-        if sender != self._me and not self._standing.may_replan(sender):
-            return self._leave_behind([sender], f"has a round planned anew once more: {reason}", now)
-        return self._part(round, sender, broken, reason)
-
-    def _part(self, round: Round, peer: str, others: Collection[str], reason: str) -> list[Effect]:
-        """The next round does without what the peer and these would exchange."""
-        self._standing.failed(peer, others)
-        self._spoiled.add(round.name)
-        return self._abort(reason)
-
-    def _leave_behind(self, peers: Sequence[str], reason: str, now: float) -> list[Effect]:
-        """Bar these, and go on without them."""
+    def _tell_begun(self, peers: Iterable[str]) -> None:
+        """Tell members of the exchange. Only those that average need what all have committed to."""
+        begun = self._begun
+        assert begun is not None
+        averaging = {share.member.peer for share in begun.round.shares if share.chunks}
+        averaging |= {heir for _, heir in begun.heirs}
+        short = begun.model_copy(update={"commitments": ()})
         for peer in peers:
-            self._bar(peer, now)
-        named = f"{', '.join(peers)} {reason}"
-        return self._lose(peers, named, now) or self._abort(named)
+            self._told[peer] = self._context.now
+            self._context.emit(Send(peer, begun if peer in averaging else short))
 
-    def on_accuse(self, sender: str, accuse: Accuse, now: float) -> list[Effect]:
-        """Who is shown to have lied is lost, and whoever accuses without showing anything."""
-        running, accused = self._running, accuse.accused
-        if not self._is_running(accuse.attempt) or sender not in self._members or not isinstance(running, Begin):
-            return []
-        if self._comparison.convicts(sender, accuse):
-            self._spoiled.add(running.round.name)  # everybody holds something else
-            self._bar(accused, now)
-            return self._abort(f"{accused} gave {sender} another average")
-        if accused not in self._members or self._comparison.has_asked(sender, accuse):
-            return []
-        if self._judge.is_bad_contribution(accuse, running.round):
-            return self._leave_behind([accuse.accused], f"sent {sender} bad blocks: {accuse.reason}", now)
-        return self._leave_behind([sender], f"accuses {accuse.accused} without evidence: {accuse.reason}", now)
+    def _collect(self, begun: Begin) -> None:
+        """Propose what the round comes to, once all Parts are here; or name heirs for those that do not come."""
+        assert self._parts is not None
+        if (outcome := self._parts.outcome()) is not None:
+            self._propose_outcome(outcome.payload, outcome.absent, outcome.marks)
+            return
+        missing, now = self._parts.missing(), self._context.now
+        heard = {self._context.me, *self._presence.live()}
+        served = dict(begun.heirs)
+        dead = [peer for peer in missing if served.get(peer, peer) not in heard]
+        is_late = now - self._at > begun.seconds
+        if not (dead or is_late):
+            return
+        if is_late and not dead:
+            if self._second_chances >= SECOND_CHANCES:
+                return  # the view's time is up soon
+            self._second_chances += 1
+        lacking = missing if is_late else tuple(dead)
+        able = [member.peer for member in begun.round.contributors if member.peer in heard and member.peer not in missing]
+        able = able or [member.peer for member in begun.round.contributors if member.peer in heard]
+        heirs = heirs_of(lacking, able, begun.heirs)
+        if heirs:
+            self._exchange(begun.round, "goes on with heirs", self.readiness.of(self._view), (*begun.heirs, *heirs))
 
-    def on_marked(self, sender: str, marked: Marked, now: float) -> list[Effect]:
-        is_wanted = self._is_running(marked.attempt) and isinstance(self._running, Begin)
-        return self._comparison.hear(sender, marked, self._tally, now) if is_wanted else []
+    # Proposals ----------------------------------------------------------------------------------------------------
+    def _propose_outcome(self, payload: bytes, absent: Mapping[str, int], marks: bytes) -> None:
+        begun = self._begun
+        assert begun is not None
+        round = begun.round
+        header = self._header(round, payload, absent, round.group)
+        if header is None:
+            self._drop()
+            return
+        self._propose(
+            Propose(
+                ballot=begun.ballot,
+                header=header,
+                group=round.group,
+                justify=None,
+                round=round.name,
+                marks=marks,
+            ),
+            round.peers,
+        )
 
-    def on_prepared(self, sender: str, said: Told, now: float) -> list[Effect]:
-        """A member says what has come of the round. Nobody is lost for holding another payload than most before it is
-        seen who has given it that."""
-        if not self._is_running(said.attempt) or sender not in self._members:
-            return self._set_right(sender, said.attempt, now)
-        self._disputes.heard(sender, now)
-        self._moved_at = now if self._tally.hear(sender, said, now) else self._moved_at
-        if not isinstance(self._running, Begin):
-            return []
-        round, wrong = self._running.round, self._tally.differing
-        makes_absent = not {peer for peer, _ in said.missed} <= set(round.lost)
-        if not (makes_absent or wrong):
-            return []
-        self._spoiled.add(round.name)  # should it be aborted
-        if makes_absent:
-            return self._leave_behind([sender], "does without blocks of members that are not lost", now)
-        return self._compare(wrong, now)
-
-    def on_complete(self, sender: str, complete: Complete, now: float) -> list[Effect]:
-        effects, running = self.on_prepared(sender, complete, now), self._running
-        if effects or running is None or not self._tally.is_complete(self._members):
-            return effects
-        if isinstance(running, Adopt):
-            return self._commit_if_signed(running.header, running, now)
-        if self._tally.differing:
-            return []  # it is still to be seen who has lied
+    def _header(self, round: Round, payload: bytes, absent: Mapping[str, int], group: Group) -> Header | None:
+        """Return the header of what a round came to; None if it can lead to none."""
+        seat = self._seat
+        log, faults = seat.here, self._context.evidence.provable(seat.log, self._replica.lineage, round.peers)
+        gone = self._gone([*round.peers, *(fault.peer for fault in faults)], group)
+        amendment = self._context.amending.proposed(seat.log) if seat.log.closes else None
+        leader = self._context.me if seat.log.closes else None
         try:
-            header = running.round.entry(self._log, dict(complete.missed), complete.payload)
+            return round.entry(log, absent, payload, leader, faults, gone, amendment)
         except LogError as error:
-            return self._abort(f"what its members say can be no entry: {error}")
-        return self._commit_if_signed(header, running, now)
+            self._context.emit(Note("warning", f"round {round.name} leads to no entry: {error}"))
+            return None
 
-    def _compare(self, wrong: Sequence[str], now: float) -> list[Effect]:
-        """Members may show who has given them different averages. If for a while nobody does, those who are alone with
-        what they hold are lost, unless the leader has nothing of its own that tells who that is."""
-        is_over = now - self._tally.differing_since >= self._settings.timing.heartbeat_expiry
-        if not is_over or not self._tally.have_spoken(self._members):
-            return self._comparison.ask(self._tally, now)
-        if self._me not in self._members:
-            return self._abort("its members hold different payloads, and do not show why")
-        return self._leave_behind(wrong, "hold another payload", now)
+    def _skip(self, ready: Mapping[str, Ready], group: Group) -> None:
+        """Nobody that is ready has trained the fragment: it stays as it is (R15)."""
+        try:
+            header = self._seat.here.next_header(self.readiness.roster(ready), NO_PAYLOAD, None)
+        except LogError as error:
+            self._context.emit(Note("warning", f"fragment {self._seat.log.fragment} can't be skipped: {error}"))
+            return
+        propose = Propose(ballot=self._next_ballot(), header=header, group=group, justify=None, round=None)
+        self._propose(propose, tuple(ready))
 
-    def _commit_if_signed(self, header: Header, running: Begin | Adopt, now: float) -> list[Effect]:
-        """All say the same. Who has signed something else is lost."""
-        name = running.attempt.name
-        said = {peer: complete.signature for peer, complete in self._tally.complete.items()}
-        signed = self._certifier.signed(header, name, said, OPEN_LIMIT)  # each may have told others something else
-        voters = self._counted(self._members) & set(self._log.voters)
-        unsigned = sorted(voters - signed.keys()) if 2 * len(signed) <= len(self._log.voters) else []
-        if unsigned:
-            return self._leave_behind(unsigned, "did not sign what they say", now)
-        commit = Commit(header=header, certificate=self._certifier.certify(header, name, signed))
-        self._standing.entry_made(self._members)
-        self._standing.round_seconds = now - self._began_at
-        self._standing.work_came((), self._granted.keys() - self._log.leases.keys() - set(self._members))
-        round = running.round if isinstance(running, Begin) else None
-        passed_on = len(passers(round, header)) > OPEN_LIMIT and self._me in self._members
-        return [Send(peer, commit) for peer in ((self._me,) if passed_on else self._members)]
+    def _propose_prepared(self, prepared: Certified, ready: Mapping[str, Ready]) -> None:
+        """Propose again what may be committed: no exchange is needed for it."""
+        seat = self._seat
+        group = () if seat.attendance.is_quorum(_starts(ready)) else seat.attendance.group
+        propose = Propose(
+            ballot=self._next_ballot(),
+            header=prepared.header,
+            group=group,
+            justify=prepared.certificate,
+            round=None,
+        )
+        self._context.emit(Note("info", f"proposes again in {propose.ballot} what was prepared"))
+        self._propose(propose, tuple(dict.fromkeys([*ready, *(peer for peer in seat.attendance.here)])))
 
-    def _set_right(self, sender: str, attempt: Attempt, now: float) -> list[Effect]:
-        """The sender speaks of another attempt than the one that runs."""
-        if self._running and sender in self._members:
-            return self._tell([sender], self._ready, now)
-        return ends(attempt, [sender], "this attempt is over")
+    def _propose(self, propose: Propose, peers: Iterable[str]) -> None:
+        self._proposed, self._at = propose, self._context.now
+        self.asked = tuple(peers)
+        self._told.clear()
+        self._tell_proposed(self.asked)
 
-    def _is_running(self, attempt: Attempt) -> bool:
-        return self._running is not None and self._running.attempt == attempt
+    def _tell_proposed(self, peers: Iterable[str], again: Iterable[str] = ()) -> None:
+        """Ask for vote 1, and show first what proves the faults that the header names."""
+        propose, context, lacking = self._proposed, self._context, set(again)
+        assert propose is not None
+        for peer in peers:
+            faults, position = propose.header.faults, propose.position
+            shown = context.evidence.show(peer, faults, position, context.now, again=peer in lacking)
+            context.emit(*(Send(peer, proof) for proof in shown if peer != context.me), Send(peer, propose))
+            self._told[peer] = context.now
+
+    def _press(self, propose: Propose, prepared: Certified | None, ready: Mapping[str, Ready]) -> None:
+        """See what stands against our proposal, and make another one that takes account of it."""
+        voter, resend = self._seat.voter, self._context.settings.timing.resend
+        if self._context.now - self._at < resend:
+            return
+        if prepared is not None and self._is_heavier(prepared, propose):
+            self._propose_prepared(prepared, ready)
+            return
+        if voter.prepared is not None and choice_of(voter.prepared).ballot == propose.ballot:
+            return  # vote 2 is asked for
+        refusals = {REFUSALS[said.reason] for said in ready.values() if said.refused == propose.ballot and said.reason in REFUSALS}
+        if Refusal.HAS_WORK in refusals:
+            self._drop()
+        elif refusals & {Refusal.NOT_GONE, Refusal.NOT_ALONE, Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}:
+            self._propose_anew(propose, refusals)
+
+    def _propose_anew(self, propose: Propose, refusals: set[Refusal]) -> None:
+        """Propose the same in another ballot; without the say of peers that are heard after all, if that is news."""
+        group = self._seat.attendance.group if propose.group else ()
+        header: Header | None = propose.header
+        if propose.justify is None and self._begun is not None and self._parts is not None:
+            outcome = self._parts.outcome()
+            if outcome is not None:
+                header = self._header(self._begun.round, outcome.payload, outcome.absent, group)
+        is_new = header != propose.header or group != propose.group
+        if header is None or not (is_new or refusals & {Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}):
+            return
+        again = propose.model_copy(update={"ballot": self._next_ballot(), "header": header, "group": group})
+        self._propose(Propose.model_validate(dict(again)), self.asked)
+
+    def _is_heavier(self, prepared: Certified, propose: Propose) -> bool:
+        """Return whether a prepared header stands against a proposal: it is another one, or its certificate is newer
+        than what the proposal shows, and was not made of it."""
+        choice = choice_of(prepared)
+        if choice.ballot == propose.ballot:
+            return False
+        return propose.justify is None or propose.justify.choice.weight < choice.weight
+
+    def _heaviest(self, ready: Mapping[str, Ready]) -> Certified | None:
+        """Return the heaviest prepared header that we or those who are ready know of (R4)."""
+        voter = self._seat.voter
+        shown = [said.lock for said in ready.values() if said.lock and said.lock.certificate]
+        heaviest = voter.prepared
+        for lock in sorted(shown, key=lambda one: choice_of(one).weight, reverse=True):
+            if heaviest is not None and choice_of(heaviest).weight >= choice_of(lock).weight:
+                break
+            if voter.is_prepared(lock):
+                heaviest = lock
+                break
+        is_foreign = heaviest is not None and choice_of(heaviest).alone and not self._seat.attendance.is_alone
+        return None if is_foreign else heaviest
+
+    def _gone(self, named: Iterable[str], group: Group) -> tuple[str, ...]:
+        """Return the voters that have no say any more, besides those that the entry names. A minority begins anew with
+        those whom it has. We are more patient than members are, and believe them for the partition grace if they say
+        that they hear one: else a member could keep the dead in."""
+        log, timing = self._seat.log, self._context.settings.timing
+        if not log.closes:
+            return ()
+        if group:
+            here: set[str] = set()
+        else:
+            incarnation = self._context.incarnation
+            heard = {peer for ready in self.readiness.of(self._view).values() for peer in ready.heard}
+            here = self._presence.voters_here(log, incarnation, death(timing))
+            patient = self._presence.voters_here(log, incarnation, timing.partition_grace, even_leavers=True)
+            here |= patient.intersection(heard)
+        besides = here.union(named)
+        return tuple(peer for peer in log.voters if peer not in besides)
+
+    # Members that have not heard ------------------------------------------------------------------------------------
+    def _remind(self, peer: str, ready: Ready) -> None:
+        """Tell a member again what it seems not to have heard."""
+        now, resend = self._context.now, self._context.settings.timing.resend
+        is_due = now - self._told.get(peer, -resend) >= AGAIN * resend
+        begun, propose = self._begun, self._proposed
+        if begun is not None and peer in begun.round.peers:
+            has_heirs = bool(begun.heirs) and propose is None
+            if ready.round != begun.round.name or (has_heirs and is_due):
+                self._tell_begun([peer])
+        if propose is None or peer not in self.asked or not is_due:
+            return
+        has_voted = self._seat.voter.voted_in(peer, propose.ballot, Phase.PREPARE)
+        if ready.unproven or not (has_voted or ready.refused == propose.ballot):
+            self._tell_proposed([peer], again=[peer] if ready.unproven else [])
+
+
+def commitments_are_known(round: Round, known: Mapping[str, object]) -> bool:
+    """Return whether all that a round's reducers must be told is known."""
+    return all(member.peer in known for member in round.contributors)
+
+
+def _starts(ready: Mapping[str, Ready]) -> dict[str, int]:
+    return {peer: said.incarnation for peer, said in ready.items()}

@@ -29,6 +29,7 @@ Rates = Annotated[tuple[tuple[PeerId, Count], ...], Field(max_length=SEEN_LIMIT)
 """Peers, and bytes a second."""
 Heirs = Annotated[tuple[tuple[PeerId, PeerId], ...], Field(max_length=MEMBER_LIMIT)]
 """Reducers that gave no Part, each with the member that averages its chunks instead."""
+Signed = Annotated[tuple[Averaged, ...], Field(max_length=1 << 16)]
 
 
 class LeaseRequest(Value):
@@ -130,7 +131,7 @@ class Part(Value):
 
     kind: ClassVar[Literal["part"]] = "part"
     round: RoundName
-    averages: Annotated[tuple[Averaged, ...], Field(max_length=1 << 16)]
+    averages: Signed
 
     @property
     def position(self) -> Position:

@@ -1,68 +1,156 @@
-"""What a peer believes of an entry that too few have signed to certify it.
+"""The peers at work at one position: whether they are a quorum, and when a minority goes on alone (R8).
 
-A minority goes on alone when the others may be gone for good. Its leader is the only judge of that, for the members of
-its attempt. Everybody else follows it only where too few of the last roster are here to make an entry of their own: one
+A minority goes on when the others may be gone for good. Each of its voters sees by itself that no quorum was here for
+the partition grace. Others follow its entry only where too few of the last roster are here to make one of their own: one
 liar, with nothing but its own signature, takes nobody along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-from peers.log.certificate import Proof
+from peers.log.certificate import Group, Proof
 from peers.log.header import Header
 from peers.log.state import LogState
-from peers.presence.heartbeat import PeerState
+from peers.presence.heartbeat import Heartbeat, PeerState
+from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
-from peers.protocol.desk import Desk
-from peers.protocol.messages import Commit
-from peers.protocol.rounds import Attempt
+from peers.protocol.context import Context
+from peers.protocol.pacemaker import death
+
+READY_STATES = frozenset({PeerState.READY, PeerState.AVERAGING})
 
 
-def are_most(log: LogState, peers: Iterable[str]) -> bool:
-    """Return whether these are more than half of the roster by their names, though some may have started again."""
-    return 2 * len(set(log.voters) & set(peers)) > len(log.voters)
+class Attendance:
+    """`here` are the peers at work at this very position, this one included, and their incarnations.
+
+    `is_alone` says whether this peer takes part in a minority's ballots.
+    """
+
+    def __init__(self, context: Context, presence: Presence, log: LogState) -> None:
+        self.here: dict[str, int] = {}
+        self.is_alone = False
+        self._context = context
+        self._presence = presence
+        self._log = log
+        self._together_at = self._looked_at = context.now
+        self._most_named_at = -float("inf")
+
+    def look(self, ready_since: float | None, is_at_work: bool, is_behind: bool) -> None:
+        """See who is here, and for how long they have been no quorum.
+
+        Args:
+            ready_since: when this peer was ready; None: it is not.
+            is_at_work: whether this peer has a lease here.
+            is_behind: whether others are further on: this peer is to join them, however long it takes.
+        """
+        context, now = self._context, self._context.now
+        live, position = self._presence.live(), self._log.position
+        away = self._presence.unreached
+        vain = self._presence.branches.vain
+        coming = {
+            peer: beat.incarnation
+            for peer, beat in live.items()
+            if beat.state in PARTICIPATING and peer not in away and not (peer in vain and beat.index > position.index)
+        }
+        self.here = {peer: start for peer, start in coming.items() if live[peer].head == position.head}
+        coming = {peer: start for peer, start in coming.items() if peer in self.here or live[peer].index != position.index}
+        if is_at_work or ready_since is not None:
+            self.here[context.me] = coming[context.me] = context.incarnation
+        has_slept = now - self._looked_at > context.settings.timing.heartbeat_expiry
+        self._looked_at = now
+        if has_slept or is_behind or (self.is_quorum(coming) and not self._are_all_gone):
+            self._together_at = now
+        if self._log.last is not None and are_most(self._log, coming):
+            self._most_named_at = now
+        grace = context.settings.timing.partition_grace
+        is_over = ready_since is not None and now - max(ready_since, self._together_at) >= grace
+        may_go_on = context.settings.goes_on_alone or self.are_most_named
+        self.is_alone = ready_since is not None and ((is_over and may_go_on) or self._are_all_gone)
+
+    @property
+    def _are_all_gone(self) -> bool:
+        return self._log.last is not None and self._presence.are_all_gone(self._log)
+
+    @property
+    def are_most_named(self) -> bool:
+        """Whether most voters were here lately by their names, though too few of them remember their votes."""
+        timing = self._context.settings.timing
+        return self._context.now - self._most_named_at < max(timing.partition_grace, death(timing))
+
+    def is_quorum(self, starts: Mapping[str, int]) -> bool:
+        """Return whether these peers, each in the incarnation that it is, decide for the whole run: before the first
+        entry, the manifest's minimum."""
+        if self._log.last is None:
+            return len(starts) >= self._context.settings.minimum_peers
+        counted = [peer for peer, start in starts.items() if self._log.counts(peer, start)]
+        return bool(counted) and self._presence.is_quorum(self._log, counted)
+
+    def is_enough(self, starts: Mapping[str, int]) -> bool:
+        """Return whether these peers can make the entry, alone if they must."""
+        return self.is_quorum(starts) or (self.is_alone and self.may_go_on(starts))
+
+    def may_go_on(self, starts: Mapping[str, int]) -> bool:
+        """Return whether these are most of those here. Where most voters are here by name, there must be most of them,
+        so that there can't be two such groups. A founding by too few has all who are here."""
+        if self.are_most_named and not self._are_all_gone:
+            return are_most(self._log, starts)
+        among = len(self.here.keys() & starts.keys())
+        return among == len(self.here) if self._log.last is None else 2 * among > len(self.here)
+
+    @property
+    def group(self) -> Group:
+        """The voters of a minority: all that are here."""
+        return tuple(sorted(self.here.items()))
+
+    def left_out(self, group: Group) -> tuple[str, ...]:
+        """Return the peers that are here and have no say in a group."""
+        named = {peer for peer, _ in group}
+        return tuple(sorted(peer for peer in self.here if peer not in named))
+
+    def is_ready(self, is_fragmented: bool) -> bool:
+        """Return whether those that are heard ready or exchanging here can make the entry. Where a cycle has several
+        fragments heartbeats do not tell of which one a peer is ready."""
+        live = self._presence.live()
+        states = PARTICIPATING if is_fragmented else READY_STATES
+        ready = {peer: start for peer, start in self.here.items() if peer == self._context.me or live[peer].state in states}
+        return self.is_enough(ready)
+
+    def views(self) -> dict[str, int]:
+        """Return the views that the others here are in."""
+        live = self._presence.live()
+        return {peer: live[peer].view for peer in self.here if peer in live}
+
+    def founders(self) -> list[str]:
+        """Return who leads before the first entry, in turn: all that are heard and may found the run."""
+        beats: Iterable[Heartbeat] = self._presence.live().trainers
+        others = [beat.peer for beat in beats if beat.index == 0 and beat.peer not in self._presence.unreached]
+        return sorted([self._context.me, *others])
 
 
-def may_make(
-    desk: Desk,
-    presence: Presence,
-    log: LogState,
-    said_in: Attempt | None,
-    sender: str,
-    commit: Commit,
-    proof: Proof,
-) -> bool:
-    """Whether an entry that we hold is to be made. `said_in` is the attempt in which we said last that we hold it."""
-    certificate = commit.certificate
-    assert certificate is not None
-    is_ours = said_in is not None and said_in.name == certificate.attempt and sender == certificate.leader
-    if is_ours and presence.are_all_gone(log):
-        return True
-    if not (desk.settings.goes_on_alone or are_most(log, commit.header.peers)):
-        return False
-    if is_ours and certificate.alone:
-        return True
-    is_known = sender == desk.me or (presence.is_live(sender) and proof.signers > 0)
-    return is_known and not presence.are_most_here(log, desk.memory.incarnation)
+def are_most(log: LogState, peers: Collection[str]) -> bool:
+    """Return whether these are more than half of the voters by their names, though some may have started again."""
+    return 2 * len(set(log.voters).intersection(peers)) > len(log.voters)
 
 
-def may_found(desk: Desk, presence: Presence, founders: int) -> bool:
-    """Whether to believe that a run was founded by so many. Whoever founds one certifies that itself; so fewer than the
+def may_found(context: Context, presence: Presence, founders: int) -> bool:
+    """Return whether to believe that a run was founded by so many. Founders certify that themselves; so fewer than the
     manifest's minimum are believed only where for the partition grace too few others were there to do it together; and
-    by nobody who has just started, and can't have heard of them yet."""
-    least, timing = desk.settings.minimum_peers, desk.settings.timing
+    by no peer that has just started, and can't have heard of them yet."""
+    least, timing = context.settings.minimum_peers, context.settings.timing
     if founders >= least:
         return True
-    others = presence.membership.spoke_within(timing.partition_grace, desk.now)
+    others = presence.membership.spoke_within(timing.partition_grace, context.now)
     waiting = 1 + sum(not beat.index and beat.state is not PeerState.ARCHIVING for beat in others)
-    return waiting < least and desk.now - desk.started_at >= timing.heartbeat_expiry
+    return waiting < least and context.now - context.started_at >= timing.heartbeat_expiry
 
 
-def may_follow(desk: Desk, presence: Presence, log: LogState, sender: str, header: Header, proof: Proof | None) -> bool:
-    """Whether an entry that was made without us is to be replayed: one of the roster must have made it, at least."""
-    if not (desk.settings.goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
+def may_follow(
+    context: Context, presence: Presence, log: LogState, sender: str, header: Header, proof: Proof | None
+) -> bool:
+    """Return whether to replay an entry that a minority has made: a voter must have made it, at least."""
+    if not (context.settings.goes_on_alone or presence.are_all_gone(log) or are_most(log, header.peers)):
         return False
     is_of_one = proof is not None and proof.signers > 0
     is_of_one = is_of_one or not log.roster or (sender in log.voters and sender in header.peers)
-    return is_of_one and not presence.are_most_here(log, desk.memory.incarnation)
+    return is_of_one and not presence.are_most_here(log, context.incarnation)

@@ -2,7 +2,7 @@
 
 What a message says of members, rosters and entries is packed relative to the log at the message's own position
 (short_forms.py). A receiver at that position reads all of it. Any other receiver learns the position alone, and needs
-no more: it can only tell the sender what followed there. What somebody has signed is read at recent positions, too.
+no more: it can only tell the sender what followed there. Votes are told in full, so that they are evidence anywhere.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Protocol, get_type_hints
 from peers.log.header import Position
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
-from peers.protocol.messages import KINDS, Commit, Complete, Message, Unread
-from peers.protocol.rounds import Attempt
-from peers.protocol.short_forms import FORMS, Form, lengthen_attempt, shorten_attempt
+from peers.protocol.messages import KINDS, Certified, Message, Unread
+from peers.protocol.short_forms import FORMS, Form
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION, WireError, decode, from_plain, pack_plain
 
 DEFLATED_FROM = 256  # bytes of a message's body
@@ -59,8 +58,6 @@ def pack_message(run: str, message: Message, log: LogState | None) -> bytes:
         if form is not None:
             assert log is not None
             value = form.shorten(value, log)
-        elif isinstance(value, Attempt):
-            value = shorten_attempt(value, position)
         body.append(value)
     packed = pack_plain(body)
     content = zlib.compress(packed) if len(packed) >= DEFLATED_FROM else body
@@ -91,7 +88,7 @@ def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[
 def unpack_message(run: str, data: bytes, log: LogState | None) -> Message | Unread | None:
     """Return the message in some bytes, as the peer reads it that is there in the log.
 
-    Returns what is known of a message about another position; None if that is of no use, as of a Commit.
+    Returns what is known of a message about another position; None if that is of no use, as of a certificate.
 
     Raises: WireError when the bytes are no message of this protocol version and this run.
     """
@@ -107,7 +104,7 @@ def _understand(
         return _read(kind, log.position, values, log)  # the same object as ours: equal at first sight
     if kind not in RELATIVE:
         return _read(kind, position, values, log)
-    return None if kind is Commit else Unread(position=position)
+    return None if kind is Certified else Unread(position=position)
 
 
 def _read(kind: type[Message], position: Position, values: Sequence[object], log: LogState | None) -> Message:
@@ -119,8 +116,6 @@ def _read(kind: type[Message], position: Position, values: Sequence[object], log
             if form is not None:
                 assert log is not None
                 value = form.lengthen(plain, log)
-            elif name == "attempt":
-                value = lengthen_attempt(plain, position)
         except (WireError, LogError) as error:
             raise WireError(f"{kind.__name__}.{name}: {error}") from error
         fields[name] = value
@@ -144,7 +139,7 @@ def _inflate(data: bytes) -> bytes:
 class Packer:
     """Packs and unpacks the messages of one peer.
 
-    What is told to many is packed once: a leader's Begin and Commit say much of all members, and each member that fell
+    What is told to many is packed once: a leader's Begin and proposal say much of all members, and each member that fell
     behind is told the same entry.
     """
 
@@ -164,7 +159,7 @@ class Packer:
     def unpack(self, data: bytes) -> Message | Unread | None:
         """Return what `unpack_message` does. Raises: WireError."""
         kind, position, values = open_envelope(self._run, data)
-        is_read = kind is Complete or position.is_in_cycle_of(self._peer.log.position)
+        is_read = position.is_in_cycle_of(self._peer.log.position)
         return _understand(kind, position, values, self.log_at(position) if is_read else None)
 
     def log_at(self, position: Position) -> LogState | None:

@@ -99,6 +99,12 @@ def contradict(first: Averaged, second: Averaged) -> bool:
     return are_of_one and (first.digest, first.absent) != (second.digest, second.absent)
 
 
+def _note(contradictions: list[tuple[Averaged, Averaged]], first: Averaged, second: Averaged) -> None:
+    """Keep a contradiction of a reducer of which none is kept."""
+    if all(one.reducer != first.reducer for one, _ in contradictions):
+        contradictions.append((first, second))
+
+
 class Reducers:
     """The members that may average each chunk of a round: its reducer, and heirs as later ballots name them.
 
@@ -147,8 +153,8 @@ class Averages:
         """Our own averages, of which another one may have taken the place."""
         self.marks = b""
         """The averages that a proposal names; none: any that is signed is as good as another."""
-        self.contradictions: dict[str, tuple[Averaged, Averaged]] = {}
-        """By reducer, two statements that convict it."""
+        self.contradictions: list[tuple[Averaged, Averaged]] = []
+        """Pairs of statements that convict their reducer, one for each."""
         self._me = me
         self._round = round
         self._keys = keys
@@ -189,7 +195,7 @@ class Averages:
             if before.reducer != averaged.reducer:
                 self._given[before.reducer] -= self._squares[chunk]
             if contradict(before, averaged):
-                self.contradictions.setdefault(averaged.reducer, (before, averaged))
+                _note(self.contradictions, before, averaged)
         self._here[chunk], self._squares[chunk] = averaged, squares
         self._marks_here.pop(chunk, None)
         return before is not None
@@ -260,8 +266,8 @@ class Parts:
 
     def __init__(self, round: Round, keys: Keys | None = None) -> None:
         """Without `keys` signatures are not checked."""
-        self.contradictions: dict[str, tuple[Averaged, Averaged]] = {}
-        """By reducer, two statements that convict it."""
+        self.contradictions: list[tuple[Averaged, Averaged]] = []
+        """Pairs of statements that convict their reducer, one for each."""
         self._round = round
         self._reducers = Reducers(round)
         self._averages = Averages("", round, keys)
@@ -286,7 +292,7 @@ class Parts:
             return False
         first = self._taken.setdefault(averaged.chunk, averaged)
         if contradict(first, averaged):
-            self.contradictions.setdefault(sender, (first, averaged))
+            _note(self.contradictions, first, averaged)
         return True
 
     def refuse(self, reducer: str) -> None:

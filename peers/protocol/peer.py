@@ -3,12 +3,12 @@
 A driver calls `handle` with what happened and the time on its clock, and carries out the effects; the real driver
 and the simulated one differ in nothing else. What happens goes to one of a peer's parts:
 
-    Presence   who is there, whom we reach and believe, who is further on
-    Trainer    the lease that we train, and what becomes of the work
-    Replica    where in the log our copy of the state is, and how it moves on
-    Slot       our part in making the next entry; its `leadership` is what we do when others take us for their leader
+    Presence    who is there, whom we reach, who is further on
+    Trainer     the lease that we train, and what becomes of the work
+    Replica     where in the log our copy of the state is, and how it moves on
+    EntryRound  our part in making the next entry; its `leader` is what we do when it is our turn to lead
 
-What the news of one part means for the others is in course.py.
+What the news of one part means for the others is in step_cycle.py.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.presence.membership import Membership
 from peers.presence.presence import Presence
+from peers.audit.evidence import FalseProofError
 from peers.protocol.abstention import Abstention
-from peers.protocol.course import Course
-from peers.protocol.desk import Desk
-from peers.protocol.effects import Effect
+from peers.protocol.context import Context
+from peers.protocol.effects import Dropped, Effect
 from peers.protocol.events import (
     AmendmentSeen,
     Applied,
@@ -52,39 +52,37 @@ from peers.protocol.events import (
     Undelivered,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
+from peers.protocol.hindrance import Hindrances
 from peers.protocol.messages import (
-    Abort,
-    Accuse,
-    Adopt,
     Begin,
-    Commit,
-    Compare,
-    Complete,
+    Certified,
     Elsewhere,
-    Excluded,
-    Holding,
     LeaseGrant,
     LeaseRequest,
     Leaving,
-    Marked,
     Message,
-    Prepared,
-    Prove,
+    Part,
+    Proof,
+    Propose,
     Ready,
     Refuse,
     Unread,
-    Waiting,
+    Vote,
     Want,
 )
 from peers.protocol.replica import Replica
-from peers.protocol.rounds import Attempt
-from peers.protocol.slot import Slot, SlotState
+from peers.protocol.round import EntryRound
+from peers.protocol.rounds import RoundName
 from peers.protocol.states import State
+from peers.protocol.step_cycle import StepCycle
 from peers.protocol.trainer import Trainer
-from peers.protocol.troubles import Troubles
 from peers.values.identity import Keys
 from peers.values.manifest import Amendment
 from peers.values.workload import PayloadKind
+
+SETTLED = Certified | Elsewhere | Refuse | LeaseGrant | Vote
+"""Messages that need no answer at a position that we have left, or have not reached. A voter that has heard nothing of
+what came of its vote says Ready, or asks."""
 
 
 class Peer:
@@ -106,53 +104,53 @@ class Peer:
         them, too."""
         self.me = me
         self.settings = settings
-        self._desk = Desk(me, settings, payloads, now, incarnation, keys)
-        self._course = Course(self._desk, state_digest, lineage or Lineage(settings.empty_log))
-        self.presence: Presence = self._course.presence
-        self.trainer: Trainer = self._course.trainer
-        self.replica: Replica = self._course.replica
-        self.troubles: Troubles = self._course.troubles
-        self._abstention = Abstention(self._desk, self.presence, self.trainer, self.replica, self.troubles)
+        self._context = Context(me, settings, payloads, now, incarnation, keys)
+        self._cycle = StepCycle(self._context, state_digest, lineage or Lineage(settings.empty_log))
+        self.presence: Presence = self._cycle.presence
+        self.trainer: Trainer = self._cycle.trainer
+        self.replica: Replica = self._cycle.replica
+        self.hindrances: Hindrances = self._cycle.hindrances
+        self._abstention = Abstention(self._context, self.presence, self.trainer, self.replica, self.hindrances)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event at time `now` (seconds, monotonic). Raises: LocalProtocolError for an illegal event."""
-        self._desk.now = self.presence.now = now
-        events = self._desk.events
+        self._context.now = self.presence.now = now
+        events = self._context.events
         events.append(event)
         while events:
             happened = events.popleft()
-            if not self._course.has_left:
+            if not self._cycle.has_left:
                 self._happens(happened)
-        return self._desk.take_effects()
+        return self._context.take_effects()
 
     def _happens(self, event: Event) -> None:
-        course = self._course
+        cycle = self._cycle
         match event:
             case Received(sender, message):  # those come first that come most often
-                self.membership.heard_from(sender, self._desk.now)
+                self.membership.heard_from(sender, self._context.now)
                 self._receive(sender, message)
             case Tick():
-                course.tick()
+                cycle.tick()
             case _ if isinstance(event, ExchangeEvent):
                 self._take(event.round_name.position.fragment, event)
             case HeartbeatsSeen(heartbeats, silences):
-                self.membership.observe(heartbeats, self._desk.now, silences)
-                course.hear_amendments(known for beat in heartbeats for known in (beat.amendment, beat.proposed))
-                course.catching_up.check_state()
-                course.catching_up.look()
-                course.look_for_trouble()
-                self._abstention.look(self.slots.values())
+                self.membership.observe(heartbeats, self._context.now, silences)
+                cycle.hear_amendments(known for beat in heartbeats for known in (beat.amendment, beat.proposed))
+                cycle.catching_up.check_state()
+                cycle.catching_up.look()
+                cycle.look_for_hindrance()
+                self._abstention.look(self.rounds.values())
             case SignedHeadsSeen():
                 self.replica.hear_signed(event)
             case AmendmentSeen(amendment):
-                course.hear_amendments([amendment])
+                cycle.hear_amendments([amendment])
             case HeadsSeen(index, heads):
                 self.lineage.recall(index, heads)
             case ReachSeen(reach, rates, sought):
                 if self.presence.reachability.observe(reach, rates, sought):
-                    course.on_links_changed()
+                    cycle.on_links_changed()
             case AverageRefuted():
-                course.on_refuted(event)
+                cycle.on_refuted(event)
             case RateMeasured(rate):
                 self.presence.rate = rate or self.presence.rate
             case Undelivered(peer):
@@ -160,105 +158,111 @@ class Peer:
             case TrainingProgress():
                 self.trainer.take(event)
             case Captured():
-                course.on_captured(event)
+                cycle.on_captured(event)
             case TrainingDone():
-                course.on_trained(event)
+                cycle.on_trained(event)
             case Applied():
                 self.replica.take(event)
-                course.on_applied()
+                cycle.on_applied()
             case Digested():
                 self.replica.take(event)
-                course.on_digested()
+                cycle.on_digested()
             case SnapshotRestored() | SnapshotFailed():
                 self.replica.take(event)
-                course.on_fetched(event)
+                cycle.on_fetched(event)
             case LineageSeen() | LineageNotSeen():
-                course.catching_up.on_lineage(event)
+                cycle.catching_up.on_lineage(event)
             case PayloadFetched(header) if header == self.replica.replaying:
-                course.entry_made(header, self.replica.proof)
+                cycle.entry_made(header, self.replica.proof)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
-                course.catching_up.on_not_replayed(header, reason)
+                cycle.catching_up.on_not_replayed(header, reason)
             case LeaveRequested(at_once):
-                course.on_leave_requested(at_once)
+                cycle.on_leave_requested(at_once)
             case PayloadFetched(header) | PayloadNotFetched(header, _):
                 self._take(header.fragment, event)
             case _:
                 raise LocalProtocolError(f"no such event: {event!r}")
 
     def _take(self, fragment: int, event: Event) -> None:
-        """Tell the slot of this fragment, if it is still open."""
-        slot = self.slots.get(fragment)
-        if slot is not None:
-            slot.take(event)
+        """Tell the round of this fragment, if it is still open."""
+        round = self.rounds.get(fragment)
+        if round is not None:
+            round.take(event)
 
     # Messages -------------------------------------------------------------------------------------------------
     def _receive(self, sender: str, message: Message | Unread) -> None:
+        self._observe(sender, message)
         if isinstance(message, Leaving):
             self.membership.departs(sender, message.incarnation, message.departure, message.signature)
-            for each in self.slots.values():
-                each.leadership.on_leaving(sender)
-        elif slot := self._slot_at(message.position):
-            self._receive_here(sender, message, slot)
-        elif not isinstance(message, Commit | Elsewhere | Refuse | Excluded | Abort | LeaseGrant):
-            self._course.answer_elsewhere(sender, message)
+            for each in self.rounds.values():
+                each.leader.on_leaving(sender)
+        elif isinstance(message, Proof):
+            pass  # it was observed
+        elif round := self._round_at(message.position):
+            self._receive_here(sender, message, round)
         elif isinstance(message, Elsewhere):
-            self._course.catching_up.on_elsewhere(sender)
+            self._cycle.catching_up.on_elsewhere(sender)
+        elif not isinstance(message, SETTLED):
+            self._cycle.answer_elsewhere(sender, message)
 
-    def _slot_at(self, position: Position) -> Slot | None:
-        """The slot that a message is about, if we are where it is."""
-        is_here = position.is_in_cycle_of(self.log.position)
-        return self.slots.get(position.fragment) if is_here else None
-
-    def _receive_here(self, sender: str, message: Message | Unread, slot: Slot) -> None:
-        """A message about a position where we are. What does not fit our state is late or early, and is dropped."""
-        course, leadership = self._course, slot.leadership
+    def _observe(self, sender: str, message: Message | Unread) -> None:
+        """Have a look at what was stated, wherever it is about: it may convict its sender (R9)."""
+        context, evidence, lineage = self._context, self._context.evidence, self.lineage
         match message:
-            case Begin() | Adopt() | Abort() | Holding() | Want() | Compare():
-                slot.take(message, sender)
-            case Commit():
-                slot.witness.compare_certificate(message)
-                course.on_commit(sender, message, slot)
-            case Refuse() if sender == slot.led_by:
-                course.on_refuse(sender, message, slot)
-            case Excluded(reason=reason) if sender == slot.led_by:
-                course.on_excluded(sender, reason)
-            case LeaseGrant() if self.state is State.JOINING and slot.log.closes and sender == leadership.elect():
-                course.on_grant(sender, message)
-            case LeaseRequest() if course.answers(sender) and course.gives_lease(sender, slot):
-                leadership.on_lease_request(message, sender)
-            case Ready() if course.answers(sender):
-                slot.witness.compare(sender, message)
-                leadership.on_ready(message, sender)
-            case Waiting():
-                leadership.on_waiting(message, sender)
-            case Accuse():
-                leadership.on_accuse(message, sender)
-            case Marked():
-                leadership.on_marked(message, sender)
-            case Prove() if course.answers(sender):
-                slot.witness.hear(sender, message)
-            case Prepared():
-                leadership.on_prepared(message, sender)
-                slot.take(message, sender)
-            case Complete():
-                slot.witness.compare_votes(sender, message, slot.exchange.round if slot.exchange else None)
-                leadership.on_complete(message, sender)
-                slot.take(message, sender)
+            case Vote() if sender != self.me:
+                context.convict(evidence.observe_vote(sender, message, lineage))
+            case Leaving():
+                context.convict(evidence.observe_farewell(sender, message, lineage))
+            case Ready(commitment=commitment) if commitment is not None and sender != self.me:
+                author = commitment.author(sender, message.incarnation, message.position)
+                context.convict(evidence.observe_commitment(author, commitment, lineage))
+            case Proof():
+                try:
+                    context.convict(evidence.observe_proof(sender, message, lineage))
+                except FalseProofError as error:
+                    context.emit(Dropped(sender, "proof", str(error)))
+
+    def _round_at(self, position: Position) -> EntryRound | None:
+        """Return the round that a message is about, if we are where it is."""
+        is_here = position.is_in_cycle_of(self.log.position)
+        return self.rounds.get(position.fragment) if is_here else None
+
+    def _receive_here(self, sender: str, message: Message | Unread, round: EntryRound) -> None:
+        """Take in a message about a position where we are. What does not fit our state is late or early, and dropped."""
+        cycle, leader = self._cycle, round.leader
+        match message:
+            case Begin() | Want() | Propose() | Vote() | Certified():
+                round.take(message, sender)
+            case Ready() if cycle.answers(sender):
+                leader.on_ready(message, sender)
+            case Part():
+                leader.on_part(message, sender)
+            case Refuse() if sender == round.led_by:
+                cycle.on_refuse(sender, message, round)
+            case LeaseGrant() if self.state is State.JOINING and round.log.closes and sender == round.led_by:
+                cycle.on_grant(sender, message)
+            case LeaseRequest() if cycle.answers(sender) and cycle.gives_lease(round):
+                leader.on_lease_request(message, sender)
 
     # What others look at --------------------------------------------------------------------------------------
     @property
     def state(self) -> State:
-        return self._course.state
+        return self._cycle.state
 
     @property
-    def slot(self) -> Slot:
+    def round(self) -> EntryRound:
         """The one whose entry closes the cycle, while it is open."""
-        return self._course.slot
+        return self._cycle.round
 
     @property
-    def slots(self) -> Mapping[int, Slot]:
+    def rounds(self) -> Mapping[int, EntryRound]:
         """Those of the cycle's entries that are still to be made, by fragment."""
-        return self._course.slots
+        return self._cycle.rounds
+
+    @property
+    def view(self) -> int:
+        """The highest view that we are in: what heartbeats name."""
+        return max(round.pacemaker.view for round in self.rounds.values())
 
     @property
     def log(self) -> LogState:
@@ -292,7 +296,7 @@ class Peer:
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:
         """As much of another one's log as is to be taken for the run's; see `Search.believed`."""
-        return self._course.catching_up.search.believed(theirs, ours)
+        return self._cycle.catching_up.search.believed(theirs, ours)
 
     def keeps(self, fragment: int) -> bool:
         """Whether what was captured of a fragment in this training is of use, in this cycle or a later one."""
@@ -305,31 +309,30 @@ class Peer:
     @property
     def proposed_amendment(self) -> Amendment | None:
         """The organiser's amendment that is in no entry of our log yet."""
-        return self._desk.amending.proposed(self.settled)
+        return self._context.amending.proposed(self.settled)
 
     @property
     def incarnation(self) -> int:
-        return self._desk.memory.incarnation
+        return self._context.incarnation
 
     @property
     def exchange(self) -> Exchange | None:
         """Of the round under way, where there is one fragment."""
-        return self.slot.exchange
+        return self.round.exchange
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether chunks come and go. The payload of an entry that is handed on is fetched as a whole."""
-        slots = self.slots.values()
+        """Whether chunks come and go."""
         is_here = self.state in (State.TRAINING, State.AVERAGING)
-        return is_here and any(slot.state is SlotState.AVERAGING and not slot.adopting for slot in slots)
+        return is_here and any(round.is_exchanging for round in self.rounds.values())
 
-    def exchange_of(self, round_name: Attempt) -> Exchange | None:
-        """Of this round, if it is under way."""
-        slot = self.slots.get(round_name.position.fragment)
-        exchange = slot.exchange if slot else None
+    def exchange_of(self, round_name: RoundName) -> Exchange | None:
+        """Return the exchange of this round, if it is under way."""
+        round = self.rounds.get(round_name.position.fragment)
+        exchange = round.exchange if round else None
         return exchange if exchange and exchange.name == round_name else None
 
     @property
     def goodbye(self) -> Leaving:
         """What to tell the others in the end."""
-        return self._course.goodbye
+        return self._cycle.goodbye

@@ -13,15 +13,18 @@ from peers.log.header import NO_PAYLOAD, Header
 from peers.log.lineage import Lineage
 from peers.log.state import LogError, LogState
 from peers.presence.presence import Presence
-from peers.protocol.certifier import OPEN_LIMIT
-from peers.protocol.desk import Desk
+from peers.protocol.context import Context
 from peers.protocol.effects import Apply, Dropped, FetchPayload, FetchSnapshot, Note, TokensLost
 from peers.protocol.events import Applied, Digested, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import Behind, EntryMade, FarBehind, NobodyAhead
-from peers.protocol.messages import Commit
+from peers.protocol.messages import Certified
 from peers.protocol.minority import are_most, may_follow, may_found
 from peers.protocol.part import Part, Row, Table
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead
+
+
+PASSED_ON = 16
+"""Members of an entry that is told on from member to member, where there are more."""
 
 
 class ReplicaState(StrEnum):
@@ -72,7 +75,7 @@ class Replica(Part):
     EXACT = frozenset({EntryMade, Behind, FarBehind, NobodyAhead, Applied, SnapshotRestored, SnapshotFailed})
     state: ReplicaState
 
-    def __init__(self, desk: Desk, presence: Presence, lineage: Lineage, state_digest: bytes) -> None:
+    def __init__(self, context: Context, presence: Presence, lineage: Lineage, state_digest: bytes) -> None:
         """`lineage` ends where the state is."""
         super().__init__(LEVEL)
         self.log = self.settled = lineage.log
@@ -84,10 +87,10 @@ class Replica(Part):
         """What the run's archives have signed, as far as we know."""
         self._our_heads: Mapping[int, bytes] = {}
         self._behind: Behind | None = None
-        self._desk = desk
+        self._context = context
         self._presence = presence
         self._waiting: deque[EntryMade] = deque()  # of other fragments
-        self._advanced_at = desk.now
+        self._advanced_at = context.now
         self.has_snapshot = False
         """Or got none: the way from here to where the others are is replayed."""
 
@@ -109,11 +112,11 @@ class Replica(Part):
 
     # Entries --------------------------------------------------------------------------------------------------
     def is_news(self, header: Header) -> bool:
-        """Whether the others of a large round are just being told of an entry (`told_by`). Of those, some ask before
+        """Whether the others of a large round are just being told of an entry. Of those, some ask before
         they hear of it, and ask again a moment later if they do not."""
         is_last = header.digest in self.log.ends or header in self.log.made
-        has_lasted = self._desk.now - self._advanced_at >= self._desk.settings.timing.resend
-        return is_last and len(header.roster) > OPEN_LIMIT and not has_lasted
+        has_lasted = self._context.now - self._advanced_at >= self._context.settings.timing.resend
+        return is_last and len(header.roster) > PASSED_ON and not has_lasted
 
     @property
     def is_of_minority(self) -> bool:
@@ -122,15 +125,13 @@ class Replica(Part):
         return doubt is not None and not (self._presence.are_all_gone(doubt) or are_most(doubt, self.log.roster))
 
     def _apply(self, made: EntryMade) -> None:
-        if made.certificate is not None and self.log.is_closing(made.header):
-            self._presence.entry_made(self.log, made.header.peers, made.certificate.leader)
         certificate = made.certificate and shortened(made.certificate, self.log, made.header)
         amendment, self.log = self.log.amendment, self.log.append(made.header)
         self.lineage.append(made.header, self.log, certificate)
-        self._behind, self._advanced_at = None, self._desk.now
+        self._behind, self._advanced_at = None, self._context.now
         self._enter(APPLYING)
-        proofs = tuple(known.data for known in self._desk.docket.behind(made.header.faults))
-        self._desk.emit(Apply(made.header, made.keeps_work, amendment, certificate, proofs))
+        proofs = tuple(known.data for known in self._context.evidence.behind(made.header.faults))
+        self._context.emit(Apply(made.header, made.keeps_work, amendment, certificate, proofs))
 
     def _apply_or_wait(self, made: EntryMade) -> None:
         if made.header == self.replaying:
@@ -146,9 +147,9 @@ class Replica(Part):
         if not self.log.made:
             index, roster = self.log.position.index, self.log.roster
             self.undigested = self.log
-            self._desk.emit(Note("info", f"outer step {index} applied, {len(roster)} peer{'s' * (len(roster) > 1)}"))
+            self._context.emit(Note("info", f"outer step {index} applied, {len(roster)} peer{'s' * (len(roster) > 1)}"))
             if self.log.amendment not in (None, self.settled.amendment):
-                self._desk.emit(Note("info", f"from now on: {self.log.amendment}"))
+                self._context.emit(Note("info", f"from now on: {self.log.amendment}"))
         self._go_on()
 
     def _go_on(self) -> None:
@@ -177,39 +178,39 @@ class Replica(Part):
     @property
     def state_of_most(self) -> bytes | None:
         """The digest that more than half of the roster name where we are; None: there is none."""
-        return self._presence.state_of_most(self.settled, self.state_digest, self._desk.memory.incarnation)
+        return self._presence.branches.state_of_most(self.settled, self.state_digest, self._context.incarnation)
 
     def donor_of(self, state_digest: bytes) -> str | None:
         """Somebody who says that it has this state, and has not failed us."""
         head, live = self.settled.position.head, self._presence.live()
         having = {peer for peer, beat in live.items() if (beat.head, beat.state_digest) == (head, state_digest)}
-        return min(having - self._presence.unhelpful, default=None)
+        return min(having - self._presence.branches.unhelpful, default=None)
 
     # Who is further on ----------------------------------------------------------------------------------------
     @property
     def claimant(self) -> str | None:
         """Who says that it is furthest on, or on another branch."""
-        return self._presence.claimant(self.log, self.lineage, self.contradiction is not None)
+        return self._presence.branches.claimant(self.log, self.lineage, self.contradiction is not None)
 
     @property
     def furthest(self) -> str | None:
         """The claimant that is no straggler, as far as our log tells; None: nobody is ahead."""
-        return self._presence.furthest(self.log, self.lineage, self.contradiction is not None)
+        return self._presence.branches.furthest(self.log, self.lineage, self.contradiction is not None)
 
     @property
     def is_behind(self) -> bool:
         """Whether to wait for what others have made rather than go on from here."""
-        return self._presence.is_behind(self.log, self.lineage, self.contradiction is not None)
+        return self._presence.branches.is_behind(self.log, self.lineage, self.contradiction is not None)
 
     # Signed heads -------------------------------------------------------------------------------------------------
     def hear_signed(self, seen: SignedHeadsSeen) -> None:
         """Take in what archives have signed. Whoever was passed over before may have the log that they mean."""
         is_new, self.signed, self._our_heads = seen.signed != self.signed, seen.signed, seen.ours
         if is_new:
-            self._presence.look_again()
+            self._presence.branches.look_again()
             if (head := self.contradiction) is not None:
                 text = f"the archive {head.archive} has signed another outer step {head.index} than this peer's"
-                self._desk.emit(Note("warning", f"{text}: looking for the log that has it"))
+                self._context.emit(Note("warning", f"{text}: looking for the log that has it"))
 
     @property
     def contradiction(self) -> SignedHead | None:
@@ -233,23 +234,21 @@ class Replica(Part):
         """Whoever is ahead again may be far ahead."""
         self.has_snapshot = False
 
-    def follow(self, sender: str, commit: Commit, proof: Proof | None, was_asked: bool) -> Behind | None:
-        """What there is to replay, if the sender can be believed to have this entry: its heartbeats say that it is
-        further on, or we asked it. Which peers are donors follows from that, too. What a minority has made is followed
-        only where most of the last roster are not here to make an entry of their own; a false certificate is worth
-        none, and is kept by nobody."""
-        header, live = commit.header, self._presence.live()
+    def follow(self, sender: str, certified: Certified, proof: Proof | None, was_asked: bool) -> Behind | None:
+        """Return what there is to replay, if the entry can be believed. A certified one can; its members may have the
+        payload, and so may peers that are further on.
+
+        What a minority has made is followed only where most of the last roster are not here to make an entry of their
+        own, if the sender's heartbeats say that it is further on, or we asked it. A false certificate is worth none.
+        """
+        header, live = certified.header, self._presence.live()
         is_certified = proof is not None and proof.is_certified
-        if not (is_certified or may_follow(self._desk, self._presence, self.log, sender, header, proof)):
-            return None
-        if not (is_certified or self._desk.docket.has(header.faults, self.lineage)):
-            return None  # too few have seen the proofs of its annex
-        if self.log.last is None and not may_found(self._desk, self._presence, len(header.roster)):
-            return None
         donors = {peer for peer, beat in live.items() if beat.index > header.index}
-        if was_asked and self._presence.is_live(sender):
+        if (was_asked or is_certified) and self._presence.is_live(sender):
             donors.add(sender)
-        if sender not in donors:
+        if is_certified and self.log.last is not None:
+            donors |= live.keys() & set(header.peers)
+        elif sender not in donors or not self._may_follow(sender, header, proof, is_certified):
             return None
         if self.log.fragments > 1:  # of who is in our cycle heartbeats do not tell which of its entries it has
             donors |= {peer for peer, beat in live.items() if beat.head == header.previous}
@@ -261,15 +260,28 @@ class Replica(Part):
             if self.needs_signed_log and not self.signed.vouched(heads):
                 return None
         except LogError as error:
-            self._desk.emit(Dropped(sender, "commit", str(error)))
+            self._context.emit(Dropped(sender, "certificate", str(error)))
             return None
-        return Behind(header, commit.certificate if proof is not None else None, tuple(sorted(donors)))
+        if not donors and header.payload != NO_PAYLOAD:
+            return None
+        first = [sender] if sender in donors else []
+        return Behind(header, certified.certificate if proof is not None else None, (*first, *sorted(donors - {sender})))
+
+    def _may_follow(self, sender: str, header: Header, proof: Proof | None, is_certified: bool) -> bool:
+        """Return whether to believe an entry that was made by a minority, or founds the run."""
+        context, presence = self._context, self._presence
+        if not is_certified:
+            if not may_follow(context, presence, self.log, sender, header, proof):
+                return False
+            if not context.evidence.has(header.faults, self.lineage):
+                return False  # too few have seen the proofs of its annex
+        return self.log.last is not None or may_found(context, presence, len(header.roster))
 
     def _replay(self, behind: Behind) -> None:
         self._enter(REPLAYING)
         self._behind = behind
         if behind.header.payload != NO_PAYLOAD:
-            self._desk.emit(FetchPayload(behind.header, behind.donors))
+            self._context.emit(FetchPayload(behind.header, behind.donors))
 
     def _give_up(self, _: NobodyAhead) -> None:
         self._behind = None
@@ -279,31 +291,31 @@ class Replica(Part):
         self._waiting.clear()
         self._behind = None
         self._enter(FETCHING)
-        others = tuple(sorted(self._presence.donors() - {far.donor}))
-        self._desk.emit(FetchSnapshot(far.donor, others, far.least))
+        others = tuple(sorted(self._presence.branches.donors() - {far.donor}))
+        self._context.emit(FetchSnapshot(far.donor, others, far.least))
 
     def _restored(self, restored: SnapshotRestored) -> None:
         self.log = self.settled = self.log.at(restored.header, restored.ends)
         self.state_digest, self._our_heads = restored.state_digest, {}
         self._leave_lineage(restored)
         self.has_snapshot = True
-        self._desk.emit(Note("info", f"state at {self.log.position} fetched from {restored.donor}"))
+        self._context.emit(Note("info", f"state at {self.log.position} fetched from {restored.donor}"))
         self._enter(LEVEL)
 
     def _leave_lineage(self, restored: SnapshotRestored) -> None:
         """Our tokens in entries that the donor's lineage does not have are lost. Everybody says so of its own alone."""
         left = self.lineage.move(self.log, restored.lineage, restored.doubt)
-        tokens = sum(entry.tokens_of(self._desk.me) for entry in left if self.log.is_closing(entry))
+        tokens = sum(entry.tokens_of(self._context.me) for entry in left if self.log.is_closing(entry))
         if tokens:
             reason = f"our entries from {left[0].index} on are not in the lineage of {restored.donor}"
-            self._desk.emit(TokensLost("entries", tokens, reason))
+            self._context.emit(TokensLost("entries", tokens, reason))
 
     def _not_restored(self, failed: SnapshotFailed) -> None:
         before = self.claimant, self.furthest
-        self._presence.gave_nothing(failed.donor)
+        self._presence.branches.gave_nothing(failed.donor)
         after = self.claimant, self.furthest
         if after.count(None) > before.count(None):  # nobody else is ahead: to go on alone would be worse
-            self._presence.ask_again(failed.donor)
+            self._presence.branches.ask_again(failed.donor)
         self.has_snapshot = True  # as good as: whoever knows what followed may have all of it
-        self._desk.emit(Note("warning", f"no state from {failed.donor}: {failed.reason}"))
+        self._context.emit(Note("warning", f"no state from {failed.donor}: {failed.reason}"))
         self._enter(LEVEL)

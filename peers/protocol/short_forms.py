@@ -1,4 +1,4 @@
-"""What messages say of members, rosters and entries, told relative to the log at the message's position.
+"""Short forms of what messages say of peers, rosters and entries, relative to the log at the message's position.
 
 A peer is told by its place in the log, a roster as a turnout, an entry as an outcome. Only a peer at that position can
 read them.
@@ -12,62 +12,45 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from peers.log.chain import Outcome, Places, Turnout, header_of, outcome_of, places_of, turnout_of, voters_at
-from peers.log.header import MEMBER_LIMIT, Faults, Header, Position
-from peers.log.state import LogError, LogState
+from peers.log.certificate import Ballot, Certificate, Group
+from peers.log.chain import Outcome, Turnout, header_of, outcome_of, turnout_of
+from peers.log.header import MEMBER_LIMIT, Header
+from peers.log.state import LogError, LogState, take_order
 from peers.protocol.chunk_sets import chunk_set, chunks_in
-from peers.protocol.messages import Disclaimers, Holders, Missed, Peers, Rates
-from peers.protocol.rounds import Attempt, Disclaimer, Held, Holder, Round, Share
+from peers.protocol.messages import Certified, Heirs, Peers, Rates, Signed
+from peers.protocol.parts import Averaged, Origin
+from peers.protocol.rounds import Round, RoundName, Share
 from peers.values.identity import Signature
-from peers.values.manifest import Amendment
 from peers.values.wire import Count, Digest, PeerId, Value, from_plain
 
 PeerSet = Annotated[bytes, Field(strict=True, max_length=MEMBER_LIMIT // 4)]
-"""Places as a bit mask, little-endian: of peers with a lease, or of members of a round."""
+"""Places as a bit mask, little-endian, of peers with a lease."""
+Named = Count | PeerId
+"""A peer by its place if it has a lease, else by its name."""
 
 
-class _ShortAttempt(Value):
-    """An attempt at the message's position."""
+class _ShortName(Value):
+    """The name of a round at the message's position."""
 
-    number: Count
-    leader: PeerId
-    alone: Annotated[bool, Field(strict=True)]
-
-
-class _ShortHeld(Value):
-    """An entry that is held at the message's position."""
-
-    attempt: _ShortAttempt
-    outcome: Outcome
-    signature: Signature
-
-
-class _ShortHolders(Value):
-    """Who holds an entry, by its place if it has a lease; the attempt in which it said so, and the signature."""
-
-    holders: Annotated[tuple[tuple[Count | PeerId, _ShortAttempt, Signature], ...], Field(max_length=MEMBER_LIMIT)]
-
-
-class _ShortDisclaimers(Value):
-    """Who was ready with which entry, by its place if it has a lease, and the signature of that."""
-
-    disclaimers: Annotated[
-        tuple[tuple[Count | PeerId, Count, Digest | None, Signature], ...], Field(max_length=MEMBER_LIMIT)
-    ]
+    ballot: Ballot
+    leader: Named
 
 
 class _ShortRound(Value):
-    """A round at the message's position: the chunks that each member reduces, and the places of the lost. Those of
-    the voters that are gone are among the log's voters."""
+    """A round at the message's position, with the chunks that each member averages."""
 
-    name: _ShortAttempt
+    name: _ShortName
     turnout: Turnout
     chunks: Annotated[tuple[Count, ...], Field(max_length=MEMBER_LIMIT)]
-    lost: PeerSet
-    faults: Faults
-    gone: Places
-    amendment: Amendment | None
     committed: Digest
+    group: Annotated[tuple[tuple[Named, Count], ...], Field(max_length=MEMBER_LIMIT)]
+
+
+class _ShortLock(Value):
+    """A prepared header at the message's position, and what proves it."""
+
+    outcome: Outcome
+    certificate: Certificate
 
 
 class _ShortPeers(Value):
@@ -78,35 +61,54 @@ class _ShortPeers(Value):
 
 
 class _ShortCounts(Value):
-    """Numbers by peer, which is named by its place if it has a lease."""
+    """Numbers by peer."""
 
-    counts: Annotated[tuple[tuple[Count | PeerId, Count], ...], Field(max_length=MEMBER_LIMIT)]
+    counts: Annotated[tuple[tuple[Named, Count], ...], Field(max_length=MEMBER_LIMIT)]
+
+
+class _ShortPairs(Value):
+    """Pairs of peers."""
+
+    pairs: Annotated[tuple[tuple[Named, Named], ...], Field(max_length=MEMBER_LIMIT)]
+
+
+class _ShortAverage(Value):
+    """A signed average."""
+
+    chunk: Count
+    digest: Digest
+    absent: _ShortPeers | None
+    reducer: Named
+    signature: Signature
+
+
+class _ShortAverages(Value):
+    """Several signed averages."""
+
+    averages: Annotated[tuple[_ShortAverage, ...], Field(max_length=1 << 16)]
 
 
 class Form(NamedTuple):
-    """How values of one type are packed: to plain lists and back, at a position of the log."""
+    """A way to pack values of one type: to plain lists and back, at a position of the log."""
 
     shorten: Callable[[Any, LogState], Value | None]
     lengthen: Callable[[object, LogState], object]
 
 
-# Attempts need no more of the log than its position ---------------------------------------------------------------
-def shorten_attempt(attempt: Attempt, position: Position) -> _ShortAttempt:
-    if attempt.position != position:
-        raise LogError(f"an attempt at {attempt.position} in a message about {position}")
-    return _ShortAttempt(number=attempt.number, leader=attempt.leader, alone=attempt.alone)
-
-
-def lengthen_attempt(plain: object, position: Position) -> Attempt:
-    """Return an attempt at the position. Raises: WireError."""
-    return _attempt(from_plain(_ShortAttempt, plain), position)
-
-
-def _attempt(short: _ShortAttempt, position: Position) -> Attempt:
-    return Attempt(position=position, number=short.number, leader=short.leader, alone=short.alone)
-
-
 # Peers ------------------------------------------------------------------------------------------------------------
+def _place(peer: str, log: LogState) -> int | str:
+    return log.known.get(peer, peer)
+
+
+def _named(peer: int | str, log: LogState) -> str:
+    """Return the peer, told by its place or by its name. Raises: LogError when there is no such place."""
+    if isinstance(peer, str):
+        return peer
+    if peer >= len(log.names):
+        raise LogError(f"there is no place {peer} among {len(log.names)} peers")
+    return log.names[peer]
+
+
 def _short_peers(peers: Iterable[str], log: LogState) -> _ShortPeers:
     others = set(peers) - log.known.keys()
     return _ShortPeers(
@@ -115,13 +117,13 @@ def _short_peers(peers: Iterable[str], log: LogState) -> _ShortPeers:
 
 
 def _peers(plain: object, log: LogState) -> tuple[str, ...]:
-    """The names in their order: what messages name is a set."""
+    """Return the names in their order: what messages name is a set."""
     short = from_plain(_ShortPeers, plain)
     return tuple(sorted({*_at(log.names, short.places), *short.others}))
 
 
 def _at(peers: Sequence[str], places: bytes) -> list[str]:
-    """The peers at these places. Raises: LogError when there are not so many."""
+    """Return the peers at these places. Raises: LogError when there are not so many."""
     chosen = chunks_in(places)
     if chosen and chosen[-1] >= len(peers):
         raise LogError(f"there is no place {chosen[-1]} among {len(peers)} peers")
@@ -129,35 +131,19 @@ def _at(peers: Sequence[str], places: bytes) -> list[str]:
 
 
 def _short_counts(counts: Iterable[tuple[str, int]], log: LogState) -> _ShortCounts:
-    return _ShortCounts(counts=tuple((log.known.get(peer, peer), count) for peer, count in counts))
+    return _ShortCounts(counts=tuple((_place(peer, log), count) for peer, count in counts))
 
 
 def _counts(plain: object, log: LogState) -> tuple[tuple[str, int], ...]:
     return tuple((_named(peer, log), count) for peer, count in from_plain(_ShortCounts, plain).counts)
 
 
-def _named(peer: int | str, log: LogState) -> str:
-    """The peer, told by its place or by its name. Raises: LogError when there is no such place."""
-    if isinstance(peer, str):
-        return peer
-    if peer >= len(log.names):
-        raise LogError(f"there is no place {peer} among {len(log.names)} peers")
-    return log.names[peer]
+def _short_heirs(heirs: Iterable[tuple[str, str]], log: LogState) -> _ShortPairs:
+    return _ShortPairs(pairs=tuple((_place(one, log), _place(other, log)) for one, other in heirs))
 
 
-def _short_holders(holders: Iterable[Holder], log: LogState) -> _ShortHolders:
-    short = (
-        (log.known.get(holder.peer, holder.peer), shorten_attempt(holder.attempt, log.position), holder.signature)
-        for holder in holders
-    )
-    return _ShortHolders(holders=tuple(short))
-
-
-def _holders(plain: object, log: LogState) -> tuple[Holder, ...]:
-    return tuple(
-        Holder(peer=_named(peer, log), attempt=_attempt(attempt, log.position), signature=signature)
-        for peer, attempt, signature in from_plain(_ShortHolders, plain).holders
-    )
+def _heirs(plain: object, log: LogState) -> tuple[tuple[str, str], ...]:
+    return tuple((_named(one, log), _named(other, log)) for one, other in from_plain(_ShortPairs, plain).pairs)
 
 
 # Entries ----------------------------------------------------------------------------------------------------------
@@ -172,87 +158,101 @@ def _told(outcome: Outcome, log: LogState) -> Header:
     return header_of(log, outcome)
 
 
-def _short_disclaimers(disclaimers: Iterable[Disclaimer], log: LogState) -> _ShortDisclaimers:
-    short = ((log.known.get(one.peer, one.peer), one.last_attempt, one.held, one.signature) for one in disclaimers)
-    return _ShortDisclaimers(disclaimers=tuple(short))
+def _short_lock(lock: Certified, log: LogState) -> _ShortLock:
+    if lock.certificate is None:
+        raise LogError("a lock without a certificate")
+    return _ShortLock(outcome=outcome_of(log, lock.header), certificate=lock.certificate)
 
 
-def _disclaimers(plain: object, log: LogState) -> tuple[Disclaimer, ...]:
-    return tuple(
-        Disclaimer(peer=_named(peer, log), last_attempt=last_attempt, held=held, signature=signature)
-        for peer, last_attempt, held, signature in from_plain(_ShortDisclaimers, plain).disclaimers
-    )
-
-
-def _short_held(held: Held, log: LogState) -> _ShortHeld:
-    return _ShortHeld(
-        attempt=shorten_attempt(held.attempt, log.position),
-        outcome=outcome_of(log, held.header),
-        signature=held.signature,
-    )
-
-
-def _held(plain: object, log: LogState) -> Held:
-    short = from_plain(_ShortHeld, plain)
-    return Held(
-        attempt=_attempt(short.attempt, log.position), header=_told(short.outcome, log), signature=short.signature
-    )
+def _lock(plain: object, log: LogState) -> Certified:
+    short = from_plain(_ShortLock, plain)
+    return Certified(header=_told(short.outcome, log), certificate=short.certificate)
 
 
 # Rounds -----------------------------------------------------------------------------------------------------------
+def _short_name(name: RoundName, log: LogState) -> _ShortName:
+    if name.position != log.position:
+        raise LogError(f"a round at {name.position} in a message about {log.position}")
+    return _ShortName(ballot=name.ballot, leader=_place(name.leader, log))
+
+
+def _name(plain: object, log: LogState) -> RoundName:
+    return _name_of(from_plain(_ShortName, plain), log)
+
+
+def _name_of(short: _ShortName, log: LogState) -> RoundName:
+    return RoundName(position=log.position, ballot=short.ballot, leader=_named(short.leader, log))
+
+
 @lru_cache(maxsize=8)
 def _short_round(round: Round, log: LogState) -> _ShortRound:
-    places = {peer: place for place, peer in enumerate(round.peers)}
     return _ShortRound(
-        name=shorten_attempt(round.name, log.position),
+        name=_short_name(round.name, log),
         turnout=turnout_of(log, round.roster),
         chunks=tuple(share.chunks for share in round.shares),
-        lost=chunk_set(places[peer] for peer in round.lost),
-        faults=round.faults,
-        gone=places_of(round.gone, log),
-        amendment=round.amendment,
         committed=round.committed,
+        group=tuple((_place(peer, log), start) for peer, start in round.group),
     )
 
 
 def _round(plain: object, log: LogState) -> Round:
-    return _in_full(from_plain(_ShortRound, plain), log)
-
-
-@lru_cache(maxsize=8)
-def _in_full(short: _ShortRound, log: LogState) -> Round:
-    """A new leader is told of one round by all members that are in it."""
+    short = from_plain(_ShortRound, plain)
     roster = short.turnout.roster(log)
     if len(roster) != len(short.chunks):
         raise LogError(f"{len(short.chunks)} parts for {len(roster)} members")
     shares = tuple(Share(member=member, chunks=chunks) for member, chunks in zip(roster, short.chunks, strict=True))
-    lost = tuple(_at([member.peer for member in roster], short.lost))
-    name = _attempt(short.name, log.position)
-    besides = {"faults": short.faults, "gone": voters_at(short.gone, log), "amendment": short.amendment}
-    return from_plain(Round, {"name": name, "shares": shares, "lost": lost, "committed": short.committed, **besides})
+    group = tuple((_named(peer, log), start) for peer, start in short.group)
+    name = _name_of(short.name, log)
+    return from_plain(Round, {"name": name, "shares": shares, "committed": short.committed, "group": group})
+
+
+def _short_averages(averages: Iterable[Averaged], log: LogState) -> _ShortAverages:
+    return _ShortAverages(
+        averages=tuple(
+            _ShortAverage(
+                chunk=one.chunk,
+                digest=one.digest,
+                absent=_short_peers(one.absent, log) if one.absent else None,
+                reducer=_place(one.reducer, log),
+                signature=one.origin.signature,
+            )
+            for one in averages
+        )
+    )
+
+
+def _averages(plain: object, log: LogState) -> tuple[Averaged, ...]:
+    return tuple(_average(short, log) for short in from_plain(_ShortAverages, plain).averages)
+
+
+def _average(short: _ShortAverage, log: LogState) -> Averaged:
+    absent: set[str] = set()
+    if short.absent is not None:
+        absent = {*_at(log.names, short.absent.places), *short.absent.others}
+    origin = Origin(reducer=_named(short.reducer, log), signature=short.signature)
+    in_order = tuple(take_order(log.roster, absent))
+    return Averaged(chunk=short.chunk, digest=short.digest, absent=in_order, origin=origin)
 
 
 def _optional(form: Form, empty: object) -> Form:
-    """The same for values that are often empty."""
+    """Return the same for values that are often empty."""
     return Form(
         lambda value, log: form.shorten(value, log) if value else None,
         lambda plain, log: empty if plain is None else form.lengthen(plain, log),
     )
 
 
-PEERS = _optional(Form(_short_peers, _peers), ())
-COUNTS = _optional(Form(_short_counts, _counts), ())
-HELD, ROUND = Form(_short_held, _held), Form(_short_round, _round)
+LOCK, NAME = Form(_short_lock, _lock), Form(_short_name, _name)
 FORMS: tuple[tuple[object, Form], ...] = (
-    (Peers, PEERS),
-    (Holders, _optional(Form(_short_holders, _holders), ())),
-    (Disclaimers, _optional(Form(_short_disclaimers, _disclaimers), ())),
-    (Rates, COUNTS),
-    (Missed, COUNTS),
-    (Held, HELD),
-    (Held | None, _optional(HELD, None)),
-    (Round, ROUND),
-    (Round | None, _optional(ROUND, None)),
+    (Peers, _optional(Form(_short_peers, _peers), ())),
+    (Rates, _optional(Form(_short_counts, _counts), ())),
+    (Group, _optional(Form(_short_counts, _counts), ())),
+    (Heirs, _optional(Form(_short_heirs, _heirs), ())),
+    (Certified | None, _optional(LOCK, None)),
+    (RoundName, NAME),
+    (RoundName | None, _optional(NAME, None)),
+    (Round, Form(_short_round, _round)),
+    (Signed, Form(_short_averages, _averages)),
     (Header, Form(lambda header, log: outcome_of(log, header), _header)),
 )
 """By type of a message's fields. Those that are not here are packed as they are."""

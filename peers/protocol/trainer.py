@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogState
-from peers.protocol.desk import Desk
+from peers.protocol.context import Context
 from peers.protocol.effects import StopTraining, TokensLost, Train
 from peers.protocol.events import Captured, TrainingDone, TrainingProgress
 from peers.protocol.internal import Leased, WorkEnds
@@ -55,7 +55,7 @@ class Trainer(Part):
     EXACT = frozenset({Leased, WorkEnds})
     state: TrainerState
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__(IDLE)
         self.lease: Lease | None = None
         self.trained: Trained | None = None
@@ -67,9 +67,9 @@ class Trainer(Part):
         self._changed = set[int]()  # those of which one has been made since, with a payload
         self.speed = 0.0  # tokens a second, when we last trained
         self.in_vain = 0  # leases in a row of which nothing came into an entry
-        self._desk = desk
-        self._pace = Pace.of(desk.settings)
-        self._began_at = self._moved_at = desk.now
+        self._context = context
+        self._pace = Pace.of(context.settings)
+        self._began_at = self._moved_at = context.now
         self._silent = 0.0  # seconds of trainings that were ended since the worker last went on with one
         self._longest_pause: float | None = None  # between two signs of progress, in trainings that came to an end
         self._pause = 0.0  # the longest one in the present training
@@ -77,12 +77,12 @@ class Trainer(Part):
 
     # What happens ---------------------------------------------------------------------------------------------
     def _begin(self, leased: Leased) -> None:
-        self.lease, self._began_at = leased.lease, self._desk.now
-        self._moved_at, self._pause = self._desk.now, 0.0
+        self.lease, self._began_at = leased.lease, self._context.now
+        self._moved_at, self._pause = self._context.now, 0.0
         self._index = leased.log.position.index
         self._unchanged, self._changed = {entry.fragment for entry in leased.log.made}, set()
         self._enter(TRAINING)
-        self._desk.emit(Train(leased.log.position.index, leased.lease, leased.steps, leased.log.lineage_tokens))
+        self._context.emit(Train(leased.log.position.index, leased.lease, leased.steps, leased.log.lineage_tokens))
 
     def _progressed(self, event: TrainingProgress) -> None:
         """The first sign shows that a worker has begun. It may do so with each lease, and hang. Before, it may still
@@ -96,7 +96,7 @@ class Trainer(Part):
 
     def _moves(self) -> None:
         self._pause = max(self._pause, self._silence)
-        self._moved_at, self._silent = self._desk.now, 0.0
+        self._moved_at, self._silent = self._context.now, 0.0
 
     def _late_progress(self, event: TrainingProgress) -> None:
         if event.progress.inner_step > 0:
@@ -110,20 +110,20 @@ class Trainer(Part):
         self.trained = event.trained
         self._moves()
         self._longest_pause = max(self._pause, self._longest_pause or 0.0)
-        self._seconds = self._desk.now - self._began_at
+        self._seconds = self._context.now - self._began_at
         self._enter(TRAINED)
 
     def _end(self, ends: WorkEnds) -> None:
         """What we have trained is in an entry, or void."""
         self.stop()
         self._silent = self._silence
-        if ends.entry is not None and ends.entry.tokens_of(self._desk.me):
+        if ends.entry is not None and ends.entry.tokens_of(self._context.me):
             self.in_vain = 0
         else:
             self.in_vain += self.work > 0
             if self.work:
                 reason = f"no entry after {ends.position} takes what we have trained"
-                self._desk.emit(TokensLost("work", self.work, reason))
+                self._context.emit(TokensLost("work", self.work, reason))
         self.lease = self.trained = self.progress = None
         self.captured = {}
         if self.state is not IDLE:
@@ -148,13 +148,13 @@ class Trainer(Part):
         is in that, the rest is lost: nothing counts twice."""
         fragment = entry.fragment
         (self._unchanged if entry.payload == NO_PAYLOAD else self._changed).add(fragment)
-        has_ours = any(member.peer == self._desk.me and member.tokens for member in entry.roster)
+        has_ours = any(member.peer == self._context.me and member.tokens for member in entry.roster)
         if fragment in self.captured and (has_ours or self._goes_on_with(fragment)):
             self.captured[fragment] = NOTHING
 
     def stop(self) -> None:
         if self.state is TRAINING:
-            self._desk.emit(StopTraining())
+            self._context.emit(StopTraining())
 
     def is_late(self, log: LogState) -> bool:
         """Whether the cycle that this training began in is over. From then on its worker waits for no average: those of
@@ -165,7 +165,7 @@ class Trainer(Part):
     @property
     def has_lasted(self) -> float:
         """Seconds since the last lease was taken up."""
-        return self._desk.now - self._began_at
+        return self._context.now - self._began_at
 
     @property
     def work(self) -> int:
@@ -174,7 +174,7 @@ class Trainer(Part):
             return self.trained.tokens
         if self.progress is None or self.lease is None:
             return 0
-        settings = self._desk.settings
+        settings = self._context.settings
         samples = self.progress.inner_step * settings.samples_per_lease // settings.inner_steps
         return min(samples, sample_count(self.lease)) * settings.tokens_per_sample
 
@@ -186,19 +186,19 @@ class Trainer(Part):
     @property
     def _silence(self) -> float:
         """For how long the worker has trained and not gone on, whichever leases it had."""
-        return self._silent + (self._desk.now - self._moved_at if self.state is TRAINING else 0.0)
+        return self._silent + (self._context.now - self._moved_at if self.state is TRAINING else 0.0)
 
     def waits(self) -> None:
         """The worker may be waiting for an average: that is no silence of its own, which begins when it is there."""
         if self.state is TRAINING:
-            self._moved_at, self._silent = self._desk.now, 0.0
+            self._moved_at, self._silent = self._context.now, 0.0
 
     @property
     def is_stuck(self) -> bool:
         """Whether the worker has shown nothing for much longer than it ever took: it hangs, or is started again."""
         if self.state is not TRAINING or self._longest_pause is None:
             return False
-        patience = max(self._desk.settings.timing.partition_grace, STUCK * self._longest_pause)
+        patience = max(self._context.settings.timing.partition_grace, STUCK * self._longest_pause)
         return self._silence > patience
 
     def outlives(self, entry: Header) -> bool:
@@ -208,7 +208,7 @@ class Trainer(Part):
         The worker must have loaded theta, which is about to change.
         """
         is_loaded = self.progress is not None or self.trained is not None
-        lease = next((one.samples for one in entry.leases if one.peer == self._desk.me), None)
+        lease = next((one.samples for one in entry.leases if one.peer == self._context.me), None)
         return self.lease is not None and is_loaded and self.lease == lease
 
     def _fastest(self, speeds: Collection[float]) -> float:
@@ -232,21 +232,17 @@ class Trainer(Part):
 
     def wants(self, speeds: Collection[float]) -> int:
         """The samples of the next lease that we finish together with others of these speeds; 0: a whole one."""
-        settings, steps = self._desk.settings, self._steps_at_our_speed(self._fastest(speeds))
+        settings, steps = self._context.settings, self._steps_at_our_speed(self._fastest(speeds))
         return 0 if steps == settings.inner_steps else steps * settings.samples_per_lease // settings.inner_steps
 
     def is_too_slow(self, usual: float) -> bool:
         """Whether the smallest lease takes us longer than a lease stays ours while most others go on."""
         least = self._pace.least_steps / self._pace.inner_steps
-        return 0 < self.speed * (1 + self._desk.settings.staleness) < least * usual
+        return 0 < self.speed * (1 + self._context.settings.staleness) < least * usual
 
     def grace(self) -> float:
         """How long to wait for who still trains, after what training took us."""
-        return self._desk.settings.timing.grace if self._seconds is None else self._pace.grace(self._seconds)
-
-    def shortest_grace(self) -> float:
-        """How long to wait for those that are late again and again."""
-        return self.grace() if self._seconds is None else self._pace.shortest_grace(self._seconds)
+        return self._context.settings.timing.grace if self._seconds is None else self._pace.grace(self._seconds)
 
     def slack(self, round: float, usual: float) -> float:
         """How long to wait for those who come soon in an asynchronous run, where a round takes so many seconds, and

@@ -7,7 +7,8 @@ numbers) are all that safety rests on, whatever leaders propose and whatever the
     R5   Vote 1 agrees to a proposal. A voter votes in ballots that only go up, and once in each phase of a ballot. It
          does not vote for a proposal that shows no prepare certificate, or one that is older than the voter's lock.
     R6   Vote 2 needs a prepare certificate of its ballot. The header of that becomes the voter's lock.
-    R9   Two votes that no honest voter gives both convict their voter; so does a vote after a farewell.
+    R9   Two votes that no honest voter gives both convict their voter; so does a vote after a farewell. What convicts
+         is in peers/audit/proofs.py.
     R10  A vote is on the disk before it is on the wire, so that a restarted peer is the same voter.
     R11  A voter that has said farewell, or has forgotten what it did at a position, does not vote there.
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -41,7 +42,7 @@ from peers.log.certificate import (
 from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
 from peers.protocol.messages import Certified, Propose, Vote
-from peers.values.identity import Keys, Signature, Verify
+from peers.values.identity import Keys
 from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 
 RECORD_LIMIT = 1 << 24  # bytes; a locked header of 1,000 members has some 200 KB
@@ -299,58 +300,6 @@ class VotingRecord(Value):
         return record
 
 
-# What convicts -------------------------------------------------------------------------------------------------
-class TwoVotes(Value):
-    """Two votes of one peer that no honest voter gives both."""
-
-    peer: PeerId
-    first: Vote
-    second: Vote
-
-
-class VoteAfterFarewell(Value):
-    """A farewell from an index on, and a vote of the same incarnation from there on."""
-
-    departure: Departure
-    signature: Signature
-    vote: Vote
-
-
-Contradiction: TypeAlias = TwoVotes | VoteAfterFarewell
-
-
-def convicts(proof: Contradiction, verify: Verify) -> bool:
-    """Return whether a proof shows to anybody that its peer lies: the statements contradict each other, and the peer
-    has signed both."""
-    if isinstance(proof, VoteAfterFarewell):
-        gone, vote = proof.departure, proof.vote
-        is_broken = vote.incarnation == gone.incarnation and vote.position.index >= gone.index
-        return is_broken and all(
-            verify(gone.peer, *signed) for signed in ((gone.text, proof.signature), (vote.text, vote.signature))
-        )
-    first, second = proof.first, proof.second
-    return contradict(first, second) and all(verify(proof.peer, one.text, one.signature) for one in (first, second))
-
-
-def contradict(first: Vote, second: Vote) -> bool:
-    """Return whether no honest voter gives both votes: two in one phase of a ballot; or a vote 2, and in a later ballot
-    a vote 1 for another header that names no certificate newer than vote 2."""
-    if (first.position, first.incarnation) != (second.position, second.incarnation):
-        return False
-    one, other = first.choice, second.choice
-    if (one.ballot, one.phase) == (other.ballot, other.phase):
-        return one != other
-    return _breaks_lock(one, other) or _breaks_lock(other, one)
-
-
-def _breaks_lock(commit: Choice, prepare: Choice) -> bool:
-    """Return whether a vote 2 forbids a vote 1. What minorities do is certified by nobody, and convicts nobody."""
-    if (commit.phase, prepare.phase) != (Phase.COMMIT, Phase.PREPARE) or commit.alone or prepare.alone:
-        return False
-    is_later = commit.ballot < prepare.ballot and commit.header != prepare.header
-    return is_later and (prepare.justify is None or prepare.justify <= commit.ballot)
-
-
 # Counting ------------------------------------------------------------------------------------------------------
 @dataclass
 class Tally:
@@ -359,19 +308,22 @@ class Tally:
     place: VotingPlace
     _votes: dict[tuple[str, Phase], Vote] = field(default_factory=dict)
 
-    def hear(self, peer: str, vote: Vote) -> TwoVotes | None:
-        """Count a vote if its peer has signed it. Returns the proof if it contradicts one that was heard before."""
-        key, log = (peer, vote.choice.phase), self.place.log
-        if vote == self._votes.get(key) or vote.position != log.position:
-            return None
-        if not self.place.keys.verify(peer, vote.text, vote.signature):
-            return None
-        known = [self._votes[peer, phase] for phase in Phase if (peer, phase) in self._votes]
-        broken = next((one for one in known if contradict(one, vote)), None)
+    def hear(self, peer: str, vote: Vote) -> bool:
+        """Count a vote if it is the peer's own, and newer than its last. Return whether it counts."""
+        key = peer, vote.choice.phase
         before = self._votes.get(key)
-        if before is None or before.choice.ballot < vote.choice.ballot:
-            self._votes[key] = vote
-        return TwoVotes(peer=peer, first=broken, second=vote) if broken else None
+        is_new = before is None or before.choice.ballot < vote.choice.ballot
+        if not is_new or vote.position != self.place.log.position:
+            return False
+        if not self.place.keys.verify(peer, vote.text, vote.signature):
+            return False
+        self._votes[key] = vote
+        return True
+
+    def ballot_of(self, peer: str, phase: Phase) -> Ballot | None:
+        """Return the ballot of a peer's newest vote of a phase."""
+        vote = self._votes.get((peer, phase))
+        return vote.choice.ballot if vote else None
 
     def certificate(
         self, header: Header, choice: Choice, farewells: Mapping[str, tuple[int, bytes]], group: Group = ()

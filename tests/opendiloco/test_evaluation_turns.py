@@ -22,7 +22,7 @@ from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress, Trained
 from tests.opendiloco.workers.trainings import NotingTracker
-from tests.peers.builders import beat
+from tests.peers.heartbeats import beat
 from tests.peers.transfer.test_freezing import log_at
 
 

@@ -11,7 +11,7 @@ from peers.network.channel import PeerRefusedError, PeerUnreachableError, Refusa
 from peers.network.throttle import Caps, LinkTime
 from peers.protocol.commitment import ChunkProof
 from peers.protocol.contributions import Contributions
-from peers.protocol.peer import Peer
+from peers.protocol.exchange import Exchange
 from peers.values.chunks import digest_of_state
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHeads
@@ -28,7 +28,7 @@ from peers.values.workload import (
     Trained,
     captures_nothing,
 )
-from tests.peers.builders import SIZE
+from tests.peers.rounds import SIZE
 
 BLOCK = SIZE.bytes // SIZE.chunks
 GARBAGE = b"garbage!" * (BLOCK // 8)
@@ -115,20 +115,19 @@ class FakeTransport:
 
 
 class Trusting(Contributions):
-    """Whatever comes has been committed to."""
+    """All that comes has been committed to."""
 
     def has(self, sender: str, chunk: int, digest: bytes, proof: ChunkProof) -> bool:
         return proof == PROOF
 
 
-def trust_all(peer: Peer) -> None:
-    """Have a peer in a round take what anybody says that it has committed to, or averaged."""
-    assert peer.exchange is not None
-    known = peer.exchange.contributions
-    peer.exchange.contributions = Trusting(known.chunks, known.commitments, known.clipped, known.longest)
-    peer.exchange.is_vouched_for = lambda *average: True  # type: ignore[method-assign]
+def trust_all(exchange: Exchange) -> None:
+    """Have a member of a round take what anybody says that it has committed to, or averaged."""
+    known = exchange.contributions
+    exchange.contributions = Trusting(known.chunks, known.commitments, known.clipped, known.longest, known.signature)
+    exchange.is_vouched_for = lambda averaged: True  # type: ignore[method-assign]
     said = known.commitments
-    peer.exchange.commitment = lambda sender, signature: said[sender].signed(bytes(64))  # type: ignore[method-assign]
+    exchange.commitment = lambda sender, signature: said[sender].signed(bytes(64))  # type: ignore[method-assign]
 
 
 class FakeWorkload:

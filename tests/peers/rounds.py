@@ -7,7 +7,10 @@ from typing import Any
 
 from peers.log.certificate import Ballot
 from peers.log.header import Member, Position
-from peers.protocol.commitment import Contribution, digest_of_all
+from peers.protocol.commitment import Commitment, Contribution, commit_to, digest_of_all
+from peers.protocol.contributions import Contributions
+from peers.protocol.effects import Effect
+from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.parts import Averaged, Origin, statement
 from peers.protocol.rounds import Round, RoundName, Share
 from peers.values.chunks import PayloadSize
@@ -56,3 +59,38 @@ def signed_by(round: Round, reducer: str, chunk: int, digest: bytes = bytes(32),
     text = statement(round, reducer, chunk, digest, tuple(absent)).text
     origin = Origin(reducer=reducer, signature=SimulatedKeys(reducer).sign(text))
     return Averaged(chunk=chunk, digest=digest, absent=tuple(absent), origin=origin)
+
+
+def commitment(round: Round, peer: str, contribution: Contribution = CONTRIBUTED) -> Commitment:
+    """A member's signed commitment to what it contributes."""
+    member = next(one for one in round.roster if one.peer == peer)
+    return commit_to(contribution.root, round.author(member, contribution), SimulatedKeys(peer))
+
+
+def contributions(round: Round, me: str) -> Contributions:
+    """What a member knows of a round whose members have all committed to the same."""
+    commitments = {member.peer: CONTRIBUTED for member in round.contributors}
+    longest = 4 * CONTRIBUTED.squares
+    return Contributions(round.chunks, commitments, {}, longest, commitment(round, me).signature)
+
+
+class InRound:
+    """A peer that is nothing but a member of a round."""
+
+    def __init__(self, me: str = "b", live: str = "abc") -> None:
+        self.me = me
+        self.live = live
+        self.exchange: Exchange | None = None
+
+    def begin(self, round: Round, now: float = 0.0) -> list[Effect]:
+        self.exchange = Exchange(self.me, round, contributions(round, self.me), SimulatedKeys(self.me), now, 10.0)
+        return self.exchange.open()
+
+    def exchange_of(self, name: RoundName) -> Exchange | None:
+        return self.exchange if self.exchange and self.exchange.name == name else None
+
+    def is_live(self, peer: str) -> bool:
+        return peer in self.live
+
+    def handle(self, event: ExchangeEvent) -> list[Effect]:
+        return self.exchange.handle(event) if self.exchange else []

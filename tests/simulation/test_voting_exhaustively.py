@@ -20,6 +20,7 @@ from itertools import combinations
 
 import pytest
 
+from peers.audit.proofs import TwoVotes, Verifier, contradict
 from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, digest_of_group
 from peers.log.header import Member
 from peers.log.state import Quorum
@@ -27,11 +28,8 @@ from peers.protocol.messages import Certified, Propose, Vote
 from peers.protocol.voting import (
     Cast,
     Tally,
-    TwoVotes,
     VoterState,
     VotingPlace,
-    contradict,
-    convicts,
     vote_commit,
     vote_prepare,
 )
@@ -128,7 +126,7 @@ class Product:
     def certificate(self, prepare: Prepare, signers: str) -> Certificate | None:
         tally, choice = Tally(self.place), self.choice(prepare)
         for peer in signers:
-            assert tally.hear(peer, self.vote(peer, choice)) is None
+            assert tally.hear(peer, self.vote(peer, choice))
         return tally.certificate(self.headers[prepare[1] % 2], choice, {}, self.group_of(prepare[1]))
 
     @cache  # noqa: B019
@@ -198,11 +196,10 @@ class Product:
     def locked(self, signed: Signed) -> Commit | None:
         """Return what a voter has locked that has signed all this."""
         lock = self.states[signed].lock
-        if lock is None:
+        if lock is None or lock.certificate is None:
             return None
-        assert lock.certificate is not None
-        locked = lock.certificate.choice
-        return locked.ballot.view, self.headers.index(lock.header) + 2 * locked.alone
+        choice = lock.certificate.choice
+        return choice.ballot.view, self.headers.index(lock.header) + 2 * choice.alone
 
     @cache  # noqa: B019
     def agrees(self, signed: Signed, lock: Commit | None) -> bool:
@@ -222,10 +219,9 @@ class Product:
         """Return whether the product convicts a liar that has signed all this."""
         liar = self.world.names[-1]
         choices = [*map(self.choice, sorted(signed[0], key=repr)), *map(self.commit_choice, sorted(signed[1]))]
+        verifier = Verifier(self.log.run, self.place.keys.verify, payloads=())
         return any(
-            convicts(
-                TwoVotes(peer=liar, first=self.vote(liar, one), second=self.vote(liar, other)), self.place.keys.verify
-            )
+            TwoVotes(peer=liar, first=self.vote(liar, one), second=self.vote(liar, other)).convicts(verifier)
             for one, other in combinations(choices, 2)
         )
 

@@ -13,10 +13,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
+from peers.log.certificate import Phase
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import Effect, SendChunk
 from peers.protocol.events import Event, Received
-from peers.protocol.messages import Commit, Message
+from peers.protocol.messages import Certified, Message
 from peers.values.wire import digest_of
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.simulation import Swarm
@@ -47,8 +48,13 @@ class Crowd(Swarm):
 
     @property
     def leader(self) -> str:
-        """The peer that all take for their leader in a calm swarm."""
-        return next(peer.name for peer in self.living if peer.peer.log.roster[0] == peer.name)
+        """The peer that leads the first view in a calm swarm."""
+        return self.successors(1)[0]
+
+    def successors(self, number: int) -> list[str]:
+        """Return the leaders of the first views."""
+        log = self.living[0].peer.log
+        return [log.leader_of(view) for view in range(number)]
 
     def settle(self, entries: int) -> bool:
         """Let time pass until all who live have so many entries. Returns whether they do within `PATIENCE`."""
@@ -153,7 +159,7 @@ def calm(crowd: Crowd) -> Scene:
 
 def death_amid_the_exchange(crowd: Crowd) -> Scene:
     """The leader dies when it has sent its first chunk; its successor goes on with the round."""
-    leader, successor = crowd.living[0].peer.log.roster[:2]
+    leader, successor = crowd.successors(2)
 
     def on_chunk(sender: str, send: SendChunk) -> bool:
         if sender == leader:
@@ -167,13 +173,15 @@ def death_amid_the_exchange(crowd: Crowd) -> Scene:
 
 
 def death_at_its_commit(crowd: Crowd) -> Scene:
-    """The leader dies before anybody hears of its commit, when all others hold the entry."""
-    leader, successor = crowd.living[0].peer.log.roster[:2]
+    """The leader dies before anybody hears of its commit, when all others are bound to the entry."""
+    leader, successor = crowd.successors(2)
     index = crowd.longest
 
     def on_message(sender: str, to: str, message: Message) -> Message | None:
-        if sender != leader or not isinstance(message, Commit) or message.header.index != index:
+        if sender != leader or not isinstance(message, Certified) or message.header.index != index:
             return message  # it may still tell somebody of the entry before
+        if message.certificate is None or message.certificate.choice.phase is Phase.PREPARE:
+            return message
         crowd.at(0.0, lambda: crowd.kill(leader))
         return None
 

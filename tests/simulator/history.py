@@ -30,6 +30,10 @@ class History:
 
     def __init__(self, settings: RunSettings, one_child: bool = True) -> None:
         self.one_child = one_child
+        self.may_fork = False
+        """Whether two certified entries at a place are noted in `forks` and no error: so many lie that they may be."""
+        self.forks: list[int] = []
+        """The index of each place with two certified entries."""
         self.liars: frozenset[str] = frozenset()
         self.states: dict[Place, tuple[bytes, ...]] = {
             (settings.manifest_digest, frozenset()): (GENESIS,) * settings.fragments
@@ -76,7 +80,9 @@ class History:
         if not prove(certificate, before.opening(header.fragment), header, self._keys.verify).is_certified:
             return
         known = self.proven.setdefault(place, header.digest)
-        if known != header.digest:
+        if known != header.digest and self.may_fork:
+            self.forks.append(header.index)
+        elif known != header.digest:
             names = f"{known.hex()[:8]}, {header.digest.hex()[:8]}"
             raise InvariantError(f"two certified entries at index {header.index}: {names}")
 
@@ -96,14 +102,14 @@ class History:
         if log.made or closing is None or head in self.trained:
             return  # in the midst of a cycle, or another peer was here before: it is checked
         before = self.trained.get(closing.previous, set())
-        whole = [member for member in closing.roster if not member.missed]
-        samples = [n for member in whole for piece in member.samples for n in range(piece.start, piece.stop)]
+        trained = [member for member in closing.roster if log.has_trained(member)]
+        samples = [n for member in trained for piece in member.samples for n in range(piece.start, piece.stop)]
         if len(set(samples)) != len(samples) or before & set(samples):
             raise InvariantError(f"entry {closing.index} trains a sample twice")
-        if self.liars.issuperset(member.peer for member in whole):
+        if self.liars.issuperset(member.peer for member in closing.roster if member.tokens):
             raise InvariantError(f"entry {closing.index} counts nobody but liars")
         self.trained[head] = before | set(samples)
-        self.counted.update({member.peer: member.tokens for member in whole})
+        self.counted.update({member.peer: member.tokens for member in closing.roster})
         self.longest = max(self.longest, closing.index + 1)
         self.smallest_roster = min(self.smallest_roster or len(closing.roster), len(closing.roster))
 

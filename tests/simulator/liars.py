@@ -1,104 +1,56 @@
-"""A liar in a simulated swarm: it runs the protocol's own code, and what it says of it goes through its lies.
+"""A liar in a simulated swarm: an honest peer's own code, and one lie that changes what goes out, or what comes in.
 
-What the lies are is in lies.py, leading_lies.py and mixtures.py. A lie sees all that the liar sends and hears, and may
-say more, less, or something else. It signs for the liar and its allies alone, and cannot speak for others: the network
-proves who speaks. A lie needs no more of its liar than `Means`, so that real processes can tell it, too.
+What the lies are is in lies.py and mixtures.py. Each overrides a method or two of `Lie`. A liar signs for itself alone,
+and cannot speak for others: the network proves who speaks. A lie needs no more than a peer's protocol and its keys, so
+that real processes can tell it, too.
 """
 
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
-from peers.log.certificate import ballot
-from peers.log.header import Header, Member
+from peers.log.certificate import Choice
+from peers.log.header import Header, Member, Position
 from peers.log.state import LogError, LogState
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.effects import Effect, Send, SendChunk
-from peers.protocol.events import Event, HeartbeatsSeen, ReachSeen, Received, Tick, Undelivered
-from peers.protocol.messages import Message, Unread
+from peers.protocol.effects import Effect, ReduceChunk, Send, SendChunk
+from peers.protocol.events import Event, Received, Tick
+from peers.protocol.exchange import Exchange
+from peers.protocol.messages import Message, Unread, Vote
 from peers.protocol.packing import Packer
+from peers.protocol.parts import Averages
 from peers.protocol.peer import Peer
-from peers.protocol.rounds import Attempt, Held, Holder
-from peers.transfer.averages import Admitted, Average, ChunkHeader
-from peers.transfer.buffers import PayloadBuffers
-from peers.values.chunks import Payload
+from peers.transfer.averages import Average
 from peers.values.identity import Keys
-from peers.values.wire import digest_of
+from peers.values.wire import Value, digest_of
 from peers.values.workload import Blocks, Reduction
 from tests.simulator.simulated_keys import SimulatedKeys
 from tests.simulator.simulated_log import Frozen
 from tests.simulator.simulated_peer import SimulatedPeer
-from tests.simulator.simulated_workload import BLOCK_BYTES
 
 if TYPE_CHECKING:
     from tests.simulator.simulation import Swarm
 
+V = TypeVar("V", bound=Value)
+FAR = 2**61
+"""More than any honest run counts up to."""
 Said = Iterator[tuple[str, Message]]
 """Messages, and to whom."""
-HEARD = HeartbeatsSeen | ReachSeen | Received | Tick | Undelivered
-"""What comes from outside, and so to every process that runs with one key."""
-
-
-class Means(ABC):
-    """What lies are made of: where a liar is in the log, whom it knows, and for whom it can sign."""
-
-    name: str
-    peer: Peer
-    keys: Keys
-    allies: Sequence[str]
-
-    @abstractmethod
-    def keys_of(self, ally: str) -> Keys:
-        """Return the keys of one of the allies."""
-
-    @abstractmethod
-    def payload_of_its_own(self) -> Payload:
-        """Return a payload that nobody has averaged, and keep it, to be fetched."""
-
-    @property
-    def log(self) -> LogState:
-        """The log as the liar has it, with its state."""
-        return self.peer.log.in_state(self.peer.state_digest)
-
-    @property
-    def others(self) -> list[str]:
-        """The peers that it knows to be there."""
-        return sorted(self.peer.presence.live())
-
-    def sign(self, header: Header, attempt: Attempt, signer: str | None = None) -> bytes:
-        """Return its signature of an entry in an attempt, or an ally's, in the incarnation that the roster has."""
-        signer = signer or self.name
-        incarnation = self.log.incarnations.get(signer, self.peer.incarnation)
-        return self.keys_of(signer).sign(ballot(header, attempt.name, incarnation).text)
-
-    def holding(self, header: Header, attempt: Attempt) -> Held:
-        """Return what it says if it holds an entry since this attempt."""
-        return Held(attempt=attempt, header=header, signature=self.sign(header, attempt))
-
-    def holders(self, header: Header, attempt: Attempt) -> tuple[Holder, ...]:
-        """Return its own and its allies' signatures of an entry."""
-        signed = {ally: self.sign(header, attempt, ally) for ally in sorted(self.allies)}
-        return tuple(Holder(peer=ally, attempt=attempt, signature=signature) for ally, signature in signed.items())
-
-    def entry_of_its_own(self) -> Header:
-        """Return an entry that follows from the log, and that nobody has made."""
-        log = self.log.of(self.log.fragments - 1)
-        lease = log.leases.get(self.name) or log.grants[0]
-        tokens = sum(piece.size for piece in lease) * log.tokens_per_sample
-        own = Member(peer=self.name, tokens=tokens, samples=lease, incarnation=self.peer.incarnation)
-        return log.next_header((own,), self.payload_of_its_own().digest)
 
 
 class Lie:
     """One way to depart from the protocol. This one does not."""
 
-    def __init__(self, liar: Means, draw: random.Random) -> None:
-        self.liar = liar
+    def __init__(self, peer: Peer, keys: Keys, draw: random.Random, allies: Sequence[str] = ()) -> None:
+        self.peer = peer
+        self.keys = keys
         self.draw = draw
+        self.allies = allies or (peer.me,)
 
+    # What it may change ---------------------------------------------------------------------------------------
     def says(self, to: str, message: Message) -> Said:
         """Yield what is sent in place of a message of the protocol's."""
         yield to, message
@@ -108,7 +60,7 @@ class Lie:
         yield from ()
 
     def volunteers(self) -> Said:
-        """Yield what is sent unasked, at each tick."""
+        """Yield what is sent unasked, at each tick: about once a second."""
         yield from ()
 
     def notices(self, event: Event) -> Event:
@@ -123,28 +75,66 @@ class Lie:
         """Return what goes to another member in place of a chunk; None: nothing."""
         return send, data
 
-    def offers(self, to: str, buffers: PayloadBuffers) -> PayloadBuffers:
-        """Return what it contributes, as another one sees that: the proofs of chunks that it sends, and what it shows
-        when averages are made again."""
-        return buffers
+    def reduces(self, reduce: ReduceChunk) -> ReduceChunk:
+        """Return which blocks it averages."""
+        return reduce
 
-    def reduces(self, blocks: Blocks) -> Blocks:
-        """Return what it takes for the average of a chunk that it reduces."""
+    def averages(self, blocks: Blocks) -> Blocks:
+        """Return what it takes for an average that it has made."""
         return blocks
 
     def freezes(self, frozen: Frozen) -> Frozen:
         """Return the state that joiners get."""
         return frozen
 
+    # What it has to do it with --------------------------------------------------------------------------------
+    @property
+    def me(self) -> str:
+        return self.peer.me
 
-def lying(average: Average, lies: Callable[[], Sequence[Lie]]) -> Average:
+    @property
+    def log(self) -> LogState:
+        """The log as the liar has it, with its state."""
+        return self.peer.log.in_state(self.peer.state_digest)
+
+    @property
+    def others(self) -> list[str]:
+        """The peers that it knows to be there."""
+        return sorted(self.peer.presence.live())
+
+    @property
+    def victims(self) -> list[str]:
+        """The others that are no allies."""
+        return [peer for peer in self.others if peer not in self.allies]
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return self.peer.exchange
+
+    def to_all(self, message: Message) -> Said:
+        """Yield a message to all others."""
+        yield from ((peer, message) for peer in self.others)
+
+    def vote(self, choice: Choice, position: Position) -> Vote:
+        """Return its signed vote for anything."""
+        incarnation = self.log.incarnations.get(self.me, self.peer.incarnation)
+        signature = self.keys.sign(choice.text(position, incarnation))
+        return Vote(position=position, incarnation=incarnation, choice=choice, signature=signature)
+
+    def entry_of_its_own(self) -> Header:
+        """Return an entry that follows from the log, and that nobody has made."""
+        log = self.log.of(self.log.fragments - 1)
+        lease = log.leases.get(self.me) or log.grants[0]
+        tokens = sum(piece.size for piece in lease) * log.tokens_per_sample
+        own = Member(peer=self.me, tokens=tokens, samples=lease, incarnation=self.peer.incarnation)
+        return log.next_header((own,), invented("payload"), self.me if log.closes else None)
+
+
+def lying(average: Average, lie: Callable[[], Lie]) -> Average:
     """Return what a liar averages with."""
 
     async def averaged(reduction: Reduction) -> Blocks:
-        made = await average(reduction)
-        for lie in lies():
-            made = lie.reduces(made)
-        return made
+        return lie().averages(await average(reduction))
 
     return averaged
 
@@ -160,8 +150,8 @@ class LiarsPacker(Packer):
             raise LogError(str(error)) from error
 
 
-class Liar(SimulatedPeer, Means):
-    """It lies while `is_time` says so. Liars that are `allies` sign for each other."""
+class Liar(SimulatedPeer):
+    """It lies while `is_time` says so."""
 
     is_honest = False
 
@@ -170,7 +160,7 @@ class Liar(SimulatedPeer, Means):
         name: str,
         swarm: Swarm,
         clock: tuple[float, float],
-        lies: Iterable[type[Lie]],
+        kind: type[Lie],
         draw: random.Random,
         allies: Sequence[str] = (),
         is_time: Callable[[], bool] = lambda: True,
@@ -178,52 +168,49 @@ class Liar(SimulatedPeer, Means):
         super().__init__(name, swarm, swarm.block_count, swarm.kept_bytes, clock)
         self.packer = LiarsPacker(self.peer)
         self.swarm = swarm
-        self.clock = clock
-        self.allies = allies or (name,)
-        self.twin: SimulatedPeer | None = None
-        """Another process with the same key, that knows nothing of this one."""
-        self.keys = SimulatedKeys(name)
-        self._lies = tuple(lie(self, draw) for lie in lies)
+        keys = SimulatedKeys(name)
+        self._lie, self._truth = kind(self.peer, keys, draw, allies), Lie(self.peer, keys, draw)
         self._is_time = is_time
         for fragment in self.fragments:
-            fragment.average = lying(fragment.workload.reduce, lambda: self.lies)
+            fragment.average = lying(fragment.workload.reduce, lambda: self.lie)
 
     @property
-    def lies(self) -> tuple[Lie, ...]:
-        """Those that it tells at present."""
-        return self._lies if self._is_time() else ()
+    def lie(self) -> Lie:
+        """What it says at present."""
+        return self._lie if self._is_time() else self._truth
 
-    # What it does ---------------------------------------------------------------------------------------------
     def take_in(self, event: Event) -> list[Effect]:
-        for lie in self.lies:
-            event = lie.notices(event)
-        if self.twin is not None and isinstance(event, HEARD):
-            self.swarm.handle(self.twin, event)
+        event = self.lie.notices(event)
         effects = super().take_in(event)
-        for lie in self.lies:
-            if isinstance(event, Received) and event.sender != self.name:
-                self.tell(lie.hears(event.sender, event.message))
-            elif isinstance(event, Tick):
-                self.tell(lie.volunteers())
+        if isinstance(event, Received) and event.sender != self.name:
+            self.tell(self.lie.hears(event.sender, event.message))
+        elif isinstance(event, Tick):
+            self.tell(self.lie.volunteers())
         return effects
 
     def carry_out(self, effect: Effect) -> None:
-        if isinstance(effect, Send):
-            self.tell(self._said(effect.to, effect.message))
-        else:
-            super().carry_out(effect)
-
-    def _said(self, to: str, message: Message) -> Said:
-        said = [(to, message)]
-        for lie in self.lies:
-            said = [lied for one in said for lied in lie.says(*one)]
-        yield from said
+        match effect:
+            case Send(to, message):
+                self.tell(self.lie.says(to, message))
+            case SendChunk():
+                self._give(effect)
+            case ReduceChunk():
+                super().carry_out(self.lie.reduces(effect))
+            case _:
+                super().carry_out(effect)
 
     def tell(self, said: Iterable[tuple[str, Message]]) -> None:
         """Send messages as they are."""
         for to, message in said:
             if to != self.name:
                 self.swarm.send(self, to, message)
+
+    def _give(self, send: SendChunk) -> None:
+        buffers = self._buffers(send.round_name)
+        if buffers.round(send.round_name):
+            given = self.lie.gives(send, bytes(buffers.read(send.round_name, send.chunk, send.reduced)))
+            if given:
+                self.swarm.send_chunk(self, *given)
 
     def may_stumble(self, error: Exception) -> bool:
         """Start again: it fell over its own lies."""
@@ -234,57 +221,28 @@ class Liar(SimulatedPeer, Means):
         return True
 
     def heartbeat_for(self, peer: str) -> Heartbeat | None:
-        beat = self.heartbeat
-        for lie in self.lies if beat else ():
-            assert beat is not None
-            beat = lie.beats(peer, beat)
-        return beat
-
-    def _send_chunk(self, send: SendChunk) -> None:
-        buffers = self._buffers(send.round_name)
-        if not buffers.round(send.round_name):
-            return
-        given: tuple[SendChunk, bytes] | None = send, bytes(buffers.read(send.round_name, send.chunk, send.reduced))
-        for lie in self.lies:
-            given = given and lie.gives(*given)
-        if given:
-            self.world.send_chunk(self, *given)
-
-    def header(self, send: SendChunk) -> ChunkHeader:
-        return ChunkHeader.of(send, self.contributed(send.to, send.round_name.position.fragment))
-
-    def contributed(self, to: str, fragment: int) -> PayloadBuffers:
-        """Return what it contributes, as another one sees that."""
-        buffers = self.fragments[fragment].buffers
-        for lie in self.lies:
-            buffers = lie.offers(to, buffers)
-        return buffers
-
-    def accept(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytes) -> Admitted:
-        admitted = super().accept(sender, round_name, header, data)
-        if self.twin is None or admitted.is_taken:
-            return admitted
-        event, is_taken = self.twin.accept(sender, round_name, header, data)
-        if event is not None:
-            self.swarm.soon(self.twin, event)
-        return Admitted(None, is_taken)
+        return self.heartbeat and self.lie.beats(peer, self.heartbeat)
 
     def frozen(self, least: int) -> Frozen:
-        frozen = super().frozen(least)
-        for lie in self.lies:
-            frozen = lie.freezes(frozen)
-        return frozen
+        return self.lie.freezes(super().frozen(least))
 
-    # What it makes lies of ------------------------------------------------------------------------------------
-    def keys_of(self, ally: str) -> SimulatedKeys:
-        return SimulatedKeys(ally)
 
-    def payload_of_its_own(self) -> Payload:
-        payload = Payload.cut(memoryview(b"\x07" * self.buffers.size.bytes), BLOCK_BYTES)
-        self.fragments[-1].buffers.kept.keep(payload)
-        return payload
+def remade(value: V, **changes: object) -> V:
+    """Return a message with other fields. A copy would keep what was worked out from the old ones."""
+    return type(value)(**{name: getattr(value, name) for name in type(value).model_fields} | changes)
 
 
 def invented(what: object) -> bytes:
     """Return a digest of nothing."""
     return digest_of(repr(what).encode())
+
+
+def altered(data: bytes, salt: str = "") -> bytes:
+    """Return other bytes, as many."""
+    return (digest_of(salt.encode() + data) * (len(data) // 32 + 1))[: len(data)]
+
+
+def signed_average(exchange: Exchange, keys: Keys, send: SendChunk, data: bytes) -> SendChunk:
+    """Return what hands on these bytes as its own average, signed like any other."""
+    averages = Averages(exchange.me, exchange.round, keys)
+    return replace(send, origin=averages.sign(send.chunk, digest_of(data), send.absent).origin)

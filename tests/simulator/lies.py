@@ -1,217 +1,287 @@
-"""What a liar that does not lead may do: claims in heartbeats and messages, and false data in rounds."""
+"""What a liar may do in rounds: as a voter, as a leader, and in the exchange of blocks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from peers.log.certificate import Departure
-from peers.presence.heartbeat import TAIL, Heartbeat, PeerState, name_peers
-from peers.protocol.effects import SendChunk
-from peers.protocol.events import Event, PayloadAssembled, ReducedArrived, Tick
-from peers.protocol.messages import (
-    Accuse,
-    Begin,
-    Commit,
-    Complete,
-    Inquire,
-    LeaseRequest,
-    Leaving,
-    Marked,
-    Message,
-    Prepared,
-    Ready,
-    Unread,
-    Waiting,
-)
-from peers.protocol.rounds import Attempt
-from peers.values.wire import digest_of
+from peers.log.certificate import Ballot, Certificate, Choice, Departure, Phase, Signer, electorate
+from peers.log.header import Header
+from peers.log.state import LogError
+from peers.protocol.commitment import Author, commit_to, digest_of_all
+from peers.protocol.effects import ReduceChunk, SendChunk
+from peers.protocol.events import Event, Received, Tick
+from peers.protocol.messages import Begin, Certified, Leaving, Message, Propose, Ready, Unread, Vote
+from peers.protocol.parts import Averaged, outcome_of
+from peers.protocol.rounds import RoundName
+from peers.values.chunks import Sum
+from peers.values.wire import LONGEST_WAIT, digest_of
 from peers.values.workload import Blocks
-from tests.simulator.liars import Liar, Lie, Said, invented
-from tests.simulator.simulated_log import Frozen
-from tests.simulator.simulated_peer import SimulatedPeer
+from tests.simulator.liars import FAR, Lie, Said, altered, invented, remade, signed_average
 
-FAR = 2**61
-"""More than any honest run counts up to."""
-TURN = 4
-"""Heartbeats in a row in which a liar claims most, before an ally's turn."""
+BURNT = Ballot(view=FAR, attempt=FAR)
+LATE = 60  # ticks by which a slow leader is late
 
 
-# Claims --------------------------------------------------------------------------------------------------------
-class InventedLog(Lie):
-    """Its heartbeats name a log that nobody has, heavier or longer than all others."""
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        claims = {
-            "lineage_tokens": FAR,
-            "index": heartbeat.index + 1000,
-            "head": invented(("head", heartbeat.index)),
-            "state_digest": invented("state"),
-        }
-        chosen = dict(self.draw.sample(sorted(claims.items()), self.draw.randint(1, len(claims))))
-        return heartbeat.model_copy(update=chosen)
-
-
-class ClaimsInTurn(Lie):
-    """Its heartbeats name the heaviest log of all, and then an ally's do; neither tells newcomers what followed."""
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        turn, allies = heartbeat.sequence // TURN, sorted(self.liar.allies)
-        is_ours = allies[turn % len(allies)] == self.liar.name
-        return heartbeat.model_copy(update={"lineage_tokens": FAR if is_ours else FAR - 1})
+# Voters ----------------------------------------------------------------------------------------------------------
+class SilentVoter(Lie):
+    """It takes part in exchanges, and votes for nothing."""
 
     def says(self, to: str, message: Message) -> Said:
-        if not isinstance(message, Commit) or to in self.liar.log.voters:
+        if not isinstance(message, Vote):
             yield to, message
 
 
-class LeapsAhead(Lie):
-    """Its heartbeats are one entry further on than it is, so that nobody there counts it, or a few."""
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        ahead = heartbeat.index + self.draw.choice((1, 1, 3))
-        return heartbeat.model_copy(update={"index": ahead, "head": invented(("head", ahead))})
-
-
-class SeemsReady(Lie):
-    """It says that it is ready in heartbeats alone."""
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        return heartbeat.model_copy(update={"state": PeerState.READY})
+class DoubleVoter(Lie):
+    """It votes for one header before some, and for another one, which nobody has proposed, before the rest."""
 
     def says(self, to: str, message: Message) -> Said:
-        if not isinstance(message, Ready | Complete):
-            yield to, message
+        if isinstance(message, Vote) and is_far(self, to):
+            message = self.vote(remade(message.choice, header=invented(message.choice.header)), message.position)
+        yield to, message
 
 
-class Whispers(Lie):
-    """It gives no sign of life, says nothing to its leader, and speaks to all others each second."""
+class LockBreaker(Lie):
+    """It votes for all that is proposed, and for all that is prepared, whatever it is bound to."""
 
-    said: Heartbeat | None = None
+    def hears(self, sender: str, message: Message | Unread) -> Said:
+        if isinstance(message, Propose):
+            yield from self.to_all(self.vote(message.choice, message.position))
+        elif isinstance(message, Certified) and message.certificate is not None:
+            yield from self.to_all(self.vote(committing(message.certificate.choice), message.position))
 
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        self.said = self.said or heartbeat
-        return self.said
 
-    def says(self, to: str, message: Message) -> Said:
-        if to != self.liar.peer.slot.led_by:
-            yield to, message
+class BallotBurner(Lie):
+    """It proposes, and votes, in a ballot that is higher than any other."""
 
     def volunteers(self) -> Said:
-        whisper = Inquire(position=self.liar.log.position)
-        yield from ((other, whisper) for other in self.liar.others if other != self.liar.peer.slot.led_by)
-
-
-class FalseState(Lie):
-    """It says that its state is another than it is."""
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        return heartbeat.model_copy(update={"state_digest": invented(("state", heartbeat.head))})
-
-    def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Ready | LeaseRequest):
-            message = message.model_copy(update={"state_digest": invented(("state", message.position.head))})
-        yield to, message
-
-
-class FalseSnapshot(Lie):
-    """What it gives to joiners is not the state that its entries lead to."""
-
-    def freezes(self, frozen: Frozen) -> Frozen:
-        return replace(frozen, states=tuple(digest_of(b"false" + state) for state in frozen.states))
-
-
-class FalseRate(Lie):
-    """It says that its link carries very much, or next to nothing; and that the others' do so, too."""
-
-    def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Ready):
-            seen = tuple((peer, self.draw.choice((1, FAR))) for peer in self.liar.others)
-            message = message.model_copy(update={"rate": self.draw.choice((1, FAR)), "seen": seen})
-        yield to, message
-
-
-class FalseSpeed(Lie):
-    """It says that it trains faster than anybody can, so that the others' leases become small."""
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        return heartbeat.model_copy(update={"speed": 1e12})
-
-
-class ManyVotes(Lie):
-    """It votes for each of those who hear it."""
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        return heartbeat.model_copy(update={"vote": to[-TAIL:]})
-
-
-class ReachesNobody(Lie):
-    """It says that it reaches none of the others."""
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        return heartbeat.model_copy(update={"unreached": name_peers(self.liar.others)})
-
-    def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Ready | LeaseRequest):
-            message = message.model_copy(update={"unreached": tuple(self.liar.others)})
-        yield to, message
-
-
-class InventedHeld(Lie):
-    """It says that it holds an entry of its own making, from a late attempt, and has signed that."""
-
-    def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Ready):
-            entry = self.liar.entry_of_its_own()
-            attempt = Attempt(position=message.position, number=FAR, leader=max([*self.liar.others, self.liar.name]))
-            message = message.model_copy(update={"held": self.liar.holding(entry, attempt)})
-        yield to, message
+        header = self.entry_of_its_own()
+        propose = Propose(ballot=BURNT, header=header, group=(), justify=None, round=None)
+        for message in (propose, self.vote(propose.choice, propose.position)):
+            yield from self.to_all(message)
 
 
 class FalseFarewell(Lie):
-    """It says that it has left, and signed nothing; and goes on."""
+    """It says that it has left, and voted nowhere; and goes on voting."""
 
     def volunteers(self) -> Said:
-        peer = self.liar.peer
-        departure = Departure(run=peer.settings.run, peer=self.liar.name, incarnation=peer.incarnation, index=0)
-        leaving = Leaving(
-            position=peer.log.position,
-            incarnation=peer.incarnation,
-            departure=0,
-            signature=self.liar.keys.sign(departure.text),
-        )
+        log, incarnation = self.log, self.peer.incarnation
+        departure = Departure(run=log.run, peer=self.me, incarnation=incarnation, index=0)
+        signature = self.keys.sign(departure.text)
+        leaving = Leaving(position=log.position, incarnation=incarnation, departure=0, signature=signature)
         if self.draw.random() < 0.1:
-            yield from ((other, leaving) for other in self.liar.others)
+            yield from self.to_all(leaving)
 
 
-class Twins(Lie):
-    """Two processes run with its key, and what one has promised the other does not know. Both are honest."""
+class InventedLock(Lie):
+    """It says that it is bound to an entry of its own making, from a late ballot."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Ready):
+            message = remade(message, lock=certified(self, self.entry_of_its_own(), Phase.PREPARE))
+        yield to, message
+
+
+class UnaskedCertificates(Lie):
+    """It commits entries of its own making, with no certificate, or with one that is false."""
+
+    def volunteers(self) -> Said:
+        if self.draw.random() < 0.2:
+            made = certified(self, self.entry_of_its_own(), self.draw.choice(tuple(Phase)))
+            yield from self.to_all(self.draw.choice((made, Certified(header=made.header, certificate=None))))
+
+
+def certified(lie: Lie, header: Header, phase: Phase) -> Certified:
+    """Return a certificate in which no signature but the liar's own is true."""
+    log = lie.log.of(header.fragment)
+    choice = Choice(ballot=BURNT, phase=phase, header=header.digest, group=None, justify=None)
+    own = lie.vote(choice, log.position).signature
+    voters = [peer for peer, _ in electorate(log, header).voters]
+    signers = [Signer(place=n, signature=own if peer == lie.me else bytes(64)) for n, peer in enumerate(voters)]
+    return Certified(header=header, certificate=Certificate(choice=choice, group=(), signers=tuple(signers)))
+
+
+def committing(choice: Choice) -> Choice:
+    """Return the choice of phase 2 that follows one of phase 1."""
+    return remade(choice, phase=Phase.COMMIT, justify=None)
+
+
+def is_far(lie: Lie, peer: str) -> bool:
+    """Return whether a peer is of the half that hears something else."""
+    others = sorted({*lie.log.voters, *lie.others} - {lie.me})
+    return peer in others and others.index(peer) % 2 == 1
+
+
+# Leaders ---------------------------------------------------------------------------------------------------------
+class MuteLeader(Lie):
+    """It lets all others wait for a round."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Begin | Propose):
+            yield to, message
+
+
+class NeverProposes(Lie):
+    """Its exchanges take the longest time that a message can name, and lead to no proposal."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin):
+            message = remade(message, seconds=LONGEST_WAIT)
+        if not isinstance(message, Propose):
+            yield to, message
+
+
+class SlowLeader(Lie):
+    """All that it says as a leader comes a minute late."""
+
+    _held: tuple[tuple[int, str, Message], ...] = ()
+    _ticks = 0
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin | Propose | Certified):
+            self._held = (*self._held[-1000:], (self._ticks + LATE, to, message))
+        else:
+            yield to, message
+
+    def volunteers(self) -> Said:
+        self._ticks += 1
+        due = [(to, message) for tick, to, message in self._held if tick <= self._ticks]
+        self._held = self._held[len(due) :]
+        yield from due
+
+
+class BeginsAgain(NeverProposes):
+    """And it goes on with the round in another ballot, again and again."""
+
+    _begun: Begin | None = None
+
+    def says(self, to: str, message: Message) -> Said:
+        self._begun = message if isinstance(message, Begin) else self._begun
+        yield from super().says(to, message)
+
+    def volunteers(self) -> Said:
+        if self._begun is not None and self.draw.random() < 0.05:
+            ballot = self._begun.ballot
+            self._begun = remade(self._begun, ballot=remade(ballot, attempt=ballot.attempt + 1))
+            yield from self.to_all(self._begun)
+
+
+class TellsSome(Lie):
+    """Every other member never hears of what it prepares and commits."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Certified | Vote) or not is_far(self, to):
+            yield to, message
+
+
+class LeavesOut(Lie):
+    """Its rounds lack one of those who are ready, always the same: it hears nothing of that one's Ready."""
 
     def notices(self, event: Event) -> Event:
-        liar = self.liar
-        assert isinstance(liar, Liar)
-        if liar.twin is None and isinstance(event, Tick):
-            liar.twin = Twin(liar.name, liar.swarm, liar.swarm.block_count, liar.swarm.kept_bytes, liar.clock)
-        return event
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        assert isinstance(self.liar, Liar)
-        twin = self.liar.twin
-        if twin is None or heartbeat.sequence % 2:
-            return heartbeat
-        twin.sequence = heartbeat.sequence - 1
-        return twin.beat()
+        is_ready = isinstance(event, Received) and isinstance(event.message, Ready)
+        return Tick() if is_ready and event.sender == max(self.victims, default="") else event
 
 
-class Twin(SimulatedPeer):
-    is_honest = False
+class KeepsFew(Lie):
+    """It takes in its allies and as many others as make a majority with them, and proposes that all the rest are gone,
+    so that its allies are the majority from then on."""
 
-    def may_stumble(self, error: Exception) -> bool:
-        """It gets the data of rounds that it is not in."""
-        self.alive = False
-        return True
+    def notices(self, event: Event) -> Event:
+        if not isinstance(event, Received) or not isinstance(event.message, Ready) or not self.log.voters:
+            return event
+        others = [peer for peer in sorted(self.log.voters) if peer not in self.allies]
+        needed = others[: len(self.log.voters) // 2 + 1 - len(self.allies)]
+        return event if event.sender in (*needed, *self.allies) else Tick()
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Propose) and message.justify is None and message.header.leader == self.me:
+            gone = tuple(peer for peer in self.log.voters if peer not in message.header.peers)
+            message = proposing(self, message, gone=gone)
+        yield to, message
 
 
-# In rounds -----------------------------------------------------------------------------------------------------
+class ManyBegins(Lie):
+    """It begins a round with other shares with each member."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin):
+            numbers = [share.chunks for share in message.round.shares]
+            self.draw.shuffle(numbers)
+            pairs = zip(message.round.shares, numbers, strict=True)
+            shares = tuple(share.model_copy(update={"chunks": chunks}) for share, chunks in pairs)
+            message = remade(message, round=remade(message.round, shares=shares))
+        yield to, message
+
+
+class InventedRoots(Lie):
+    """It tells each of the others what some of them have committed to, who have not."""
+
+    def says(self, to: str, message: Message) -> Said:
+        if isinstance(message, Begin) and message.commitments:
+            changes = ({}, {"digest": invented("root")}, {"squares": 2 * message.commitments[0].squares})
+            told = tuple(one.model_copy(update=self.draw.choice(changes)) for one in message.commitments)
+            message = remade(message, commitments=told, round=remade(message.round, committed=digest_of_all(told)))
+        yield to, message
+
+
+class TwoProposals(Lie):
+    """Of the chunks that it averages it gives one half of the others other averages. As a leader it proposes one entry
+    to each half, votes for both, and hides from each what the other one does."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)  # type: ignore[arg-type]
+        self._given: dict[tuple[RoundName, int], Averaged] = {}
+
+    def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
+        exchange = self.exchange
+        is_own = send.origin is not None and send.origin.reducer == self.me
+        if exchange is None or exchange.name != send.round_name or not is_own or not is_far(self, send.to):
+            return send, data
+        data = altered(data)
+        send = signed_average(exchange, self.keys, send, data)
+        assert send.origin is not None
+        other = Averaged(chunk=send.chunk, digest=digest_of(data), absent=send.absent, origin=send.origin)
+        self._given[exchange.name, send.chunk] = other
+        return send, data
+
+    def says(self, to: str, message: Message) -> Said:
+        if not isinstance(message, Propose | Certified | Vote) or not is_far(self, to):
+            yield to, message
+        elif isinstance(message, Propose) and (other := self._other(message)) is not None:
+            yield to, other
+            yield to, self.vote(other.choice, other.position)
+
+    def _other(self, propose: Propose) -> Propose | None:
+        """Return what the other half is told."""
+        exchange = self.exchange
+        if exchange is None or propose.round != exchange.name:
+            return None
+        here = {chunk: exchange.averages.of(chunk) for chunk in range(exchange.round.chunks)}
+        averages = {chunk: self._given.get((exchange.name, chunk), average) for chunk, average in here.items()}
+        outcome = outcome_of(exchange.round, {chunk: one for chunk, one in averages.items() if one is not None})
+        if outcome is None:
+            return None
+        roster = exchange.round.counted(outcome.absent)
+        return proposing(self, propose, roster=roster, payload=outcome.payload, marks=outcome.marks)
+
+    def hears(self, sender: str, message: Message | Unread) -> Said:
+        """Vote for what the other half prepares, too."""
+        if isinstance(message, Vote) and is_far(self, sender) and message.choice.phase is Phase.PREPARE:
+            vote = self.vote(committing(message.choice), message.position)
+            yield from ((peer, vote) for peer in self.others if is_far(self, peer))
+
+
+def proposing(lie: Lie, propose: Propose, marks: bytes | None = None, **changes: object) -> Propose:
+    """Return a proposal of another header; the same if none can say that."""
+    header, log = propose.header, lie.log.of(propose.header.fragment)
+    fields = {name: getattr(header, name) for name in ("roster", "payload", "leader", "faults")}
+    fields |= {"gone": log.gone_in(header), "amendment": log.taken_in(header)} | changes
+    try:
+        return remade(propose, header=log.next_header(**fields), marks=propose.marks if marks is None else marks)
+    except LogError:
+        return propose
+
+
+# In the exchange ---------------------------------------------------------------------------------------------------
 class Mute(Lie):
     """No block of it ever comes."""
 
@@ -219,172 +289,65 @@ class Mute(Lie):
         return None
 
 
+class Starves(Lie):
+    """It gives nothing to one honest member, and all others what they are due."""
+
+    def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes] | None:
+        return None if send.to == min(self.victims, default="") else (send, data)
+
+
+class MakesAbsent(Lie):
+    """It averages its own blocks alone, and signs that those of all others were absent."""
+
+    def reduces(self, reduce: ReduceChunk) -> ReduceChunk:
+        own = tuple(one for one in reduce.members if one[0] == self.me)
+        exchange = self.exchange
+        if not own or exchange is None:
+            return reduce
+        absent = tuple(member.peer for member in exchange.round.contributors if member.peer != self.me)
+        return replace(reduce, members=own, absent=absent)
+
+
 class ManyAverages(Lie):
-    """It gives each member another average."""
+    """It gives each member another average of what it averages, and signs each."""
 
     def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
-        differing = digest_of(send.to.encode() + data)[: len(data)].ljust(len(data), b"x")
-        return send, differing if send.reduced else data
+        exchange = self.exchange
+        is_own = send.origin is not None and send.origin.reducer == self.me
+        if exchange is None or exchange.name != send.round_name or not is_own:
+            return send, data
+        data = altered(data, send.to)
+        return signed_average(exchange, self.keys, send, data), data
 
 
 class WrongAverages(Lie):
-    """What it averages is wrong, and the same for all: only whoever makes the average again finds that out."""
+    """What it averages is wrong, and the same for all: only a member that makes the average again finds that out."""
 
-    def reduces(self, blocks: Blocks) -> Blocks:
+    def averages(self, blocks: Blocks) -> Blocks:
         return bytes(blocks)[::-1]
 
 
-class FalseBlocks(Lie):
-    """Its own blocks are such as no encoder makes."""
+class WrongBlocks(Lie):
+    """Its blocks are others than those that it has committed to."""
 
     def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
-        return send, data if send.reduced else bytes(len(data))
+        return send, data if send.reduced else altered(data)
 
 
 class UnsignedBlocks(Lie):
-    """It has not signed what its own blocks lead to, or not to everybody."""
+    """It has not signed what its blocks lead to, or not before all."""
 
     def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
         return replace(send, signature=self.draw.choice((None, bytes(64), send.signature))), data
 
 
-class AllAbsent(Lie):
-    """It averages its own blocks alone, and says that those of all others were absent."""
-
-    def _others(self) -> tuple[str, ...]:
-        exchange = self.liar.peer.exchange
-        return tuple(peer for peer in exchange.round.peers if peer != self.liar.name) if exchange else ()
-
-    def notices(self, event: Event) -> Event:
-        if isinstance(event, ReducedArrived) and event.sender == self.liar.name:
-            return replace(event, absent=self._others())
-        return event
-
-    def gives(self, send: SendChunk, data: bytes) -> tuple[SendChunk, bytes]:
-        return (replace(send, absent=self._others()) if send.reduced else send), data
-
-
-class Accuser(Lie):
-    """It accuses every other member as soon as a round begins."""
-
-    def hears(self, sender: str, message: Message | Unread) -> Said:
-        if isinstance(message, Begin):
-            for victim in sorted(set(message.round.remaining) - {self.liar.name, sender}):
-                yield sender, Accuse(attempt=message.attempt, accused=victim, reason="bad blocks")
-
-
-class FalseMarks(ManyAverages):
-    """And it tells a leader what it likes of those that it has itself."""
+class ManyCommitments(Lie):
+    """Each time that it says Ready it commits to something else."""
 
     def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Marked):
-            message = message.model_copy(update={"marks": invented(message.marks)})
+        if isinstance(message, Ready) and (said := message.commitment) is not None:
+            who = {"peer": self.me, "incarnation": message.incarnation, "position": message.position}
+            author = Author(number=said.number, **who)
+            root = Sum(invented((to, self.draw.random())), said.squares)
+            message = message.model_copy(update={"commitment": commit_to(root, author, self.keys)})
         yield to, message
-
-
-class ManyCompletes(Lie):
-    """It signs another entry for each member, whatever it holds."""
-
-    def says(self, to: str, message: Message) -> Said:
-        exchange = self.liar.peer.exchange
-        if not isinstance(message, Complete) or exchange is None:
-            yield to, message
-            return
-        payload, log = invented((to, message.payload)), self.liar.log.of(message.position.fragment)
-        header = exchange.round.entry(log, dict(message.missed), payload)
-        signature = self.liar.sign(header, message.attempt)
-        yield to, message.model_copy(update={"payload": payload, "signature": signature})
-
-
-class ManyPayloads(Lie):
-    """It tells each member, and its leader, that it has another payload."""
-
-    def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Prepared):
-            message = message.model_copy(update={"payload": invented((to, message.payload))})
-        yield to, message
-
-
-class SpeaksLast(Lie):
-    """It tells nobody what payload it has, and signs when somebody else has."""
-
-    signed: Attempt | None = None  # by somebody
-
-    def hears(self, sender: str, message: Message | Unread) -> Said:
-        if isinstance(message, Complete):
-            self.signed = message.attempt
-        yield from ()
-
-    def says(self, to: str, message: Message) -> Said:
-        is_early = isinstance(message, Complete) and message.attempt != self.signed
-        if not isinstance(message, Prepared) and not is_early:
-            yield to, message
-
-
-class WaitsForItsLeader(Lie):
-    """It gives what it owes, and says for ever that it lacks what its leader owes it."""
-
-    moved = 0
-
-    def notices(self, event: Event) -> Event:
-        is_led = isinstance(event, PayloadAssembled) and event.round_name.leader != self.liar.name
-        return Tick() if is_led else event
-
-    def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Waiting) and to != self.liar.name:
-            self.moved += 1
-            message = message.model_copy(update={"missing": (to,), "moved": self.moved})
-        yield to, message
-
-
-class FalseSignatures(Lie):
-    """What it signs is not what it says."""
-
-    def says(self, to: str, message: Message) -> Said:
-        if isinstance(message, Complete):
-            message = message.model_copy(update={"signature": 2 * invented(to)})
-        yield to, message
-
-
-class ManyReadys(Lie):
-    """It says Ready to all, with ever higher attempts, and now with its work and now without."""
-
-    def says(self, to: str, message: Message) -> Said:
-        yield to, message
-        if isinstance(message, Ready):
-            for other in self.liar.others:
-                last = message.last_attempt + self.draw.choice((0, 1, 1000))
-                update = {"last_attempt": last} | self.draw.choice(({}, {"tokens": 0, "samples": ()}))
-                yield other, message.model_copy(update=update)
-
-
-MEMBERS_LIES: dict[str, type[Lie]] = {
-    "invented log": InventedLog,
-    "claims in turn": ClaimsInTurn,
-    "leaps ahead": LeapsAhead,
-    "seems ready": SeemsReady,
-    "whispers": Whispers,
-    "false state": FalseState,
-    "false snapshot": FalseSnapshot,
-    "false rate": FalseRate,
-    "false speed": FalseSpeed,
-    "many votes": ManyVotes,
-    "reaches nobody": ReachesNobody,
-    "invented held": InventedHeld,
-    "false farewell": FalseFarewell,
-    "twins": Twins,
-    "mute": Mute,
-    "many averages": ManyAverages,
-    "wrong averages": WrongAverages,
-    "false blocks": FalseBlocks,
-    "unsigned blocks": UnsignedBlocks,
-    "all absent": AllAbsent,
-    "accuser": Accuser,
-    "false marks": FalseMarks,
-    "many completes": ManyCompletes,
-    "many payloads": ManyPayloads,
-    "speaks last": SpeaksLast,
-    "waits for its leader": WaitsForItsLeader,
-    "false signatures": FalseSignatures,
-    "many readys": ManyReadys,
-}

@@ -3,21 +3,86 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from peers.protocol.schedule import Schedule
-from tests.simulator.fault_lies import FAULT_LIES
+from peers.protocol.pacemaker import LONGEST, death
+
+from peers.log.settings import Timing
+from tests.simulator import claims, lies, mixtures
 from tests.simulator.history import InvariantError
-from tests.simulator.leading_lies import LEADERS_LIES
 from tests.simulator.liars import Liar, Lie
-from tests.simulator.lies import MEMBERS_LIES
-from tests.simulator.mixtures import MIXED_LIES
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.simulation import Swarm
 
-KINDS: dict[str, type[Lie]] = MEMBERS_LIES | LEADERS_LIES | MIXED_LIES | FAULT_LIES
+VOTERS: Mapping[str, type[Lie]] = {
+    "silent voter": lies.SilentVoter,
+    "double voter": lies.DoubleVoter,
+    "lock breaker": lies.LockBreaker,
+    "ballot burner": lies.BallotBurner,
+    "false farewell": lies.FalseFarewell,
+    "invented lock": lies.InventedLock,
+    "unasked certificates": lies.UnaskedCertificates,
+}
+LEADERS: Mapping[str, type[Lie]] = {
+    "mute leader": lies.MuteLeader,
+    "never proposes": lies.NeverProposes,
+    "slow leader": lies.SlowLeader,
+    "begins again": lies.BeginsAgain,
+    "tells some": lies.TellsSome,
+    "leaves out": lies.LeavesOut,
+    "keeps few": lies.KeepsFew,
+    "many begins": lies.ManyBegins,
+    "invented roots": lies.InventedRoots,
+    "two proposals": lies.TwoProposals,
+    "names the honest": claims.NamesHonest,
+    "refuses all": claims.RefusesAll,
+    "keeps newcomers out": claims.KeepsNewcomersOut,
+    "gives no lease": claims.GivesNoLease,
+    "one lease for all": claims.OneLeaseForAll,
+    "other leases": claims.OtherLeases,
+}
+REDUCERS: Mapping[str, type[Lie]] = {
+    "mute": lies.Mute,
+    "starves": lies.Starves,
+    "makes absent": lies.MakesAbsent,
+    "many averages": lies.ManyAverages,
+    "wrong averages": lies.WrongAverages,
+    "wrong blocks": lies.WrongBlocks,
+    "unsigned blocks": lies.UnsignedBlocks,
+    "many commitments": lies.ManyCommitments,
+    "trickles": claims.Trickles,
+}
+CLAIMS: Mapping[str, type[Lie]] = {
+    "invented log": claims.InventedLog,
+    "claims in turn": claims.ClaimsInTurn,
+    "leaps ahead": claims.LeapsAhead,
+    "seems ready": claims.SeemsReady,
+    "whispers": claims.Whispers,
+    "false state": claims.FalseState,
+    "false snapshot": claims.FalseSnapshot,
+    "false rate": claims.FalseRate,
+    "false speed": claims.FalseSpeed,
+    "reaches nobody": claims.ReachesNobody,
+    "jumps views": claims.JumpsViews,
+    "many readys": claims.ManyReadys,
+    "forged proofs": claims.ForgedProofs,
+    "many proofs": claims.ManyProofs,
+    "old proofs": claims.OldProofs,
+    "replays": mixtures.Replays,
+    "mixtures": mixtures.Mixtures,
+}
+KINDS: dict[str, type[Lie]] = {**VOTERS, **LEADERS, **REDUCERS, **CLAIMS}
+SIGNED: Mapping[str, str] = {
+    "double voter": "votes",
+    "false farewell": "votes",
+    "many averages": "averages",
+    "many commitments": "commitments",
+    "many proofs": "commitments",
+}
+"""Lies that convict their liar wherever they are told, and the kind of their proof."""
 ENTRIES = 2
-"""How many entries the honest must make in their time, and each of them must count in one."""
+"""Entries that the honest must make in their time; each of them must count in one."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +90,9 @@ class Deceit:
     """What one liar does, once there are `entries` entries and until `stop` seconds are over."""
 
     peer: str
-    kinds: tuple[str, ...]
-    entries: int
-    stop: float
+    kind: str
+    entries: int = 1
+    stop: float = float("inf")
 
 
 def draw_deceits(draw: random.Random, names: list[str], kinds: tuple[str, ...]) -> tuple[Deceit, ...]:
@@ -37,14 +102,13 @@ def draw_deceits(draw: random.Random, names: list[str], kinds: tuple[str, ...]) 
     who are enough.
     """
     liars = draw.sample(names, draw.randint(1, max(1, (len(names) - 1) // 2)))
-    at_once = 3 * len(liars) < len(names)
-    ours = tuple(draw.sample(kinds, min(len(kinds), draw.choice((1, 1, 2)))))
+    at_once, ours = 3 * len(liars) < len(names), draw.choice(kinds)
     deceits = []
     for liar in sorted(liars):
-        chosen = ours if draw.random() < 0.7 else (draw.choice(kinds),)
+        kind = ours if draw.random() < 0.7 else draw.choice(kinds)
         is_founder = at_once and draw.random() < 0.5
         first = 0 if is_founder else draw.randint(1, 3)
-        deceits.append(Deceit(liar, chosen, first, draw.choice((float("inf"), draw.uniform(60.0, 600.0)))))
+        deceits.append(Deceit(liar, kind, first, draw.choice((float("inf"), draw.uniform(60.0, 600.0)))))
     return tuple(deceits)
 
 
@@ -56,15 +120,21 @@ def plant(swarm: Swarm, deceits: tuple[Deceit, ...]) -> None:
         deceit = by_name.get(name)
         if deceit is None:
             return make(name, swarm, clock)
-        lies, draw = [KINDS[kind] for kind in deceit.kinds], random.Random(f"{swarm.seed} {name}")
+        draw = random.Random(f"{swarm.seed} {name}")
 
         def is_time() -> bool:
             return swarm.longest >= deceit.entries and swarm.now < deceit.stop
 
-        return Liar(name, swarm, clock, lies, draw, tuple(by_name), is_time)
+        return Liar(name, swarm, clock, KINDS[deceit.kind], draw, tuple(by_name), is_time)
 
     swarm.peer_of = peer_of
     swarm.history.liars = frozenset(by_name)
+
+
+def promised(timing: Timing, training: float, liars: int) -> float:
+    """Return the seconds within which an honest majority makes an entry, whatever so many liars do: each leads one view
+    at most, and a view ends by its cap."""
+    return training + timing.grace + (liars + 1) * LONGEST * timing.round_timeout + 2 * death(timing)
 
 
 def thrive(swarm: Swarm, deceits: tuple[Deceit, ...], training: float) -> None:
@@ -81,7 +151,7 @@ def thrive(swarm: Swarm, deceits: tuple[Deceit, ...], training: float) -> None:
     def do_agree() -> bool:
         return len({one.peer.log.position.head for one in swarm.honest}) == 1
 
-    limit = ENTRIES * Schedule(swarm.settings.timing).progress(training, len(liars))
+    limit = ENTRIES * promised(swarm.settings.timing, training, len(liars))
     if swarm.run(limit, until=lambda: swarm.longest >= goal and not excluded() and do_agree()):
         return
     if swarm.longest < goal:

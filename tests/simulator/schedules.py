@@ -12,11 +12,11 @@ from functools import partial
 from itertools import count
 
 from peers.log.settings import RunSettings, Timing
-from peers.protocol.schedule import Schedule
 from peers.values.wire import digest_of
 from tests.simulator.history import InvariantError
-from tests.simulator.malice import KINDS, Deceit, draw_deceits, plant, thrive
-from tests.simulator.simulation import Faults, Swarm
+from tests.simulator.links import Faults
+from tests.simulator.malice import KINDS, Deceit, draw_deceits, plant, promised, thrive
+from tests.simulator.simulation import Swarm
 from tests.simulator.spot_checks import check_averages
 
 TRACE_LINES = 60
@@ -167,7 +167,7 @@ def live(life: Life, watch: Callable[[Swarm], None] = unwatched, traced: bool = 
 def _live_with_liars(swarm: Swarm, life: Life) -> None:
     """Strike the honest, and see that in peace they get on, while the liars lie."""
     check_averages(swarm)
-    limit = Schedule(swarm.settings.timing).progress(LONGEST_TRAINING, len(life.liars))
+    limit = promised(swarm.settings.timing, LONGEST_TRAINING, len(life.liars))
     if not swarm.run(limit, until=lambda: swarm.longest >= 1):
         raise InvariantError(f"no first entry within {limit:.0f} s")
     swarm.run(60.0)

@@ -11,8 +11,8 @@ from typing import Protocol
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings
 from peers.network.throttle import RateMeter
-from peers.presence.heartbeat import TAIL, Heartbeat, name_peers
 from peers.presence.branches import state_told
+from peers.presence.heartbeat import Heartbeat, name_peers
 from peers.protocol import effects
 from peers.protocol.effect_table import EffectTable, row
 from peers.protocol.effects import (
@@ -47,7 +47,7 @@ from peers.protocol.events import (
 from peers.protocol.messages import Message
 from peers.protocol.packing import Packer
 from peers.protocol.peer import Peer
-from peers.protocol.rounds import Attempt
+from peers.protocol.rounds import RoundName
 from peers.protocol.states import SHOWN_AS, State
 from peers.transfer.averages import Admission, Admitted, ChunkHeader, average_chunk
 from peers.transfer.buffers import PayloadBuffers, inspection
@@ -55,6 +55,7 @@ from peers.transfer.snapshots import PATIENCE, PAUSE, NotYetVouchedError, Vouche
 from peers.values.wire import Reach
 from peers.values.workload import PayloadKind, Progress, SnapshotError, Trained
 from tests.simulator.history import InvariantError
+from tests.simulator.simulated_disk import SimulatedDisk
 from tests.simulator.simulated_keys import SimulatedKeys
 from tests.simulator.simulated_log import Frozen, SimulatedLog, SimulatedShelf, restored
 from tests.simulator.simulated_workload import (
@@ -76,9 +77,11 @@ class World(Protocol):
     incarnations: Iterator[int]
 
     def note(self, *what: object) -> None: ...
+    def disk_of(self, name: str) -> SimulatedDisk: ...
     def at(self, delay: float, action: Callable[[], None]) -> None: ...
     def handle(self, peer: SimulatedPeer, event: Event) -> None: ...
     def soon(self, peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None: ...
+    def delayed(self, action: Callable[[], None]) -> None: ...
     def later(self, peer: SimulatedPeer, event: Event, seconds: float) -> None: ...
     def send(self, sender: SimulatedPeer, to: str, message: Message) -> None: ...
     def send_chunk(self, sender: SimulatedPeer, send: SendChunk, data: bytes) -> None: ...
@@ -94,8 +97,18 @@ class SimulatedPeer:
 
     is_honest = True
 
-    def __init__(self, name: str, world: World, block_count: int, kept_bytes: int, clock: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        block_count: int,
+        kept_bytes: int,
+        clock: tuple[float, float],
+        incarnation: int | None = None,
+    ) -> None:
+        """`incarnation`: of a second process that runs with the key of another one."""
         self.name, self.world, self.clock = name, world, clock
+        self.disk = world.disk_of(name)
         self.fragments = [Fragment(name, block_count, kept_bytes) for _ in range(world.settings.fragments)]
         self.speed = world.speeds[ord(name[-1]) % len(world.speeds)]
         self._keys = SimulatedKeys(name)
@@ -108,7 +121,7 @@ class SimulatedPeer:
             ],
             self.state,
             self.time(0.0),
-            next(world.incarnations),
+            next(world.incarnations) if incarnation is None else incarnation,
             self._keys,
         )
         self.packer = Packer(self.peer)
@@ -161,7 +174,7 @@ class SimulatedPeer:
     def is_settled(self) -> bool:
         return self.peer.is_settled and self.peer.state not in (State.LEFT, State.APPLYING)
 
-    def _buffers(self, round_name: Attempt) -> PayloadBuffers:
+    def _buffers(self, round_name: RoundName) -> PayloadBuffers:
         return self.fragments[round_name.position.fragment].buffers
 
     @property
@@ -183,8 +196,9 @@ class SimulatedPeer:
                 "lineage_tokens": peer.settled.lineage_tokens,
                 "unreached": name_peers(peer.presence.unreached),
                 "inner_step": self._training.inner_step(self.world.now) if self._trained else 0,
-                "vote": (peer.presence.vote or "")[-TAIL:],
-                "trouble": peer.troubles.told,
+                "view": peer.view,
+                "leads": peer.presence.can_lead,
+                "trouble": peer.hindrances.told,
                 "amendment": peer.settled.amendment,
                 "proposed": peer.proposed_amendment,
             }
@@ -194,6 +208,10 @@ class SimulatedPeer:
     def heartbeat_for(self, peer: str) -> Heartbeat | None:
         """Return what another peer hears of it."""
         return self.heartbeat
+
+    def processes_for(self, peer: str) -> tuple[SimulatedPeer, ...]:
+        """Return the processes with its key that hear another peer."""
+        return (self,)
 
     def take_in(self, event: Event) -> list[Effect]:
         """Tell the protocol what happened. Return what it wants done."""
@@ -276,7 +294,7 @@ class SimulatedPeer:
         """What it says of a chunk that it sends."""
         return ChunkHeader.of(send, self._buffers(send.round_name))
 
-    def accept(self, sender: str, round_name: Attempt, header: ChunkHeader, data: bytes) -> Admitted:
+    def accept(self, sender: str, round_name: RoundName, header: ChunkHeader, data: bytes) -> Admitted:
         """A chunk has come in: what to tell the protocol, and whether the sender is rid of it."""
         admission = self._admissions[round_name.position.fragment]
         admission.check_size(sender, header, len(data))
@@ -284,9 +302,18 @@ class SimulatedPeer:
         return admission.take(sender, round_name, header, data)
 
     def _average(self, reduce: ReduceChunk) -> None:
-        fragment = self.fragments[reduce.round_name.position.fragment]
-        if event := run_now(average_chunk(fragment.average, fragment.buffers, self.name, reduce)):
-            self.world.soon(self, event)
+        """Average a chunk, which takes a while. The protocol hears of it at once, before anything else comes."""
+        self.world.delayed(lambda: self._average_now(reduce) if self.alive else None)
+
+    def _average_now(self, reduce: ReduceChunk) -> None:
+        fragment, exchange = (
+            self.fragments[reduce.round_name.position.fragment],
+            self.peer.exchange_of(reduce.round_name),
+        )
+        if exchange is not None:
+            event = run_now(average_chunk(fragment.average, fragment.buffers, exchange, reduce))
+            if event is not None:
+                self.world.handle(self, event)
 
     def _assemble(self, assemble: AssemblePayload) -> None:
         buffers = self._buffers(assemble.round_name)

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 
 from peers.log.header import Position
@@ -37,6 +36,8 @@ from peers.protocol.messages import Message, Unread
 from peers.values.signed_heads import NOTHING_SIGNED
 from peers.values.wire import Reach, WireError
 from tests.simulator.history import History
+from tests.simulator.links import DETOUR, SLOWNESS, Faults, Links
+from tests.simulator.simulated_disk import SimulatedDisk
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.trace import brief
 
@@ -44,39 +45,6 @@ TICK = 1.0  # seconds
 READ_AT_ONCE = 1000
 """Messages whose meaning is remembered, since others will read them, too."""
 SKEW = 0.03  # by which clocks run fast or slow
-Pair = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Faults:
-    """How badly the network behaves: chances per message (`suspicion`: per tick), delays in seconds."""
-
-    loss: float = 0.0
-    duplication: float = 0.0
-    stream_failure: float = 0.0
-    longest_delay: float = 0.05
-    suspicion: float = 0.0
-    """That a peer takes another one for dead, until it hears from it again."""
-    slow: tuple[str, ...] = ()
-    """Peers whose chunks take `SLOWNESS` times as long."""
-    broken: tuple[Pair, ...] = ()
-    """Pairs between which nothing passes. Heartbeats do: they come from the DHT."""
-    relayed: tuple[Pair, ...] = ()
-    """Pairs whose chunks take `DETOUR` times as long."""
-
-    @cached_property
-    def ways(self) -> dict[frozenset[str], Reach]:
-        """How those pairs reach each other between which something stands."""
-        relayed = {frozenset(pair): Reach.RELAYED for pair in self.relayed}
-        return relayed | {frozenset(pair): Reach.NONE for pair in self.broken}
-
-    def reach(self, one: str, other: str) -> Reach:
-        """How two peers reach each other."""
-        return self.ways.get(frozenset((one, other)), Reach.OPEN) if self.ways else Reach.OPEN
-
-
-SLOWNESS = 40.0
-DETOUR = 5.0
 REACH_DELAY = 8.0  # seconds until a peer's links know how it reaches another one
 
 
@@ -109,11 +77,13 @@ class Swarm:
     peer_of: Callable[[str, Swarm, tuple[float, float]], SimulatedPeer] = field(
         default=lambda name, swarm, clock: SimulatedPeer(name, swarm, swarm.block_count, swarm.kept_bytes, clock)
     )
-    """Makes the peer of a name: whoever has liars in the swarm makes them here."""
+    """Makes the peer of a name: stories with liars make them here."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.peers: dict[str, SimulatedPeer] = {}
+        self.disks: defaultdict[str, SimulatedDisk] = defaultdict(SimulatedDisk)  # by peer; they outlive its processes
+        self.links = Links()
         self.side: dict[str, int] = defaultdict(int)  # which side of a partition a peer is on
         self.deaf: set[str] = set()  # whom nothing reaches, while they are heard
         self.stopped: set[str] = set()
@@ -131,7 +101,7 @@ class Swarm:
 
     # Peers and faults -----------------------------------------------------------------------------------------
     def start(self, name: str) -> None:
-        """A peer starts, or starts again having forgotten everything but its name."""
+        """Start a peer, or start it again: it has its name and its disk, and nothing else."""
         clock = (self.random.uniform(0, 1000), self.random.uniform(1 - SKEW, 1 + SKEW))
         peer = self.peer_of(name, self, clock)
         peer.sequence = self.peers[name].sequence if name in self.peers else 0
@@ -185,6 +155,10 @@ class Swarm:
         """The living peers that do as they should."""
         return [peer for peer in self.living if peer.is_honest]
 
+    def disk_of(self, name: str) -> SimulatedDisk:
+        """Return a peer's disk, which is empty at first."""
+        return self.disks[name]
+
     # The clock ------------------------------------------------------------------------------------------------
     def at(self, delay: float, action: Callable[[], None]) -> None:
         self._sequence += 1
@@ -203,6 +177,10 @@ class Swarm:
 
     def soon(self, peer: SimulatedPeer, event: Event, delays: float = 1.0) -> None:
         self.later(peer, event, delays * self._delay())
+
+    def delayed(self, action: Callable[[], None]) -> None:
+        """Do something after a delay, as a message has it."""
+        self.at(self._delay(), action)
 
     def later(self, peer: SimulatedPeer, event: Event, seconds: float) -> None:
         self.at(seconds, lambda: self.handle(peer, event))
@@ -230,26 +208,25 @@ class Swarm:
         self.handle(peer, Tick())
 
     def _beat(self, peer: SimulatedPeer) -> None:
-        """It says how it is, and hears what the others said last: as stale as they are out of step."""
+        """Have a peer say how it is, and hear what those said last whose beats reach it (R20)."""
         peer.beat()
-        if peer.name in self.deaf:
-            return
-        side = self.side[peer.name]
-        others = [other for other in self.peers.values() if other.is_there and self.side[other.name] == side]
+        others = [other for other in self.peers.values() if other.is_there and self._reaches(other.name, peer.name)]
         if self.signed.heads and peer.name not in self.unaware:
             heads = peer.entries.heads
             ours = {index: heads[index] for index in self.signed.indices if index < len(heads)}
             self.handle(peer, SignedHeadsSeen(self.signed, ours))
         beats = tuple(beat for other in others if (beat := other.heartbeat_for(peer.name)))
         self.soon(peer, HeartbeatsSeen(beats))
-        self._learn_reach(peer, others)
+        self._learn_reach(peer)
 
-    def _learn_reach(self, peer: SimulatedPeer, others: list[SimulatedPeer]) -> None:
-        """A while after something changed its links know of it. Of peers that nothing stands between they say nothing,
-        but for those of which they said something before."""
-        if not (self.faults.broken or self.faults.relayed or peer.reach):
+    def _learn_reach(self, peer: SimulatedPeer) -> None:
+        """Tell a peer how it reaches others, a while after that changed. Its links say nothing of peers that it reaches
+        as usual, but for those of which they said something before."""
+        if not (self.faults.hinders or peer.reach):
             return
-        now = {other.name: self.faults.reach(peer.name, other.name) for other in others if other is not peer}
+        side = self.side[peer.name]
+        others = [other for other in self.peers.values() if other.is_there and self.side[other.name] == side]
+        now = {other.name: self.faults.reach(peer.name, other.name) for other in others if other.name != peer.name}
         reach = {other: way for other, way in now.items() if way is not Reach.OPEN or other in peer.reach}
         if reach != peer.reach:
             peer.reach = reach
@@ -322,14 +299,17 @@ class Swarm:
         copies = 0 if self.random.random() < self.faults.loss else 1
         copies += self.random.random() < self.faults.duplication
         for _ in range(copies):
-            self.at(self._delay(), lambda: self.deliver(to, sender.name, packed))
+            delay = self._delay() + self.faults.delay(sender.name, to.name)
+            self.at(delay, lambda: self.deliver(to, sender.name, packed))
 
     def deliver(self, to: SimulatedPeer, sender: str, packed: bytes) -> None:
         """They have come. What they say depends on where in the log the receiver is by now."""
         if to.name in self.stopped:
             self.at(1.0, lambda: self.deliver(to, sender, packed))
-        elif to.alive and (message := self._unpacked(to, sender, packed)) is not None:
-            self.handle(to, Received(sender, message))
+            return
+        for process in to.processes_for(sender):
+            if process.alive and (message := self._unpacked(process, sender, packed)) is not None:
+                self.handle(process, Received(sender, message))
 
     def _unpacked(self, to: SimulatedPeer, sender: str, packed: bytes) -> Message | Unread | None:
         """What bytes say to a peer. Most are told to many that are at one place: they say the same to all these, and
@@ -360,20 +340,27 @@ class Swarm:
         def arrive() -> None:
             if not sender.alive:
                 return  # it died with the chunk under way
+            if send.to in self.stopped:
+                self.at(1.0, arrive)
+                return
             is_taken = False
             if self._reaches(sender.name, send.to) and self.random.random() >= self.faults.stream_failure:
-                receiver = self.peers[send.to]
-                event, is_taken = receiver.accept(sender.name, send.round_name, header, data)
-                if event is not None:
-                    self.handle(receiver, event)
+                for process in self.peers[send.to].processes_for(sender.name):
+                    event, taken = process.accept(sender.name, send.round_name, header, data)
+                    is_taken |= taken
+                    if event is not None:
+                        self.handle(process, event)
             if is_taken:
                 self.soon(sender, ChunkSent(send.round_name, send.to, send.chunk, send.reduced))
             else:
                 self.soon(sender, ChunksUnsent(send.round_name, send.to, (send.chunk,), send.reduced))
 
-        slow = sender.name in self.faults.slow or send.to in self.faults.slow
-        is_relayed = self.faults.reach(sender.name, send.to) is Reach.RELAYED
-        self.at(self._delay() * (SLOWNESS if slow else 1.0) * (DETOUR if is_relayed else 1.0), arrive)
+        faults = self.faults
+        slow = sender.name in faults.slow or send.to in faults.slow
+        is_relayed = faults.reach(sender.name, send.to) is Reach.RELAYED
+        delay = self._delay() * (SLOWNESS if slow else 1.0) * (DETOUR if is_relayed else 1.0)
+        delay += faults.delay(sender.name, send.to)
+        self.at(delay + self.links.transfer(sender.name, send.to, len(data), faults, self.now), arrive)
 
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]:
         """The donors that answer."""

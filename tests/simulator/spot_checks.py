@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 
-from peers.network.channel import PeerUnreachableError
+from peers.audit.spot_check import Sample, choose, is_refuted
 from peers.protocol.commitment import ChunkProof
-from peers.protocol.events import Event, PayloadAssembled
-from peers.transfer.averages import SpotCheck
+from peers.protocol.events import AverageRefuted, Event, PayloadAssembled
+from peers.protocol.exchange import Exchange
 from peers.values.workload import Blocks
-from tests.simulator.liars import Liar
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.simulated_workload import run_now
 from tests.simulator.simulation import Swarm
 
-
-class SimulatedSpotCheck(SpotCheck):
-    """Nothing here waits for anything."""
-
-    def __init__(self, peer: SimulatedPeer, swarm: Swarm, chance: random.Random) -> None:
-        async def ask(donor: str, fragment: int, chunk: int, length: int) -> tuple[ChunkProof, Blocks]:
-            for other in swarm.fetch_from(peer, (donor,)):
-                buffers = other.fragments[fragment].buffers
-                if isinstance(other, Liar):
-                    buffers = other.contributed(peer.name, fragment)
-                return buffers.proof(chunk), bytes(buffers.own_chunk(chunk))
-            raise PeerUnreachableError(donor, "it is gone")
-
-        buffers = [fragment.buffers for fragment in peer.fragments]
-        super().__init__(ask, peer.workload.reduce, buffers, peer.name, chance)
-
-    async def _all(self, asked: Sequence[Coroutine[None, None, Blocks | None]]) -> Sequence[Blocks | None]:
-        return [await one for one in asked]
+Shown = Sequence[tuple[ChunkProof, Blocks] | None]
 
 
 def check_averages(swarm: Swarm) -> None:
@@ -43,9 +25,33 @@ def check_averages(swarm: Swarm) -> None:
         exchange = peer.peer.exchange_of(event.round_name) if isinstance(event, PayloadAssembled) else None
         if exchange is None or not peer.is_honest:
             return
-        refuted = run_now(SimulatedSpotCheck(peer, swarm, chance).check(exchange))
+        refuted = _refuted(peer, exchange, swarm, chance)
         if refuted is not None:
             swarm.history.refute(peer.name, refuted.reducer)
             swarm.soon(peer, refuted)
 
     swarm.on_event = on_event
+
+
+def _refuted(peer: SimulatedPeer, exchange: Exchange, swarm: Swarm, chance: random.Random) -> AverageRefuted | None:
+    """Make one of the averages again that others have made in a round, if it is this round's turn."""
+    commitments, fragment = exchange.contributions.commitments, peer.fragments[exchange.name.position.fragment]
+    average = choose(exchange.averages.of_others, len(commitments), chance.random)
+    if average is None:
+        return None
+    reduce = exchange.reduction_of(average.chunk, average.absent)
+    tokens = sum(weight for _, weight in reduce.members)
+    place, chunks = exchange.name.position, exchange.round.chunks
+    sample = Sample(average, place, chunks, tuple(reduce.weights), tokens, commitments)
+
+    async def ask(peers: Sequence[str], fragment: int, chunk: int, length: int) -> Shown:
+        there = {one.name: one for one in swarm.fetch_from(peer, tuple(peers))}
+        buffers = {name: one.fragments[fragment].buffers for name, one in there.items()}
+        return [
+            (buffers[name].proof(chunk), bytes(buffers[name].own_chunk(chunk))) if name in buffers else None
+            for name in peers
+        ]
+
+    if not run_now(is_refuted(sample, fragment.workload, ask, fragment.workload.reduce)):
+        return None
+    return AverageRefuted(exchange.name, average.reducer, average.chunk)

@@ -187,7 +187,7 @@ class SnapshotFlood(Flood):
 
 
 class RecordFlood(Flood):
-    """It makes up peers that are hard at work, and tells of them in the DHT, and in their names those that it floods."""
+    """It makes up peers that are hard at work, stores their heartbeats in the DHT, and sends them and their beats."""
 
     def begin(self) -> None:
         self._invented = [Identity.generate() for _ in range(INVENTED)]

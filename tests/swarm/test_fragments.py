@@ -99,8 +99,8 @@ async def wait_until(volunteers: list[Volunteer], condition: Callable[[], bool],
 def shown(one: Volunteer) -> str:
     """Where a volunteer is, and what it does."""
     peer = one.driver.peer
-    slots = {fragment: str(slot.state) for fragment, slot in peer.slots.items()}
-    return f"at {peer.log.position}, {peer.state}, {peer.trainer.state}, {peer.replica.state}, {slots}"
+    rounds = {fragment: str(round.state) for fragment, round in peer.rounds.items()}
+    return f"at {peer.log.position}, {peer.state}, {peer.trainer.state}, {peer.replica.state}, {rounds}"
 
 
 async def past(volunteers: list[Volunteer], cycles: int) -> None:

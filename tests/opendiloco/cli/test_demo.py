@@ -11,7 +11,8 @@ from opendiloco.model.export import RunFacts
 from opendiloco.run import Run
 from opendiloco.tools.demo import DemoScreen, _Child, _judge, _Swarm, _Volunteer
 from opendiloco.view.run_view import Agreement
-from tests.peers.builders import LOG, beat
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG
 
 FACTS = RunFacts(run_id="demo", manifest_digest="00", outer_steps=9, tokens=1, peers=2, held_out_loss=2.0)
 

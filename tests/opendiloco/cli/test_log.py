@@ -18,11 +18,11 @@ from opendiloco.storage.audit import Findings, _entries, _Proofs
 from opendiloco.storage.files import file_header
 from opendiloco.storage.loading import metadata_of
 from opendiloco.storage.run_folder import RunFolder
+from peers.audit.proofs import BadContribution, TwoCommitments
 from peers.log.chain import Entry
 from peers.log.folder import ENTRIES, NO_RUN, PAYLOADS, LogFolder, _entry_line, _first_line, payload_path, read_chain
 from peers.log.header import FAULT_AGE, Fault, Position
 from peers.protocol.commitment import Author, ChunkProof, Evidence, commit_to
-from peers.protocol.faults import BadContribution, TwoCommitments
 from peers.values.chunks import Payload, Sum
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
@@ -189,7 +189,7 @@ def test_which_manifest(folder: RunFolder, recorded: RecordedRun, small_config: 
 # Verify -----------------------------------------------------------------------------------------------------------
 def test_a_sound_log_is_verified_from_the_manifest_on(folder: RunFolder) -> None:
     assert verify(folder) == [
-        "verified: signatures of most of the roster before: entries 0 to 4",
+        "verified: signatures of a quorum of the voters before: entries 0 to 4",
         "verified: headers, from the manifest on: entries 0 to 4",
         "verified: payloads: entries 0 to 4",
         "verified: states, from the manifest on: entries 0 to 4",
@@ -201,7 +201,7 @@ def test_what_was_verified_as_json(folder: RunFolder, recorded: RecordedRun) -> 
     assert json.loads("\n".join(verify(folder, "--json"))) == {
         "run": recorded.run.run_id,
         "verified": {
-            "signatures of most of the roster before": everything,
+            "signatures of a quorum of the voters before": everything,
             "headers, from the manifest on": everything,
             "payloads": everything,
             "states, from the manifest on": everything,
@@ -221,7 +221,7 @@ def test_a_sound_log_is_verified_from_a_checkpoint_on(folder: RunFolder, recorde
     path = checkpoint(folder, recorded, 2)
     LogFolder.open(folder.log, recorded.empty_log, BLOCK_BYTES).prune(2)
     assert verify(folder, "--checkpoint", path) == [
-        "verified: signatures of most of the roster before: entries 0 to 4",
+        "verified: signatures of a quorum of the voters before: entries 0 to 4",
         "verified: headers, from the manifest on: entries 0 to 4",
         "verified: states, as the checkpoint of outer step 2 has them: entry 1",
         "verified: payloads: entries 2 to 4",
@@ -264,7 +264,7 @@ def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None
     rewrite(folder, lambda found: [first, *(replace(one, state_digest=None) for one in found[3:])])
     path = checkpoint(folder, recorded, 2)
     assert verify(folder, "--checkpoint", path) == [
-        "verified: signatures of most of the roster before: entries 3 to 4",
+        "verified: signatures of a quorum of the voters before: entries 3 to 4",
         "verified: headers, from the first that is here on: entries 2 to 4",
         "verified: payloads: entries 2 to 4",
         "verified: states, from the checkpoint of outer step 2 on: entry 2",
@@ -273,7 +273,7 @@ def test_a_log_from_the_middle(folder: RunFolder, recorded: RecordedRun) -> None
     ]
 
 
-def test_entries_without_enough_signatures_are_named(folder: RunFolder, recorded: RecordedRun) -> None:
+def test_entries_that_no_quorum_has_signed_are_named(folder: RunFolder, recorded: RecordedRun) -> None:
     log = recorded.empty_log.at(recorded.headers[1])
     alone = certificate(log, recorded.headers[2], IDENTITIES[:1])
 
@@ -283,15 +283,15 @@ def test_entries_without_enough_signatures_are_named(folder: RunFolder, recorded
 
     rewrite(folder, change)
     said = verify(folder)
-    assert "verified: signatures of most of the roster before: entries 0, 3 to 4" in said
+    assert "verified: signatures of a quorum of the voters before: entries 0, 3 to 4" in said
     assert "not verified: signatures, which are not here: entry 1" in said
     assert "not verified: entries that a minority made: entry 2" in said
 
 
-def test_a_false_signature_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
+def test_a_certificate_of_another_entry_is_found(folder: RunFolder, recorded: RecordedRun) -> None:
     other = pack(recorded.certificates[1])
     rewrite(folder, lambda found: [*found[:2], replace(found[2], certificate=other), *found[3:]])
-    assert_wrong(folder, 2, "is not its own")
+    assert_wrong(folder, 2, "the certificate is of another entry")
 
 
 def sign(folder: RunFolder, index: int, head: bytes, by: Identity = ORGANISER) -> None:
@@ -413,7 +413,7 @@ def test_indices_in_words() -> None:
 
 # What excludes peers ----------------------------------------------------------------------------------------------
 def two_commitments(position: Position, liar: int = 0, is_lie: bool = True) -> TwoCommitments:
-    author = Author(peer=PEERS[liar], incarnation=0, position=position, after=0)
+    author = Author(peer=PEERS[liar], incarnation=0, position=position, number=0)
     roots = [Sum(digest_of(b"%d" % (number * is_lie)), 1.0) for number in range(2)]
     first, second = (commit_to(root, author, IDENTITIES[liar]) for root in roots)
     return TwoCommitments(author=author, first=first, second=second)
@@ -485,7 +485,7 @@ def test_what_proves_nothing_is_found(what: str, recorded: RecordedRun, tmp_path
 
 
 def test_a_false_contribution_is_not_verified_without_the_model(recorded: RecordedRun, tmp_path: Path) -> None:
-    author = Author(peer=PEERS[0], incarnation=0, position=position(recorded, 1), after=0)
+    author = Author(peer=PEERS[0], incarnation=0, position=position(recorded, 1), number=0)
     said = commit_to(Sum(digest_of(b"root"), 1.0), author, IDENTITIES[0])
     shown = Evidence(commitment=said, chunk=0, proof=ChunkProof(squares=1.0, path=b""), data=b"chunk")
     proof = BadContribution(author=author, evidence=shown)

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from opendiloco.config.run_config import RunConfig
 from opendiloco.dashboard.watching import Source
 from opendiloco.run import Run
-from peers.log.certificate import Certificate, ballot, certify, shortened
+from peers.log.certificate import Certificate, shortened
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member
 from peers.log.state import LogState, take_order
@@ -22,6 +22,7 @@ from peers.values.leases import SampleRange
 from peers.values.manifest import Amendment
 from peers.values.signed_heads import NOTHING_SIGNED
 from peers.values.wire import digest_of
+from tests.peers.logs import certificate, next_header
 
 ROOT = Path(__file__).parent.parent.parent.parent
 HOSTILE = "</td><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"
@@ -64,9 +65,7 @@ def members(log: LogState, peers: Sequence[str]) -> list[Member]:
 
 
 def signed(log: LogState, header: Header, signers: Sequence[str]) -> Certificate:
-    attempt = (1, header.peers[0], False)
-    text = ballot(header, attempt, incarnation=0).text
-    made = certify(log, header, attempt, {peer: KEYS[peer].sign(text) for peer in signers}, {})
+    made = certificate(log, header, signers, sign=lambda peer, text: KEYS[peer].sign(text))
     return shortened(made, log, header)
 
 
@@ -80,13 +79,17 @@ class InventedLog:
     def add(
         self, peers: Sequence[str], gone: Sequence[str] = (), died: str = "", amendment: Amendment | None = None
     ) -> Header:
+        """Add an entry. Of a member that `died` a quarter of its blocks has come."""
         ordered = take_order(self.end.roster, peers)
-        roster = [one.lacking(3 * (one.peer == died)) for one in members(self.end, ordered)]
+        roster = [
+            one.model_copy(update={"tokens": one.tokens // 4}) if one.peer == died else one
+            for one in members(self.end, ordered)
+        ]
         index = self.end.position.index
-        header = self.end.next_header(roster, digest_of(b"payload %d" % index), (), gone, amendment)
+        header = next_header(self.end, roster, digest_of(b"payload %d" % index), (), gone, amendment)
         voters = self.end.voters or header.peers
-        certificate = signed(self.end, header, [peer for peer in voters if peer in peers and peer != died])
-        self.log.append(header, digest_of(b"state %d" % index), None, certificate)
+        proof = signed(self.end, header, [peer for peer in voters if peer in peers and peer != died])
+        self.log.append(header, digest_of(b"state %d" % index), None, proof)
         self.end = self.end.append(header)
         return header
 

@@ -22,7 +22,7 @@ from opendiloco.workers.telemetry import Telemetry
 from peers.presence.heartbeat import HeldOutLoss
 from peers.values.identity import Identity
 from tests.opendiloco.workers.trainings import NotingTracker
-from tests.peers.builders import beat
+from tests.peers.heartbeats import beat
 from tests.peers.transfer.test_freezing import log_at
 
 LOG = log_at(17)

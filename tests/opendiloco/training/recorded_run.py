@@ -15,7 +15,7 @@ from opendiloco.run import Run
 from opendiloco.shared_memory import Vector
 from opendiloco.training.codec import BlockCodec
 from opendiloco.training.outer import OuterState
-from peers.log.certificate import Certificate, ballot, certify
+from peers.log.certificate import Certificate
 from peers.log.folder import RunLog
 from peers.log.header import Header, Member
 from peers.log.state import LogState
@@ -24,6 +24,8 @@ from peers.values.chunks import Payload
 from peers.values.identity import Identity
 from peers.values.leases import SampleRange
 from peers.values.manifest import Amendment
+from tests.peers import logs
+from tests.peers.logs import next_header
 
 BLOCK_BYTES = kernels.INT8.block_bytes
 IDENTITIES = tuple(Identity(Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)) for number in range(2))
@@ -67,7 +69,7 @@ def record(
         quantize_difference(random.normal(size=theta.size).astype(np.float32), np.zeros_like(theta), average)
         payload = Payload.cut(memoryview(bytes(average)), BLOCK_BYTES)
         log = log.in_state(recorded.states[-1].state_digest)
-        header = log.next_header(roster(run.config, log), payload.digest, amendment=amendments.get(index))
+        header = next_header(log, roster(run.config, log), payload.digest, amendment=amendments.get(index))
         recorded.certificates.append(certificate(log, header))
         state.apply(average, index, amendment=log.amendment)
         log = log.append(header)
@@ -78,10 +80,9 @@ def record(
 
 
 def certificate(log: LogState, header: Header, signers: Sequence[Identity] = IDENTITIES) -> Certificate:
-    """Signatures of an entry in the first attempt of the first peer."""
-    attempt = (1, PEERS[0], False)
-    text = ballot(header, attempt, incarnation=0).text
-    return certify(log, header, attempt, {identity.peer_id: identity.sign(text) for identity in signers}, {})
+    """Return the certificate of an entry that these peers have signed; one alone is a minority."""
+    by = [identity.peer_id for identity in signers]
+    return logs.certificate(log, header, by, sign=lambda peer, text: IDENTITIES[PEERS.index(peer)].sign(text))
 
 
 def roster(config: RunConfig, log: LogState) -> list[Member]:

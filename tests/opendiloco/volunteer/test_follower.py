@@ -12,7 +12,7 @@ import pytest
 from opendiloco.errors import MachineError
 from opendiloco.volunteer.states import fetch_state, new_folder
 from peers.errors import SwarmUnreachableError
-from tests.peers.builders import beat
+from tests.peers.heartbeats import beat
 from tests.peers.transfer.test_following import UNSIGNED, Donor, Run, Swarm
 
 

@@ -15,7 +15,7 @@ from peers.log.header import Position
 from peers.presence.heartbeat import PeerState
 from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
-from tests.peers.builders import beat
+from tests.peers.heartbeats import beat
 from tests.peers.transfer.test_following import Donor, Run, Swarm
 
 POLL = 0.001  # seconds

@@ -10,7 +10,6 @@ from peers.audit.proofs import TwoAverages, TwoCommitments, TwoVotes, Verifier, 
 from peers.log.certificate import Ballot, Certificate, Choice, Departure, Farewell, Phase, Signer, digest_of_group
 from peers.log.header import Header, Member, Position
 from peers.log.lineage import Lineage
-from peers.log.settings import RunSettings
 from peers.log.state import LogState
 from peers.protocol.commitment import Author, ChunkProof, Commitment, commit_to
 from peers.protocol.commitment import Evidence as CommittedChunk
@@ -21,11 +20,9 @@ from peers.values.chunks import PayloadSize, Sum, SumTree
 from peers.values.leases import SampleRange
 from peers.values.wire import digest_of, pack
 from peers.values.workload import Blocks, PayloadKind
+from tests.peers.logs import RUN, SETTINGS, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
-SETTINGS = RunSettings(
-    "tiny", digest_of(b"manifest"), inner_steps=10, samples_per_lease=20, tokens_per_sample=100, minimum_peers=3
-)
 SIZE = PayloadSize(chunks=6, bytes=6000)
 INCARNATION = 7
 verify = SimulatedKeys("").verify
@@ -37,17 +34,26 @@ def inspect(chunk: int, data: Blocks) -> float:
 
 
 PAYLOADS = (PayloadKind(SIZE, inspect),)
-VERIFIER = Verifier("tiny", verify, PAYLOADS)
+VERIFIER = Verifier(RUN, verify, PAYLOADS)
 
 
 # The log ---------------------------------------------------------------------------------------------------------
 def log_of(peers: Sequence[str], empty: LogState = SETTINGS.empty_log) -> LogState:
-    """Return the log after a first entry that these peers have made; each has a lease."""
-    roster = [
-        Member(peer=peer, tokens=100, samples=(SampleRange(20 * n, 20 * n + 20),), incarnation=INCARNATION)
-        for n, peer in enumerate(peers)
-    ]
-    return empty.append(empty.next_header(roster, digest_of(b"payload"), roster[0].peer))
+    """Return the log after a first cycle of these peers; each has a lease."""
+    log = empty
+    for fragment in range(empty.fragments):
+        place = log.of(fragment)
+        roster = [
+            Member(
+                peer=peer,
+                tokens=100,
+                samples=(SampleRange(20 * n, 20 * n + 20),) if place.closes else (),
+                incarnation=INCARNATION,
+            )
+            for n, peer in enumerate(peers)
+        ]
+        log = place.append(next_header(place, roster))
+    return log
 
 
 ABC = log_of("abc")
@@ -55,7 +61,7 @@ ABC = log_of("abc")
 
 def header(number: int = 0, log: LogState = ABC, peers: Sequence[str] = ()) -> Header:
     members = [log.expected(peer) for peer in peers or log.roster]
-    return log.next_header(members, digest_of(b"%d" % number), members[0].peer)
+    return next_header(log, members, digest_of(b"%d" % number))
 
 
 A, B = header(0), header(1)
@@ -113,7 +119,7 @@ def certified(
     return Certified(header=entry, certificate=certificate)
 
 
-def departure(peer: str, index: int, incarnation: int = INCARNATION, run: str = "tiny") -> Departure:
+def departure(peer: str, index: int, incarnation: int = INCARNATION, run: str = RUN) -> Departure:
     return Departure(run=run, peer=peer, incarnation=incarnation, index=index)
 
 
@@ -128,7 +134,7 @@ def two_votes(peer: str = "c", position: Position = ABC.position, seed: int = 0)
 
 
 def vote_after_farewell(
-    peer: str = "c", index: int = 1, incarnation: int = INCARNATION, run: str = "tiny"
+    peer: str = "c", index: int = 1, incarnation: int = INCARNATION, run: str = RUN
 ) -> VoteAfterFarewell:
     left = departure(peer, index, incarnation, run)
     signature = SimulatedKeys(peer).sign(left.text)

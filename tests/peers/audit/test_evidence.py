@@ -13,16 +13,15 @@ import pytest
 from peers.audit import evidence as evidence_module
 from peers.audit.evidence import KEPT, LOOKED_AT, OF_ONE, VOTES_OF_ONE, Evidence, FalseProofError
 from peers.audit.proofs import TwoVotes, read_proof
-from peers.log.certificate import Choice, Phase
+from peers.log.certificate import Certificate, Choice, Phase
 from peers.log.certificate import Proof as Weight
 from peers.log.header import FAULT_AGE, FAULT_LIMIT, Fault, Header, Kind, Position
 from peers.log.lineage import Branch, Lineage
-from peers.protocol.messages import Proof, Vote
+from peers.protocol.messages import Certified, Proof, Vote
 from peers.values.wire import digest_of, pack
 from tests.peers.audit.statements import (
     ABC,
     ROUND,
-    SETTINGS,
     VERIFIER,
     A,
     B,
@@ -43,8 +42,8 @@ from tests.peers.audit.statements import (
     two_votes,
     vote,
 )
+from tests.peers.logs import SETTINGS, next_header
 
-PAYLOAD = digest_of(b"payload")
 Faults = tuple[Fault, ...]
 
 
@@ -53,6 +52,11 @@ def proofs_behind(held: Evidence, faults: Faults) -> list[bool]:
     found = [read_proof(known.fault.kind, known.data) for known in held.behind(faults)]
     assert [proof.fault for proof in found] == list(faults)
     return [proof.convicts(VERIFIER) for proof in found]
+
+
+def proof_of(shown: Certified) -> Certificate:
+    assert shown.certificate is not None
+    return shown.certificate
 
 
 def taken(proof: TwoVotes, lineage: Lineage) -> Evidence:
@@ -160,6 +164,28 @@ def test_an_unsigned_vote_hides_nothing() -> None:
     assert held.observe_vote("c", vote("c", choice(B, 1)), HERE)
 
 
+def test_another_incarnation_hides_nothing() -> None:
+    held = evidence()
+    for given in (vote("c", choice(A, 1), incarnation=8), vote("c", choice(A, 1))):
+        assert held.observe_vote("c", given, HERE) == ()
+    assert held.observe_vote("c", vote("c", choice(B, 1)), HERE)
+    held = evidence()
+    for given in (vote("c", choice(A, 1), incarnation=8), vote("c", choice(A, 1))):
+        assert held.observe_vote("c", given, HERE) == ()
+    assert farewell(1)(held)
+    held = evidence()
+    farewell(1)(held)
+    held.observe_farewell("c", leaving("c", 1, incarnation=8), HERE)
+    assert VOTED(held)
+
+
+def test_a_minoritys_certificate_names_its_group() -> None:
+    held = evidence()
+    assert held.observe_certified(certified(A, choice(A, 1, group="bc"), "c", group="bc"), ABC, HERE) == ()
+    (fault,) = held.observe_certified(certified(B, choice(B, 1, group="cb"), "c", group="cb"), ABC, HERE)
+    assert fault.peer == "c"
+
+
 def test_honest_exchanges_convict_nobody() -> None:
     """An heir averages a chunk again, another round has other averages, and a peer may train again."""
     held, other = evidence(), round_of(view=1)
@@ -177,6 +203,14 @@ def test_honest_exchanges_convict_nobody() -> None:
         assert held.observe_commitment(author(number=number), commitment(value, author(number=number)), HERE) == ()
     forged = commitment(b"three").model_copy(update={"signature": bytes(64)})
     assert held.observe_commitment(author(), forged, HERE) == ()
+
+
+def test_an_unsigned_commitment_hides_nothing() -> None:
+    held = evidence()
+    forged = commitment(b"three").model_copy(update={"signature": bytes(64)})
+    for given in (forged, commitment(b"one"), forged):
+        assert held.observe_commitment(author(), given, HERE) == ()
+    assert held.observe_commitment(author(), commitment(b"two"), HERE)
 
 
 def test_an_average_without_its_reducers_signature_convicts_nobody() -> None:
@@ -219,13 +253,13 @@ def test_where_two_branches_part_their_certificates_convict_also_who_broke_a_loc
             log,
             log.append(entry),
             first={0: (entry.digest, Weight(True, 3))},
-            certificates={0: certified(entry, choice(entry, view, Phase.COMMIT), signers, log).certificate},
+            certificates={0: proof_of(certified(entry, choice(entry, view, Phase.COMMIT), signers, log))},
         )
         for entry, view, signers in ((one, 1, "abc"), (other, 2, "cde"))
     ]
     lineage = Lineage(log)
     held.observe_certified(certified(other, choice(other, 2), "bde", log), log, lineage)
-    faults = held.observe_split(*branches, lineage)
+    faults = held.observe_split(branches[0], branches[1], lineage)
     assert [fault.peer for fault in faults] == ["b"], "c only changed its mind in a later ballot, as far as is known"
     assert proofs_behind(held, faults) == [True]
     assert held.observe_certified(certified(other, choice(other, 2), "cde", log), log, lineage)[0].peer == "c"
@@ -241,6 +275,15 @@ def test_a_fork_of_voters_that_counted_themselves_out_convicts_them() -> None:
     assert proofs_behind(held, faults) == [True, True]
 
 
+def test_a_certificate_of_another_place_hides_nothing() -> None:
+    held, lineage = evidence(), lineage_of(entries=1)
+    log = lineage.log
+    held.observe_certified(certified(A, choice(A, 1), "bc"), log, lineage)
+    for number in range(2):
+        given = vote("c", choice(header(number, log), 1), log.position)
+        assert bool(held.observe_vote("c", given, lineage)) is (number == 1)
+
+
 def test_certificates_of_no_use_are_passed_over() -> None:
     held = evidence()
     assert (
@@ -248,9 +291,8 @@ def test_certificates_of_no_use_are_passed_over() -> None:
         == ()
     )
     far = certified(A, choice(A, 1), "ab")
-    assert far.certificate is not None
-    signers = tuple(one.model_copy(update={"place": 9}) for one in far.certificate.signers)
-    far = far.model_copy(update={"certificate": far.certificate.model_copy(update={"signers": signers})})
+    signers = tuple(one.model_copy(update={"place": 9}) for one in proof_of(far).signers)
+    far = far.model_copy(update={"certificate": proof_of(far).model_copy(update={"signers": signers})})
     assert held.observe_certified(far, ABC, HERE) == ()
 
 
@@ -260,7 +302,15 @@ def test_a_flood_of_votes_does_not_hide_those_in_certificates() -> None:
     held.observe_certified(certified(A, choice(A, 1, Phase.COMMIT), "bc"), ABC, HERE)
     for view in range(2, 3 * VOTES_OF_ONE):
         held.observe_vote("c", vote("c", choice(A, view)), HERE)
-    assert held.observe_certified(certified(B, choice(B, 3 * VOTES_OF_ONE), "bc"), ABC, HERE)
+    assert held.observe_certified(certified(B, choice(B, 3 * VOTES_OF_ONE), "c"), ABC, HERE)
+
+
+def test_a_certificate_counts_after_a_flood_of_votes() -> None:
+    held, last = evidence(), 3 * VOTES_OF_ONE
+    for view in range(1, last):
+        held.observe_vote("c", vote("c", choice(A, view)), HERE)
+    held.observe_certified(certified(A, choice(A, last, Phase.COMMIT), "c"), ABC, HERE)
+    assert held.observe_certified(certified(B, choice(B, last + 1), "c"), ABC, HERE)
 
 
 def test_votes_are_forgotten_with_time_and_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,6 +402,8 @@ def test_a_lie_is_named_once(exclusion: int) -> None:
     assert taken(two_votes(), recent).provable(recent.log, recent, "ab")
     assert not taken(two_votes(), late).provable(late.log, late, "ab")
     held = taken(two_votes(), recent)
+    assert not held.provable(late.log, late, "ab")
+    held = taken(two_votes(), recent)
     assert not held.has([two_votes().fault], late), "it grows old"
     assert not held.has_convicted("c")
 
@@ -371,7 +423,7 @@ def excluded() -> Lineage:
     """Return a lineage that has excluded c."""
     members = [ABC.expected(peer) for peer in "ab"]
     lineage = Lineage(ABC)
-    entry = ABC.next_header(members, PAYLOAD, "a", [two_votes().fault])
+    entry = next_header(ABC, members, faults=[two_votes().fault])
     lineage.append(entry, ABC.append(entry))
     return lineage
 
@@ -404,6 +456,7 @@ def test_who_floods_others_with_proofs_fills_no_memory_and_pushes_out_no_named_o
     for proof in proofs:
         held.observe_proof("a", shown(proof), lineage)
         assert held.has([proofs[0].fault, proof.fault], lineage), "what we may have named, and what another one may"
+    assert held.provable(log, lineage, "a") == (proofs[0].fault,)
     kept = held.behind([proof.fault for proof in proofs])
     assert [known.fault for known in kept] == [proof.fault for proof in (*proofs[: OF_ONE - 1], proofs[-1])]
     for name in names:
@@ -411,6 +464,7 @@ def test_who_floods_others_with_proofs_fills_no_memory_and_pushes_out_no_named_o
     assert held.behind([proofs[-1].fault]) == ()
     assert len(held.behind([two_votes(name, log.position).fault for name in names])) == KEPT
     assert held.has([proof.fault for proof in proofs], lineage), "it is proven still"
+    assert held.provable(log, lineage, names) == ()
     held.observe_proof("a", shown(proofs[-1]), lineage)
     assert held.behind([proofs[-1].fault]), "shown again, it is kept again"
 
@@ -423,6 +477,23 @@ def test_what_is_proven_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [held.has([proof.fault], HERE) for proof in proofs] == [False, False, True, True, True]
 
 
+def test_the_bytes_of_what_is_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence_module, "KEPT_BYTES", 2 * len(pack(two_votes())))
+    held = evidence()
+    for peer in "abc":
+        held.observe_proof("b", shown(two_votes(peer)), HERE)
+    assert [known.fault.peer for known in held.behind([two_votes(peer).fault for peer in "abc"])] == ["b", "c"]
+
+
+def test_only_an_entry_that_closes_its_cycle_names_peers() -> None:
+    log = log_of("abc", replace(SETTINGS, fragments=2).empty_log)
+    held, lineage = evidence(), Lineage(log)
+    proof = two_votes(position=log.position)
+    assert held.observe_proof("b", shown(proof), lineage) == (proof.fault,)
+    assert held.provable(log.of(0), lineage, "ab") == ()
+    assert held.provable(log.of(1), lineage, "ab") == (proof.fault,)
+
+
 def test_an_entry_names_a_few() -> None:
     peers = [f"p{number}" for number in range(FAULT_LIMIT + 2)]
     log = log_of(["a", *peers])
@@ -431,7 +502,7 @@ def test_an_entry_names_a_few() -> None:
         held.observe_proof(peer, shown(two_votes(peer, log.position)), lineage)
     faults = held.provable(log, lineage, "a")
     assert [fault.peer for fault in faults] == peers[:FAULT_LIMIT]
-    assert log.next_header([log.expected("a")], PAYLOAD, "a", faults).faults == faults
+    assert next_header(log, [log.expected("a")], faults=faults).faults == faults
 
 
 def test_what_costs_too_much_to_show_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,6 +510,8 @@ def test_what_costs_too_much_to_show_is_not_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(evidence_module, "SHOWN_BYTES", 2 * len(pack(two_votes())) - 1)
     assert held.provable(ABC, HERE, "a")
     assert not held.provable(ABC, HERE, "ab")
+    held.observe_proof("b", shown(two_votes("b")), HERE)
+    assert held.provable(ABC, HERE, "a") == (two_votes().fault,), "both together cost too much"
 
 
 # What liars can cost ---------------------------------------------------------------------------------------------
@@ -451,6 +524,8 @@ def test_a_few_proofs_of_each_sender_are_looked_at_in_a_cycle() -> None:
     held = evidence()
     for seed in range(LOOKED_AT):
         held.observe_proof("a", shown(two_votes(seed=seed)), HERE)
+        held.observe_proof("a", shown(two_votes()), HERE)  # a known one costs nothing
+    assert held.has([two_votes(seed=LOOKED_AT - 1).fault], HERE)
     more, named = two_votes("b", seed=99), two_votes("b", seed=100)
     assert held.observe_proof("a", shown(more), HERE) == ()
     held.lacking([named.fault], HERE)

@@ -104,6 +104,13 @@ def test_a_proof_is_bytes_and_named_by_their_digest(proof: FaultProof) -> None:
     assert proof.fault == Fault(peer="c", kind=proof.kind, proof=digest_of(data))
 
 
+def test_a_proof_is_read_as_the_kind_that_it_is() -> None:
+    for proof in GOOD.values():
+        for kind in set(get_args(Kind)) - {proof.kind}:
+            with pytest.raises(WireError):
+                read_proof(kind, pack(proof))
+
+
 def test_all_kinds_of_proofs_are_tried_here() -> None:
     assert {type(proof) for proof in GOOD.values()} == {type(proof) for proof in BAD.values()} == set(PROOFS)
     assert {proof.kind for proof in PROOFS} == set(get_args(Kind))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from peers.driver.outgoing import _Flights
-from peers.log.header import Position
 from peers.protocol.effects import SendChunk
-from peers.protocol.rounds import Attempt
 from tests.peers.fakes import Clock
+from tests.peers.rounds import AT
 
 
 def send(chunk: int, reduced: bool = False) -> SendChunk:
-    round_name = Attempt(position=Position(index=0, head=bytes(32)), number=1, leader="a")
-    return SendChunk(round_name, "b", chunk, reduced)
+    return SendChunk(AT, "b", chunk, reduced)
 
 
 def test_what_hangs_is_for_another_stream_the_oldest_first() -> None:

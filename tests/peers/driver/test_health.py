@@ -17,7 +17,7 @@ from peers.driver.training import STEP_LIMIT, STUCK, Training
 from peers.metrics import Health
 from peers.protocol.effects import Train
 from peers.protocol.events import Applied, PayloadFetched
-from peers.protocol.slot import SlotState
+from peers.protocol.round import RoundState
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.peers.builders import SETTINGS
@@ -80,7 +80,7 @@ def host_with(slot: SimpleNamespace, is_late: bool) -> Any:
 
 
 def test_a_late_worker_waits_for_no_average(health: Health, clock: Clock) -> None:
-    host = host_with(SimpleNamespace(state=SlotState.READY), is_late=True)
+    host = host_with(SimpleNamespace(state=RoundState.READY), is_late=True)
 
     def look() -> None:
         clock.now += STEP_LIMIT + 1
@@ -92,8 +92,8 @@ def test_a_late_worker_waits_for_no_average(health: Health, clock: Clock) -> Non
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
 
 
-@pytest.mark.parametrize("awaited", [SlotState.READY, SlotState.AVERAGING, SlotState.CONCLUDED])
-def test_a_worker_that_waits_for_an_average_is_well(awaited: SlotState, health: Health, clock: Clock) -> None:
+@pytest.mark.parametrize("awaited", [RoundState.READY, RoundState.AVERAGING, RoundState.CONCLUDED])
+def test_a_worker_that_waits_for_an_average_is_well(awaited: RoundState, health: Health, clock: Clock) -> None:
     """However long that takes, and however long it waits to be applied; from then on it counts anew."""
     seen: list[list[str]] = []
     slot = SimpleNamespace(state=awaited)
@@ -104,7 +104,7 @@ def test_a_worker_that_waits_for_an_average_is_well(awaited: SlotState, health: 
             clock.now += STEP_LIMIT
             training.look()
             seen.append(health.reasons)
-        slot.state = SlotState.OPEN
+        slot.state = RoundState.OPEN
         clock.now += STEP_LIMIT + 1
         training.look()
         seen.append(health.reasons)

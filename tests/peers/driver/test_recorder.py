@@ -21,9 +21,9 @@ from peers.transfer.lineage_fetch import Past, serve_headers
 from peers.transfer.payloads import serve_proofs
 from peers.values.chunks import Payload
 from peers.values.wire import digest_of, pack
+from tests.peers.audit.statements import two_commitments as proof
 from tests.peers.builders import LOG, RUN, STATE, Rig, chain_of
 from tests.peers.fakes import FakeTransport
-from tests.peers.protocol.test_docket import proof
 from tests.peers.protocol.test_peer import at_second
 
 

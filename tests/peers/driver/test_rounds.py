@@ -12,10 +12,9 @@ from peers.driver import rounds
 from peers.driver.rounds import RoundCosts, Rounds
 from peers.network.throttle import LinkTime
 from peers.network.transport import HivemindTransport
-from peers.protocol.rounds import Attempt
 from peers.transfer.buffers import PayloadBuffers
-from tests.peers.builders import LOG
 from tests.peers.fakes import FakeWorkload
+from tests.peers.rounds import round_name
 
 
 class StandIn:
@@ -33,7 +32,7 @@ class StandIn:
 
 
 def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another attempt at the same entry goes on counting, and nothing is counted twice."""
+    """Another round at the same entry goes on counting, and nothing is counted twice."""
     clock = [100.0]
     monkeypatch.setattr(rounds, "now", lambda: clock[0])
     peer = SimpleNamespace(slots={}, is_exchanging=False, me="a", settings=SimpleNamespace(run="run"))
@@ -47,12 +46,11 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     before = {name: REGISTRY.get_sample_value(name) or 0.0 for name in (seconds, taken)}
 
     def begin(name: str) -> None:
-        named = Attempt(position=LOG.position, number=1, leader=name)
-        round = SimpleNamespace(name=named, peers=("a", "b"), remaining=("a", "b"))
+        round = SimpleNamespace(name=round_name(leader=name), peers=("a", "b"))
         opening: Any = SimpleNamespace(round=round)
         monkeypatch.setattr(counted._buffers[0], "open", lambda name: None)
         counted.open(opening)
-        peer.slots[0] = SimpleNamespace(exchange=SimpleNamespace(round=round))
+        peer.slots[0] = SimpleNamespace(exchange=SimpleNamespace(name=round.name))
         counted.follow()
 
     begin("first")

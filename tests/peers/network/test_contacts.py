@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from peers.network.contacts import Contact, contacts_of, host_of, is_local, own_endpoints, public_only
 from peers.presence.heartbeat import Heartbeat, PeerState
-from tests.peers.builders import beat, first_log
+from tests.peers.heartbeats import beat
+from tests.peers.logs import first_log
 
 
 def heartbeat_of(peer: str, **fields: Any) -> Heartbeat:

@@ -16,7 +16,8 @@ from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
-from tests.peers.builders import LOG, beat
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG
 
 OTHER = Identity.generate().peer_id
 ADDRESS = f"/ip4/11.77.0.9/tcp/31337/p2p/{OTHER}"

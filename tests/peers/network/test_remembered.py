@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from peers.network.first_contact import FILE_LIMIT, HOUR, PEER_LIMIT, SAVE_INTERVAL, RememberedPeers
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
-from tests.peers.builders import LOG, RUN, beat
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG, RUN
 
 NOW = 1_800_000_000.0
 ALICE, BOB, RELAY = (Identity.generate().peer_id for _ in range(3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peers.presence.audience import AUDIENCE_LIMIT, PAUSE_LAST, Audience
+from peers.presence.audience import AUDIENCE_LIMIT, NEW_AT_ONCE, PAUSE_LAST, Audience
 
 CROWD = [f"peer{number}" for number in range(3 * AUDIENCE_LIMIT)]
 
@@ -26,7 +26,32 @@ def test_a_flood_of_made_up_peers_displaces_nobody() -> None:
     audience = chosen(CROWD[:20], (CROWD[19],))
     audience.choose([*CROWD[:20], *(f"made up {number}" for number in range(10_000))], (CROWD[19],))
     assert audience.peers >= set(CROWD[:20])
-    assert len(audience.due(0.0)) == AUDIENCE_LIMIT
+    assert audience.due(0.0) == [CROWD[19], *CROWD[:19], *(f"made up {number}" for number in range(NEW_AT_ONCE - 20))]
+
+
+def test_those_that_do_not_answer_make_room_for_others() -> None:
+    """A newcomer may find more made-up peers than others."""
+    others = [*(f"made up {number}" for number in range(300)), "honest"]
+    audience, looks = chosen(others), 0
+    while "honest" not in audience.due(float(looks)):
+        for peer in audience.due(float(looks)):
+            audience.begins(peer)
+            audience.failed(peer, float(looks))
+        looks += 1
+        audience.choose(others, ())
+    assert looks <= 6
+
+
+def test_only_so_many_are_told_something_first_at_once() -> None:
+    audience = chosen(CROWD[:AUDIENCE_LIMIT])
+    first = audience.due(0.0)
+    assert len(first) == NEW_AT_ONCE
+    for peer in first:
+        audience.begins(peer)
+    assert audience.due(0.0) == []
+    for peer in first:
+        audience.answered(peer, 5, wants=False)
+    assert audience.due(0.0) == CROWD[:AUDIENCE_LIMIT]
 
 
 def test_whoever_does_not_answer_is_left_alone_for_longer_each_time() -> None:
@@ -69,6 +94,5 @@ def test_nothing_is_remembered_of_those_that_are_gone() -> None:
     for peer in CROWD:
         audience.answered(peer, 5, wants=False)
         audience.failed(peer, 0.0)
-        audience.answered(peer, 5, wants=False)
     audience.choose(["new"], ())
     assert (audience._told, audience._pauses, audience._under_way) == ({}, {}, set())

@@ -108,7 +108,7 @@ def test_who_gave_nothing_is_not_asked_for_a_while() -> None:
     presence = seeing()
     branches = presence.branches
     branches.gave_nothing("c")
-    assert (claimant(presence, LOG), branches.donors(), branches.unhelpful) == ("a", {"a"}, {"c"})
+    assert (claimant(presence, LOG), branches.donors(), set(branches.unhelpful)) == ("a", {"a"}, {"c"})
     branches.gave_nothing("a")
     assert claimant(presence, LOG) is None
     branches.ask_again("a")

@@ -98,11 +98,11 @@ def test_an_average_that_takes_the_place_of_another_one_of_its_reducer_is_rememb
     mine, first, second, heirs = averages(), signed("b", 1), signed("b", 1, THEIRS), signed("c", 1)
     assert not mine.keep(first, 2.0)
     assert mine.keep(heirs, 1.0)
-    assert mine.contradictions == {}
+    assert mine.contradictions == []
     assert mine.squares_with(first, 2.0) == 2.0, "none of it is here any more"
     assert mine.keep(first, 2.0)
     assert mine.keep(second, 3.0)
-    assert mine.contradictions == {"b": (first, second)}
+    assert mine.contradictions == [(first, second)]
     assert mine.squares_with(signed("b", 2), 1.0) == 4.0
     assert mine.squares_with(signed("b", 1), 1.0) == 1.0
 
@@ -221,7 +221,7 @@ def test_an_heirs_part_counts_when_its_leader_has_named_it_and_the_first_average
     outcome = parts.outcome()
     assert parts.take("b", part(signed("b", 1, THEIRS))), "it comes too late"
     assert parts.outcome() == outcome
-    assert parts.contradictions == {}
+    assert parts.contradictions == []
 
 
 def test_two_parts_that_contradict_each_other_are_kept() -> None:
@@ -229,7 +229,7 @@ def test_two_parts_that_contradict_each_other_are_kept() -> None:
     parts.take("b", part(first))
     parts.take("b", part(second))
     parts.take("b", part(second))
-    assert parts.contradictions == {"b": (first, second)}
+    assert parts.contradictions == [(first, second)]
 
 
 def test_a_leader_can_do_without_a_member_that_signs_what_is_no_average() -> None:

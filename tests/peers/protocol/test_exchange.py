@@ -477,7 +477,7 @@ def test_two_averages_of_one_reducer_are_kept_as_a_contradiction() -> None:
     exchange = whole(last=first)
     exchange.proposed(marks(*PROPOSED[:2], second))
     exchange.handle(arrived(second))
-    assert exchange.averages.contradictions == {"c": (first, second)}
+    assert exchange.averages.contradictions == [(first, second)]
 
 
 # What vouches for an average ------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from dataclasses import replace
 from peers.protocol.contributions import Contributions
 from peers.protocol.exchange import Exchange
 from peers.protocol.weights import aged, weights_of
-from tests.peers.builders import PAYLOAD, SETTINGS, attempt, first_log, member, round_of
+from tests.peers.builders import PAYLOAD, SETTINGS, first_log, member
+from tests.peers.rounds import round_among
 
 ASYNCHRONOUS = replace(SETTINGS, contributions=0.5)
 
@@ -30,8 +31,5 @@ def test_an_age_follows_from_the_log_and_nothing_that_a_peer_says() -> None:
 
 
 def test_an_average_is_made_with_these_weights() -> None:
-    log = first_log()
-    at = attempt(log)
-    members = [member("a", 60, 80), member("b", 80, 100)]
-    exchange = Exchange("a", at, round_of(at, members), Contributions(weights={"b": 50.0}))
+    exchange = Exchange("a", round_among("ab"), Contributions(weights={"b": 50.0}))
     assert exchange.reduction_of(0, ()).weights == [("a", 100), ("b", 50.0)]

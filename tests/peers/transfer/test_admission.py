@@ -3,43 +3,51 @@ is wrong is its sender's."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.protocol.commitment import ChunkProof
-from peers.protocol.events import AverageTooEarly, BadBlocks, ContributionArrived, ReducedArrived
-from peers.protocol.rounds import Attempt
+from peers.protocol.commitment import ChunkProof, Contribution
+from peers.protocol.events import BadBlocks, ContributionArrived, ReducedArrived
+from peers.protocol.exchange import Exchange
+from peers.protocol.parts import Averaged, Origin, statement_of
+from peers.protocol.rounds import RoundName
 from peers.transfer.averages import Admission, Admitted, ChunkHeader
 from peers.transfer.buffers import PayloadBuffers
-from peers.values.chunks import Sum
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks
-from tests.peers.builders import SIZE, Rig, commitment
 from tests.peers.fakes import BLOCK, GARBAGE, PROOF, FakeWorkload, trust_all
-from tests.peers.protocol.test_peer import at_second
+from tests.peers.rounds import SIZE, InRound, commitment, round_among, round_name, signed_by
 
 DATA = b"A" * BLOCK
 DIGEST = digest_of(DATA)
 LATE = Admitted(None, is_taken=True)
 EARLY = Admitted(None, is_taken=False)
+ROUND = round_among("abc", each=2)
+ORIGIN = Origin(reducer="c", signature=bytes(64))
 
 
 class Door:
-    """Of b. In a round of a, b and c, a reduces the chunks 0 and 1, b 2 and 3, and c 4 and 5."""
+    """Of b. In a round of a, b and c, a averages the chunks 0 and 1, b 2 and 3, and c 4 and 5."""
 
-    def __init__(self, rig: Rig) -> None:
-        self.rig = rig
+    def __init__(self, is_in_round: bool = True, workload: FakeWorkload | None = None) -> None:
+        self.peer = InRound("b")
         self.buffers = PayloadBuffers(FakeWorkload())
-        self.admission = Admission(rig.peer, self.buffers, FakeWorkload().squared_norm)
-        if rig.peer.exchange:
-            self.buffers.open(self.round)
+        self.measure(workload or FakeWorkload())
+        if is_in_round:
+            self.peer.begin(ROUND)
+            self.buffers.open(ROUND.name)
             self.buffers.own = bytes(SIZE.bytes)
-            trust_all(rig.peer)
+            trust_all(self.exchange)
+
+    def measure(self, workload: FakeWorkload) -> None:
+        self.admission = Admission(cast(Any, self.peer), self.buffers, workload.squared_norm)
 
     @property
-    def round(self) -> Attempt:
-        assert self.rig.peer.exchange is not None
-        return self.rig.peer.exchange.name
+    def exchange(self) -> Exchange:
+        assert self.peer.exchange is not None
+        return self.peer.exchange
 
     def take(
         self,
@@ -47,105 +55,111 @@ class Door:
         chunk: int,
         data: bytes = DATA,
         *,
-        reduced: bool = False,
-        absent: tuple[str, ...] = (),
-        round: Attempt | None = None,
+        round: RoundName = ROUND.name,
         proof: ChunkProof | None = PROOF,
         signature: bytes | None = None,
     ) -> Admitted:
-        """What the protocol hears of it, it takes in."""
-        proof = None if reduced else proof
-        header = ChunkHeader(chunk=chunk, reduced=reduced, absent=absent, proof=proof, signature=signature)
-        admitted = self.admission.take(sender, round or self.round, header, data)
+        header = ChunkHeader(chunk=chunk, reduced=False, absent=(), proof=proof, signature=signature)
+        return self._admit(self.admission.take(sender, round, header, data))
+
+    def take_average(
+        self,
+        sender: str,
+        chunk: int,
+        data: bytes = DATA,
+        *,
+        absent: tuple[str, ...] = (),
+        round: RoundName = ROUND.name,
+        origin: Origin | None = ORIGIN,
+    ) -> Admitted:
+        header = ChunkHeader(chunk=chunk, reduced=True, absent=absent, origin=origin)
+        return self._admit(self.admission.take(sender, round, header, data))
+
+    def _admit(self, admitted: Admitted) -> Admitted:
+        """The protocol takes in what it hears."""
         if admitted.event is not None:
-            self.rig.do(admitted.event)
+            self.peer.handle(admitted.event)
         return admitted
 
 
 @pytest.fixture
 def door() -> Door:
-    return Door(at_second().trained().averaging())
+    return Door()
 
 
 def test_blocks_that_are_waited_for_are_stored_as_they_are(door: Door) -> None:
-    assert door.take("a", 2) == Admitted(ContributionArrived(door.round, "a", 2), is_taken=True)
-    current = door.buffers.round(door.round)
+    assert door.take("a", 2) == Admitted(ContributionArrived(ROUND.name, "a", 2), is_taken=True)
+    current = door.buffers.round(ROUND.name)
     assert current is not None
     assert current.contributions[2]["a"] is DATA
 
 
-def test_an_average_that_is_waited_for_is_copied_to_its_place(door: Door) -> None:
-    event = ReducedArrived(door.round, "c", 4, ())
-    assert door.take("c", 4, reduced=True) == Admitted(event, is_taken=True)
-    assert door.buffers.read(door.round, 4, is_averaged=True) == DATA
+@pytest.mark.parametrize("sender", ["c", "a"], ids=["its reducer", "another member"])
+def test_an_average_that_is_waited_for_is_copied_to_its_place_whoever_hands_it_on(door: Door, sender: str) -> None:
+    event = ReducedArrived(ROUND.name, sender, 4, ("a",))
+    assert door.take_average(sender, 4, absent=("a",)) == Admitted(event, is_taken=True)
+    assert door.buffers.read(ROUND.name, 4, is_averaged=True) == DATA
+    here = door.exchange.averages.of(4)
+    assert here == Averaged(chunk=4, digest=DIGEST, absent=("a",), origin=ORIGIN)
 
 
-def test_an_average_may_lack_blocks_of_those_that_are_lost_and_of_nobody_else(door: Door) -> None:
-    """Whoever averages may have heard of the loss before us."""
-    early = Admitted(AverageTooEarly(door.round, "a", 0), is_taken=False)
-    assert door.take("a", 0, reduced=True, absent=("c",)) == early
-    assert door.rig.peer.exchange is not None
-    assert door.rig.peer.exchange.disputed == {"a"}
-    door.rig.hear("a", door.rig.begin(2, lost="c", name=door.round))
-    event = ReducedArrived(door.round, "a", 0, ("c",))
-    assert door.take("a", 0, reduced=True, absent=("c",)) == Admitted(event, is_taken=True)
-    assert door.rig.peer.exchange.disputed == set()
-
-
-@pytest.mark.parametrize("reduced", [False, True])
-def test_what_comes_twice_is_late(door: Door, reduced: bool) -> None:
-    sender, chunk = ("c", 4) if reduced else ("a", 2)
-    door.take(sender, chunk, reduced=reduced)
-    assert door.take(sender, chunk, b"B" * BLOCK, reduced=reduced) == LATE
+def test_what_comes_twice_is_late(door: Door) -> None:
+    door.take("a", 2)
+    assert door.take("a", 2, b"B" * BLOCK) == LATE
+    door.take_average("c", 4)
+    assert door.take_average("c", 4, b"B" * BLOCK) == LATE
+    assert door.buffers.read(ROUND.name, 4, is_averaged=True) == DATA
 
 
 @pytest.mark.parametrize(
-    ("sender", "chunk", "reduced"),
-    [("a", 0, False), ("a", 5, False), ("a", 2, True), ("a", 5, True), ("z", 2, False), ("z", 4, True)],
-    ids=["its own part", "another's part", "averaged by us", "averaged by another", "a stranger's", "its average"],
+    ("sender", "chunk"), [("a", 0), ("a", 5), ("z", 2)], ids=["its own part", "another's part", "a stranger's"]
 )
-def test_what_nobody_waits_for_is_not_taken(door: Door, sender: str, chunk: int, reduced: bool) -> None:
-    assert door.take(sender, chunk, reduced=reduced) == EARLY
-    assert door.take(sender, chunk, GARBAGE, reduced=reduced) == EARLY, "nobody looks at it"
+def test_blocks_that_nobody_waits_for_are_not_taken(door: Door, sender: str, chunk: int) -> None:
+    assert door.take(sender, chunk) == EARLY
+    assert door.take(sender, chunk, GARBAGE) == EARLY, "nobody looks at it"
+
+
+def test_an_average_of_a_stranger_is_not_taken(door: Door) -> None:
+    assert door.take_average("z", 4) == EARLY
 
 
 def test_chunks_of_another_round_are_not_taken(door: Door) -> None:
-    assert door.take("a", 2, round=door.rig.attempt(7)) == EARLY
+    assert door.take("a", 2, round=round_name(7)) == EARLY
+    assert door.take_average("c", 4, round=round_name(7)) == EARLY
     door.buffers.close()
     assert door.take("a", 2) == EARLY
 
 
 def test_nothing_is_taken_while_no_round_is_under_way() -> None:
-    rig = at_second().trained()
-    assert Door(rig).take("a", 2, round=rig.attempt()) == EARLY
+    assert Door(is_in_round=False).take("a", 2) == EARLY
 
 
-def test_who_is_lost_is_in_no_round_with_us_any_more(door: Door) -> None:
-    assert door.admission.is_shared(door.round, "c")
-    door.rig.hear("a", door.rig.begin(2, lost="c", name=door.round))
-    assert not door.admission.is_shared(door.round, "c")
-    assert door.take("c", 2) == EARLY
-    assert door.take("a", 2).is_taken
+def test_members_share_a_round(door: Door) -> None:
+    assert door.admission.is_shared(ROUND.name, "c")
+    assert not door.admission.is_shared(ROUND.name, "z")
+    assert not door.admission.is_shared(round_name(7), "c")
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-def test_garbage_is_its_senders_fault(door: Door, reduced: bool) -> None:
-    sender, chunk = ("c", 4) if reduced else ("a", 2)
-    event, is_taken = door.take(sender, chunk, GARBAGE, reduced=reduced)
+def test_garbage_is_the_fault_of_the_peer_that_signed_it(door: Door) -> None:
+    event, is_taken = door.take("a", 2, GARBAGE)
     assert isinstance(event, BadBlocks)
-    assert (event.sender, event.chunk, event.reason, is_taken) == (sender, chunk, "code -128", False)
-    assert (event.evidence is None) == reduced, "of averages nothing is signed"
-    assert door.buffers.read(door.round, chunk, is_averaged=True) == bytes(BLOCK)
+    assert (event.sender, event.reason, event.reduced, is_taken) == ("a", "code -128", False, False)
+    assert event.evidence is not None
+    average = BadBlocks(ROUND.name, "c", 4, "code -128", reduced=True)
+    assert door.take_average("a", 4, GARBAGE) == Admitted(average, is_taken=False)
+    assert door.exchange.refused == {"c"}
+    assert door.buffers.read(ROUND.name, 4, is_averaged=True) == bytes(BLOCK)
+    assert door.take("a", 2) == LATE, "it is absent from this chunk"
 
 
 @pytest.mark.parametrize("proof", [None, ChunkProof(squares=2.0, path=b"")], ids=["none", "another's"])
 def test_blocks_that_nobody_committed_to_are_not_taken_and_show_nothing(door: Door, proof: ChunkProof | None) -> None:
     reason = "it has not committed to this"
-    assert door.take("a", 2, proof=proof) == Admitted(BadBlocks(door.round, "a", 2, reason), is_taken=False)
+    assert door.take("a", 2, proof=proof) == Admitted(BadBlocks(ROUND.name, "a", 2, reason), is_taken=False)
 
 
 def test_blocks_with_another_norm_than_was_committed_to_are_evidence(door: Door) -> None:
-    door.admission = Admission(door.rig.peer, door.buffers, Longer().squared_norm)
+    door.measure(Measuring(4.0))
     event, is_taken = door.take("a", 2)
     assert isinstance(event, BadBlocks)
     assert not is_taken
@@ -154,61 +168,92 @@ def test_blocks_with_another_norm_than_was_committed_to_are_evidence(door: Door)
     assert (event.evidence.data, event.evidence.proof) == (DATA, PROOF)
 
 
-class Longer(FakeWorkload):
-    """What comes is twice as long as it says."""
+class Measuring(FakeWorkload):
+    """Finds the same squared norm in all blocks."""
+
+    def __init__(self, squares: float) -> None:
+        super().__init__()
+        self.squares = squares
 
     def squared_norm(self, blocks: Blocks, first_block: int, fragment: int = 0) -> float:
-        return 4.0
+        return self.squares
 
 
 @pytest.mark.parametrize(("squares", "is_taken"), [(4.1, False), (4.0, True)])
-def test_an_average_that_is_longer_than_what_it_is_made_of_is_not_taken(
-    door: Door, squares: float, is_taken: bool
-) -> None:
+def test_an_average_that_is_longer_than_what_it_is_made_of_is_not_taken(squares: float, is_taken: bool) -> None:
     """The members have committed to norms of 1."""
-    codec = FakeWorkload()
-    codec.squared_norm = lambda blocks, first_block, fragment=0: squares  # type: ignore[method-assign]
-    door.admission = Admission(door.rig.peer, door.buffers, codec.squared_norm)
-    assert door.take("c", 4, reduced=True).is_taken == is_taken
+    assert Door(workload=Measuring(squares)).take_average("c", 4).is_taken == is_taken
 
 
-def test_all_averages_of_a_reducer_together_are_no_longer_than_what_they_are_made_of(door: Door) -> None:
+def test_all_averages_of_a_reducer_together_are_no_longer_than_what_they_are_made_of() -> None:
     """Else the more chunks a part has, the further its reducer could move theta."""
-    codec = FakeWorkload()
-    codec.squared_norm = lambda blocks, first_block, fragment=0: 2.5  # type: ignore[method-assign]
-    door.admission = Admission(door.rig.peer, door.buffers, codec.squared_norm)
-    assert door.take("c", 4, reduced=True).is_taken
-    event, is_taken = door.take("c", 5, reduced=True)
+    door = Door(workload=Measuring(2.5))
+    assert door.take_average("c", 4).is_taken
+    event, is_taken = door.take_average("c", 5)
     reason = "what its reducer gives is longer than what it can be made of"
-    assert (event, is_taken) == (BadBlocks(door.round, "c", 5, reason), False)
-    assert door.take("a", 0, reduced=True).is_taken, "another's"
+    assert (event, is_taken) == (BadBlocks(ROUND.name, "c", 5, reason, reduced=True), False)
+    assert door.take_average("a", 0, origin=Origin(reducer="a", signature=bytes(64))).is_taken, "another's"
 
 
 def test_blocks_come_with_their_owners_signature_of_what_it_committed_to(door: Door) -> None:
     """Begin tells what each has committed to, and none of the signatures. The leader might have made it up."""
-    exchange, position = door.rig.peer.exchange, door.round.position
-    assert exchange is not None
-    del exchange.commitment  # it does not trust everybody any more
-    refused = Admitted(BadBlocks(door.round, "a", 2, "it has not signed what it committed to"), is_taken=False)
+    del door.exchange.commitment  # it does not trust everybody any more
+    other = round_among("abc", each=2, name=round_name(position=ROUND.name.position.model_copy(update={"index": 7})))
+    refused = Admitted(BadBlocks(ROUND.name, "a", 2, "it has not signed what it committed to"), is_taken=False)
     others = [
-        commitment("c", 0, position),
-        commitment("a", 1, position),
-        commitment("a", 0, position, Sum(DIGEST, 1.0)),
+        commitment(ROUND, "c"),
+        commitment(other, "a"),
+        commitment(ROUND, "a", Contribution(digest=DIGEST, squares=1.0)),
     ]
     for signature in (None, bytes(64), *(one.signature for one in others)):
-        assert door.take("a", 2, signature=signature) == refused
-    own = commitment("a", 0, position)
-    assert door.take("a", 2, signature=own.signature).is_taken
-    event, _ = door.take("a", 3, GARBAGE, signature=own.signature)
+        assert Admission.take(door.admission, "a", ROUND.name, own(signature), DATA) == refused
+    mine = commitment(ROUND, "a")
+    assert door.take("a", 2, signature=mine.signature).is_taken
+    event, _ = door.take("a", 3, GARBAGE, signature=mine.signature)
     assert isinstance(event, BadBlocks)
     assert event.evidence is not None
-    assert event.evidence.commitment == own, "it convicts its owner"
+    assert event.evidence.commitment == mine, "it convicts its owner"
 
 
-@pytest.mark.parametrize("absent", [("a", "b", "c"), ("z",), ("a", "a")], ids=", ".join)
-def test_an_average_of_nobody_is_its_senders_fault(door: Door, absent: tuple[str, ...]) -> None:
-    event, is_taken = door.take("c", 4, reduced=True, absent=absent)
-    assert (event, is_taken) == (BadBlocks(door.round, "c", 4, "nobody is left in it"), False)
+def own(signature: bytes | None) -> ChunkHeader:
+    return ChunkHeader(chunk=2, reduced=False, absent=(), proof=PROOF, signature=signature)
+
+
+def test_an_average_that_its_reducer_has_not_signed_is_its_senders_fault(door: Door) -> None:
+    del door.exchange.is_vouched_for
+    signed = signed_by(ROUND, "c", 4, DIGEST)
+    bad = Admitted(BadBlocks(ROUND.name, "a", 4, "its reducer has not signed it", reduced=True), is_taken=False)
+    assert door.take_average("a", 4, origin=None) == bad
+    assert door.take_average("a", 4, b"B" * BLOCK, origin=signed.origin) == bad
+    assert door.take_average("a", 4, absent=("b",), origin=signed.origin) == bad
+    assert door.take_average("a", 4, origin=signed_by(ROUND, "a", 4, DIGEST).origin) == bad
+    assert door.take_average("a", 4, origin=signed.origin).is_taken
+
+
+@pytest.mark.parametrize("absent", [("a", "b", "c"), ("z",), ("a", "a"), ("b", "a"), ("c",)], ids=", ".join)
+def test_an_average_lacks_blocks_of_other_members_than_its_reducer(door: Door, absent: tuple[str, ...]) -> None:
+    del door.exchange.is_vouched_for
+    origin = signed_by(ROUND, "c", 4, DIGEST, "".join(absent)).origin
+    event, is_taken = door.take_average("c", 4, absent=absent, origin=origin)
+    assert (event, is_taken) == (
+        BadBlocks(ROUND.name, "c", 4, "its reducer has not signed it", reduced=True),
+        False,
+    )
+
+
+def test_after_a_proposal_its_average_takes_the_place_of_another_one_and_no_other_does(door: Door) -> None:
+    del door.exchange.is_vouched_for
+    averages = [signed_by(ROUND, reducer, chunk, DIGEST) for chunk, reducer in enumerate("aabbcc")]
+    heirs = signed_by(ROUND, "a", 4, digest_of(b"B" * BLOCK), "c")
+    marks = b"".join(statement_of(ROUND, one).mark for one in [*averages[:4], heirs, averages[5]])
+    assert door.take_average("c", 4, origin=averages[4].origin).is_taken
+    door.exchange.proposed(marks)
+    assert door.take_average("c", 4, b"C" * BLOCK, origin=averages[4].origin) == LATE, "it is not to come again"
+    assert door.take_average("c", 4, origin=averages[4].origin) == LATE
+    event, is_taken = door.take_average("c", 4, b"B" * BLOCK, absent=("c",), origin=heirs.origin)
+    assert is_taken
+    assert event == ReducedArrived(ROUND.name, "c", 4, ("c",))
+    assert door.buffers.read(ROUND.name, 4, is_averaged=True) == b"B" * BLOCK
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whoever makes averaging fail is found, wherever it stands in the roster."""
+"""How a chunk is averaged; and that a member whose blocks have no average is found, wherever it is in the roster."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import pytest
 
 from peers.errors import DilocoPeerError
 from peers.protocol.effects import ReduceChunk
-from peers.protocol.events import ReducedArrived
+from peers.protocol.events import BadBlocks, ContributionArrived, ReducedArrived
+from peers.protocol.exchange import Exchange
+from peers.protocol.parts import MARK_BYTES
+from peers.protocol.rounds import Round
 from peers.transfer.averages import _find_spoiler, average_chunk
 from peers.transfer.buffers import PayloadBuffers
 from peers.values.workload import BadBlocksError, Reduction
-from tests.peers.builders import SIZE
 from tests.peers.fakes import BLOCK, FakeWorkload
-from tests.peers.protocol.test_exchange import AT
+from tests.peers.rounds import AT, SIZE, round_among
 
 GOOD, BAD = (b"good", 10), (b"bad", 10)
 IDLE = (b"good", 0)
+ROUND = round_among("abc")
 
 
 class Fussy:
@@ -33,6 +36,9 @@ class Fussy:
         if BAD in reduction.contributions:
             raise self.error
         return b"average"
+
+    async def fail(self, reduction: Reduction) -> bytes:
+        raise self.error
 
 
 @pytest.mark.parametrize("error", [BadBlocksError("overflow"), DilocoPeerError("overflow")])
@@ -64,15 +70,78 @@ class Recording(Fussy):
         return bytes(len(reduction.contributions[0][0]))
 
 
-def test_who_is_clipped_weighs_less_and_all_tokens_are_divided_by() -> None:
-    buffers, codec = PayloadBuffers(FakeWorkload()), Recording(BadBlocksError(""))
-    buffers.open(AT)
+def at_a(round: Round = ROUND) -> tuple[PayloadBuffers, Exchange]:
+    """The member a averages the chunk 0, of which all blocks are here."""
+    buffers, exchange = PayloadBuffers(FakeWorkload()), Exchange("a", round)
+    buffers.open(round.name)
     buffers.own = b"a" * SIZE.bytes
+    exchange.open()
+    current = buffers.round(round.name)
+    assert current is not None
+    current.contributions[0] = {"b": bytearray(b"b" * BLOCK), "c": bytearray(b"c" * BLOCK)}
+    for sender in "bc":
+        exchange.handle(ContributionArrived(round.name, sender, 0))
+    return buffers, exchange
+
+
+def test_a_clipped_contribution_weighs_less_and_all_tokens_are_divided_by() -> None:
+    buffers, exchange = at_a()
+    codec = Recording(BadBlocksError(""))
+    reduce = ReduceChunk(AT, 0, (("a", 10), ("b", 20), ("c", 40)), (), {"b": 0.25})
+    done = asyncio.run(average_chunk(codec.reduce, buffers, exchange, reduce))
+    assert done == ReducedArrived(AT, "a", 0, ())
+    assert codec.asked == ([(b"a" * BLOCK, 10), (b"b" * BLOCK, 5.0), (b"c" * BLOCK, 40)], 70)
+    assert codec.at == (0, AT.position.fragment, AT.position.index), "where chance comes from"
     current = buffers.round(AT)
     assert current is not None
-    current.contributions[2] = {"b": b"b" * BLOCK, "c": b"c" * BLOCK}
-    reduce = ReduceChunk(AT, 2, (("a", 10), ("b", 20), ("c", 40)), (), {"b": 0.25})
-    done = asyncio.run(average_chunk(codec.reduce, buffers, "a", reduce))
-    assert done == ReducedArrived(AT, "a", 2, ())
-    assert codec.asked == ([(b"a" * BLOCK, 10), (b"b" * BLOCK, 5.0), (b"c" * BLOCK, 40)], 70)
-    assert codec.at == (2, AT.position.fragment, AT.position.index), "where chance comes from"
+    assert 0 not in current.contributions, "their memory is used again"
+
+
+REDUCE = ReduceChunk(AT, 0, (("a", 10), ("b", 20), ("c", 40)), ())
+
+
+def test_an_average_that_is_not_wanted_any_more_is_not_stored() -> None:
+    """A proposal names averages meanwhile: ours would take the place of one of them."""
+    buffers, exchange = at_a()
+
+    class Slow(Recording):
+        async def reduce(self, reduction: Reduction) -> bytes:
+            exchange.proposed(bytes(3 * MARK_BYTES))
+            return b"x" * BLOCK
+
+    assert asyncio.run(average_chunk(Slow(BadBlocksError("")).reduce, buffers, exchange, REDUCE)) is None
+    assert buffers.read(AT, 0, is_averaged=True) == bytes(BLOCK)
+    assert asyncio.run(average_chunk(Recording(BadBlocksError("")).reduce, buffers, exchange, REDUCE)) is None
+    exchange.go_on([], 10.0, 1.0)
+    event = asyncio.run(average_chunk(Recording(BadBlocksError("")).reduce, buffers, exchange, REDUCE))
+    assert event == ReducedArrived(AT, "a", 0, ()), "the blocks are still here"
+
+
+def test_blocks_without_an_average_are_their_senders_fault() -> None:
+    buffers, exchange = at_a()
+
+    class Spoilt(Recording):
+        async def reduce(self, reduction: Reduction) -> bytes:
+            if any(bytes(blocks).startswith(b"c") for blocks, _ in reduction.contributions):
+                raise BadBlocksError("overflow")
+            return bytes(len(reduction.contributions[0][0]))
+
+    codec = Spoilt(BadBlocksError(""))
+    event = asyncio.run(average_chunk(codec.reduce, buffers, exchange, REDUCE))
+    assert event == BadBlocks(AT, "c", 0, "overflow")
+    (again,) = exchange.handle(event)
+    assert isinstance(again, ReduceChunk)
+    done = asyncio.run(average_chunk(codec.reduce, buffers, exchange, again))
+    assert done == ReducedArrived(AT, "a", 0, ("c",))
+
+
+def test_our_own_blocks_without_an_average_are_our_own_error() -> None:
+    buffers, exchange = at_a()
+    with pytest.raises(BadBlocksError):
+        asyncio.run(average_chunk(Fussy(BadBlocksError("")).fail, buffers, exchange, REDUCE))
+
+
+def test_a_round_that_is_over_is_not_averaged() -> None:
+    buffers, exchange = at_a()
+    buffers.close()
+    assert asyncio.run(average_chunk(Recording(BadBlocksError("")).reduce, buffers, exchange, REDUCE)) is None

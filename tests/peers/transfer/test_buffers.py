@@ -12,11 +12,10 @@ from peers.transfer.buffers import PayloadBuffers
 from peers.transfer.storage import empty
 from peers.values.chunks import KEPT_AT_LEAST, KeptPayloads, Payload, digest_of_chunks
 from peers.values.wire import digest_of
-from tests.peers.builders import attempt, first_log
+from tests.peers.rounds import AT, round_name
 from tests.simulator.simulated_workload import SimulatedWorkload
 
-LOG = first_log()
-AT, NEXT = attempt(LOG), attempt(LOG, 2)
+NEXT = round_name(2)
 BLOCKS = 7  # of eight bytes, each a chunk
 OWN = bytes(range(56))
 
@@ -69,13 +68,32 @@ def test_contributions_come_in_the_order_of_the_roster_whatever_order_they_came_
         mine.contributions(AT, 1, "a", [("a", 1), ("c", 3)])
 
 
-def test_what_was_sent_of_a_chunk_goes_when_its_average_is_here() -> None:
+def test_what_was_sent_of_a_chunk_goes_when_it_is_averaged() -> None:
     mine = open_round()
     current = mine.round(AT)
     assert current is not None
     current.contributions.update({0: {"b": b"B" * 8, "c": b"C" * 8}, 1: {"b": b"1" * 8}})
     mine.store(AT, 0, chunk(0))
+    assert 0 in current.contributions, "an average of another member may not be the one that counts"
+    mine.release(AT, 0, bytearray(8))
+    mine.release(AT, 5, bytearray(8))
     assert current.contributions == {1: {"b": b"1" * 8}}
+
+
+def test_a_payload_that_is_kept_stays_as_it_was_when_a_chunk_is_replaced() -> None:
+    """It may be what a vote was for."""
+    mine = open_round()
+    for number in range(7):
+        mine.store(AT, number, chunk(number))
+    first = mine.assemble(AT)
+    for number in (2, 3):
+        mine.store(AT, number, b"another%d" % number)
+    second = mine.assemble(AT)
+    for digest, replaced in ((first, []), (second, [2, 3])):
+        kept = mine.kept.get(digest)
+        assert kept is not None
+        assert Payload.cut(kept.data, 8).digest == digest
+        assert kept.data == b"".join(b"another%d" % one if one in replaced else chunk(one) for one in range(7))
 
 
 def test_the_average_can_come_in_while_it_goes_out() -> None:
@@ -201,7 +219,11 @@ def test_between_rounds_little_memory_for_chunks_is_held(monkeypatch: pytest.Mon
     monkeypatch.setattr("peers.transfer.buffers.SPARE_BYTES", 2 * 8)
     mine = open_round()
     rooms = [mine.room(8) for _ in range(5)]
-    mine.give_back(rooms)
+    mine.open(AT)
+    current = mine.round(AT)
+    assert current is not None
+    current.contributions[0] = dict(zip("abcd", rooms[:4], strict=True))
+    mine.release(AT, 0, rooms[4])
     mine.close()
     mine.open(NEXT)
     assert [any(room is one for one in rooms) for room in (mine.room(8) for _ in range(3))] == [True, True, False]

@@ -61,11 +61,7 @@ class Frozen:
     def step(self, log: LogState | None = None) -> None:
         """The next entry is applied; or that of a log far off."""
         if log is None:
-            log = self.rig.peer.log.append(
-                next_header(
-                    self.rig,
-                )
-            )
+            log = self.rig.peer.log.append(self.rig.next_header())
         self.rig.peer.replica.log = log
         self.settle()
 

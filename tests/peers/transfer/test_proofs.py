@@ -11,27 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from peers.audit.proofs import TwoVotes
 from peers.log.folder import LogFolder, RunLog, proof_path
 from peers.log.header import Header
 from peers.log.state import LogState
 from peers.network.channel import PeerRefusedError, RefusalError
-from peers.protocol.messages import Vote
 from peers.transfer.payloads import ASKED, PATIENCE, PROOF, TIMES, MissingProofs, ProofRequest, serve_proofs
 from peers.values.wire import digest_of, pack
+from tests.peers.audit.statements import two_commitments as proof
 from tests.peers.fakes import FakeTransport
-from tests.peers.logs import LOG, PAYLOAD, RUN, chain_of, choice_of, first_log, next_header, signed
-
-
-def proof(liar: str) -> TwoVotes:
-    """Two votes of one peer in one ballot."""
-    log, votes = first_log(), list[Vote]()
-    for payload in (PAYLOAD, digest_of(b"another")):
-        choice = choice_of(next_header(log, [log.expected("a")], payload))
-        signature = signed(liar, choice.text(log.position, 0))
-        votes.append(Vote(position=log.position, incarnation=0, choice=choice, signature=signature))
-    return TwoVotes(peer=liar, first=votes[0], second=votes[1])
-
+from tests.peers.logs import LOG, PAYLOAD, RUN, chain_of, first_log, next_header
 
 SHOWN = proof("c")
 DATA, DIGEST = pack(SHOWN), SHOWN.fault.proof

@@ -7,12 +7,12 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from peers.protocol.signed_averages import Origin
 
 from peers.network.channel import PeerRefusedError, PeerUnreachableError
 from peers.protocol.contributions import Contributions
 from peers.protocol.events import AverageRefuted
 from peers.protocol.exchange import Exchange
+from peers.protocol.signed_averages import Origin
 from peers.transfer.averages import (
     ASKED,
     CONTRIBUTION,

@@ -1,7 +1,7 @@
-"""One peer's way from outer step to outer step: what the news of one part means for the others.
+"""One peer's way from outer step to outer step: the meaning of one part's news for the others.
 
-One outer step goes: `join` or `on_applied` gives the trainer a lease; the trainer is done (`on_trained`), so the slot
-is ready; the slot concludes (`entry_made`), so the work ends, the replica applies the entry, and the next slot opens.
+One outer step goes: `join` or `on_applied` gives the trainer a lease; the trainer is done (`on_trained`), so the round is
+ready; the round decides (`entry_made`), so the work ends, the replica applies the entry, and the next round opens.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from peers.log.header import Header
 from peers.log.lineage import Lineage
 from peers.presence.presence import Presence
 from peers.protocol.catching_up import CatchingUp
-from peers.protocol.desk import Desk
+from peers.protocol.context import Context
 from peers.protocol.effects import Note, Send, Stop
 from peers.protocol.events import AverageRefuted, Captured, SnapshotFailed, SnapshotRestored, Tick, TrainingDone
 from peers.protocol.internal import EntryMade, Leased, WorkDone, WorkEnds
 from peers.protocol.joiner import Joiner
-from peers.protocol.messages import Commit, Complete, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
+from peers.protocol.messages import Certified, Elsewhere, Inquire, LeaseGrant, Leaving, Message, Refuse, Unread
 from peers.protocol.replica import Replica, ReplicaState
-from peers.protocol.slot import Slot, SlotState
+from peers.protocol.round import EntryRound, RoundState
 from peers.protocol.states import State
 from peers.protocol.trainer import NOTHING, Trainer, TrainerState
-from peers.protocol.troubles import Troubles
+from peers.protocol.hindrance import Hindrances
 from peers.values.leases import Lease
 from peers.values.manifest import Amendment
 
 
-class Course:
+class StepCycle:
     """Holds the parts of a peer, and decides what one part's news means for the others."""
 
-    def __init__(self, desk: Desk, state_digest: bytes, lineage: Lineage) -> None:
-        timing, schedule = desk.settings.timing, desk.schedule
-        self.presence = Presence(desk.me, timing.heartbeat_expiry, schedule.distrust, schedule.bar, desk.now)
-        self.presence.membership.is_farewell = desk.is_farewell
-        self.trainer = Trainer(desk)
-        self.replica = Replica(desk, self.presence, lineage, state_digest)
-        self.troubles = Troubles(desk, self.presence, self.trainer, self.replica)
-        self.catching_up = CatchingUp(desk, self.presence, self.trainer, self.replica, self.troubles, self)
-        self.joiner = Joiner(desk, self.presence, self.replica, self.troubles)
-        self._desk = desk
-        self._me = desk.me
-        self._whole = desk.settings.inner_steps
-        self.slots: dict[int, Slot] = {}
-        self.open_slots()
+    def __init__(self, context: Context, state_digest: bytes, lineage: Lineage) -> None:
+        pause = 2 * context.settings.timing.round_timeout
+        expiry = context.settings.timing.heartbeat_expiry
+        self.presence = Presence(context.me, expiry, pause, context.now, context.is_farewell)
+        self.trainer = Trainer(context)
+        self.replica = Replica(context, self.presence, lineage, state_digest)
+        self.hindrances = Hindrances(context, self.presence, self.trainer, self.replica)
+        self.catching_up = CatchingUp(context, self.presence, self.trainer, self.replica, self.hindrances, self)
+        self.joiner = Joiner(context, self.presence, self.replica, self.hindrances)
+        self._context = context
+        self._me = context.me
+        self._whole = context.settings.inner_steps
+        self.rounds: dict[int, EntryRound] = {}
+        self.open_rounds()
         self._leave_by: float | None = None
         self.has_left = False
 
@@ -59,23 +59,23 @@ class Course:
             return State.APPLYING
         if self.trainer.is_training:
             return State.TRAINING
-        slots = [slot.state for slot in self.slots.values()]
-        if SlotState.AVERAGING in slots:
+        states = [round.state for round in self.rounds.values()]
+        if RoundState.EXCHANGING in states or RoundState.DECIDED in states:
             return State.AVERAGING
-        return State.READY if SlotState.READY in slots else State.JOINING
+        return State.READY if RoundState.READY in states else State.JOINING
 
     def tick(self) -> None:
-        if self._leave_by is not None and self._desk.now >= self._leave_by:
+        if self._leave_by is not None and self._context.now >= self._leave_by:
             self._leave()
             return
         if self.state is State.JOINING:
             self.join()
-        for slot in list(self.slots.values()):
+        for round in list(self.rounds.values()):
             if self.has_left:
                 return
-            self._offer_captured(slot)
-            slot.take(Tick())
-            slot.leadership.tick()
+            self._offer_captured(round)
+            round.take(Tick())
+            round.leader.tick()
 
     # One outer step -------------------------------------------------------------------------------------------
     def _begin(self, lease: Lease, steps: int) -> None:
@@ -84,22 +84,22 @@ class Course:
     def on_captured(self, event: Captured) -> None:
         """In the midst of training a fragment's turn has come."""
         self.trainer.capture(event)
-        slot = self.slots.get(event.fragment)
-        if slot is not None:
-            self._offer_captured(slot)
+        round = self.rounds.get(event.fragment)
+        if round is not None:
+            self._offer_captured(round)
 
-    def _offer_captured(self, slot: Slot) -> None:
-        """Bring what was captured of a fragment into its slot, in this cycle or a later one; or nothing, if its turn
+    def _offer_captured(self, round: EntryRound) -> None:
+        """Bring what was captured of a fragment into its round, in this cycle or a later one; or nothing, if its turn
         has passed without us. We still have a say in what its entry is, and may hear that it is made."""
-        if slot.state is not SlotState.OPEN or slot.log.closes:
+        if round.state is not RoundState.OPEN or round.log.closes:
             return
-        replaying, captured = self.replica.replaying, self.trainer.captured.get(slot.log.fragment)
-        is_replayed = replaying is not None and replaying.fragment == slot.log.fragment
+        replaying, captured = self.replica.replaying, self.trainer.captured.get(round.log.fragment)
+        is_replayed = replaying is not None and replaying.fragment == round.log.fragment
         is_past = self.trainer.state is TrainerState.TRAINED or bool(self.replica.log.made)
         if captured is not None and not is_replayed:
-            slot.take(WorkDone(captured))
+            round.take(WorkDone(captured))
         elif is_past and not self.trainer.is_training and self.replica.state is ReplicaState.LEVEL:
-            slot.take(WorkDone(NOTHING))
+            round.take(WorkDone(NOTHING))
 
     def on_trained(self, done: TrainingDone) -> None:
         was_training = self.trainer.is_training
@@ -108,14 +108,13 @@ class Course:
             self._offer_work()
 
     def _offer_work(self) -> None:
-        if self.slot.log.closes and self.trainer.trained is not None:
-            self.slot.take(WorkDone(self.trainer.trained))
+        if self.round.log.closes and self.trainer.trained is not None:
+            self.round.take(WorkDone(self.trainer.trained))
 
     def entry_made(self, header: Header, certificate: Certificate | None) -> None:
         """An entry is committed, and its payload is here: take the outer step for its fragment."""
-        votes = self._desk.polls.at(self.replica.log.of(header.fragment).position)
-        if votes is not None and certificate is not None:
-            votes.made(header, certificate)
+        if certificate is not None and not certificate.choice.alone and self.replica.log.last is not None:
+            self._context.record = self._context.record.closed(self.replica.log.of(header.fragment).position)
         keeps = self.catching_up.keeps_work or not self.replica.log.is_closing(header)
         if not keeps:
             self.trainer.take(WorkEnds(self.replica.log.position, header))
@@ -124,12 +123,12 @@ class Course:
         self.turn()
 
     def turn(self) -> None:
-        """Close the slots whose entries are made. The next cycle has new ones."""
-        log, here = self.replica.log, self.slot.log.position
+        """Close the rounds whose entries are made. The next cycle has new ones."""
+        log, here = self.replica.log, self.round.log.position
         if log.position.is_in_cycle_of(here):
-            self.slots = {fragment: self.slots[fragment] for fragment in log.pending}
+            self.rounds = {fragment: self.rounds[fragment] for fragment in log.pending}
         else:
-            self.open_slots()
+            self.open_rounds()
 
     def on_applied(self) -> None:
         """Go on training from the new theta at once, or with what an entry without us has left us."""
@@ -142,8 +141,8 @@ class Course:
             return
         kept, self.catching_up.keeps_work = self.catching_up.keeps_work, False
         lease = self.replica.log.leases.get(self._me)
-        for slot in list(self.slots.values()):
-            self._offer_captured(slot)
+        for round in list(self.rounds.values()):
+            self._offer_captured(round)
         if kept and self.trainer.state is TrainerState.TRAINED:
             self._offer_work()
         elif kept:
@@ -160,26 +159,26 @@ class Course:
             self._leave_if_possible()
         elif self.state is State.JOINING:
             self.join()
-        for slot in self.slots.values():
-            if slot.state is SlotState.READY and not self.has_left:
-                slot.say_ready()
+        for round in self.rounds.values():
+            if round.state is RoundState.READY and not self.has_left:
+                round.say_ready()
 
     @property
-    def slot(self) -> Slot:
+    def round(self) -> EntryRound:
         """The one whose entry closes the cycle, while it is open; else another that is."""
-        return self.slots[max(self.slots)]
+        return self.rounds[max(self.rounds)]
 
-    def open_slots(self) -> None:
-        """Begin with new slots: those before are of another cycle, or nothing in them matters any more."""
-        self.slots = {fragment: self.open_slot(fragment) for fragment in self.replica.log.pending}
+    def open_rounds(self) -> None:
+        """Begin with new rounds: those before are of another cycle, or nothing in them matters any more."""
+        self.rounds = {fragment: self.open_round(fragment) for fragment in self.replica.log.pending}
 
-    def open_slot(self, fragment: int) -> Slot:
-        return Slot(self._desk, self.presence, self.trainer, self.replica, fragment, self)
+    def open_round(self, fragment: int) -> EntryRound:
+        return EntryRound(self._context, self.presence, self.trainer, self.replica, fragment, self)
 
     # Into the run ---------------------------------------------------------------------------------------------
     def join(self) -> None:
         """Get the state of those who are further on, then a lease from the leader."""
-        if not self.joiner.may_ask or self._leave_by is not None or not self.slot.log.closes:
+        if not self.joiner.may_ask or self._leave_by is not None or not self.round.log.closes:
             return
         if self.replica.furthest is None:
             self.replica.note_nobody_ahead()
@@ -188,17 +187,15 @@ class Course:
         if self.replica.is_behind or self.replica.state is not ReplicaState.LEVEL:
             return
         lease = self.replica.log.leases.get(self._me)
-        if lease is not None and not self.troubles.is_excluded:
+        if lease is not None:
             self._begin(lease, self._whole)
         else:
-            self.joiner.ask(self.slot.leadership.elect())
+            self.joiner.ask(self.round.led_by)
 
     def on_grant(self, leader: str, grant: LeaseGrant) -> None:
         """Train what the leader gave us."""
         if self.joiner.accepts(leader, grant) and not self.replica.needs_signed_log:
-            if self.troubles.readmitted():
-                self.look_for_trouble()
-            self.slot.leadership.granted_by = leader
+            self.round.granted(leader)
             speeds = self.presence.speeds(self.replica.log)
             self._begin(grant.samples, self.trainer.steps_of_grant(grant.steps, speeds))
 
@@ -208,80 +205,65 @@ class Course:
         self.catching_up.search.question.at_once()
 
     # Behind, or in vain ---------------------------------------------------------------------------------------
-    def on_commit(self, sender: str, commit: Commit, slot: Slot) -> None:
-        """Apply the entry if we hold its payload; else somebody went on without us."""
-        if slot.is_taking_part and slot.holds(commit.header):
-            slot.take(commit, sender)
-        else:
-            self.catching_up.replay(sender, commit, slot)
+    def others_made(self, certified: Certified, sender: str, round: EntryRound) -> None:
+        """Others have an entry whose payload is not here, or one that a minority has made."""
+        self.catching_up.replay(certified, sender, round)
 
-    def on_refuse(self, leader: str, refuse: Refuse, slot: Slot) -> None:
+    def inquire(self, round: EntryRound) -> None:
+        """As a leader, ask whether others have made the entry already."""
+        self.catching_up.search.inquire(round.log)
+
+    def on_refuse(self, leader: str, refuse: Refuse, round: EntryRound) -> None:
         """The leader takes nothing from us as we are: begin again with its state, or with other samples, unless it is
         the leader that is wrong."""
-        is_waiting = self.state is State.JOINING or slot.is_taking_part
+        is_waiting = self.state is State.JOINING or round.is_taking_part
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._me:
             return
-        self._desk.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
+        self._context.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
         ours = self.replica.state_digest
         if refuse.state_digest == ours:
-            self._on_samples_refused(leader, slot)
-        elif self._holds or ours == self.replica.state_of_most or leader in self.presence.unhelpful:
-            self.presence.distrust(leader)  # it is wrong, or does not give the state that it wants
-        else:
+            self._on_samples_refused(leader, round)
+        elif not (self._is_bound or ours == self.replica.state_of_most or leader in self.presence.branches.unhelpful):
             self.catching_up.fetch_from(leader)
 
-    def _on_samples_refused(self, leader: str, slot: Slot) -> None:
-        """Samples that the leader gave us, or the log, are good. What another one gave may be somebody else's, too,
-        whoever of the two lied: so ask this one for others."""
-        if not slot.is_taking_part:
-            return  # we have asked already
-        if leader == slot.leadership.granted_by or self._me in self.replica.log.leases:
-            self.presence.distrust(leader)
-        else:
+    def _on_samples_refused(self, leader: str, round: EntryRound) -> None:
+        """Samples that the leader gave us, or the log, are good. What another one gave may be another joiner's, too,
+        whichever of the two lied: so ask this one for others."""
+        is_good = leader == round.granted_by or self._me in self.replica.log.leases
+        if round.is_taking_part and not is_good:
             self.catching_up.drop_work()
             self.await_lease()
             self.join()
 
-    def on_excluded(self, leader: str, reason: str) -> None:
-        """The leader goes on without us."""
-        if not self.troubles.may_be_left_out:
-            self.presence.distrust(leader)
-        elif self.state in (State.JOINING, State.READY) and not self._holds:
-            self.troubles.left_out(reason)
-            self.look_for_trouble()
-
-    def look_for_trouble(self) -> None:
+    def look_for_hindrance(self) -> None:
         """See whether our work can count. Where it can't, stop training, and wait without a lease."""
-        self.troubles.look(self.slot.leadership.elect())
-        can_stop = self.state in (State.TRAINING, State.READY) and not self._is_averaging and not self._holds
-        if self.troubles.is_aside and can_stop:
+        self.hindrances.look(self.round.leader_of(0))
+        can_stop = self.state in (State.TRAINING, State.READY) and not self._is_exchanging and not self._is_bound
+        if self.hindrances.is_aside and can_stop:
             self.catching_up.drop_work()
             self.await_lease()
-        self.troubles.tell()
+        self.hindrances.tell()
 
     def on_links_changed(self) -> None:
-        self.troubles.links_changed()
-        self.look_for_trouble()
+        self.look_for_hindrance()
 
     def on_refuted(self, refuted: AverageRefuted) -> None:
-        """Most others may find the same of it, in other chunks: then it is left out."""
-        reducer, name = refuted.reducer, refuted.round_name
-        text = f"{reducer} has averaged chunk {refuted.chunk} of {name} wrongly: no exchange with it for an hour"
-        self.presence.refuse(reducer)
-        self._desk.emit(Note("warning", text))
-        self.on_links_changed()
+        """An average is another one than its blocks come to. Its reducer has lied, or the round was not one: nobody else
+        can see it from what is here, so it is told to the volunteer alone."""
+        text = f"{refuted.reducer} has averaged chunk {refuted.chunk} of {refuted.round_name} wrongly"
+        self._context.emit(Note("warning", text))
 
     def hear_amendments(self, amendments: Iterable[Amendment | None]) -> None:
         """Take in what the organiser has signed, to tell others of it, and to put it into an entry when we lead."""
-        news = [amendment for amendment in amendments if self._desk.amending.hear(amendment)]
-        if news and (proposed := self._desk.amending.proposed(self.replica.log)) is not None:
-            self._desk.emit(Note("info", f"the organiser has signed {proposed}; it waits for an entry"))
+        news = [amendment for amendment in amendments if self._context.amending.hear(amendment)]
+        if news and (proposed := self._context.amending.proposed(self.replica.log)) is not None:
+            self._context.emit(Note("info", f"the organiser has signed {proposed}; it waits for an entry"))
 
     def on_fetched(self, event: SnapshotRestored | SnapshotFailed) -> None:
         self.catching_up.search.forget()
         if isinstance(event, SnapshotRestored):
             self.await_lease()
-            self.open_slots()  # where the state is now
+            self.open_rounds()  # where the state is now
             self.join()
 
     # For others -----------------------------------------------------------------------------------------------
@@ -291,30 +273,26 @@ class Course:
         is_here = self.replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING) and self.replica.is_settled
         return is_here and (sender == self._me or self.presence.is_live(sender))
 
-    def gives_lease(self, joiner: str, slot: Slot) -> bool:
-        may_give = slot.log.closes and self.joiner.may_start() and not self.joiner.holds_back()
-        return may_give and slot.leadership.gives_lease(joiner)
+    def gives_lease(self, round: EntryRound) -> bool:
+        """Return whether joiners may be given samples here."""
+        return round.log.closes and self.joiner.may_start() and not self.joiner.holds_back()
 
     def answer_elsewhere(self, sender: str, message: Message | Unread) -> None:
-        """The sender is at a place that we have left, or have not reached."""
-        if isinstance(message, Complete):
-            self.slot.witness.compare_votes(sender, message)
+        """Answer a sender at a place that we have left, or have not reached."""
         followed = self.replica.lineage.after(message.position)
         if followed is not None:
             header, certificate = followed
             if isinstance(message, Inquire) or not self.replica.is_news(header):
-                self._desk.emit(Send(sender, Commit(header=header, certificate=certificate)))
+                self._context.emit(Send(sender, Certified(header=header, certificate=certificate)))
         elif isinstance(message, Inquire):
-            self._desk.emit(Send(sender, Elsewhere(position=self.replica.log.position)))
+            self._context.emit(Send(sender, Elsewhere(position=self.replica.log.position)))
 
     # Out of the run -------------------------------------------------------------------------------------------
-    def attempt_over(self, slot: Slot) -> None:
+    def attempt_over(self, round: EntryRound) -> None:
         self._leave_if_possible()
-        if not self.has_left:
-            slot.say_ready()
 
     def on_leave_requested(self, at_once: bool) -> None:
-        leave_by = self._desk.now + (0 if at_once else self._desk.settings.timing.leave)
+        leave_by = self._context.now + (0 if at_once else self._context.settings.timing.leave)
         self._leave_by = min(leave_by, self._leave_by or leave_by)
         self._leave_if_possible()
 
@@ -328,25 +306,25 @@ class Course:
         if self._leave_by is None:
             return
         is_applying = self.replica.state is ReplicaState.APPLYING or self.replica.undigested is not None
-        is_busy = self._is_averaging or is_applying
-        if not is_busy or self._desk.now >= self._leave_by:
+        is_busy = self._is_exchanging or is_applying
+        if not is_busy or self._context.now >= self._leave_by:
             self._leave()
 
     def _leave(self) -> None:
         self.trainer.stop()
         self.has_left = True
-        self._desk.emit(Stop())  # the driver says goodbye to everybody
+        self._context.emit(Stop())  # the driver says goodbye to everybody
 
     @property
     def goodbye(self) -> Leaving:
         """What to tell the others in the end."""
-        return self._desk.memory.goodbye(self.replica.log.position)
+        return self._context.goodbye(self.replica.log.position)
 
     @property
-    def _is_averaging(self) -> bool:
-        return SlotState.AVERAGING in [slot.state for slot in self.slots.values()]  # `any` takes three times as long
+    def _is_exchanging(self) -> bool:
+        return RoundState.EXCHANGING in [round.state for round in self.rounds.values()]  # `any` takes three times as long
 
     @property
-    def _holds(self) -> bool:
-        """Whether we hold an entry that may have been committed."""
-        return any(slot.acceptor.held for slot in self.slots.values())
+    def _is_bound(self) -> bool:
+        """Whether we are bound to an entry that may have been committed."""
+        return any(round.voter.lock is not None for round in self.rounds.values())

@@ -1,0 +1,125 @@
+"""The view timer of one peer at one position: who leads there, and when the next one does (R1, R2).
+
+A view says to whom the peer says Ready. It forbids no vote, so a timer that ends too early costs time and nothing else.
+Everything here is a pure function of the peer's own clock and of what it hears; nobody else's word counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import median
+
+from peers.log.settings import Timing
+
+MEASURED = 5
+"""Rounds whose median the timer rests on."""
+MARGIN = 3.0
+"""How much longer than usual a round may take before its leader is passed over."""
+LONGEST = 5.0
+"""Times the manifest's time limit, that a view lasts at most."""
+
+
+def death(timing: Timing) -> float:
+    """Return the seconds until a peer that died is known to be dead, and a message about it has arrived."""
+    return timing.heartbeat_expiry + 2 * timing.heartbeat
+
+
+class RoundTimes:
+    """The seconds that the last rounds of one peer took."""
+
+    def __init__(self) -> None:
+        self._seconds = deque[float](maxlen=MEASURED)
+
+    def note(self, seconds: float) -> None:
+        """Note how long a round took."""
+        self._seconds.append(seconds)
+
+    @property
+    def usual(self) -> float | None:
+        """The median; None before the first round."""
+        return median(self._seconds) if self._seconds else None
+
+
+class Pacemaker:
+    """`view` is the peer's view: the first one from the base on whose leader is there; `leader` leads it.
+
+    The base only rises: when the timer ends, when a quorum names a higher view, or when the peer has voted in one. A
+    leader that is not heard is passed over at once; if it is heard again, its view goes on with the time that is left.
+    """
+
+    def __init__(self, timing: Timing, times: RoundTimes, now: float) -> None:
+        self.view = 0
+        self.leader: str | None = None
+        self._timing = timing
+        self._times = times
+        self._now = now
+        self._base = 0
+        self._doublings = 0
+        self._spent: dict[int, float] = {}  # seconds for which the timer has run in each view
+        self._begun: dict[int, float] = {}  # the seconds that leaders who have begun gave their exchange
+
+    def look(
+        self,
+        now: float,
+        ring: Sequence[str],
+        is_there: Callable[[str], bool],
+        is_running: bool = False,
+        grace: float = 0.0,
+        named: int = 0,
+    ) -> None:
+        """Let time pass, and find the view and its leader.
+
+        Args:
+            ring: who leads the views, in turn.
+            is_there: tells whether a peer is heard, and does not say that it can't lead.
+            is_running: whether the timer runs: this peer is ready, and hears a quorum ready.
+            grace: seconds for which a leader waits for members that are late.
+            named: the highest view that a quorum has reached (`named_by_quorum`).
+        """
+        passed, self._now = min(now - self._now, self._timing.heartbeat_expiry), now
+        if is_running:
+            self._spent[self.view] = self._spent.get(self.view, 0.0) + passed
+            if self._spent[self.view] > self.limit(grace):
+                self._doublings += self.view in self._begun
+                self._rise(self.view + 1)
+        self._rise(named)
+        views = range(self._base, self._base + len(ring))
+        self.view = next((view for view in views if is_there(ring[view % len(ring)])), self._base)
+        self.leader = ring[self.view % len(ring)] if ring else None
+
+    def begun(self, seconds: float) -> None:
+        """Note that the leader of this view has begun an exchange of so many seconds: it gets the time for that, once."""
+        if self.view not in self._begun:
+            self._begun[self.view] = seconds
+            self._spent[self.view] = 0.0
+
+    def voted(self, view: int) -> None:
+        """Note a vote in a view: no lower one can come to anything with this peer."""
+        self._rise(view)
+
+    def limit(self, grace: float) -> float:
+        """Return the seconds that this view may last: the usual time, doubled for each view that was too short for a
+        leader that had begun."""
+        usual = self._times.usual
+        seconds = grace + (self._timing.round_timeout if usual is None else MARGIN * usual)
+        if self.view in self._begun:
+            told = self._begun[self.view]
+            seconds += MARGIN * (told if usual is None else min(told, max(death(self._timing), MARGIN * usual)))
+        seconds = max(seconds, death(self._timing))
+        return min(seconds * 2.0**self._doublings, LONGEST * self._timing.round_timeout)
+
+    def _rise(self, base: int) -> None:
+        if base > self._base:
+            self._base = base
+            for old in [view for view in {*self._spent, *self._begun} if view < base]:
+                self._spent.pop(old, None)
+                self._begun.pop(old, None)
+
+
+def named_by_quorum(views: Mapping[str, int], is_quorum: Callable[[Collection[str]], bool]) -> int:
+    """Return the highest view that a quorum has reached, given the views of peers that are heard; 0: none."""
+    for view in sorted(set(views.values()), reverse=True):
+        if is_quorum([peer for peer, reached in views.items() if reached >= view]):
+            return view
+    return 0

@@ -1,0 +1,198 @@
+"""The leader's book of one position: who has got which samples, and who is ready with what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from peers.log.header import MEMBER_LIMIT, Member
+from peers.log.state import LogError, LogState, take_order
+from peers.presence.presence import Presence
+from peers.protocol.awaited import Awaited
+from peers.protocol.commitment import Contribution
+from peers.protocol.context import Context
+from peers.protocol.effects import Dropped, Send
+from peers.protocol.messages import LeaseGrant, LeaseRequest, Ready, Refuse
+from peers.protocol.pacemaker import death
+from peers.protocol.planning import Link
+from peers.protocol.trainer import Trainer, TrainerState
+from peers.values.leases import Lease
+from peers.values.wire import printable
+
+
+class Readiness:
+    """What peers have told this one as the leader of their view. Members say it again and again; what is older than a
+    death takes to be noticed is forgotten."""
+
+    def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
+        self.awaited = Awaited(context.me, log, context.settings)
+        self._context = context
+        self._presence = presence
+        self._trainer = trainer
+        self._log = log
+        self._granted: dict[str, Lease] = {}
+        self._ready: dict[str, Ready] = {}
+        self._said_at: dict[str, float] = {}
+
+    # Leases for joiners (R14) -----------------------------------------------------------------------------------
+    @property
+    def has_given(self) -> bool:
+        """Whether any peer got a lease here: it says Ready to us."""
+        return bool(self._granted)
+
+    def ask_lease(self, sender: str, request: LeaseRequest, state_digest: bytes) -> None:
+        """Grant samples; fewer inner steps the further we are ourselves, so that the joiner finishes with us."""
+        if sender in self._log.excluded:
+            return
+        if request.state_digest != state_digest:
+            self._refuse(sender, state_digest, "its state at this position is not ours")
+            return
+        lease = self._log.leases.get(sender) or self._granted.get(sender) or self._next_grant()
+        if lease is None:
+            return  # as many joiners as one entry can take
+        self._granted[sender] = lease
+        whole = self._context.settings.inner_steps
+        done = whole if self._trainer.state is TrainerState.TRAINED else self._trainer.inner_step()
+        grant = LeaseGrant(position=self._log.position, samples=lease, steps=max(1, whole - done))
+        self._context.emit(Send(sender, grant))
+
+    def _next_grant(self) -> Lease | None:
+        """Return the next grant that no peer has. Those before our own come last: its giver may have given them."""
+        own = self._trainer.lease
+        grants, given = self._log.grants, {*self._granted.values(), own}
+        ours = self._log.grant_of(own or ())
+        first = 0 if ours is None or grants[ours] != own else ours + 1
+        order = (*range(first, len(grants)), *range(first))
+        return next((grants[number] for number in order if grants[number] not in given), None)
+
+    # Ready --------------------------------------------------------------------------------------------------------
+    def take(self, sender: str, ready: Ready, state_digest: bytes) -> bool:
+        """Note that a peer is ready, or tell it why it can't be in the entry. Return whether it is noted."""
+        context = self._context
+        is_full = len(self._ready) >= MEMBER_LIMIT and sender not in self._ready
+        if sender in self._log.excluded or self._is_two(sender, ready.incarnation) or is_full:
+            return False
+        if ready.state_digest != state_digest:
+            self._refuse(sender, state_digest, "its state at this position is not ours")
+            return False
+        known = self._ready.get(sender)
+        if known is None or (known.samples, known.tokens, known.commitment) != (
+            ready.samples,
+            ready.tokens,
+            ready.commitment,
+        ):
+            try:
+                self._admit(sender, ready)
+            except LogError as error:
+                context.emit(Dropped(sender, "ready", str(error)))
+                self._refuse(sender, state_digest, str(error))
+                return False
+        self._ready[sender], self._said_at[sender] = ready, context.now
+        self.awaited.times.note(sender, context.now)
+        return True
+
+    def _is_two(self, peer: str, incarnation: int) -> bool:
+        """Return whether a voter says Ready in another incarnation than the one that it is heard in. Voters do not vote
+        for an entry that takes its say; a peer that has started again is heard as that in a moment."""
+        if self._log.starts.get(peer, incarnation) == incarnation or peer == self._context.me:
+            return False
+        patience = self._context.settings.timing.heartbeat_expiry
+        return peer in self._presence.voters_here(self._log, self._context.incarnation, patience)
+
+    def _admit(self, sender: str, ready: Ready) -> None:
+        """Raises: LogError unless this Ready and the others can be in one entry.
+
+        What another leader granted is good, too, unless we have it ourselves, or have granted it to another peer.
+        """
+        lease = self._log.lease_of(sender, ready.samples)
+        others = [peer for peer, grant in self._granted.items() if grant == lease and peer != sender]
+        if lease and sender != self._context.me and (others or lease == self._trainer.lease):
+            raise LogError("its samples were given to another joiner")
+        self._log.check_member(member_of(sender, ready))
+        self._check_commitment(sender, ready)
+        for peer in others:  # it has what we trained ourselves
+            del self._granted[peer]
+            self._ready.pop(peer, None)
+        if lease and sender not in self._log.leases:
+            self._granted[sender] = lease
+
+    def _check_commitment(self, sender: str, ready: Ready) -> None:
+        """Raises: LogError unless a peer that contributes has signed what."""
+        said = ready.commitment
+        if (said is not None) != (ready.tokens > 0):
+            raise LogError("it commits to what it does not contribute, or does not commit to what it does")
+        if said is None:
+            return
+        author = said.author(sender, ready.incarnation, self._log.position)
+        if not said.is_of(author, self._context.keys.verify):
+            raise LogError("it has not signed its commitment")
+
+    def _refuse(self, peer: str, state_digest: bytes, reason: str) -> None:
+        refuse = Refuse(position=self._log.position, state_digest=state_digest, reason=printable(reason))
+        self._context.emit(Send(peer, refuse))
+
+    def leaves(self, peer: str) -> None:
+        """Note that a peer has left."""
+        self._ready.pop(peer, None)
+
+    def forget(self) -> None:
+        """Forget peers that say it no more, or are dead."""
+        now, live = self._context.now, self._presence.live()
+        patience = death(self._context.settings.timing)
+        for peer in list(self._ready):
+            is_here = peer == self._context.me or peer in live
+            if not is_here or now - self._said_at[peer] >= patience:
+                del self._ready[peer]
+
+    def of(self, view: int) -> dict[str, Ready]:
+        """Return those that are ready in a view."""
+        return {peer: ready for peer, ready in self._ready.items() if ready.view == view}
+
+    def views(self) -> dict[str, int]:
+        """Return the views that those who are ready are in."""
+        return {peer: ready.view for peer, ready in self._ready.items()}
+
+    # What follows -----------------------------------------------------------------------------------------------
+    def is_time(self, ready: Mapping[str, Ready]) -> bool:
+        """Return whether all that can be expected are ready, or the grace is over, and there is work."""
+        contributing = self.contributing(ready)
+        if not ready or (self._log.closes and not contributing):
+            return False
+        self.awaited.look(self._presence.live(), self._granted, self._presence.unreached)
+        return self.awaited.is_time(self._context.now, ready.keys(), contributing)
+
+    def is_full(self, view: int) -> bool:
+        """Return whether all whom we waited for when time passed last are ready by now."""
+        return self.awaited.are_all_in(self.of(view).keys())
+
+    def contributing(self, ready: Mapping[str, Ready]) -> set[str]:
+        """Return those whose work counts: not that of peers on probation, unless all are."""
+        working = {peer for peer, said in ready.items() if said.tokens}
+        new = {peer for peer in working if self._log.is_on_probation(peer)}
+        return working - new if new and not all(map(self._log.is_on_probation, ready)) else working
+
+    def roster(self, ready: Mapping[str, Ready]) -> tuple[Member, ...]:
+        """Return the members of an entry of these, as they count, in its order."""
+        offers = self._log.weighed([member_of(peer, said) for peer, said in ready.items()])
+        by_peer = {member.peer: member for member in offers}
+        return tuple(by_peer[peer] for peer in take_order(self._log.roster, by_peer))
+
+
+def member_of(peer: str, ready: Ready) -> Member:
+    """Return a peer's share in the entry, as it states it."""
+    return Member(
+        peer=peer, tokens=ready.tokens, samples=ready.samples, wants=ready.wants, incarnation=ready.incarnation
+    )
+
+
+def commitments_of(roster: Collection[Member], ready: Mapping[str, Ready]) -> tuple[Contribution, ...]:
+    """Return what the members that contribute have committed to, in their order."""
+    committed = (ready[member.peer].commitment for member in roster if member.tokens)
+    return tuple(one.contribution for one in committed if one)
+
+
+def links_of(ready: Mapping[str, Ready]) -> dict[str, Link]:
+    """Return what members say of their own links."""
+    return {
+        peer: Link(said.rate, dict(said.seen), frozenset(said.relayed), frozenset(said.unreached))
+        for peer, said in ready.items()
+    }

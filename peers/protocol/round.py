@@ -1,0 +1,746 @@
+"""This peer's part in making the entry at one position: open, ready, exchanging, decided.
+
+There is one for each cycle and fragment, from when the peer comes to the cycle until the entry is made, or its work is
+dropped; while it still trains, too, since it may vote, and lead.
+
+The exchange and the vote are two things. What the exchange loses is absent; the vote decides what it came to. So nothing
+here asks why a message did not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar
+
+from peers.log.certificate import Ballot, Phase, electorate, prove
+from peers.log.header import NO_PAYLOAD, Header, Member
+from peers.log.state import LogError, LogState
+from peers.presence.membership import PARTICIPATING
+from peers.presence.presence import Presence
+from peers.protocol.commitment import Author, Commitment, commit_to, digest_of_all
+from peers.protocol.context import Context, Repetition
+from peers.protocol.contributions import Contributions
+from peers.protocol.effects import Dropped, FetchPayload, Note, Send
+from peers.protocol.events import (
+    BadBlocks,
+    ChunkSent,
+    ChunksUnsent,
+    PayloadAssembled,
+    PayloadFetched,
+    PayloadNotFetched,
+    ReducedArrived,
+    Tick,
+)
+from peers.protocol.exchange import Exchange, ExchangeEvent
+from peers.protocol.internal import Owner, WorkDone
+from peers.protocol.leader import Leader
+from peers.protocol.messages import Begin, Certified, Propose, Ready, Vote, Want
+from peers.protocol.minority import Attendance
+from peers.protocol.pacemaker import Pacemaker, named_by_quorum
+from peers.protocol.part import Part, Row, Table
+from peers.protocol.parts import Averaged
+from peers.protocol.replica import Replica, ReplicaState
+from peers.protocol.rounds import Round
+from peers.protocol.trainer import Trainer, TrainerState
+from peers.protocol.voter import Voter, audience, choice_of, is_open, told_by
+from peers.protocol.voting import FIRST, Refusal
+from peers.protocol.weights import weights_of
+from peers.values.chunks import Sum
+from peers.values.workload import Trained
+
+STALLED = 3.0
+"""Pauses between repeated messages in which nothing of a decided payload may come, until the whole of it is fetched."""
+
+
+class RoundState(StrEnum):
+    OPEN = "open"
+    READY = "ready"
+    EXCHANGING = "exchanging"
+    DECIDED = "decided"
+
+
+OPEN, READY, EXCHANGING, DECIDED = RoundState
+COMMITTED: dict[StrEnum, str] = {DECIDED: "the entry is committed"}
+VOTES: dict[type, Row] = {
+    Propose: Row("_propose", COMMITTED),
+    Vote: Row("_vote", COMMITTED),
+    Certified: Row("_certified", COMMITTED),
+    PayloadFetched: Row("_fetched", COMMITTED),
+    PayloadNotFetched: Row("_not_fetched"),
+}
+"""A voter that trains, or is in no exchange, votes as well."""
+DATA: dict[type, Row] = {event: Row("_exchanged", COMMITTED) for event in ExchangeEvent.__args__} | {Want: Row("_want")}
+
+
+class OwnWork:
+    """What this peer brings into an entry, once the trainer is done."""
+
+    def __init__(self, context: Context, presence: Presence, trainer: Trainer, log: LogState) -> None:
+        self.trained: Trained | None = None
+        self.since: float | None = None
+        """When it was done."""
+        self._context = context
+        self._presence = presence
+        self._trainer = trainer
+        self._log = log
+        self._number = 0
+        self._wants = 0  # samples of the next lease; 0: a whole one
+        self._committed: tuple[Sum, Author, Commitment] | None = None
+
+    def make(self, trained: Trained) -> None:
+        """Bring this, and decide how much to ask for next: a round must take all of it as it was made."""
+        self.trained, self.since = trained, self._context.now
+        self._number = self._context.number_of_work()
+        self._wants = self._trainer.wants(self._presence.speeds(self._log))
+
+    def member(self) -> Member:
+        """Return our share in the entry, as we state it."""
+        assert self.trained is not None
+        return Member(
+            peer=self._context.me,
+            tokens=self.trained.tokens,
+            samples=self.trained.samples,
+            wants=self._wants,
+            incarnation=self._context.incarnation,
+        )
+
+    def commitment(self) -> Commitment | None:
+        """Sign what the training came to; once, for as long as that is the same."""
+        if self.trained is None or not self.trained.tokens or self.trained.contribution is None:
+            return None
+        root, context = self.trained.contribution, self._context
+        author = Author(
+            peer=context.me, incarnation=context.incarnation, position=self._log.position, number=self._number
+        )
+        if self._committed is None or self._committed[:2] != (root, author):
+            self._committed = root, author, commit_to(root, author, context.keys)
+        return self._committed[2]
+
+    def is_taken_by(self, round: Round) -> bool:
+        """Return whether a round takes what we bring as we state it; while we are on probation, as it counts beside
+        others."""
+        if self.trained is None:
+            return False
+        mine = [member for member in round.roster if member.peer == self._context.me]
+        others = [member for member in round.roster if member.peer != self._context.me]
+        stated = self.member()
+        return mine in ([stated], [self._log.weighed([stated, *others])[0]])
+
+    def is_stated_by(self, begin: Begin) -> bool:
+        """Return whether a reducer is told what all have committed to, and of us what we did. What others have signed,
+        their chunks show."""
+        me, contributors = self._context.me, begin.round.contributors
+        if not any(share.chunks for share in begin.round.shares if share.member.peer == me):
+            return True
+        told, ours = begin.commitments, self.commitment()
+        if len(told) != len(contributors) or digest_of_all(told) != begin.round.committed:
+            return False
+        said = {member.peer: one for member, one in zip(contributors, told, strict=True)}
+        return said.get(me) == (ours.contribution if ours else None)
+
+    def ready(self, state_digest: bytes, view: int, exchange: Exchange | None, voter: Voter, answer: Answer) -> Ready:
+        """Return what the leader of a view is told."""
+        presence, member = self._presence, self.member()
+        return Ready(
+            position=self._log.position,
+            view=view,
+            incarnation=member.incarnation,
+            state_digest=state_digest,
+            tokens=member.tokens,
+            samples=member.samples,
+            wants=member.wants,
+            commitment=self.commitment(),
+            round=exchange.name if exchange else None,
+            rate=presence.rate,
+            seen=presence.reachability.seen(self._context.me),
+            relayed=presence.named(presence.reachability.detours(self._context.now)),
+            unreached=presence.named(presence.unreached),
+            lock=voter.lock,
+            refused=answer.ballot,
+            reason=answer.refusal.value if answer.refusal else "",
+            heard=answer.heard,
+            unproven=answer.unproven,
+        )
+
+
+    @property
+    def grace(self) -> float:
+        """Seconds for which a leader waits for members that are late."""
+        return self._trainer.grace()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether we train for the entry, or have."""
+        return self.trained is not None or self._trainer.state is not TrainerState.IDLE
+
+
+@dataclass
+class Answer:
+    """Our answer to the newest proposal, if we have not voted for it."""
+
+    ballot: Ballot | None = None
+    refusal: Refusal | None = None
+    heard: tuple[str, ...] = ()
+    unproven: tuple[bytes, ...] = ()
+
+
+@dataclass
+class Notes:
+    """What has happened at the position so far, as this peer saw it."""
+
+    moved_at: float
+    """When a chunk came last."""
+    began_at: float = 0.0
+    entered: Ballot = FIRST
+    """The newest ballot that began a round of ours: to come back to an older one would be to average anew."""
+    begun: Ballot = FIRST
+    propose: Propose | None = None
+    answer: Answer = field(default_factory=Answer)
+    fetched: set[bytes] = field(default_factory=set)
+    """Payloads of proposals that were fetched as a whole."""
+    lacking_since: float | None = None
+    """Since when the payload of a prepared header is looked for."""
+    decided: Certified | None = None
+    told_by: str = ""
+    granted_by: tuple[str, float] | None = None
+    """The peer that gave us our lease, and when: it leads, though its heartbeats may not say yet that it is at work."""
+
+
+class EntryRound(Part):
+    """One position, one entry. Its votes outlive it, in the peer's record; all else goes when the peer moves on."""
+
+    TABLE: ClassVar[Table] = {
+        OPEN: {
+            Tick: Row("_watch", COMMITTED),
+            WorkDone: Row("_be_ready", {READY: "inner steps are done"}),
+        }
+        | VOTES,
+        READY: {
+            Tick: Row("_keep_ready", COMMITTED),
+            Begin: Row("_begin", {EXCHANGING: "the leader begins"} | COMMITTED),
+        }
+        | VOTES
+        | DATA,
+        EXCHANGING: {
+            Tick: Row("_keep_exchanging", COMMITTED | {READY: "the view is over"}),
+            Begin: Row("_begin", COMMITTED),
+        }
+        | VOTES
+        | DATA,
+        DECIDED: {Tick: Row("_await_payload")} | DATA,
+    }
+    EXACT = frozenset({WorkDone})
+    state: RoundState
+
+    def __init__(
+        self, context: Context, presence: Presence, trainer: Trainer, replica: Replica, fragment: int, host: Owner
+    ) -> None:
+        super().__init__(OPEN)
+        self.log = replica.log.of(fragment)
+        self.exchange: Exchange | None = None
+        self.pacemaker = Pacemaker(context.settings.timing, context.round_times, context.now)
+        self.attendance = Attendance(context, presence, self.log)
+        self.voter = Voter(context, presence, replica, self.log)
+        self.leader = Leader(context, presence, trainer, replica, self)
+        self._context = context
+        self._presence = presence
+        self._replica = replica
+        self._host = host
+        self._work = OwnWork(context, presence, trainer, self.log)
+        self._word = Repetition(context)
+        self._notes = Notes(context.now)
+        self._look()
+
+    @property
+    def is_taking_part(self) -> bool:
+        return self.state in (READY, EXCHANGING)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the entry is committed."""
+        return self.state is DECIDED
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether we are in an exchange, or wait for what it came to."""
+        return self.state in (EXCHANGING, DECIDED)
+
+    @property
+    def led_by(self) -> str | None:
+        """The leader of our view."""
+        return self.pacemaker.leader
+
+    @property
+    def is_led_by_us(self) -> bool:
+        """Whether we lead our view."""
+        return self.pacemaker.leader == self._context.me
+
+    @property
+    def here(self) -> LogState:
+        """The log before the entry, with the state that we have."""
+        return self._replica.in_our_state(self.log)
+
+    def granted(self, leader: str) -> None:
+        """Note who gave us our lease."""
+        self._notes.granted_by = leader, self._context.now
+        self._look()
+
+    @property
+    def granted_by(self) -> str | None:
+        """The peer that gave us our lease here."""
+        return self._notes.granted_by[0] if self._notes.granted_by else None
+
+    def was_asked(self, peer: str) -> bool:
+        """Whether we have told the peer that we are ready: it knows better than its last heartbeat how far it is."""
+        return self.is_taking_part and peer == self.pacemaker.leader
+
+    # The view -------------------------------------------------------------------------------------------------
+    def _look(self) -> None:
+        """See who is here, and who leads."""
+        ready_since = self._work.since if self.is_taking_part else None
+        is_level = self._replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING)
+        self.attendance.look(ready_since, is_level and self._work.is_under_way, self._replica.is_behind)
+        here, ring = self.attendance.here, self._ring()
+        views = self.attendance.views() | {self._context.me: self.pacemaker.view} | self.leader.readiness.views()
+        named = named_by_quorum(
+            {peer: view for peer, view in views.items() if peer in here},
+            lambda peers: self.attendance.is_enough({peer: here[peer] for peer in peers}),
+        )
+        is_fragmented = self.log.fragments > 1
+        is_running = self.is_taking_part and self.attendance.is_ready(is_fragmented)
+        if self.log.last is None and not self._work.is_under_way:
+            is_running = len(ring) >= self._context.settings.minimum_peers  # a founder that gives us nothing
+        self.pacemaker.look(self._context.now, ring, self._is_there, is_running, self._work.grace, named)
+
+    def _ring(self) -> Sequence[str]:
+        """Return who leads the views, in turn (R1). Before the first entry these are the peers that are at work, or else
+        all that are heard (R13)."""
+        me, notes = self._context.me, self._notes
+        if any(self._is_there(peer) for peer in self.log.ring):
+            return self.log.ring
+        at_work = set(self.attendance.here)
+        is_new = notes.granted_by and self._context.now - notes.granted_by[1] <= self._context.settings.timing.heartbeat_expiry
+        if notes.granted_by and is_new:
+            at_work.add(notes.granted_by[0])
+        if self.leader.readiness.has_given:
+            at_work.add(me)
+        if not at_work and self.log.last is None:
+            at_work = set(self.attendance.founders())
+        return sorted(at_work or {me})
+
+    def _is_there(self, peer: str) -> bool:
+        """Return whether a peer can lead, as we hear and as it says itself."""
+        if peer == self._context.me:
+            return self._presence.can_lead
+        beat = self._presence.live().get(peer)
+        if beat is None or not beat.leads:
+            return False
+        if self.log.last is None:
+            return True
+        index = self.log.position.index
+        is_vain = beat.index > index and peer in self._presence.branches.vain
+        return beat.state in PARTICIPATING and beat.index + 1 >= index and not is_vain
+
+    def leader_of(self, view: int) -> str | None:
+        """Return the leader of a view."""
+        ring = self._ring()
+        return ring[view % len(ring)] if ring else None
+
+    def _watch(self, _: Tick) -> None:
+        self._look()
+        self._consider()
+
+    # Ready ----------------------------------------------------------------------------------------------------
+    def _be_ready(self, done: WorkDone) -> None:
+        self._work.make(done.trained)
+        self._enter(READY)
+        self._look()
+        self._word.at_once()
+        self.say_ready()
+
+    def say_ready(self) -> None:
+        """Tell the leader of our view what we have trained, and what we are bound to, until something comes of it."""
+        leader = self.pacemaker.leader
+        if not self._replica.is_settled or leader is None or not self._word.is_due:
+            return
+        self._word.said()
+        context, evidence, lineage = self._context, self._context.evidence, self._replica.lineage
+        ready = self._work.ready(
+            self._replica.state_digest, self.pacemaker.view, self.exchange, self.voter, self._notes.answer
+        )
+        context.emit(Send(leader, ready))
+        self.voter.repeat(leader)
+        if leader == context.me:
+            self._host.inquire(self)
+        else:
+            faults = evidence.provable(self.log, lineage, (context.me,))
+            shown = evidence.show(leader, faults, self.log.position, context.now, again=True)
+            context.emit(*(Send(leader, proof) for proof in shown))
+
+    def _keep_ready(self, _: Tick) -> None:
+        before = self.pacemaker.leader
+        self._look()
+        if self.pacemaker.leader != before:
+            self._word.at_once()
+        self._go_on()
+
+    def _keep_exchanging(self, _: Tick) -> None:
+        before = self.pacemaker.view
+        self._look()
+        if self.pacemaker.view != before:
+            self._word.at_once()
+            self._enter(READY)
+            self._go_on()
+            self._host.attempt_over(self)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Repeat what may have been lost, and see whether we can vote by now."""
+        if self.exchange is not None:
+            self._context.emit(*self.exchange.tick(self._context.now, self._heard()))
+        self._consider()
+        if self.state is not DECIDED and self._word.is_due:
+            self._tell_part()
+            self.say_ready()
+
+    def _heard(self) -> set[str]:
+        return {self._context.me, *self._presence.live()}
+
+    # The exchange ---------------------------------------------------------------------------------------------
+    def _begin(self, begin: Begin, sender: str) -> None:
+        """Join the exchange that the leader of our view begins, or goes on with."""
+        notes, round = self._notes, begin.round
+        if sender != self.pacemaker.leader or begin.ballot.view != self.pacemaker.view or begin.ballot < notes.begun:
+            return
+        seconds = min(begin.seconds, self._context.settings.timing.round_timeout)
+        if self.exchange is not None and self.exchange.name == round.name:
+            if self.exchange.round != round:
+                self._context.emit(Dropped(sender, "begin", "it goes on with another round of the same name"))
+                return
+            if begin.ballot != notes.begun:
+                known = self._contributions(begin)
+                self._context.emit(*self.exchange.go_on(begin.heirs, seconds, self._context.now, known))
+        elif not self._join(begin, sender, seconds):
+            return
+        notes.begun = begin.ballot
+        self.pacemaker.begun(seconds)
+        if self.state is READY:
+            self._enter(EXCHANGING)
+        self._consider()
+        self._tell_part()
+
+    def _join(self, begin: Begin, sender: str, seconds: float) -> bool:
+        """Enter a new round. Return whether we do."""
+        round, notes = begin.round, self._notes
+        if round.name.ballot <= notes.entered or not self._work.is_taken_by(round):
+            return False
+        if round.group and (not self.attendance.is_alone or self.attendance.left_out(round.group)):
+            return False
+        if not self._can_lead_to_an_entry(round, sender):
+            self._context.emit(Dropped(sender, "begin", "its round can lead to no entry"))
+            return False
+        if not self._work.is_stated_by(begin):
+            self._context.emit(Dropped(sender, "begin", "it does not say what all members have committed to"))
+            return False
+        context = self._context
+        notes.entered, notes.began_at, notes.moved_at = round.name.ballot, context.now, context.now
+        self._presence.reachability.round_begins(self.log.fragment)
+        resend, contributions = context.settings.timing.resend, self._contributions(begin)
+        self.exchange = Exchange(context.me, round, contributions, context.keys, context.now, seconds, resend)
+        context.emit(*self.exchange.open())
+        if begin.heirs:
+            context.emit(*self.exchange.go_on(begin.heirs, seconds, context.now))
+        return True
+
+    def _can_lead_to_an_entry(self, round: Round, leader: str) -> bool:
+        """Return whether the round's roster follows from the log, and its parts are the payload."""
+        try:
+            round.entry(self.log, {}, self.log.position.head, leader if self.log.closes else None)  # any digest will do
+        except LogError:
+            return False
+        reducers = {share.member.peer for share in round.shares if share.chunks}
+        size = self._context.payloads[self.log.fragment].size
+        return round.chunks == size.chunks and reducers <= {member.peer for member in round.contributors}
+
+    def _contributions(self, begin: Begin) -> Contributions:
+        """Return what is known of the contributions to a round, our own signature included."""
+        ours, settings = self._work.commitment(), self._context.settings
+        weights = weights_of(begin.round.contributors, self.log, settings)
+        return Contributions.of(begin, settings.clip, weights, ours.signature if ours else None)
+
+    def _tell_part(self) -> None:
+        """Tell the leader what we have averaged, until it proposes."""
+        leader, propose = self.pacemaker.leader, self._notes.propose
+        if self.exchange is None or leader is None:
+            return
+        if propose is not None and propose.ballot.view == self.pacemaker.view and propose.round == self.exchange.name:
+            return
+        part = self.exchange.part()
+        if part is not None:
+            self._context.emit(Send(leader, part))
+
+    def _exchanged(self, event: ExchangeEvent) -> None:
+        """Take in news of the round's data."""
+        exchange, context = self.exchange, self._context
+        if exchange is None or event.round_name != exchange.name:
+            return
+        had_part = exchange.part() is not None
+        self._notes.moved_at = context.now
+        if isinstance(event, ChunksUnsent) and self._presence.is_live(event.peer):
+            self._presence.reachability.failed(event.peer, context.now, self.log.fragment)
+        elif isinstance(event, ChunkSent):
+            self._presence.reachability.passed(event.peer)
+        elif isinstance(event, BadBlocks):
+            self._observe_blocks(event, exchange)
+        elif isinstance(event, ReducedArrived) and event.origin is not None:
+            averaged = Averaged(chunk=event.chunk, digest=event.digest, absent=event.absent, origin=event.origin)
+            context.convict(context.evidence.observe_average(exchange.round, averaged, self._replica.lineage))
+        context.emit(*exchange.handle(event))
+        if not had_part and self.state is not DECIDED:
+            self._tell_part()
+        if isinstance(event, PayloadAssembled):
+            self._await_payload() if self.state is DECIDED else self._consider()
+
+    def _observe_blocks(self, bad: BadBlocks, exchange: Exchange) -> None:
+        context = self._context
+        context.emit(Dropped(bad.sender, "average" if bad.reduced else "contribution", bad.reason))
+        if bad.reduced:
+            self.leader.refuse(bad.sender)
+        members = {member.peer: member for member in exchange.round.contributors}
+        if bad.evidence is not None and bad.sender in members:
+            author = exchange.round.author(members[bad.sender], bad.evidence.commitment)
+            context.convict(context.evidence.observe_blocks(author, bad.evidence, self._replica.lineage))
+
+    def _want(self, want: Want, sender: str) -> None:
+        if self.exchange is not None:
+            self._context.emit(*self.exchange.hear(sender, want))
+
+    # Vote 1 ---------------------------------------------------------------------------------------------------
+    def _propose(self, propose: Propose, sender: str) -> None:
+        """Take in a proposal of our view's leader, or of an earlier one's."""
+        known, view = self._notes.propose, propose.ballot.view
+        if view > self.pacemaker.view or sender != self.leader_of(view) or (known and propose.ballot < known.ballot):
+            return
+        if view == self.pacemaker.view:
+            self.pacemaker.begun(0.0)
+        if known is None or known.ballot != propose.ballot:
+            self._notes.answer = Answer()
+        else:
+            self.voter.repeat(sender)
+        self._notes.propose, self._notes.told_by = propose, sender
+        self._consider()
+
+    def _consider(self) -> None:
+        """Vote for the newest proposal if we can by now."""
+        propose, notes = self._notes.propose, self._notes
+        if propose is None or self.state is DECIDED:
+            return
+        answer = Answer(propose.ballot)
+        objection = self._objection(propose, answer)
+        answer.refusal = self.voter.prepare(propose, notes.told_by, objection)
+        if answer.refusal is None:
+            self.pacemaker.voted(propose.ballot.view)
+            notes.answer, notes.lacking_since = Answer(), None
+        elif answer != notes.answer:
+            notes.answer = answer
+            if answer.refusal is not Refusal.NO_PAYLOAD and self.is_taking_part:
+                self._word.at_once()
+                self.say_ready()
+        for certified in self.voter.recount(propose.choice):
+            self._is_certified(certified, self._context.me)
+
+    def _objection(self, propose: Propose, answer: Answer) -> Refusal | None:
+        """Return what stands against a proposal, besides our own votes (R5, 4 to 11)."""
+        header, group = propose.header, propose.group
+        if group and (not self.attendance.is_alone or self.attendance.left_out(group)):
+            answer.heard = self.attendance.left_out(group)
+            return Refusal.NOT_ALONE
+        if propose.justify is not None:
+            return None if self._has_payload(header) else self._look_for_payload(propose)
+        if (objection := self._objection_to_data(propose)) is not None:
+            return objection
+        if self.log.closes and header.leader != self._notes.told_by:
+            return Refusal.DOES_NOT_FOLLOW
+        answer.heard = () if group else self._forgotten(header)
+        if answer.heard:
+            return Refusal.NOT_GONE
+        answer.unproven = self._context.evidence.lacking(header.faults, self._replica.lineage)[:16]
+        return Refusal.UNPROVEN_FAULT if answer.unproven else None
+
+    def _objection_to_data(self, propose: Propose) -> Refusal | None:
+        """Return what the exchange says against a proposal: its averages must be here, as their reducers signed them."""
+        header, exchange, log = propose.header, self.exchange, self.here
+        if header.payload == NO_PAYLOAD:
+            has_work = self._work.trained is not None and self._work.trained.tokens > 0
+            return Refusal.HAS_WORK if has_work and not self.log.closes else None
+        if exchange is None or propose.round != exchange.name:
+            return Refusal.NO_PAYLOAD
+        self._context.emit(*exchange.proposed(propose.marks))
+        if exchange.payload != header.payload:
+            return Refusal.NO_PAYLOAD
+        besides = header.leader, header.faults, log.gone_in(header), log.taken_in(header)
+        try:
+            expected = exchange.round.entry(log, exchange.absent(), header.payload, *besides)
+        except LogError:
+            return Refusal.DOES_NOT_FOLLOW
+        return None if expected == header else Refusal.UNSIGNED_AVERAGE
+
+    def _forgotten(self, header: Header) -> tuple[str, ...]:
+        """Return the voters that we hear, and that would lose their say: they are said to be gone, or to have started
+        again. Nobody but they themselves can bring that about (R12)."""
+        if not self.log.closes or not self.log.voters:
+            return ()
+        expiry = self._context.settings.timing.heartbeat_expiry
+        here = self._presence.voters_here(self.log, self._context.incarnation, expiry)
+        others = {one.peer for one in header.roster if not self.log.counts(one.peer, one.incarnation)}
+        return tuple(sorted(here & {*self.log.gone_in(header), *others}))
+
+    def _has_payload(self, header: Header) -> bool:
+        is_here = self.exchange is not None and self.exchange.payload == header.payload
+        return is_here or header.payload == NO_PAYLOAD or header.payload in self._notes.fetched
+
+    def _look_for_payload(self, propose: Propose) -> Refusal:
+        """Fetch the payload of a prepared header from those that have voted for it. A peer that is bound to a header
+        whose payload is nowhere for the partition grace gives up its vote."""
+        context, notes, justify = self._context, self._notes, propose.justify
+        assert justify is not None
+        if not self.voter.place.is_prepared(propose.header, justify):
+            return Refusal.NO_PAYLOAD
+        if notes.lacking_since is None:
+            notes.lacking_since = context.now
+            self._fetch(propose)
+        if context.now - notes.lacking_since > context.settings.timing.partition_grace and self.voter.lock is not None:
+            context.emit(Note("warning", f"the payload of {propose.header.index} is nowhere: this peer has no say here"))
+            context.begin_anew()
+            notes.lacking_since = None
+        return Refusal.NO_PAYLOAD
+
+    def _fetch(self, propose: Propose) -> None:
+        header, justify = propose.header, propose.justify
+        assert justify is not None
+        voters = electorate(self.log, header, justify.group).voters
+        signers = [voters[signer.place][0] for signer in justify.signers]
+        donors = dict.fromkeys(peer for peer in (self._notes.told_by, *signers) if self._presence.is_live(peer))
+        self._context.emit(FetchPayload(header, tuple(donors)))
+
+    def _fetched(self, fetched: PayloadFetched) -> None:
+        self._notes.fetched.add(fetched.header.payload)
+        self._consider()
+
+    def _not_fetched(self, failed: PayloadNotFetched) -> None:
+        self._context.emit(Note("info", f"no payload of entry {failed.header.index}: {failed.reason}"))
+        propose = self._notes.propose
+        if propose is not None and propose.justify is not None and propose.header == failed.header:
+            self._fetch(propose)
+
+    # Vote 2, and the entry ------------------------------------------------------------------------------------
+    def _vote(self, vote: Vote, sender: str) -> None:
+        """Count a vote. One that is repeated is answered by what came of it."""
+        ballot, phase = vote.choice.ballot, vote.choice.phase
+        is_repeated = self.voter.voted_in(sender, ballot, phase)
+        certified = self.voter.hear(sender, vote)
+        prepared = self.voter.prepared
+        if certified is not None:
+            self._is_certified(certified, self._context.me)
+        elif is_repeated and phase is Phase.PREPARE and sender != self._context.me and prepared is not None:
+            if choice_of(prepared).ballot == ballot:
+                self._context.emit(Send(sender, prepared))
+
+    def _certified(self, certified: Certified, sender: str) -> None:
+        """Take in a certificate that another peer shows."""
+        certificate = certified.certificate
+        if certificate is None:
+            self._host.others_made(certified, sender, self)
+        elif certificate.choice.phase is Phase.COMMIT:
+            if self._proves(certified, sender):
+                self._is_certified(certified, sender)
+        elif self.voter.is_prepared(certified):
+            self._is_certified(certified, sender)
+        else:
+            self._context.emit(Dropped(sender, "certificate", "it does not prepare this header"))
+
+    def _proves(self, certified: Certified, sender: str) -> bool:
+        assert certified.certificate is not None
+        try:
+            self.here.check_next(certified.header)
+            prove(certified.certificate, self.here, certified.header, self._context.keys.verify)
+        except LogError as error:
+            self._context.emit(Dropped(sender, "certificate", str(error)))
+            return False
+        return True
+
+    def _is_certified(self, certified: Certified, sender: str) -> None:
+        """A header is prepared, or committed."""
+        if self.state is DECIDED:
+            return
+        context, choice = self._context, choice_of(certified)
+        context.convict(context.evidence.observe_certified(certified, self.log, self._replica.lineage))
+        is_news = choice.phase is Phase.COMMIT or self.voter.is_news(choice)
+        if is_news:
+            self._pass_on(certified)
+        if choice.phase is Phase.COMMIT:
+            self._is_committed(certified, sender)
+            return
+        leader = self.leader_of(choice.ballot.view) or sender
+        if self.voter.commit(certified, leader) is None:
+            self.pacemaker.voted(choice.ballot.view)
+        for known in self.voter.recount(choice):
+            self._is_certified(known, context.me)
+
+    def _pass_on(self, certified: Certified) -> None:
+        """Tell others of a certificate: many by a tree of all; of a few, the leader tells those that were not asked for
+        vote 1, and know nothing of the header."""
+        assert certified.certificate is not None
+        header, group, me = certified.header, certified.certificate.group, self._context.me
+        leader, members = self.leader_of(choice_of(certified).ballot.view), audience(self.log, header, group)
+        if leader is None:
+            return
+        if not is_open(self.log, header, group):
+            told = told_by(me, leader, members)
+        elif leader == me and choice_of(certified).phase is Phase.PREPARE:
+            asked = self.leader.asked
+            told = tuple(peer for peer in members if peer not in asked and self._presence.is_live(peer))
+        else:
+            told = ()
+        self._context.emit(*(Send(peer, certified) for peer in told if peer != me))
+
+    def _is_committed(self, certified: Certified, sender: str) -> None:
+        """Take the entry, if it is ours to take and its payload is here, or comes with the exchange."""
+        header, notes = certified.header, self._notes
+        assert certified.certificate is not None
+        is_ours = self.voter.has_committed(certified.certificate)
+        if not is_ours and (certified.certificate.choice.alone or self.log.last is None):
+            self._host.others_made(certified, sender, self)
+        elif self._has_payload(header):
+            self._make(certified)
+        elif self.is_taking_part and notes.propose is not None and notes.propose.header == header and self.exchange:
+            notes.decided, notes.told_by, notes.moved_at = certified, sender, self._context.now
+            self._enter(DECIDED)
+        else:
+            self._host.others_made(certified, sender, self)
+
+    def _await_payload(self, _: Tick | None = None) -> None:
+        """What is decided comes with the exchange, or is fetched as a whole when nothing comes any more."""
+        notes, context = self._notes, self._context
+        if notes.decided is None:
+            return
+        if self._has_payload(notes.decided.header):
+            certified, notes.decided = notes.decided, None
+            self._make(certified)
+            return
+        if self.exchange is not None:
+            context.emit(*self.exchange.tick(context.now, self._heard()))
+        if context.now - notes.moved_at > STALLED * context.settings.timing.resend:
+            notes.moved_at = context.now
+            self._host.others_made(notes.decided, notes.told_by, self)
+
+    def _make(self, certified: Certified) -> None:
+        """The entry is committed, and its payload is here."""
+        if self.state is not DECIDED:
+            self._enter(DECIDED)
+        if self._notes.began_at:
+            self._context.round_times.note(self._context.now - self._notes.began_at)
+        self._host.entry_made(certified.header, certified.certificate)

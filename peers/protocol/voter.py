@@ -1,0 +1,188 @@
+"""The votes of one peer at one position, and what the votes of others come to there.
+
+The rules are in voting.py; here they meet messages. A vote is kept in the peer's record before it is sent. Among a few
+members all hear all votes, and each puts the certificates together itself; among many the leader does, and passes them
+on through the members, as a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peers.log.certificate import Ballot, Certificate, Choice, Group, Phase, electorate
+from peers.log.header import Header
+from peers.log.state import LogState
+from peers.presence.presence import Presence
+from peers.protocol.context import Context
+from peers.protocol.effects import Send
+from peers.protocol.messages import Certified, Propose, Vote
+from peers.protocol.replica import Replica
+from peers.protocol.voting import Cast, Refusal, Tally, VoterState, VotingPlace, vote_commit, vote_prepare
+
+OPEN_LIMIT = 16
+"""Peers that all hear all votes: one delay less, and messages by the square."""
+FANOUT = 16
+"""Members that each member of a larger round tells of a certificate: they are long."""
+REMEMBERED = 8
+"""Proposed headers whose votes are counted."""
+
+
+class Voter:
+    """`prepared` is the newest header that is prepared, as far as this peer knows."""
+
+    def __init__(self, context: Context, presence: Presence, replica: Replica, log: LogState) -> None:
+        self.prepared: Certified | None = None
+        self._context = context
+        self._presence = presence
+        self._replica = replica
+        self._log = log
+        self._proposed: dict[bytes, tuple[Header, Group]] = {}  # by digest
+        self._tally = Tally(self.place)
+
+    @property
+    def place(self) -> VotingPlace:
+        """The position as the rules see it, for the state that we have."""
+        return VotingPlace(self._replica.in_our_state(self._log), self._context.keys)
+
+    @property
+    def state(self) -> VoterState | None:
+        """What we have voted here; None once we have left."""
+        return self._context.voter_at(self._log.position)
+
+    @property
+    def lock(self) -> Certified | None:
+        """The header that we are bound to."""
+        return self.state.lock if self.state else None
+
+    @property
+    def has_voted(self) -> bool:
+        """Whether we have voted for anything that may be committed."""
+        return self.state is not None and bool(self.state.prepare or self.state.commit)
+
+    # Our own votes --------------------------------------------------------------------------------------------
+    def prepare(self, propose: Propose, leader: str, objection: Refusal | None) -> Refusal | None:
+        """Give vote 1, unless there is an objection (R5). Return why not. A peer that is no voter agrees as well, and
+        is not counted."""
+        self._note(propose.header, propose.group)
+        state = self.state
+        if state is None:
+            return Refusal.LEFT
+        answer = vote_prepare(state, propose, self.place, objection)
+        return self._cast(answer, propose.header, propose.group, leader)
+
+    def commit(self, prepared: Certified, leader: str) -> Refusal | None:
+        """Give vote 2 for a prepared header (R6). Return why not."""
+        assert prepared.certificate is not None
+        self._note(prepared.header, prepared.certificate.group)
+        if self.prepared is None or choice_of(self.prepared).weight < choice_of(prepared).weight:
+            self.prepared = prepared
+        state = self.state
+        if state is None:
+            return Refusal.LEFT
+        return self._cast(
+            vote_commit(state, prepared, self.place), prepared.header, prepared.certificate.group, leader
+        )
+
+    def _cast(self, answer: Cast | Refusal, header: Header, group: Group, leader: str) -> Refusal | None:
+        if isinstance(answer, Refusal):
+            return answer
+        voters = electorate(self._log, header, group).voters
+        if (self._context.me, answer.vote.incarnation) in voters:
+            if answer.state != self.state:
+                self._context.remember(answer.state)
+                self._send(answer.vote, header, group, leader)
+        return None
+
+    def _send(self, vote: Vote, header: Header, group: Group, leader: str) -> None:
+        told = dict.fromkeys([self._context.me, leader])
+        if is_open(self._log, header, group):
+            told |= dict.fromkeys(audience(self._log, header, group))
+        self._context.emit(*(Send(peer, vote) for peer in told))
+
+    def repeat(self, leader: str) -> None:
+        """Tell the leader again what we voted last."""
+        state = self.state
+        votes = [vote for vote in (state.prepare, state.commit) if vote] if state else []
+        if votes and leader != self._context.me:
+            self._context.emit(*(Send(leader, vote) for vote in votes))
+
+    # Others' votes --------------------------------------------------------------------------------------------
+    def hear(self, sender: str, vote: Vote) -> Certified | None:
+        """Count a vote. Return the certificate that it completes, if it does."""
+        if not self._may_count(sender, vote):
+            return None
+        self._tally.hear(sender, vote)
+        return self._certified(vote.choice)
+
+    def _may_count(self, sender: str, vote: Vote) -> bool:
+        """Return whether to remember a vote: of the whole run's voters, and of peers that live, who may be in a group or
+        found the run."""
+        is_voter = self._log.last is not None and self._log.counts(sender, vote.incarnation)
+        return is_voter or sender == self._context.me or self._presence.is_live(sender)
+
+    def _note(self, header: Header, group: Group) -> None:
+        """Note a header, so that votes for it can be counted."""
+        self._proposed.pop(header.digest, None)
+        self._proposed[header.digest] = header, group
+        while len(self._proposed) > REMEMBERED:
+            del self._proposed[next(iter(self._proposed))]
+
+    def recount(self, choice: Choice) -> list[Certified]:
+        """Return the certificates of a header, of a choice in phase 1, whose votes may have come before it."""
+        found = [self._certified(choice), self._certified(commit_of(choice))]
+        return [certified for certified in found if certified]
+
+    def _certified(self, choice: Choice) -> Certified | None:
+        header, group = self._proposed.get(choice.header, (None, ()))
+        if header is None or (choice.phase is Phase.PREPARE and not self.is_news(choice)):
+            return None
+        farewells = self._presence.membership.farewells(self._log)
+        certificate = self._tally.certificate(header, choice, farewells, group)
+        return Certified(header=header, certificate=certificate) if certificate else None
+
+    def is_news(self, choice: Choice) -> bool:
+        """Return whether a header was not known to be prepared in this ballot, or a later one."""
+        return self.prepared is None or choice_of(self.prepared).weight < choice.weight
+
+    def is_prepared(self, certified: Certified) -> bool:
+        """Return whether a message shows a valid prepare certificate of its header."""
+        return certified.certificate is not None and self.place.is_prepared(certified.header, certified.certificate)
+
+    def has_committed(self, certificate: Certificate) -> bool:
+        """Return whether we have given vote 2 for what a certificate commits."""
+        state = self.state
+        return state is not None and state.commit is not None and state.commit.choice == certificate.choice
+
+    def voted_in(self, peer: str, ballot: Ballot, phase: Phase) -> bool:
+        """Return whether a peer's newest vote of a phase is in this ballot."""
+        return self._tally.ballot_of(peer, phase) == ballot
+
+
+# Who is told --------------------------------------------------------------------------------------------------------
+def choice_of(certified: Certified) -> Choice:
+    """Return what a certificate is of."""
+    assert certified.certificate is not None
+    return certified.certificate.choice
+
+
+def commit_of(choice: Choice) -> Choice:
+    """Return the choice of phase 2 that follows from one of phase 1."""
+    return choice.model_copy(update={"phase": Phase.COMMIT, "justify": None})
+
+
+def audience(log: LogState, header: Header, group: Group) -> tuple[str, ...]:
+    """Return the peers that votes and certificates of a header concern: its members, and all that vote on it."""
+    return tuple(dict.fromkeys([*header.peers, *(peer for peer, _ in electorate(log, header, group).voters)]))
+
+
+def is_open(log: LogState, header: Header, group: Group) -> bool:
+    """Return whether all whom a header concerns hear all votes."""
+    return len(audience(log, header, group)) <= OPEN_LIMIT
+
+
+def told_by(me: str, leader: str, members: Sequence[str]) -> tuple[str, ...]:
+    """Return the members that one member tells of a certificate, once it has it: a tree, with the leader at its root.
+    A member that it does not reach, because one between is gone, asks the leader again."""
+    order = [leader, *(peer for peer in members if peer != leader)]
+    first = order.index(me) * FANOUT + 1 if me in order else len(order)
+    return tuple(order[first : first + FANOUT])
