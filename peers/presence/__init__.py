@@ -5,7 +5,8 @@ admission: RunAdmission, refused
 allowances: Allowance, Allowances
 beats: BEAT, BEAT_BYTES, Beat, Beats, HEARTBEAT, PAGE, Request, SHORT, WHO, tag_of
 branches: state_told
-heartbeat: ADDRESS_LENGTH, Endpoint, Heartbeat, HeldOutLoss, NAMED_PEERS, PeerState, SIZE_LIMIT, TAIL, name_peers
+copies: Copies
+heartbeat: ADDRESS_LENGTH, Endpoint, Heartbeat, HeldOutLoss, NAMED_PEERS, PeerState, SIZE_LIMIT, name_peers
 meeting_place: MeetingPlace
 membership: DONATING, Membership, PARTICIPATING
 presence: Presence

@@ -12,7 +12,7 @@ only look, so that they know whom to ask; they are no signs of life.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -23,7 +23,6 @@ from pydantic import Field
 from peers.errors import RemoteProtocolError
 from peers.presence.admission import RunAdmission, refused
 from peers.presence.allowances import Allowance, Allowances
-from peers.presence.audience import Audience
 from peers.presence.copies import Copies
 from peers.presence.heartbeat import DEFAULT_LIFETIME, SIZE_LIMIT, Heartbeat, PeerState, Rate
 from peers.presence.heartbeat_store import NEVER, HeartbeatStore, Kept, is_from_the_future
@@ -42,6 +41,9 @@ KNOWN_LIMIT = 4096  # peers that a Request names
 PAGE_BYTES = PAGE * (SIZE_LIMIT + 64)  # before they are made smaller
 REQUEST_BYTES = KNOWN_LIMIT * SHORT + 1024
 ANSWER_BYTES = 2 * SIZE_LIMIT + 1024
+AUDIENCE_LIMIT = 128  # peers
+NEW_AT_ONCE = 64  # of them that are told something first: made-up peers cost a call each
+PAUSE_FIRST, PAUSE_LAST = 1.0, 30.0  # seconds for which a peer that did not answer is left alone
 STRANGER = "stranger"  # all peers that are not in the run share what one peer may have
 WHO_BURST, WHO_RATE, TOGETHER = 1 << 19, 1 << 16, 4  # bytes, and bytes a second, of pages; times that for all together
 STRANGERS_BURST, STRANGERS_RATE = 1 << 18, 1 << 16  # the same, of first heartbeats that are checked
@@ -151,6 +153,66 @@ class Page(Value):
             return unpack(cls, plain, PAGE_BYTES)
         except (zlib.error, WireError) as error:
             raise RemoteProtocolError(sender, f"no heartbeats: {error}") from error
+
+
+class Audience:
+    """The peers to beat to, what each of them has of us, and which of them do not answer."""
+
+    def __init__(self) -> None:
+        self.peers: frozenset[str] = frozenset()
+        self._in_turn: tuple[str, ...] = ()
+        self._told: dict[str, int] = {}  # the sequence of our signed heartbeat that each has confirmed
+        self._under_way: set[str] = set()
+        self._pauses: dict[str, tuple[float, float]] = {}  # until when, and for how long
+
+    def choose(self, others: Sequence[str], voters: Collection[str]) -> None:
+        """Choose from the others that seem to be there: voters, then those that answer, the one known for longest
+        first. A flood of made-up peers comes later or does not answer, so it displaces nobody."""
+        chosen = sorted(others, key=lambda peer: (peer not in voters, peer in self._pauses))[:AUDIENCE_LIMIT]
+        self._in_turn, self.peers = tuple(chosen), frozenset(chosen)
+        present = frozenset(others)
+        self._pauses = {peer: pause for peer, pause in self._pauses.items() if peer in present}
+        self._told = {peer: sequence for peer, sequence in self._told.items() if peer in self.peers}
+
+    def due(self, now: float) -> list[str]:
+        """Return the peers to tell something now: those that are not being told, and not left alone."""
+        idle = [peer for peer in self._in_turn if peer not in self._under_way]
+        due = [peer for peer in idle if now >= self._pauses.get(peer, (now, 0.0))[0]]
+        room = NEW_AT_ONCE - sum(peer not in self._told for peer in self._under_way)
+        new = [peer for peer in due if peer not in self._told][: max(0, room)]
+        return [peer for peer in due if peer in self._told] + new
+
+    # What each has --------------------------------------------------------------------------------------------
+    def has(self, peer: str, sequence: int) -> bool:
+        """Return whether a peer has confirmed our signed heartbeat of this sequence."""
+        return self._told.get(peer) == sequence
+
+    def begins(self, peer: str) -> None:
+        """Note that a peer is being told something."""
+        self._under_way.add(peer)
+
+    def answered(self, peer: str, sequence: int | None, wants: bool) -> None:
+        """Note that a peer has answered to our signed heartbeat of this sequence, or to a beat (None); it `wants` the
+        signed one again if it lacks it."""
+        self._under_way.discard(peer)
+        self._pauses.pop(peer, None)
+        if wants:
+            self._told.pop(peer, None)
+        elif sequence is not None and peer in self.peers:
+            self._told[peer] = sequence
+
+    # Pauses ---------------------------------------------------------------------------------------------------
+    def failed(self, peer: str, now: float) -> None:
+        """Leave a peer alone for a while, longer each time it does not answer. It may have started anew meanwhile."""
+        self._under_way.discard(peer)
+        self._told.pop(peer, None)
+        length = min(PAUSE_LAST, 2 * self._pauses.get(peer, (0.0, PAUSE_FIRST / 2))[1])
+        if peer in self.peers:
+            self._pauses[peer] = now + length, length
+
+    def end_pause(self, peer: str) -> None:
+        """Note that a peer has spoken to us."""
+        self._pauses.pop(peer, None)
 
 
 @dataclass(frozen=True)

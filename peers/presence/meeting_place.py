@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peers.presence.beats import REFRESH_SHARE, Beats
+from peers.presence.heartbeat_store import NEVER
 from peers.values.wire import digest_of
 
 SAMPLE = 32  # peers whose heartbeats are kept in the DHT; all, while there are no more
@@ -27,7 +28,7 @@ class MeetingPlace:
 
     def __init__(self, beats: Beats) -> None:
         self._beats = beats
-        self._stored_at = self._searched_at = -float("inf")
+        self._stored_at = self._searched_at = NEVER
 
     def is_to_be_stored(self, now: float, wall: float) -> bool:
         """Return whether the DHT should have our heartbeat: always while we hear nobody, else often enough for

@@ -9,8 +9,7 @@ from collections.abc import Collection
 import pytest
 
 from peers.errors import RemoteProtocolError
-from peers.presence.audience import AUDIENCE_LIMIT
-from peers.presence.beats import BEAT, Answer, Beat, Beats, Page, Request, Word
+from peers.presence.beats import AUDIENCE_LIMIT, BEAT, Answer, Beat, Beats, Page, Request, Word
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import SAMPLE, MeetingPlace
 from peers.values.identity import Identity
@@ -189,7 +188,7 @@ def test_what_each_sends_is_bounded(size: int, limit: int) -> None:
 
 
 def test_in_a_large_swarm_all_hear_the_voters_and_the_voters_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peers.presence.audience.AUDIENCE_LIMIT", 8)
+    monkeypatch.setattr("peers.presence.beats.AUDIENCE_LIMIT", 8)
     assert AUDIENCE_LIMIT == 128
     swarm = Swarm(40)
     swarm.live(20.0)

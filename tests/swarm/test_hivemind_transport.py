@@ -176,6 +176,37 @@ def test_heartbeats_are_seen_by_everybody_and_only_move_forward() -> None:
     asyncio.run(main())
 
 
+def test_beats_alone_keep_a_peer_heard_and_tell_how_it_gets_on() -> None:
+    """They go over links or libp2p, and need no signature."""
+    identities = [Identity.generate() for _ in range(2)]
+
+    async def main() -> None:
+        async with swarm(3, identities) as (_, *nodes):
+            one, other = (node.discovery_of(RUN) for node in nodes)
+
+            async def meet() -> bool:
+                for identity, node in zip(identities, nodes, strict=True):
+                    await node.publish(heartbeat(identity, milliseconds()).sign(identity), RUN)
+                return all(
+                    [len(await node.heartbeats(RUN)) == 2 and node.discovery_of(RUN).silences() for node in nodes]
+                )
+
+            await eventually(meet, "the peers do not find each other")
+            signed = other.beats.store.get(nodes[0].peer_id)
+            assert signed is not None
+            taken_at = signed.taken_at
+
+            async def beat(step: int = 1) -> bool:
+                one.beat(heartbeat(identities[0], milliseconds(), inner_step=step, view=2))
+                seen = {item.peer: item for item in await nodes[1].heartbeats(RUN)}[nodes[0].peer_id]
+                return (seen.inner_step, seen.view) == (step, 2) and other.silences()[nodes[0].peer_id] < 1.0
+
+            await eventually(beat, "its beats are not heard")
+            assert signed.taken_at == taken_at, "nothing else was said"
+
+    asyncio.run(main())
+
+
 @pytest.mark.thorough
 def test_a_stranger_is_told_of_all_peers_though_the_dht_has_only_some() -> None:
     """Whoever looks at a run asks one of its peers who else is in it."""

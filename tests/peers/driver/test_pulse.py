@@ -21,9 +21,12 @@ from peers.protocol.events import HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
 from peers.protocol.peer import Peer
 from peers.values.identity import Identity
 from peers.values.signed_heads import NOTHING_SIGNED, SignedHead, SignedHeads
-from peers.values.workload import Progress
-from tests.peers.builders import LOG, PAYLOAD, PAYLOADS, RUN, SETTINGS, STATE, beat, chain_of, first_log
+from peers.values.workload import PayloadKind, Progress
+from tests.peers.heartbeats import beat
+from tests.peers.logs import LOG, RUN, SETTINGS, STATE, chain_of, first_log, next_header
+from tests.peers.rounds import SIZE
 
+PAYLOADS = (PayloadKind(SIZE, lambda chunk, data: 0.0),)
 ME, OTHER = Identity.generate(), Identity.generate()
 EARLY, LATE = "/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/2"
 
@@ -127,7 +130,7 @@ def test_a_peer_that_began_in_the_middle_is_told_what_its_log_has_of_the_time_be
     log, headers = RunLog(LOG, 0), [first_log().last]
     for _ in range(3):
         before = LOG.at(headers[-1])
-        headers.append(before.next_header([before.expected(peer) for peer in before.roster], PAYLOAD))
+        headers.append(next_header(before, [before.expected(peer) for peer in before.roster]))
     *_, last = headers
     peer = Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, 5, ME, lineage=Lineage(LOG.at(last)))
     pulse = pulse_of(peer, Network(), log=log)

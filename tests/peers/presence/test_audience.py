@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peers.presence.audience import AUDIENCE_LIMIT, NEW_AT_ONCE, PAUSE_LAST, Audience
+from peers.presence.beats import AUDIENCE_LIMIT, NEW_AT_ONCE, PAUSE_LAST, Audience
 
 CROWD = [f"peer{number}" for number in range(3 * AUDIENCE_LIMIT)]
 

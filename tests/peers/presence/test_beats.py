@@ -330,7 +330,7 @@ class TestLargeSwarms:
     def test_whom_we_do_not_beat_to_gets_ours_with_the_answer(
         self, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("peers.presence.audience.AUDIENCE_LIMIT", 1)
+        monkeypatch.setattr("peers.presence.beats.AUDIENCE_LIMIT", 1)
         voter, first, new = (Beater(clock).say() for _ in range(3))
         voter.finds(first, new)
         voter.beats.choose((first.name,), clock.now)
