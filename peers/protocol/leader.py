@@ -336,8 +336,15 @@ class Leader:
         is_new = header != propose.header or group != propose.group
         if header is None or not (is_new or refusals & {Refusal.OLD_BALLOT, Refusal.OTHER_VOTE}):
             return
-        again = propose.model_copy(update={"ballot": self._next_ballot(), "header": header, "group": group})
-        self._propose(Propose.model_validate(dict(again)), self.asked)
+        again = Propose(
+            ballot=self._next_ballot(),
+            header=header,
+            group=group,
+            justify=propose.justify,
+            round=propose.round,
+            marks=propose.marks,
+        )
+        self._propose(again, self.asked)
 
     def _is_heavier(self, prepared: Certified, propose: Propose) -> bool:
         """Return whether a prepared header stands against a proposal: it is another one, or its certificate is newer

@@ -108,21 +108,31 @@ class Attendance:
         named = {peer for peer, _ in group}
         return tuple(sorted(peer for peer in self.here if peer not in named))
 
-    def is_ready(self, is_fragmented: bool) -> bool:
-        """Return whether those that are heard ready or exchanging here can make the entry. Where a cycle has several
-        fragments heartbeats do not tell of which one a peer is ready."""
-        live = self._presence.live()
-        states = PARTICIPATING if is_fragmented else READY_STATES
-        ready = {peer: start for peer, start in self.here.items() if peer == self._context.me or live[peer].state in states}
-        return self.is_enough(ready)
+    def ready(self, is_fragmented: bool) -> dict[str, int]:
+        """Return those that are heard ready or exchanging here, this peer included. Where a cycle has several fragments
+        heartbeats do not tell of which one a peer is ready."""
+        live, states = self._presence.live(), PARTICIPATING if is_fragmented else READY_STATES
+        return {
+            peer: start for peer, start in self.here.items() if peer == self._context.me or live[peer].state in states
+        }
 
     def views(self) -> dict[str, int]:
-        """Return the views that the others here are in."""
+        """Return the views that the others here are in; before the first entry, all that may found the run."""
         live = self._presence.live()
-        return {peer: live[peer].view for peer in self.here if peer in live}
+        peers = self.founders() if self._log.last is None else self.here
+        return {peer: live[peer].view for peer in peers if peer in live}
+
+    def moves_on(self, starts: Mapping[str, int]) -> bool:
+        """Return whether these are enough to turn to another leader. Before the first entry these are most that are
+        heard, since peers without a link to one another may both be needed."""
+        if self._log.last is None:
+            heard = self.founders()
+            are_many = len(heard) >= self._context.settings.minimum_peers or bool(self.here)
+            return are_many and 2 * len(starts.keys() & set(heard)) > len(heard)
+        return self.is_enough(starts)
 
     def founders(self) -> list[str]:
-        """Return who leads before the first entry, in turn: all that are heard and may found the run."""
+        """Return those that may found the run: all that are heard, and this peer."""
         beats: Iterable[Heartbeat] = self._presence.live().trainers
         others = [beat.peer for beat in beats if beat.index == 0 and beat.peer not in self._presence.unreached]
         return sorted([self._context.me, *others])

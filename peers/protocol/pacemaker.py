@@ -7,7 +7,7 @@ Everything here is a pure function of the peer's own clock and of what it hears;
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from statistics import median
 
 from peers.log.settings import Timing
@@ -62,8 +62,9 @@ class Pacemaker:
     def look(
         self,
         now: float,
-        ring: Sequence[str],
+        leader_of: Callable[[int], str | None],
         is_there: Callable[[str], bool],
+        turns: int,
         is_running: bool = False,
         grace: float = 0.0,
         named: int = 0,
@@ -71,9 +72,11 @@ class Pacemaker:
         """Let time pass, and find the view and its leader.
 
         Args:
-            ring: who leads the views, in turn.
+            leader_of: tells who leads a view.
             is_there: tells whether a peer is heard, and does not say that it can't lead.
-            is_running: whether the timer runs: this peer is ready, and hears a quorum ready.
+            turns: in how many views all have led that may.
+            is_running: whether the timer runs: this peer is ready, and hears a quorum ready that is in its view, or in
+                later ones. A peer that has passed a leader over waits in the next view until the others come there.
             grace: seconds for which a leader waits for members that are late.
             named: the highest view that a quorum has reached (`named_by_quorum`).
         """
@@ -84,9 +87,9 @@ class Pacemaker:
                 self._doublings += self.view in self._begun
                 self._rise(self.view + 1)
         self._rise(named)
-        views = range(self._base, self._base + len(ring))
-        self.view = next((view for view in views if is_there(ring[view % len(ring)])), self._base)
-        self.leader = ring[self.view % len(ring)] if ring else None
+        views = [(view, leader_of(view)) for view in range(self._base, self._base + max(1, turns))]
+        found = ((view, leader) for view, leader in views if leader is not None and is_there(leader))
+        self.view, self.leader = next(found, views[0])
 
     def begun(self, seconds: float) -> None:
         """Note that the leader of this view has begun an exchange of so many seconds: it gets the time for that, once."""

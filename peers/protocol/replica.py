@@ -246,9 +246,11 @@ class Replica(Part):
         donors = {peer for peer, beat in live.items() if beat.index > header.index}
         if (was_asked or is_certified) and self._presence.is_live(sender):
             donors.add(sender)
-        if is_certified and self.log.last is not None:
+        if is_certified:
             donors |= live.keys() & set(header.peers)
-        elif sender not in donors or not self._may_follow(sender, header, proof, is_certified):
+        elif sender not in donors:
+            return None
+        if not self._may_follow(sender, header, proof, is_certified):
             return None
         if self.log.fragments > 1:  # of who is in our cycle heartbeats do not tell which of its entries it has
             donors |= {peer for peer, beat in live.items() if beat.head == header.previous}

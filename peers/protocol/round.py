@@ -9,7 +9,6 @@ here asks why a message did not come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
@@ -48,6 +47,7 @@ from peers.protocol.voter import Voter, audience, choice_of, is_open, told_by
 from peers.protocol.voting import FIRST, Refusal
 from peers.protocol.weights import weights_of
 from peers.values.chunks import Sum
+from peers.values.wire import digest_of, pack_plain
 from peers.values.workload import Trained
 
 STALLED = 3.0
@@ -302,33 +302,43 @@ class EntryRound(Part):
         ready_since = self._work.since if self.is_taking_part else None
         is_level = self._replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING)
         self.attendance.look(ready_since, is_level and self._work.is_under_way, self._replica.is_behind)
-        here, ring = self.attendance.here, self._ring()
-        views = self.attendance.views() | {self._context.me: self.pacemaker.view} | self.leader.readiness.views()
-        named = named_by_quorum(
-            {peer: view for peer, view in views.items() if peer in here},
-            lambda peers: self.attendance.is_enough({peer: here[peer] for peer in peers}),
-        )
-        is_fragmented = self.log.fragments > 1
-        is_running = self.is_taking_part and self.attendance.is_ready(is_fragmented)
+        attendance, pacemaker, me = self.attendance, self.pacemaker, self._context.me
+        views = attendance.views() | self.leader.readiness.views() | {me: pacemaker.view}
+        starts = {peer: attendance.here.get(peer, 0) for peer in views}
+        named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: starts[peer] for peer in peers}))
+        ready = attendance.ready(self.log.fragments > 1) if self.is_taking_part else {}
         if self.log.last is None and not self._work.is_under_way:
-            is_running = len(ring) >= self._context.settings.minimum_peers  # a founder that gives us nothing
-        self.pacemaker.look(self._context.now, ring, self._is_there, is_running, self._work.grace, named)
+            ready = starts  # a founder that gives no samples is passed over, too
+        reached = {peer: start for peer, start in ready.items() if views.get(peer, 0) >= pacemaker.view}
+        is_running = bool(ready) and attendance.moves_on(reached)
+        turns = len(self.log.ring) if self._is_log_led else 1
+        self.pacemaker.look(
+            self._context.now, self.leader_of, self._is_there, turns, is_running, self._work.grace, named
+        )
 
-    def _ring(self) -> Sequence[str]:
-        """Return who leads the views, in turn (R1). Before the first entry these are the peers that are at work, or else
-        all that are heard (R13)."""
-        me, notes = self._context.me, self._notes
-        if any(self._is_there(peer) for peer in self.log.ring):
-            return self.log.ring
+    @property
+    def _is_log_led(self) -> bool:
+        """Whether the log says who leads: not before the first entry, nor when none of those is there (R13)."""
+        return any(self._is_there(peer) for peer in self.log.ring)
+
+    def leader_of(self, view: int) -> str | None:
+        """Return the leader of a view (R1). Where the log does not tell, it is drawn from those at work here, or else
+        from all that are heard: peers that hear others draw the same one, mostly."""
+        if self._is_log_led:
+            return self.log.leader_of(view)
+        head = self.log.position.head
+        return min(self._candidates(), key=lambda peer: digest_of(pack_plain([head, view, peer])))
+
+    def _candidates(self) -> set[str]:
+        notes, now, me = self._notes, self._context.now, self._context.me
         at_work = set(self.attendance.here)
-        is_new = notes.granted_by and self._context.now - notes.granted_by[1] <= self._context.settings.timing.heartbeat_expiry
-        if notes.granted_by and is_new:
+        if notes.granted_by and now - notes.granted_by[1] <= self._context.settings.timing.heartbeat_expiry:
             at_work.add(notes.granted_by[0])
         if self.leader.readiness.has_given:
             at_work.add(me)
         if not at_work and self.log.last is None:
             at_work = set(self.attendance.founders())
-        return sorted(at_work or {me})
+        return at_work or {me}
 
     def _is_there(self, peer: str) -> bool:
         """Return whether a peer can lead, as we hear and as it says itself."""
@@ -342,11 +352,6 @@ class EntryRound(Part):
         index = self.log.position.index
         is_vain = beat.index > index and peer in self._presence.branches.vain
         return beat.state in PARTICIPATING and beat.index + 1 >= index and not is_vain
-
-    def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view."""
-        ring = self._ring()
-        return ring[view % len(ring)] if ring else None
 
     def _watch(self, _: Tick) -> None:
         self._look()
