@@ -31,12 +31,12 @@ class _Absence(NamedTuple):
 
 @dataclass(frozen=True)
 class Signatures:
-    """How many of an entry's voters have signed it; a quorum of them certifies it. None: not known."""
+    """How many of an entry's voters have signed it, and whether they are a quorum; else a minority went on alone. None:
+    not known."""
 
     signed: int | None = None
     voters: int | None = None
     certified: bool | None = None
-    alone: bool | None = None
 
 
 class Change(NamedTuple):
@@ -171,7 +171,7 @@ def _signatures(certificate: Certificate | None, before: LogState, header: Heade
         return None
     proof = weigh(certificate, before, header)
     voters = electorate(before, header).voters
-    return Signatures(proof.signers, len(voters), proof.is_certified, certificate.choice.alone)
+    return Signatures(proof.signers, len(voters), proof.is_certified)
 
 
 def _absences(before: LogState, header: Header, certificate: Certificate | None) -> tuple[_Absence, ...]:

@@ -1,14 +1,13 @@
 """The run's log: headers, what follows from them, and how a peer keeps them on disk.
 
 Other rooms import:
-certificate: Ballot, Certificate, CertificateError, Choice, Departure, Electorate, Farewell, Group, Phase, Proof,
-    Signer, certify, digest_of_group, electorate, position_of, prove, shortened, weigh
-chain: Chain, Entry, Outcome, Places, STRETCH_LIMIT, Stretch, Turnout, follow, header_of, outcome_of, places_of,
-    turnout_of, voters_at
+certificate: Ballot, Certificate, CertificateError, Choice, Departure, Group, Phase, Proof, certify, digest_of_group,
+    electorate, position_of, prove, shortened, weigh
+chain: Chain, Entry, Outcome, STRETCH_LIMIT, Stretch, Turnout, follow, header_of, outcome_of, turnout_of
 folder: ENTRIES, LogFolder, LogFolderError, PAYLOADS, RunLog, payload_path, proof_path, read_chain, read_payload
 head_signer: CannotSignError, HeadSigner, SignedFileError
-header: FAULT_LIMIT, Fault, Faults, Header, Kind, MEMBER_LIMIT, Member, NO_PAYLOAD, Position, UNKNOWN_STATE,
-    cycle_head, may_be_named
+header: FAULT_AGE, FAULT_LIMIT, Fault, Faults, Header, Kind, MEMBER_LIMIT, Member, NO_PAYLOAD, Position,
+    UNKNOWN_STATE, cycle_head, may_be_named
 lineage: Branch, Lineage, RECENT_ENTRIES, Walk
 settings: RunSettings, Timing
 state: LogError, LogState, Quorum, committee, take_order

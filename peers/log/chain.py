@@ -167,7 +167,7 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
         turnout=turnout,
         payload=header.payload,
         faults=header.faults,
-        gone=places_of(log.gone_in(header), log),
+        gone=_places_of(log.gone_in(header), log),
         amendment=log.taken_in(header),
         leader=None if header.leader == _first_leader(log) else header.leader,
     )
@@ -176,7 +176,7 @@ def _outcome_of(log: LogState, header: Header) -> Outcome:
 @lru_cache(maxsize=8)
 def _header_of(log: LogState, outcome: Outcome) -> Header:
     """Many messages are about one entry."""
-    roster, gone = outcome.turnout.roster(log), voters_at(outcome.gone, log)
+    roster, gone = outcome.turnout.roster(log), _voters_at(outcome.gone, log)
     leader = outcome.leader or _first_leader(log)
     besides = leader, outcome.faults, gone, outcome.amendment
     return log.in_state(outcome.state).next_header(roster, outcome.payload, *besides)
@@ -187,13 +187,13 @@ def _first_leader(log: LogState) -> str | None:
     return log.leader_of(0) if log.closes else None
 
 
-def places_of(voters: Iterable[str], log: LogState) -> tuple[int, ...]:
+def _places_of(voters: Iterable[str], log: LogState) -> tuple[int, ...]:
     """Return the places of these among the log's voters."""
     places = {peer: place for place, peer in enumerate(log.voters)}
     return tuple(places[peer] for peer in voters)
 
 
-def voters_at(places: Sequence[int], log: LogState) -> tuple[str, ...]:
+def _voters_at(places: Sequence[int], log: LogState) -> tuple[str, ...]:
     """Return the voters at these places. Raises: LogError when there are not so many."""
     if any(place >= len(log.voters) for place in places):
         raise LogError(f"there is no place {max(places)} among {len(log.voters)} voters")

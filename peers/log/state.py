@@ -156,15 +156,13 @@ class LogState:
         return starts | {one.peer: one.incarnation for one in self.last.bystanders}
 
     @cached_property
-    def voting_members(self) -> tuple[str, ...]:
-        """Those of the roster that vote."""
-        return tuple(peer for peer in self.roster if not self.is_on_probation(peer))
-
-    @cached_property
     def voters(self) -> tuple[str, ...]:
         """The peers that have a say in the next entry: of the roster those that are not on probation, in its order, and
         then the bystanders (R12)."""
-        return (*self.voting_members, *(one.peer for one in self.last.bystanders)) if self.last else ()
+        if self.last is None:
+            return ()
+        members = (peer for peer in self.roster if not self.is_on_probation(peer))
+        return (*members, *(one.peer for one in self.last.bystanders))
 
     @cached_property
     def starts(self) -> dict[str, int]:

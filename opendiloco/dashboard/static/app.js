@@ -314,8 +314,7 @@ const amendmentPill = (row) =>
 function signatures(row) {
   if (row.signed === null) return element("span", { className: "quiet", textContent: "not known here" });
   const kind = row.certified ? "good" : "warn";
-  const title = row.certified ? "More than half of those who may sign have signed."
-    : row.alone ? "A minority went on alone." : "Too few have signed it yet.";
+  const title = row.certified ? "A quorum of the voters has signed." : "A minority went on alone.";
   return element("span", { className: `pill ${kind}`, textContent: `${row.signed} of ${row.voters}`, title });
 }
 

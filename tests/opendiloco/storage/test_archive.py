@@ -31,7 +31,7 @@ from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.known_runs import KnownRuns
 from peers.network.transport import HivemindTransport
 from peers.presence.heartbeat import Heartbeat, PeerState
-from peers.protocol.messages import Commit, Elsewhere, Inquire
+from peers.protocol.messages import Certified, Elsewhere, Inquire
 from peers.protocol.packing import unpack_message
 from peers.transfer.lineage_fetch import LineageFetch
 from peers.transfer.payloads import Payloads, serve_proofs
@@ -126,7 +126,7 @@ def test_it_tells_what_followed_its_snapshot(run: Run, tmp_path: Path) -> None:
     kept.log.append(last, None, None)
     assert answer(kept, states[2]) == Elsewhere(position=kept.end.position)
     kept._snapshot = Snapshot(states[2].last, bytes(32), (), memoryview(b""))
-    assert answer(kept, states[2]) == Commit(header=last, certificate=None)
+    assert answer(kept, states[2]) == Certified(header=last, certificate=None)
 
 
 def test_it_tells_what_followed_any_entry_that_it_has(run: Run, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_it_tells_what_followed_any_entry_that_it_has(run: Run, tmp_path: Path) 
     kept = archive(run, tmp_path)  # started again
     assert kept.end.position == states[-1].position
     for before, after in pairwise(states):
-        assert answer(kept, before) == Commit(header=cast(Any, after.last), certificate=None)
+        assert answer(kept, before) == Certified(header=cast(Any, after.last), certificate=None)
     assert kept.answer(Inquire(position=states[-1].position)) is None
     elsewhere = kept.answer(Inquire(position=states[1].position.model_copy(update={"head": bytes(32)})))
     assert elsewhere is not None

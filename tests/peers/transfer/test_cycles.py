@@ -22,8 +22,8 @@ from peers.values.chunks import Payload, chunk_digests, digest_of_chunks, digest
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, pack
 from peers.values.workload import BadBlocksError, Blocked, Blocks
-from tests.peers.builders import beat
 from tests.peers.fakes import BLOCK, GARBAGE, FakeTransport, FakeWorkload
+from tests.peers.heartbeats import beat
 from tests.peers.log.test_cycles import FRAGMENTS, LOG, entry
 from tests.peers.logs import RUN, SETTINGS, chain_of, next_header
 

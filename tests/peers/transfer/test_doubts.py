@@ -9,7 +9,7 @@ from peers.log.lineage import UNPROVEN
 from peers.presence.heartbeat import Heartbeat
 from peers.transfer import following as doubts
 from peers.transfer.following import Doubts
-from tests.peers.builders import beat
+from tests.peers.heartbeats import beat
 from tests.peers.logs import CERTIFIED, PAYLOAD, first_log, next_header
 
 GRACE = 60.0

@@ -26,9 +26,10 @@ from peers.values.manifest import Amendment
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack
 from peers.values.workload import Blocks
-from tests.peers.builders import SIZE, beat
 from tests.peers.fakes import BLOCK, Clock, FakeTransport, FakeWorkload
+from tests.peers.heartbeats import beat
 from tests.peers.logs import LOG, RUN, SETTINGS, chain_of, member, next_header
+from tests.peers.rounds import SIZE
 from tests.simulator.simulated_keys import SimulatedKeys
 
 GENESIS = bytes(32)

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from dataclasses import replace
+from typing import TypeVar, cast
 
 import pytest
 
 from peers.log.state import LogState
 from peers.network.channel import RefusalError
 from peers.protocol.peer import Peer
-from peers.protocol.states import State
 from peers.transfer import snapshots as freezing_module
 from peers.transfer.snapshots import IN_USE, SNAPSHOT_PEERS, Freezer, FrozenSnapshot, Snapshot, _is_chosen
 from peers.transfer.storage import MemoryFile, Storage
 from peers.values.chunks import digest_of_state
 from peers.values.wire import digest_of
-from tests.peers.builders import Rig
 from tests.peers.fakes import FakeWorkload, at_once
-from tests.peers.logs import PAYLOAD, SETTINGS, log_at, next_header
-from tests.peers.protocol.test_fragments import OFFERS, TWO, newcomer_behind
-from tests.peers.protocol.test_peer import at_second
+from tests.peers.logs import LOG, SETTINGS, first_log, log_at, member, next_header
 
 EVERY = SETTINGS.snapshot_every
 HELD = 2
@@ -39,38 +36,60 @@ class FullStorage(Storage):
         raise OSError("no space left on device")
 
 
-class Frozen:
-    """The peer of a rig, and its snapshots. Its state says at which entry it is."""
+class Donor:
+    """A peer as a freezer sees it: the log that it has applied, and where in it theta and momentum have a digest."""
 
-    def __init__(self, rig: Rig, storage: Storage | None = None) -> None:
-        self.rig = rig
+    me = "b"
+    settings = SETTINGS
+
+    def __init__(self, log: LogState) -> None:
+        self.log = self.settled = log
+        self.state_digest = b""
+
+    @property
+    def is_at_cycles_end(self) -> bool:
+        return self.log == self.settled and not self.log.made
+
+    def is_live(self, peer: str) -> bool:
+        return True
+
+
+class Frozen:
+    """A peer after the first entry, and its snapshots. Its state says at which entry it is."""
+
+    def __init__(self, storage: Storage | None = None, log: LogState | None = None) -> None:
+        self.peer = Donor(log or first_log())
         self.changed = asyncio.Condition()
         self.workload = FakeWorkload()
         self.told: list[FrozenSnapshot] = []
         self.seconds = 1000.0
-        storage = storage or Storage()
-        self.freezer = Freezer(rig.peer, self.workload, storage, self, self.told.append, lambda: self.seconds)
+        peer = cast(Peer, self.peer)
+        self.freezer = Freezer(peer, self.workload, storage or Storage(), self, self.told.append, lambda: self.seconds)
         self.settle()
 
     def settle(self) -> None:
-        self.workload.state = b"state %d" % self.rig.peer.log.position.index
-        if self.rig.peer.state is not State.APPLYING:
-            replica = self.rig.peer.replica
-            replica.settled, replica.state_digest = replica.log, digest_of_state([self.workload.state])
+        self.workload.state = b"state %d" % self.peer.log.position.index
+        self.peer.settled, self.peer.state_digest = self.peer.log, digest_of_state([self.workload.state])
+
+    def begin_step(self) -> None:
+        """The next entry is being applied."""
+        members = [self.peer.log.expected(name) for name in "abc"]
+        self.peer.log = self.peer.log.append(next_header(self.peer.log, members))
 
     def step(self, log: LogState | None = None) -> None:
         """The next entry is applied; or that of a log far off."""
         if log is None:
-            log = self.rig.peer.log.append(self.rig.next_header())
-        self.rig.peer.replica.log = log
+            self.begin_step()
+        else:
+            self.peer.log = log
         self.settle()
 
     @property
     def head(self) -> bytes:
-        return self.rig.peer.log.position.head
+        return self.peer.log.position.head
 
     def holds(self, snapshot: Snapshot) -> bool:
-        return self.freezer.held(self.rig.peer.log.at(snapshot.last).position.head) is snapshot
+        return self.freezer.held(self.peer.log.at(snapshot.last).position.head) is snapshot
 
     def fetch_from(self, snapshot: Snapshot) -> None:
         """Somebody fetches a part of it, if it is still here."""
@@ -79,16 +98,13 @@ class Frozen:
 
     async def until(self, condition: Callable[[Peer], bool]) -> None:
         async with self.changed:
-            await self.changed.wait_for(lambda: condition(self.rig.peer))
+            await self.changed.wait_for(lambda: condition(cast(Peer, self.peer)))
 
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         return asyncio.create_task(work)
 
-    async def finish_applying(self) -> None:
-        last = self.rig.peer.log.last
-        assert last is not None
-        self.workload.state = b"state %d" % self.rig.peer.log.position.index
-        self.rig.step(last, digest_of_state([self.workload.state]))
+    async def finish_step(self) -> None:
+        self.settle()
         async with self.changed:
             self.changed.notify_all()
 
@@ -131,7 +147,7 @@ def test_in_a_large_swarm_a_few_freeze_in_turn() -> None:
 
 def test_at_a_chosen_entry_the_state_is_frozen_and_training_may_change_it() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         await frozen.freezer.freeze_if_due()
         frozen.step()
         await frozen.freezer.freeze_if_due()
@@ -141,7 +157,7 @@ def test_at_a_chosen_entry_the_state_is_frozen_and_training_may_change_it() -> N
         (snapshot,) = frozen.told
         frozen.workload.state = b"changed"
         assert bytes(snapshot.data) == b"state %d" % EVERY
-        assert (snapshot.last, snapshot.state_digest) == (frozen.rig.peer.log.last, frozen.rig.peer.state_digest)
+        assert (snapshot.last, snapshot.state_digest) == (frozen.peer.log.last, frozen.peer.state_digest)
         assert frozen.freezer.held(frozen.head) is snapshot
         assert await frozen.freezer.newest(EVERY) is snapshot
 
@@ -150,7 +166,7 @@ def test_at_a_chosen_entry_the_state_is_frozen_and_training_may_change_it() -> N
 
 def test_one_place_is_frozen_once() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         frozen.step(log_at(EVERY))
         await asyncio.gather(*(frozen.freezer.freeze_if_due() for _ in range(3)))
         assert len(frozen.told) == 1
@@ -162,7 +178,7 @@ def test_if_the_next_entry_comes_first_nothing_is_frozen() -> None:
     """Regression: that one was, at a place that others had not chosen."""
 
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         frozen.step(log_at(EVERY))
         async with frozen.freezer.changing():
             freezing = asyncio.ensure_future(frozen.freezer.freeze_if_due())
@@ -176,7 +192,7 @@ def test_if_the_next_entry_comes_first_nothing_is_frozen() -> None:
 
 def test_a_copy_keeps_a_change_of_the_state_waiting_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        frozen, going_on = Frozen(at_second()), asyncio.Event()
+        frozen, going_on = Frozen(), asyncio.Event()
         frozen.step(log_at(EVERY))
         copy_state = frozen.workload.copy_state
 
@@ -204,7 +220,7 @@ def test_a_copy_keeps_a_change_of_the_state_waiting_and_nothing_else(monkeypatch
 # Holding --------------------------------------------------------------------------------------------------------
 def test_an_older_snapshot_is_held_while_it_is_fetched_and_no_longer() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         frozen.step(log_at(EVERY))
         await frozen.freezer.freeze_if_due()
         (first,), first_head = frozen.told, frozen.head
@@ -225,7 +241,7 @@ def test_with_enough_snapshots_in_use_no_other_is_frozen() -> None:
     """Each takes as much memory as the state."""
 
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         for turn in range(1, HELD + 2):
             frozen.step(log_at(turn * EVERY))
             await frozen.freezer.freeze_if_due()
@@ -239,12 +255,12 @@ def test_the_newest_is_found_though_an_older_one_was_fetched_since() -> None:
     """Regression: who was refused fetched an older state, replayed, and could then give the newer one to nobody."""
 
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         frozen.step(log_at(EVERY))
         await frozen.freezer.freeze_if_due()
         (newer,) = frozen.told
         frozen.fetch_from(newer)
-        older = Frozen(at_second())
+        older = Frozen()
         frozen.freezer.hold(await frozen_at(older, log_at(2)))
         async with asyncio.timeout(120.0):
             assert await frozen.freezer.newest(EVERY) is newer
@@ -265,12 +281,14 @@ def test_amid_a_cycle_of_several_entries_there_is_a_snapshot_for_whoever_asks(mo
     monkeypatch.setattr(freezing_module, "SETTLE_TIMEOUT", 0.01)
 
     async def scenario() -> None:
-        rig, _, log = newcomer_behind(TWO)
-        frozen = Frozen(rig)
-        frozen.step(log)
+        log = replace(LOG, fragments=2)
+        members = [member(name, 20 * place, 20 * place + 20) for place, name in enumerate("abc")]
+        first = [one.model_copy(update={"samples": ()}) for one in members]
+        log = log.append(next_header(log, first))
+        frozen = Frozen(log=log.append(next_header(log.of(1), members)))
         await frozen.freezer.freeze_if_due()
-        frozen.step(log.append(next_header(log.of(0), OFFERS, PAYLOAD)))
-        assert not rig.peer.is_at_cycles_end
+        frozen.step(frozen.peer.log.append(next_header(frozen.peer.log.of(0), first)))
+        assert not frozen.peer.is_at_cycles_end
         assert (await frozen.freezer.newest(1)).index == 1
         assert frozen.told == [], "it is no checkpoint"
 
@@ -279,7 +297,7 @@ def test_amid_a_cycle_of_several_entries_there_is_a_snapshot_for_whoever_asks(mo
 
 def test_a_peer_that_holds_a_snapshot_freezes_no_other_before_the_next_chosen_entry() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         await frozen.freezer.freeze_if_due()
         frozen.step()
         await frozen.freezer.freeze_if_due()
@@ -291,7 +309,7 @@ def test_a_peer_that_holds_a_snapshot_freezes_no_other_before_the_next_chosen_en
 # On demand ------------------------------------------------------------------------------------------------------
 def test_who_has_frozen_nothing_does_so_when_asked() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         snapshot = await frozen.freezer.newest(0)
         assert (snapshot.index, bytes(snapshot.data)) == (1, b"state 1")
         frozen.step()
@@ -306,7 +324,7 @@ def test_who_has_frozen_nothing_does_so_when_asked() -> None:
 
 def test_those_who_ask_at_once_share_one_snapshot() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         first, second, third = await asyncio.gather(*(frozen.freezer.newest(0) for _ in range(3)))
         assert first is second is third
 
@@ -315,13 +333,14 @@ def test_those_who_ask_at_once_share_one_snapshot() -> None:
 
 def test_a_donor_in_an_outer_step_finishes_it_first() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second().trained().averaging().holding().applying())
+        frozen = Frozen()
+        frozen.begin_step()
         asked = asyncio.ensure_future(frozen.freezer.newest(0))
         await quiet()
         assert not asked.done()
-        await frozen.finish_applying()
+        await frozen.finish_step()
         snapshot = await in_time(asked)
-        assert (snapshot.last, bytes(snapshot.data)) == (frozen.rig.peer.log.last, b"state 2")
+        assert (snapshot.last, bytes(snapshot.data)) == (frozen.peer.log.last, b"state 2")
 
     asyncio.run(scenario())
 
@@ -330,20 +349,17 @@ def test_an_outer_step_that_began_while_we_waited_for_the_lock_is_finished_first
     """Regression: the snapshot was of the old state, and its header of the new position."""
 
     async def scenario() -> None:
-        rig = at_second().trained().averaging().holding()
-        commit = rig.commit()
-        frozen = Frozen(rig)
+        frozen = Frozen()
         async with frozen.freezer.changing():
             asked = asyncio.ensure_future(frozen.freezer.newest(0))
             await quiet()
-            rig.hear("a", commit)
-            assert rig.peer.state is State.APPLYING
+            frozen.begin_step()
         await quiet()
         assert not asked.done()
         async with frozen.freezer.changing():
-            await frozen.finish_applying()
+            await frozen.finish_step()
         snapshot = await in_time(asked)
-        assert (snapshot.last, bytes(snapshot.data)) == (rig.peer.log.last, b"state 2")
+        assert (snapshot.last, bytes(snapshot.data)) == (frozen.peer.log.last, b"state 2")
 
     asyncio.run(scenario())
 
@@ -352,7 +368,8 @@ def test_a_donor_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(freezing_module, "SETTLE_TIMEOUT", 0.01)
 
     async def scenario() -> None:
-        frozen = Frozen(at_second().trained().averaging().holding().applying())
+        frozen = Frozen()
+        frozen.begin_step()
         with pytest.raises(RefusalError, match="not frozen yet"):
             await frozen.freezer.newest(0)
 
@@ -361,8 +378,8 @@ def test_a_donor_that_never_settles_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_state_that_is_not_what_its_digest_says_is_not_given(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
-        frozen.rig.peer.replica.state_digest = digest_of(b"another")
+        frozen = Frozen()
+        frozen.peer.state_digest = digest_of(b"another")
         with pytest.raises(RefusalError, match="no snapshot can be made"):
             await frozen.freezer.newest(0)
         assert frozen.told == []
@@ -374,7 +391,7 @@ def test_a_state_that_is_not_what_its_digest_says_is_not_given(caplog: pytest.Lo
 
 def test_without_room_it_refuses(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second(), FullStorage())
+        frozen = Frozen(FullStorage())
         with pytest.raises(RefusalError, match="no snapshot can be made"):
             await frozen.freezer.newest(0)
 
@@ -387,7 +404,7 @@ def test_what_somebody_asks_for_is_no_checkpoint() -> None:
     """Regression: a stranger had each volunteer write one after each entry, and drop the payloads before."""
 
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         await frozen.freezer.newest(0)
         assert frozen.told == []
         frozen.step(log_at(EVERY))

@@ -25,8 +25,8 @@ from peers.transfer.lineage_fetch import (
 )
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of, pack, unpack
-from tests.peers.builders import beat
 from tests.peers.fakes import FakeTransport, at_once
+from tests.peers.heartbeats import beat
 from tests.peers.logs import LOG, RUN, certificate, first_log, next_header
 from tests.peers.network.test_throttle import simulate
 from tests.simulator.simulated_keys import SimulatedKeys

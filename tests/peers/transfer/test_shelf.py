@@ -10,8 +10,8 @@ import pytest
 from peers.network.channel import RefusalError
 from peers.transfer.snapshots import LEAVE, Snapshot
 from tests.peers.fakes import at_once
-from tests.peers.protocol.test_peer import at_second
-from tests.peers.transfer.test_freezing import EVERY, HELD, Frozen, log_at
+from tests.peers.logs import log_at
+from tests.peers.transfer.test_freezing import EVERY, HELD, Frozen
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,11 @@ def test_no_more_snapshots_are_held_than_there_is_memory_for() -> None:
     """A stranger asks for a newer one after each entry, and goes on with the older ones."""
 
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         asked = list[Snapshot]()
         for _ in range(6):
             with suppress(RefusalError):
-                asked.append(await frozen.freezer.newest(frozen.rig.peer.log.position.index))
+                asked.append(await frozen.freezer.newest(frozen.peer.log.position.index))
             for snapshot in asked:
                 snapshot.used_at = frozen.seconds
             frozen.step()
@@ -40,7 +40,7 @@ def test_slow_pulls_keep_their_snapshots_and_no_more_than_two() -> None:
     """Regression: after a minute of one slow pull its snapshot counted as unused, and went on to take memory."""
 
     async def scenario() -> None:
-        frozen, open_pulls = Frozen(at_second()), list[Snapshot]()
+        frozen, open_pulls = Frozen(), list[Snapshot]()
 
         async def pull(snapshot: Snapshot) -> None:
             with suppress(TimeoutError):
@@ -52,7 +52,7 @@ def test_slow_pulls_keep_their_snapshots_and_no_more_than_two() -> None:
         tasks, most = list[asyncio.Task[None]](), 0
         for number in range(2 * int(LEAVE / 61.0)):
             with suppress(RefusalError):
-                snapshot = await frozen.freezer.newest(frozen.rig.peer.log.position.index)
+                snapshot = await frozen.freezer.newest(frozen.peer.log.position.index)
                 tasks.append(asyncio.create_task(pull(snapshot)))
             for _ in range(5):  # what was broken off ends
                 await asyncio.sleep(0)
@@ -72,12 +72,12 @@ def test_slow_pulls_keep_their_snapshots_and_no_more_than_two() -> None:
 
 def test_whoever_is_refused_hears_why() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         for _ in range(HELD):
-            frozen.fetch_from(await frozen.freezer.newest(frozen.rig.peer.log.position.index))
+            frozen.fetch_from(await frozen.freezer.newest(frozen.peer.log.position.index))
             frozen.step()
         with pytest.raises(RefusalError, match="as many snapshots as there is room for"):
-            await frozen.freezer.newest(frozen.rig.peer.log.position.index)
+            await frozen.freezer.newest(frozen.peer.log.position.index)
         assert (await frozen.freezer.newest(0)).index == 1, "an older one is given at once"
 
     asyncio.run(scenario())
@@ -85,7 +85,7 @@ def test_whoever_is_refused_hears_why() -> None:
 
 def test_joiners_find_the_same_snapshot_everywhere_whatever_strangers_have_asked_for() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         frozen.step(log_at(EVERY))
         await frozen.freezer.freeze_if_due()
         frozen.step()
@@ -97,7 +97,7 @@ def test_joiners_find_the_same_snapshot_everywhere_whatever_strangers_have_asked
 
 def test_what_was_asked_for_gives_way_at_a_chosen_entry() -> None:
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         frozen.step(log_at(EVERY))
         await frozen.freezer.freeze_if_due()
         (first,) = frozen.told
@@ -120,7 +120,7 @@ def test_a_joiner_gets_a_new_snapshot_while_strangers_fetch_whatever_there_is(cy
     time, fetches a little after each entry for as long as a slow link may take, and has lost nothing meanwhile."""
 
     async def scenario() -> None:
-        frozen = Frozen(at_second())
+        frozen = Frozen()
         strangers, ages, index = set[Snapshot](), list[int](), 1
         joining: tuple[Snapshot, float] | None = None
         while len(ages) < 4:
