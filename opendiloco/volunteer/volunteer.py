@@ -45,7 +45,6 @@ from peers.network.throttle import Caps
 from peers.network.transport import HivemindTransport
 from peers.presence.admission import RunAdmission
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.round import RoundState
 from peers.protocol.states import State
 from peers.transfer.storage import FolderStorage
 from peers.values.identity import Identity

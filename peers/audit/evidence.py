@@ -27,11 +27,11 @@ from peers.audit.proofs import (
     are_exclusive,
     read_proof,
 )
-from peers.log.certificate import Certificate, Choice, Departure
+from peers.log.certificate import Certificate, Choice, Departure, Phase, prove
 from peers.log.header import FAULT_AGE, FAULT_LIMIT, Fault, Position, may_be_named
 from peers.log.lineage import Branch, Lineage
 from peers.log.settings import RunSettings
-from peers.log.state import LogState, committee
+from peers.log.state import LogError, LogState, committee
 from peers.protocol.commitment import Author, Commitment
 from peers.protocol.commitment import Evidence as CommittedChunk
 from peers.protocol.messages import Certified, Leaving, Proof, Vote
@@ -58,7 +58,8 @@ KEPT = 64
 KEPT_BYTES = 1 << 23
 """Bytes of those: eight of the longest, which have a whole chunk in them."""
 LOOKED_AT = 16
-"""Proofs of one sender that are checked in one cycle, besides those that a header names: each costs some signatures."""
+"""Proofs and late certificates of one sender that are checked in one cycle, besides proofs that a header names: each
+costs some signatures."""
 WANTED = 16
 """Digests of named proofs that are waited for: four proposals' worth."""
 SHOWN_BYTES = 1 << 24
@@ -218,7 +219,8 @@ class Attention:
             del self._wanted[oldest]
 
     def is_due(self, sender: str, proof: bytes) -> bool:
-        """Return whether to check the proof with this digest: a few of each sender, none of one that has misled us."""
+        """Return whether to check what the sender shows: a few of each sender, none of one that has misled us, and any
+        proof with a digest that is wanted."""
         if proof in self._wanted:
             return True
         self._looked_at[sender] += 1
@@ -269,6 +271,24 @@ class Evidence:
         if certified.certificate is None or before.position != certified.position:
             return ()
         return self._observe_certificate(certified.certificate, before, lineage)
+
+    def observe_late(self, sender: str, certified: Certified, lineage: Lineage) -> tuple[Fault, ...]:
+        """Take in a certificate of a recent position that is decided here, once it is proven: the other branch of a
+        fork has another one. A few of each sender are checked in a cycle."""
+        self._follow(lineage)
+        position, certificate = certified.position, certified.certificate
+        log, entry = lineage.start(position.head), lineage.after(position)
+        if log is None or certificate is None:
+            return ()
+        is_ours = entry is not None and entry[0] == certified.header and certificate.choice.phase is Phase.COMMIT
+        if is_ours or sender in lineage.log.excluded or not self._attention.is_due(sender, certified.header.digest):
+            return ()
+        before = log.opening(position.fragment)
+        try:
+            prove(certificate, before, certified.header, self._verifier.verify, certificate.choice.phase)
+        except LogError:
+            return ()
+        return self._observe_certificate(certificate, before, lineage)
 
     def observe_split(self, one: Branch, other: Branch, lineage: Lineage) -> tuple[Fault, ...]:
         """Take in the certificates of the entries with which two branches part, all of which have been proven."""

@@ -50,7 +50,7 @@ class PeerDiscovery:
         self._telling: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = -float("inf")
-        self._is_new = True
+        self._has_met = False
         self._connected: set[str] = set()
 
     @property
@@ -183,10 +183,10 @@ class PeerDiscovery:
     async def _ask_around(self) -> None:
         """Ask some of the peers that are known who else is there. The first look is waited for: whom the DHT has are
         few, and it decides who gives a newcomer the state."""
-        is_new, self._is_new = self._is_new, False
         if not self.is_member:
-            await self._look(ASKED_FIRST if is_new else 1)
-        elif is_new:
+            await self._look(1 if self._asked_at > 0.0 else ASKED_FIRST)
+        elif not self._has_met:
+            self._has_met = True
             await self._meet()
         elif self._is_due(ASK_SHARE) and (self._asking is None or self._asking.done()):
             self._asking = asyncio.create_task(self._ask(1))

@@ -74,6 +74,7 @@ class Exchange:
         self._reducing = Reducing(self._weights.keys(), me)
         self._outbox = Outbox(begun_at, resend)
         self._search = Search(me, round.peers, self._reducers, DUE * seconds)
+        self._part: Part | None = None
         self._live = frozenset(round.peers)
         self._now = begun_at
         self._reducing.add(self._reducers.parts.get(me, ()), begun_at, seconds)
@@ -124,9 +125,11 @@ class Exchange:
     def part(self) -> Part | None:
         """Return what to tell the leader, when all chunks that are ours to average are averaged."""
         ours = self.averages.ours
-        if self._reducing.waiting or not ours:
+        if self._reducing.is_waiting or not ours:
             return None
-        return Part(round=self.name, averages=tuple(ours[chunk] for chunk in sorted(ours)))
+        if self._part is None or len(self._part.averages) < len(ours):
+            self._part = Part(round=self.name, averages=tuple(ours[chunk] for chunk in sorted(ours)))
+        return self._part
 
     def proposed(self, marks: bytes) -> list[Effect]:
         """A proposal names the averages that count: fetch those that are not here, or are others here."""
@@ -147,9 +150,8 @@ class Exchange:
         return self.payload is not None
 
     def absent(self) -> dict[str, int]:
-        """Return from how many chunks each member is absent, in roster order, of a payload that is whole."""
-        outcome = self.outcome()
-        return outcome.absent if outcome else {}
+        """Return from how many chunks each member is absent, of those that are here; in roster order."""
+        return self.averages.absent()
 
     def outcome(self) -> Outcome | None:
         """Return what the round comes to here, by the averages' signatures."""
@@ -174,7 +176,7 @@ class Exchange:
             case ChunksUnsent(peer=peer, reduced=reduced, chunks=chunks):
                 self._outbox.unsent(peer, reduced, chunks)
             case PayloadAssembled(digest=digest):
-                if not self.averages.lacking():
+                if self.averages.are_whole:
                     self.payload = digest
         return []
 
@@ -261,7 +263,7 @@ class Exchange:
         chunk = event.chunk
         effects: list[Effect] = []
         if event.sender == self.me:
-            if chunk not in self._reducing.waiting:
+            if not self._reducing.is_ours(chunk):
                 return []
             self._reducing.done(chunk)
             averaged = self.averages.sign(chunk, event.digest, event.absent)
@@ -274,7 +276,7 @@ class Exchange:
             self.payload = None
         if event.sender == self.me:
             effects += self._owe(self.round.peers, True, [chunk])
-        if not self.averages.lacking():
+        if self.averages.are_whole:
             effects.append(AssemblePayload(self.name))
         return effects
 
@@ -333,11 +335,19 @@ class Reducing:
         """The chunks that we have not averaged yet."""
         return list(self._times)
 
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._times)
+
+    def is_ours(self, chunk: int) -> bool:
+        """Return whether we have yet to average a chunk."""
+        return chunk in self._times
+
     def add(self, chunks: Iterable[int], now: float, seconds: float) -> None:
         """Average these chunks, too, within an exchange of so many seconds from now."""
         for chunk in chunks:
             self._times[chunk] = now + GONE * seconds, now + DUE * seconds
-            self._arrived[chunk].add(self._me)
+            self._arrived[chunk] |= self._givers & {self._me}
 
     def wants(self, sender: str, chunk: int) -> bool:
         is_open = chunk in self._times and chunk not in self.under_way
@@ -362,13 +372,14 @@ class Reducing:
     def missing(self, chunk: int) -> frozenset[str]:
         return self._givers - self._arrived[chunk]
 
-    def begins(self, chunk: int, now: float, live: Collection[str]) -> bool:
+    def begins(self, chunk: int, now: float, live: frozenset[str]) -> bool:
         """Begin to average a chunk if nothing is waited for any more. Return whether it begins."""
         if chunk not in self._times or chunk in self.under_way:
             return False
         gone, due = self._times[chunk]
-        awaited = self.missing(chunk) - self._bad[chunk]
-        if awaited and now < due and (now < gone or any(peer in live for peer in awaited)):
+        is_complete = len(self._arrived[chunk]) + len(self._bad[chunk]) >= len(self._givers)
+        may_come = now < gone or not (is_complete or live.isdisjoint(self.missing(chunk) - self._bad[chunk]))
+        if not is_complete and now < due and may_come:
             return False
         self.under_way.add(chunk)
         return True

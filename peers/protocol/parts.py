@@ -210,6 +210,11 @@ class Averages:
         replaced = self._squares[averaged.chunk] if before and before.reducer == averaged.reducer else 0.0
         return self._given[averaged.reducer] - replaced + squares
 
+    @property
+    def are_whole(self) -> bool:
+        """Whether all averages are here, and those that the proposal names, if there is one."""
+        return len(self._here) == self._round.chunks and not self.lacking()
+
     def lacking(self) -> list[int]:
         """Return the chunks of which no average is here, or another one than the proposal names."""
         return [chunk for chunk in range(self._round.chunks) if not self.is_right(chunk)]
@@ -227,6 +232,10 @@ class Averages:
     def of_others(self) -> list[Averaged]:
         """Return the averages that others have made."""
         return [averaged for averaged in self._here.values() if averaged.reducer != self._me]
+
+    def absent(self) -> dict[str, int]:
+        """Return from how many chunks that are here each member is absent, in roster order."""
+        return _absent_from(self._round, self._here.values())
 
     def outcome(self) -> Outcome | None:
         """Return what the averages that are here come to, if all are."""
@@ -248,10 +257,14 @@ def outcome_of(round: Round, averages: Mapping[int, Averaged]) -> Outcome | None
     if not round.chunks:
         return Outcome(NO_PAYLOAD, {}, b"")
     in_order = [averages[chunk] for chunk in range(round.chunks)]
-    missed = Counter(peer for averaged in in_order for peer in averaged.absent)
-    absent = {peer: missed[peer] for peer in round.peers if missed[peer]}
     marks = b"".join(statement_of(round, averaged).mark for averaged in in_order[:MARKED])
-    return Outcome(digest_of_chunks(averaged.digest for averaged in in_order), absent, marks)
+    payload = digest_of_chunks(averaged.digest for averaged in in_order)
+    return Outcome(payload, _absent_from(round, in_order), marks)
+
+
+def _absent_from(round: Round, averages: Iterable[Averaged]) -> dict[str, int]:
+    missed = Counter(peer for averaged in averages for peer in averaged.absent)
+    return {peer: missed[peer] for peer in round.peers if missed[peer]}
 
 
 def is_lawful(round: Round, averaged: Averaged) -> bool:

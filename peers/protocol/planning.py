@@ -9,16 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from peers.log.header import Member
 from peers.log.settings import Timing
 from peers.presence.reachability import SEEN_LIMIT
 from peers.protocol.rounds import Round, Share
 from peers.values.chunks import payloads_moved, split_by_rate
-
-if TYPE_CHECKING:
-    from peers.protocol.messages import Ready
 
 LEAST_PAYLOADS = 2.0
 """Payloads that a link is taken to carry at least: a member's own blocks go out before the average comes in."""
@@ -46,10 +42,6 @@ class Link:
     seen: Mapping[str, int] = field(default_factory=dict)
     relayed: frozenset[str] = frozenset()
     unreached: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, ready: Ready) -> Link:
-        return cls(ready.rate, dict(ready.seen), frozenset(ready.relayed), frozenset(ready.unreached))
 
 
 def shares(roster: Sequence[Member], links: Mapping[str, Link], chunks: int) -> tuple[Share, ...]:

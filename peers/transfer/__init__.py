@@ -1,7 +1,7 @@
 """What peers give one another: payloads, headers, snapshots; and where it lies meanwhile.
 
 Other rooms import:
-averages: Admission, ChunkHeader, SpotCheck, asking, average_chunk, serve_contributions
+averages: Admission, ChunkHeader, ask_for_contributions, average_chunk, serve_contributions
 buffers: PayloadBuffers, inspection, offer
 download: Download, PullTransport, shuffled
 following: CannotFollowError, Donors, Doubts, FollowTransport, Following, next_in_log, nobody_trains, step

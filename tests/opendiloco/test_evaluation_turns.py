@@ -23,7 +23,7 @@ from peers.values.leases import SampleRange
 from peers.values.workload import InnerLoop, Progress, Trained
 from tests.opendiloco.workers.trainings import NotingTracker
 from tests.peers.heartbeats import beat
-from tests.peers.transfer.test_freezing import log_at
+from tests.peers.logs import log_at
 
 
 def test_each_time_another_peer_evaluates_and_all_know_which() -> None:

@@ -51,7 +51,8 @@ def round_with(chunks: Mapping[str, int], idle: str = "", name: RoundName = AT, 
         for place, (peer, count) in enumerate(chunks.items())
     ]
     committed = digest_of_all([CONTRIBUTED] * sum(share.member.tokens > 0 for share in shares))
-    return Round(**{"name": name, "shares": tuple(shares), "committed": committed} | more)
+    fields: dict[str, Any] = {"name": name, "shares": tuple(shares), "committed": committed}
+    return Round(**fields | more)
 
 
 def signed_by(round: Round, reducer: str, chunk: int, digest: bytes = bytes(32), absent: str = "") -> Averaged:

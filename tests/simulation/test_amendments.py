@@ -14,10 +14,10 @@ import pytest
 
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.events import AmendmentSeen
-from peers.protocol.schedule import Schedule
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
+from tests.simulator.malice import promised
 from tests.simulator.schedules import LONGEST_TRAINING, agreed, draw_life, live
 from tests.simulator.simulated_peer import SimulatedPeer
 from tests.simulator.simulation import Swarm
@@ -48,7 +48,9 @@ def give(swarm: Swarm, name: str, given: Amendment) -> None:
 
 
 def leader_of(swarm: Swarm) -> SimulatedPeer:
-    return next(one for one in swarm.living if one.peer.slot.leadership.elect() == one.name)
+    leader = swarm.living[0].peer.log.leader_of(0)
+    assert leader is not None
+    return swarm.peers[leader]
 
 
 def in_force(peers: Iterable[SimulatedPeer]) -> set[Amendment | None]:
@@ -106,7 +108,7 @@ def test_a_leader_that_makes_one_up_gets_no_entry(made_up: Amendment) -> None:
     liar = leader_of(swarm)
     liar.peer._desk.amending._newest = made_up
     before = swarm.longest
-    limit = Schedule(TIMING).progress(LONGEST_TRAINING, liars=1)
+    limit = promised(TIMING, LONGEST_TRAINING, liars=1)
     assert swarm.run(limit, until=lambda: swarm.longest >= before + 2)
     assert in_force(swarm.living) == {None}
     assert not any(one.peer.proposed_amendment for one in swarm.living if one is not liar), "nobody passes it on"

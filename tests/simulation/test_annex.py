@@ -4,30 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf
 
 import pytest
 
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.effects import Trouble
-from peers.protocol.messages import Begin, Message, Prove
+from peers.protocol.messages import Message, Proof, Propose
 from peers.values.wire import digest_of
 from tests.simulation.test_blame import understates
-from tests.simulator.fault_lies import FAULT_LIES
-from tests.simulator.malice import KINDS, Deceit, plant
+from tests.simulator.malice import SIGNED, Deceit, plant
 from tests.simulator.schedules import agreed, draw_life, live, report
 from tests.simulator.simulation import Swarm
 
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, Timing())
 LIAR = "peer3"
-SIGNED = {
-    "signed averages": "averages",
-    "many commitments": "commitments",
-    "many proofs": "commitments",
-    "many entries": "votes",
-    "other entries": "votes",
-}
-"""Lies that a signature proves, and what they are called in the log."""
 
 
 def lying(
@@ -40,9 +30,9 @@ def lying(
 ) -> Swarm:
     """A swarm in which a peer lies from the second entry on, `besides` others. Of many blocks it averages some, however
     slow its link is measured to be."""
-    swarm = Swarm(seed, settings, block_count=28 if kind == "signed averages" else 7)
+    swarm = Swarm(seed, settings, block_count=28 if kind == "many averages" else 7)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(0.8, 1.2)  # type: ignore[method-assign]
-    plant(swarm, (Deceit(liar, (kind,), 2, inf), *besides))
+    plant(swarm, (Deceit(liar, kind, 2), *besides))
     for number in range(peers):
         swarm.start(f"peer{number}")
     return swarm
@@ -77,7 +67,7 @@ def agreed_among_honest(swarm: Swarm) -> bool:
 
 
 def test_who_is_excluded_is_told_so_and_comes_back_when_its_time_is_over() -> None:
-    swarm = lying("signed averages", replace(SETTINGS, exclusion=4))
+    swarm = lying("many averages", replace(SETTINGS, exclusion=4))
     assert swarm.run(300.0, until=lambda: any(excluded(swarm)) and swarm.longest > 2)
     assert swarm.run(300.0, until=lambda: all(not names for names in excluded(swarm)))
     told = [what for line in swarm.trace for what in line if isinstance(what, Trouble)]
@@ -101,7 +91,7 @@ def told(swarm: Swarm, liar: str) -> list[Message]:
     said = list[Message]()
 
     def on_message(sender: str, to: str, message: Message) -> Message:
-        if sender == liar and (isinstance(message, Prove) or (isinstance(message, Begin) and message.round.faults)):
+        if sender == liar and (isinstance(message, Proof) or (isinstance(message, Propose) and message.header.faults)):
             said.append(message)
         return message
 
@@ -121,7 +111,7 @@ def test_nobody_is_excluded_by_lies_about_it(kind: str, liar: str) -> None:
 
 
 def test_proofs_that_are_repeated_exclude_whom_they_convict_once() -> None:
-    swarm = lying("signed averages", besides=(Deceit("peer1", ("old proofs",), 2, inf),))
+    swarm = lying("many averages", besides=(Deceit("peer1", "old proofs", 2),))
     said = told(swarm, "peer1")
     assert swarm.run(300.0, until=lambda: any(excluded(swarm)))
     before = swarm.longest
@@ -132,7 +122,7 @@ def test_proofs_that_are_repeated_exclude_whom_they_convict_once() -> None:
 
 
 def test_a_run_may_exclude_nobody() -> None:
-    swarm = lying("signed averages", replace(SETTINGS, exclusion=0))
+    swarm = lying("many averages", replace(SETTINGS, exclusion=0))
     assert swarm.run(600.0, until=lambda: swarm.longest >= 8)
     assert not swarm.history.named
 
@@ -140,12 +130,8 @@ def test_a_run_may_exclude_nobody() -> None:
 @pytest.mark.thorough
 def test_random_lives_with_lies_that_signatures_prove() -> None:
     for seed in range(500, 505):
-        life = draw_life(seed, kinds=(*FAULT_LIES, "names the honest", "many averages"))
+        life = draw_life(seed, kinds=(*SIGNED, "names the honest", "forged proofs", "old proofs"))
         try:
             live(life)
         except Exception:
             pytest.fail(report(life))
-
-
-def test_all_of_these_lies_are_among_those_that_lives_draw() -> None:
-    assert FAULT_LIES.keys() | {"names the honest"} <= KINDS.keys()

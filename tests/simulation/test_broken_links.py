@@ -9,20 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from peers.log.certificate import ballot
-from peers.log.header import Header, Member
+from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.log.state import TERM
 from peers.protocol.effects import Note, SendChunk, Trouble
-from peers.protocol.messages import Begin, Commit, Message, Ready
-from peers.protocol.rounds import Attempt, Held
-from peers.protocol.schedule import Schedule
+from peers.protocol.messages import Begin, Message, Ready, Vote
 from peers.protocol.states import State
-from peers.protocol.troubles import LOOK_AGAIN
 from peers.values.wire import digest_of
 from tests.simulator.history import InvariantError
-from tests.simulator.simulated_keys import SimulatedKeys
-from tests.simulator.simulation import REACH_DELAY, Faults, Pair, Swarm
+from tests.simulator.links import Faults, Pair, Rate
+from tests.simulator.simulated_workload import BLOCK_BYTES
+from tests.simulator.simulation import REACH_DELAY, Swarm
 
 TIMING = Timing()
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 1, TIMING)
@@ -145,15 +141,6 @@ def test_a_pair_that_breaks_in_the_middle_of_a_round_costs_a_short_delay() -> No
     assert tally.lineages() == 0
 
 
-def test_all_elect_the_same_leader_where_heartbeats_can_not_name_all_pairs() -> None:
-    """Regression: of itself each knew more than it could tell, so that it elected another one than all others did."""
-    names = [f"peer{number}" for number in range(40)]
-    broken = tuple((one, other) for one in names[:20] for other in names[20:])
-    swarm = swarm_of(40, Faults(broken=broken), replace(SETTINGS, minimum_peers=41))
-    swarm.run(REACH_DELAY + 5 * TIMING.heartbeat)
-    assert len({peer.peer.slot.leadership.elect() for peer in swarm.living}) == 1
-
-
 # Who can't take part is told, and stops -------------------------------------------------------------------------
 def trains(swarm: Swarm, name: str) -> bool:
     return swarm.peers[name].peer.trainer.is_training
@@ -165,7 +152,7 @@ def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
     names = [name for name in swarm.peers if name != "peer2"]
     swarm.faults = Faults(broken=tuple(("peer2", name) for name in names))
     broke = swarm.now
-    assert swarm.run(MINUTE, until=lambda: bool(swarm.peers["peer2"].peer.troubles.told)), "told within a minute"
+    assert swarm.run(MINUTE, until=lambda: bool(swarm.peers["peer2"].peer.hindrances.told)), "told within a minute"
     assert "reached" in troubles(swarm)[-1][2]
     swarm.run(5.0)
     assert not trains(swarm, "peer2")
@@ -175,8 +162,8 @@ def test_who_reaches_nobody_is_told_and_stops_and_comes_back() -> None:
     assert swarm.now > broke
     swarm.faults = Faults()
     assert swarm.run(
-        LOOK_AGAIN + MINUTE,
-        until=lambda: len(swarm.peers["peer0"].peer.log.roster) == 4 and not swarm.peers["peer2"].peer.troubles.told,
+        5 * MINUTE,
+        until=lambda: len(swarm.peers["peer0"].peer.log.roster) == 4 and not swarm.peers["peer2"].peer.hindrances.told,
     ), "it looks whether its work can count, and is in the next entry"
 
 
@@ -185,7 +172,7 @@ def test_two_who_cant_talk_are_told_and_one_waits() -> None:
     swarm = swarm_of(2)
     swarm.run(MINUTE)
     swarm.faults = Faults(broken=(("peer0", "peer1"),))
-    assert swarm.run(MINUTE, until=lambda: all(one.peer.troubles.told for one in swarm.living))
+    assert swarm.run(MINUTE, until=lambda: all(one.peer.hindrances.told for one in swarm.living))
     swarm.run(5 * MINUTE)
     assert sorted(trains(swarm, name) or swarm.peers[name].peer.state is not State.JOINING for name in swarm.peers) == [
         False,
@@ -208,21 +195,19 @@ def test_who_cant_reach_the_founder_founds_no_other_run(number: int, minimum: in
     assert swarm.longest > 0
     assert tally.lineages() == 0
     swarm.faults = Faults()
-    assert swarm.run(LOOK_AGAIN + MINUTE, until=lambda: len(swarm.peers["peer0"].peer.log.roster) == number)
+    assert swarm.run(5 * MINUTE, until=lambda: len(swarm.peers["peer0"].peer.log.roster) == number)
 
 
-def test_as_few_as_possible_are_left_out_and_told() -> None:
-    """Two pairs of four: somebody must be reached by all who remain."""
+def test_two_pairs_of_four_that_cant_talk_leave_nobody_out() -> None:
+    """Regression: one of them was left out, since a reducer had to be reached by all."""
     swarm = swarm_of(4)
     swarm.run(MINUTE)
     swarm.faults = Faults(broken=(("peer0", "peer1"), ("peer2", "peer3")))
+    swarm.run(MINUTE)
     tally = Tally(swarm)
-    swarm.run(3 * MINUTE)
-    last = list(tally.headers.values())[-10:]
-    assert len({member.peer for header in last for member in header.roster}) == 3
-    stopped = [name for name in swarm.peers if swarm.peers[name].peer.troubles.told]
-    assert len(stopped) == 1
-    assert not trains(swarm, stopped[0])
+    swarm.run(10 * MINUTE)
+    assert len(tally.tokens) == 4
+    assert min(tally.tokens.values()) >= 0.5 * max(tally.tokens.values())
     assert tally.lineages() == 0
 
 
@@ -236,7 +221,7 @@ def test_who_is_too_slow_is_told_and_stops(speed: float, counts: bool) -> None:
     slow.speed = speed
     tally = Tally(swarm)
     swarm.run(MINUTE)
-    assert bool(slow.peer.troubles.told) is not counts, "told within a minute"
+    assert bool(slow.peer.hindrances.told) is not counts, "told within a minute"
     trained = 0
     for _ in range(80):
         swarm.run(100.0)
@@ -248,33 +233,17 @@ def test_who_is_too_slow_is_told_and_stops(speed: float, counts: bool) -> None:
 
 
 # Slow links, and who stalls ------------------------------------------------------------------------------------
-def slow_uplink(swarm: Swarm, name: str, seconds: float) -> None:
-    """Its uplink carries one chunk after another: a payload in so many seconds."""
-    carry = swarm.send_chunk
-    free = 0.0
-
-    def send_chunk(sender: object, send: SendChunk, data: bytes) -> None:
-        nonlocal free
-        if getattr(sender, "name", "") != name:
-            carry(sender, send, data)  # type: ignore[arg-type]
-            return
-        free = max(free, swarm.now) + seconds / MANY_BLOCKS
-        swarm.at(free - swarm.now, lambda: carry(sender, send, data))  # type: ignore[arg-type]
-
-    swarm.send_chunk = send_chunk  # type: ignore[method-assign]
-
-
 @pytest.mark.thorough
 def test_a_slow_link_is_measured_and_then_counts() -> None:
     """Regression: one whose link needed longer than the limit was never measured, and cost all two thirds of the
     rounds."""
-    timing, seconds = Timing(grace=30.0, round_timeout=30.0, partition_grace=60.0), 50.0
-    swarm = swarm_of(5, settings=replace(SETTINGS, timing=timing), block_count=MANY_BLOCKS)
-    slow_uplink(swarm, "peer4", seconds)
+    timing, seconds = Timing(grace=30.0, round_timeout=30.0, partition_grace=60.0), 8.0
+    rate = Rate(up=MANY_BLOCKS * BLOCK_BYTES / seconds)
+    links = Faults(rates=tuple((f"peer{name}", rate) for name in range(5)))
+    swarm = swarm_of(5, links, replace(SETTINGS, timing=timing), MANY_BLOCKS)
     tally = Tally(swarm)
     swarm.run(2000.0)
-    per_round = 12 + 1.3 * seconds
-    assert swarm.longest >= 0.8 * 2000 / per_round
+    assert swarm.longest >= 0.8 * 2000 / (12 + 3 * seconds)
     assert tally.tokens["peer4"] >= 0.8 * tally.tokens["peer0"]
     assert tally.lineages() == 0
 
@@ -290,7 +259,8 @@ def claims(rate: int | None) -> Callable[[str, str, Message], Message]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("rate", "both"), [(None, False), (1, True), (10**15, True)])
 def test_who_stalls_on_purpose_costs_little(rate: int | None, both: bool) -> None:
-    """Regression: with the default timing the honest ones became lineages of one member each."""
+    """Regression: with the default timing the honest ones became lineages of one member each. Now a round waits for the
+    liar's blocks until six tenths of its time are over."""
     swarm = swarm_of(6)
     swarm.run(MINUTE)
     swarm.on_message = claims(rate)
@@ -299,31 +269,7 @@ def test_who_stalls_on_purpose_costs_little(rate: int | None, both: bool) -> Non
     swarm.run(2000.0)
     assert tally.lineages() == 0
     assert {len(header.roster) for header in tally.headers.values()} <= {5, 6}
-    assert swarm.longest - before >= 0.75 * 2000 / 13, "a training takes some ten seconds"
-
-
-@pytest.mark.thorough
-def test_who_claims_to_hold_an_entry_that_nobody_can_fetch_costs_little() -> None:
-    """Regression: all who tried to fetch it were left out for it, so that no entry was ever made again."""
-    swarm = swarm_of(6)
-    swarm.run(MINUTE)
-
-    def claim(sender: str, to: str, message: Message) -> Message:
-        if sender != "peer5" or not isinstance(message, Ready) or message.held:
-            return message
-        log = swarm.peers[sender].peer.log
-        alone = Member(peer=sender, tokens=message.tokens, samples=message.samples, wants=message.wants)
-        attempt = Attempt(position=log.position, number=message.last_attempt, leader=sender)
-        header = log.next_header((alone,), digest_of(b"nothing"))
-        text = ballot(header, attempt.name, message.incarnation).text
-        held = Held(attempt=attempt, header=header, signature=SimulatedKeys(sender).sign(text))
-        return message.model_copy(update={"held": held})
-
-    swarm.on_message = claim
-    tally, before = Tally(swarm), swarm.longest
-    swarm.run(3000.0)
-    assert tally.lineages() == 0
-    assert swarm.longest - before > 120, "it is left out for longer and longer"
+    assert swarm.longest - before >= 0.75 * 2000 / (13 + 6), "a training takes some ten seconds"
 
 
 @pytest.mark.thorough
@@ -331,7 +277,7 @@ def test_a_leader_that_never_begins_makes_nobody_a_lineage_of_one() -> None:
     """It says that it trains, for ever."""
     swarm = swarm_of(5)
     swarm.run(MINUTE)
-    leader = swarm.living[0].peer.log.roster[0]
+    leader = swarm.living[0].peer.log.leader_of(0)
     swarm.on_message = lambda sender, to, message: (
         None if isinstance(message, Begin) and sender == leader != to else message
     )
@@ -341,29 +287,17 @@ def test_a_leader_that_never_begins_makes_nobody_a_lineage_of_one() -> None:
     assert swarm.longest - before > 50
 
 
-def test_no_limit_is_shorter_than_what_the_limits_below_it_allow() -> None:
-    for timing in (Timing(), Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)):
-        schedule = Schedule(timing)
-        limits = [
-            schedule.death,
-            schedule.stall,
-            schedule.given_up(schedule.longest_attempt),
-            schedule.hopeless,
-            schedule.begin(everyone_is_ready=False),
-        ]
-        assert limits == sorted(limits)
-
-
 # Handshakes ----------------------------------------------------------------------------------------------------
-def test_handshakes_cost_four_delays() -> None:
-    """Ready, Begin, Prepared and Complete; Commit is waited for by nobody."""
+@pytest.mark.parametrize(("peers", "handshakes"), [(5, 6), (18, 8)])
+def test_handshakes_cost_six_delays_and_eight_above_sixteen(peers: int, handshakes: int) -> None:
+    """Ready, Begin, Part, Propose and two votes; in a large swarm the leader passes on each certificate."""
     delay = 2.0
-    swarm = swarm_of(5)
+    swarm = swarm_of(peers, block_count=max(BLOCKS, 2 * peers))
     swarm.run(MINUTE)
     before = swarm.longest
     swarm._delay = lambda: delay  # type: ignore[method-assign]
     done: dict[str, float] = {}
-    assert swarm.run(100.0, until=lambda: swarm.longest > before + 1)
+    assert swarm.run(200.0, until=lambda: swarm.longest > before + 1)
     entry = swarm.longest
     applied: dict[str, float] = {}
 
@@ -377,9 +311,9 @@ def test_handshakes_cost_four_delays() -> None:
             done.setdefault(name, swarm.now)
 
     swarm.on_apply, swarm.on_effect = on_apply, on_effect
-    assert swarm.run(100.0, until=lambda: len(applied) == 5)
+    assert swarm.run(200.0, until=lambda: len(applied) == peers)
     bytes_take = 3 * delay  # blocks to the reducer, which takes as long to average them, and averages back
-    assert max(applied.values()) - max(done.values()) <= bytes_take + 4 * delay + 0.1
+    assert max(applied.values()) - max(done.values()) <= bytes_take + handshakes * delay + 0.1
 
 
 def test_nothing_is_a_note_of_failure_in_a_calm_swarm() -> None:
@@ -391,21 +325,42 @@ def test_nothing_is_a_note_of_failure_in_a_calm_swarm() -> None:
         raise InvariantError(f"trouble where there is none: {troubles(swarm)}")
 
 
-def test_a_leader_that_is_complete_last_tells_all_and_forgives_all_the_same() -> None:
+def test_a_leader_with_a_slow_link_leads_all_the_same() -> None:
     """Regression: it had heard of all others, applied the entry as a member, and was leader no more."""
     swarm = swarm_of(5)
     swarm.run(MINUTE)
-    leader = swarm.living[0].peer.log.roster[0]
+    leader = swarm.living[0].peer.log.leader_of(0)
+    assert leader is not None
     swarm.faults = Faults(slow=(leader,))
-    committed: set[int] = set()
+    before, views = swarm.longest, set[int]()
 
     def on_message(sender: str, to: str, message: Message) -> Message:
-        if isinstance(message, Commit) and sender == leader:
-            committed.add(message.header.index)
+        if isinstance(message, Vote):
+            views.add(message.choice.ballot.view)
         return message
 
     swarm.on_message = on_message
-    before = swarm.longest
     swarm.run(300.0)
     assert swarm.longest - before > 10
-    assert set(range(before + 1, min(swarm.longest - 1, TERM))) <= committed, "while it leads"
+    assert views == {0}
+
+
+def test_a_pair_of_which_one_hears_the_other_counts() -> None:
+    """What the second sends reaches the first, and nothing comes back."""
+    swarm = swarm_of(5)
+    swarm.run(MINUTE)
+    swarm.faults = Faults(one_way=(("peer3", "peer4"),))
+    swarm.run(MINUTE)
+    tally, before = Tally(swarm), swarm.longest
+    swarm.run(10 * MINUTE)
+    assert swarm.longest - before > 30
+    assert min(tally.tokens[f"peer{name}"] for name in range(5)) >= 0.5 * max(tally.tokens.values())
+    assert tally.lineages() == 0
+
+
+def test_members_that_are_far_apart_make_entries_as_others_do() -> None:
+    """Half a second each way between two of them."""
+    names = [f"peer{name}" for name in range(4)]
+    swarm = swarm_of(4, Faults(delays=tuple(((one, other), 0.5) for one in names for other in names if one < other)))
+    swarm.run(10 * MINUTE)
+    assert swarm.longest >= 25

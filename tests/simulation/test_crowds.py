@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from peers.log.certificate import Certificate
-from peers.protocol.certifier import Certifier
+from peers.protocol import voting
 from peers.protocol.effects import Send
 from peers.protocol.messages import Begin
 from peers.values.wire import pack
@@ -38,7 +38,7 @@ def test_rounds_and_takeovers_are_counted(
         assert 0 < row["by the leader"] < row["messages"]
         assert row["leader's CPU s"] > 0
         assert row["a member's CPU s"] > 0
-    assert calm["by the leader"] >= 2 * PEERS - 2, "Begin and Commit to all others"
+    assert calm["by the leader"] >= 2 * PEERS - 2, "Begin and Propose to all others"
     assert at_commit["what"] == "its leader dies at its commit"
     printed = capsys.readouterr().out
     if largest == PEERS:
@@ -71,7 +71,7 @@ def test_a_tape_leads_a_peer_where_it_was() -> None:
 
 
 SMALL, LARGE = 20, 60
-"""Both more than tell each other all (`OPEN_LIMIT`); and as many reduce in both, where there are few chunks."""
+"""Both more than tell each other all votes (`OPEN_LIMIT`); and as many reduce in both, where there are few chunks."""
 
 
 @dataclass
@@ -93,18 +93,19 @@ def costs_at(peers: int, monkeypatch: pytest.MonkeyPatch) -> list[Cost]:
         checked[keys._name] += 1
         return verify(keys, peer, data, signature)
 
-    def certify(*given: Any) -> Certificate:
+    def certify(*given: Any) -> Certificate | None:
         certificate = certificates_made(*given)
-        certificates.append(len(pack(certificate)))
+        if certificate is not None:
+            certificates.append(len(pack(certificate)))
         return certificate
 
-    certificates_made = Certifier.certify
+    certificates_made = voting.certify
     monkeypatch.setattr(crowds, "BLOCKS", 4)
     costs, crowd = list[Cost](), crowds.gather(peers)
     member = list(crowd.peers)[-1]
     with monkeypatch.context() as patch:
         patch.setattr(SimulatedKeys, "verify", counting)
-        patch.setattr(Certifier, "certify", certify)
+        patch.setattr(voting, "certify", certify)
         for act in SCENES:
             before, known = checked[member], len(certificates)
             said = {name: float(str(value)) for name, value in act(crowd).costs.items() if name != "what"}

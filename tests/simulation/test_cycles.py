@@ -10,11 +10,12 @@ import pytest
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.settings import RunSettings, Timing
 from peers.protocol.events import Captured, TrainingDone
-from peers.protocol.slot import SlotState
+from peers.protocol.round import RoundState
 from peers.values.wire import digest_of
+from tests.simulator.links import Faults
 from tests.simulator.schedules import agreed, draw_life, live
 from tests.simulator.simulated_peer import SimulatedPeer
-from tests.simulator.simulation import Faults, Swarm
+from tests.simulator.simulation import Swarm
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING, fragments=3)
@@ -68,8 +69,8 @@ def test_rounds_of_several_fragments_are_under_way_at_once() -> None:
     most = Counter[str]()
 
     def look(name: str) -> None:
-        slots = swarm.peers[name].peer.slots.values()
-        most[name] = max(most[name], sum(slot.state is SlotState.AVERAGING for slot in slots))
+        rounds = swarm.peers[name].peer.rounds.values()
+        most[name] = max(most[name], sum(round.state is RoundState.EXCHANGING for round in rounds))
 
     swarm.on_effect = look
     assert past(swarm, 6)
@@ -94,11 +95,11 @@ def test_a_death_with_several_rounds_under_way_costs_only_its_owners_work(victim
     swarm = swarm_of(5, 0)
     entries = Entries(swarm)
     assert past(swarm, 2)
-    slots = swarm.peers[victim].peer
+    peer = swarm.peers[victim].peer
     assert swarm.run(
-        60.0, until=lambda: sum(slot.state is SlotState.AVERAGING for slot in slots.slots.values()) >= 2
+        60.0, until=lambda: sum(round.state is RoundState.EXCHANGING for round in peer.rounds.values()) >= 2
     ), "two of its rounds are under way"
-    index = slots.log.position.index
+    index = peer.log.position.index
     swarm.kill(victim)
     assert past(swarm, 2)
     rosters = [set(header.peers) for header in entries.of_cycle(index)]

@@ -10,24 +10,20 @@ from dataclasses import replace
 
 import pytest
 
+from peers.log.certificate import Group
 from peers.log.settings import RunSettings, Timing
-from peers.presence.heartbeat import TAIL, Heartbeat
 from peers.protocol.events import Event, HeartbeatsSeen, TrainingDone, TrainingProgress
-from peers.protocol.gathering import Gathering
-from peers.protocol.leader import Leader
-from peers.protocol.messages import Excluded, LeaseRequest, Message, Ready
-from peers.protocol.rounds import Attempt, Round
+from peers.protocol.messages import Begin, Message, Propose, Ready
 from tests.simulation.test_malice import QUICK
 from tests.simulation.test_weaknesses import SETTINGS
-from tests.simulator.leading_lies import KeepsFew
-from tests.simulator.liars import Lie
+from tests.simulator.liars import Lie, remade
+from tests.simulator.links import Faults
 from tests.simulator.malice import KINDS, Deceit, plant
 from tests.simulator.simulated_peer import SimulatedPeer
-from tests.simulator.simulation import Faults, Swarm
+from tests.simulator.simulation import Swarm
 
 FIVE, SEVEN = ("peer0", "peer1"), ("peer0", "peer1", "peer2")
 """The liars among so many: nearly half, and the first who could lead."""
-FOREVER = float("inf")
 
 
 class Watched(Swarm):
@@ -59,7 +55,7 @@ def swarm_of(
     faults = Faults()
     swarm = Watched(seed, settings, faults, one_child=False, speeds=(1.0, 0.9, 0.4), **more)  # type: ignore[arg-type]
     if liars:
-        plant(swarm, tuple(Deceit(name, (kind,), entries, FOREVER) for name in liars))
+        plant(swarm, tuple(Deceit(name, kind, entries) for name in liars))
     swarm.watch(liars)
     for number in range(peers):
         swarm.start(f"peer{number}")
@@ -81,43 +77,48 @@ def test_a_leader_that_says_that_all_whom_it_does_not_need_are_gone_makes_no_ent
     assert {len(one.peer.log.voters) for one in swarm.honest} == {2 * len(liars) + 1}
 
 
+class CallsItAMinority(Lie):
+    """Its rounds are those of a minority: of itself, its ally, and one of the others."""
+
+    def says(self, to: str, message: Message) -> Iterator[tuple[str, Message]]:
+        if isinstance(message, Begin) and self.log.last is not None:
+            yield to, remade(message, round=remade(message.round, group=self._group()))
+        elif isinstance(message, Propose) and message.justify is None:
+            yield to, remade(message, group=self._group())
+        else:
+            yield to, message
+
+    def _group(self) -> Group:
+        names = [*self.allies, *self.victims[:1]]
+        return tuple((peer, self.log.incarnations.get(peer, 0)) for peer in sorted(names))
+
+
 @pytest.mark.parametrize("liars", [FIVE, ("peer3", "peer4")], ids=str)
-def test_a_round_that_is_named_a_minoritys_certifies_nothing(
+def test_a_round_that_is_named_a_minoritys_takes_nobody_along(
     monkeypatch: pytest.MonkeyPatch, liars: Sequence[str]
 ) -> None:
-    make = Leader._new_round
+    monkeypatch.setitem(KINDS, "calls it a minority", CallsItAMinority)
+    goes_on(swarm_of(5, liars, "calls it a minority"), 10, 1500.0)
 
-    def named_alone(self: Leader, name: Attempt) -> Round:
-        round = make(self, name)
-        if self._me not in liars or self._log.last is None or name.alone:
-            return round
-        gone = tuple(peer for peer in self._log.voters if peer not in round.peers)
-        return round.model_copy(update={"name": name.model_copy(update={"alone": True}), "gone": gone})
 
-    monkeypatch.setattr(Leader, "_new_round", named_alone)
-    goes_on(swarm_of(5, liars), 10, 1500.0)
+class StallsFirst(CallsItAMinority):
+    """And it begins none of them before the partition grace is over."""
+
+    _ticks = 0
+
+    def volunteers(self) -> Iterator[tuple[str, Message]]:
+        self._ticks = self._ticks + 1 if self.log.leader_of(0) == self.me else 0
+        yield from ()
+
+    def says(self, to: str, message: Message) -> Iterator[tuple[str, Message]]:
+        if not isinstance(message, Begin | Propose) or self._ticks > QUICK.partition_grace + 3:
+            yield from super().says(to, message)
 
 
 def test_most_who_call_themselves_a_minority_take_nobody_along(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that stalls for the partition grace goes on alone with its ally and one of the honest."""
-
-    def lies(self: Gathering) -> bool:
-        return self._me in FIVE and self._log.last is not None and self._log.last.index >= 2
-
-    enough, cut_off = Gathering._enough, Gathering._is_cut_off
-    monkeypatch.setattr(Gathering, "_enough", lambda self, peers: not lies(self) and enough(self, peers))
-
-    def is_cut_off(self: Gathering, now: float, live: dict[str, Heartbeat]) -> bool:
-        waited = now - self.awaited.times.first
-        return waited > QUICK.partition_grace + 3 if lies(self) else cut_off(self, now, live)
-
-    monkeypatch.setattr(Gathering, "_is_cut_off", is_cut_off)
-    monkeypatch.setattr(
-        Gathering,
-        "_may_go_on_alone",
-        lambda self, peers: self._log.is_majority([(p, self._ready[p].incarnation) for p in peers]),
-    )
-    swarm = swarm_of(5, FIVE, seed=1, entries=3)
+    monkeypatch.setitem(KINDS, "stalls first", StallsFirst)
+    swarm = swarm_of(5, FIVE, "stalls first", seed=1, entries=3)
     swarm.run(1000.0)
     assert not swarm.captures
 
@@ -130,27 +131,10 @@ def test_an_ally_that_refuses_connections_takes_nobody_its_say() -> None:
     goes_on(swarm, 30, 1500.0)
 
 
-class Pushes(KeepsFew):
-    """It says to all whom it does not need that they are left out, and its ally that it does not reach them."""
-
-    @property
-    def victims(self) -> list[str]:
-        return sorted(set(self.liar.log.voters) - set(self.liar.allies))[1:]
-
-    def beats(self, to: str, heartbeat: Heartbeat) -> Heartbeat:
-        unreached = tuple(sorted(victim[-TAIL:] for victim in self.victims))
-        is_ally = self.liar.name == self.liar.allies[-1]
-        return heartbeat.model_copy(update={"unreached": unreached}) if is_ally else heartbeat
-
-    def hears(self, sender: str, message: object) -> Iterator[tuple[str, Message]]:
-        if isinstance(message, Ready | LeaseRequest) and sender in self.victims:
-            yield sender, Excluded(position=message.position, reason="no data can be exchanged")
-
-
+@pytest.mark.parametrize("kind", ["refuses all", "leaves out", "reaches nobody"])
 @pytest.mark.parametrize("liars", [FIVE, SEVEN], ids=len)
-def test_who_is_told_that_it_is_left_out_keeps_its_say(monkeypatch: pytest.MonkeyPatch, liars: Sequence[str]) -> None:
-    monkeypatch.setitem(KINDS, "pushes", Pushes)
-    swarm = swarm_of(2 * len(liars) + 1, liars, "pushes", entries=3)
+def test_who_is_kept_out_by_liars_keeps_its_say(kind: str, liars: Sequence[str]) -> None:
+    swarm = swarm_of(2 * len(liars) + 1, liars, kind, entries=3)
     swarm.run(900.0)
     assert not swarm.captures
 
@@ -164,7 +148,7 @@ def test_peers_that_boast_of_their_speed_take_nobody_its_say() -> None:
         sequence += 1
         for one in swarm.honest:
             if (base := swarm.peers["peer0"].heartbeat) is not None:
-                made = {"sequence": sequence, "speed": 1e9, "vote": "", "trouble": "", "unreached": ()}
+                made = {"sequence": sequence, "speed": 1e9, "trouble": "", "unreached": ()}
                 strangers = tuple(base.model_copy(update={"peer": f"zz{number}", **made}) for number in range(4))
                 swarm.handle(one, HeartbeatsSeen(strangers))
         swarm.at(2.0, boast)
@@ -175,7 +159,7 @@ def test_peers_that_boast_of_their_speed_take_nobody_its_say() -> None:
     assert not swarm.captures
 
 
-def test_whoever_is_behind_since_entries_come_fast_keeps_its_say() -> None:
+def test_a_peer_that_is_behind_since_entries_come_fast_keeps_its_say() -> None:
     swarm = swarm_of(5, FIVE)
     for peer in swarm.peers.values():
         peer.speed *= 10.0
@@ -205,7 +189,7 @@ def hang(swarm: Swarm, names: set[str]) -> None:
     ("peers", "hung", "at_once"),
     [(4, 2, False), (5, 3, False), (6, 4, False), (4, 1, True), (5, 2, True), (7, 3, True)],
 )
-def test_whose_workers_hang_holds_the_others_up_for_a_bounded_time(peers: int, hung: int, at_once: bool) -> None:
+def test_peers_whose_workers_hang_hold_the_others_up_for_a_bounded_time(peers: int, hung: int, at_once: bool) -> None:
     """They know themselves that they can do nothing. Regression: 2,400 s where it was half of them."""
     swarm, names = swarm_of(peers, timing=Timing()), set[str]()
     hang(swarm, names)
@@ -235,7 +219,7 @@ def test_what_befalls_most_leaves_the_run_to_nobody(peers: int, hung: int) -> No
     goes_on(swarm, 3, 200.0)
 
 
-def test_whoever_comes_to_itself_again_counts_again() -> None:
+def test_a_peer_that_comes_to_itself_again_counts_again() -> None:
     swarm, names = swarm_of(4, timing=Timing()), {"peer3"}
     hang(swarm, names)
     swarm.run(300.0)

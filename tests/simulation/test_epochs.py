@@ -13,8 +13,9 @@ from itertools import cycle
 from peers.log.header import Header
 from peers.values.leases import sample_count
 from tests.simulation.test_schedules import SETTINGS, watched
+from tests.simulator.links import Faults
 from tests.simulator.schedules import agreed
-from tests.simulator.simulation import Faults, Swarm
+from tests.simulator.simulation import Swarm
 
 EPOCH = 4000
 PEERS = 6

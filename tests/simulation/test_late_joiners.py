@@ -8,7 +8,7 @@ import pytest
 
 from peers.log import lineage
 from peers.log import lineage as branch
-from peers.protocol import search
+from peers.protocol import catching_up
 from tests.simulation.test_schedules import SETTINGS, Fetches, goes_on
 from tests.simulator.history import InvariantError
 from tests.simulator.schedules import agreed
@@ -72,7 +72,7 @@ def test_a_state_that_was_frozen_longer_ago_than_anybody_remembers_keeps_nobody_
     distance: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: it was offered, was in no lineage that goes back so far, and nobody could join until the next."""
-    for module in (branch, lineage, search):
+    for module in (branch, lineage, catching_up):
         monkeypatch.setattr(module, "RECENT_ENTRIES", MEMORY, raising=False)
     swarm = swarm_at(MEMORY + 2, every=1000)
     early, _ = joins(swarm, "early")

@@ -1,8 +1,8 @@
 """Swarms on a simulated clock: seeded random lives, and the hard moments by hand.
 
 The simulator itself checks after every step that no position has two states or two successors, and that no sample is
-trained twice; here we also watch that all members of an attempt come to one payload. The planted faults show that all
-this would be noticed.
+trained twice; here we also watch that all vote for one header in a ballot. The planted faults show that all this would
+be noticed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from itertools import count
 
 import pytest
 
-from peers.log.certificate import certify, electorate
+from peers.log.certificate import Electorate, Phase
 from peers.log.header import Header
 from peers.log.settings import RunSettings, Timing
-from peers.protocol.effects import Dropped, Effect, FetchPayload, FetchSnapshot, Note, Send, SendChunk, TokensLost
+from peers.protocol.context import Context
+from peers.protocol.effects import Dropped, Effect, FetchPayload, FetchSnapshot, SendChunk, TokensLost
 from peers.protocol.events import Undelivered
-from peers.protocol.exchange import Exchange
-from peers.protocol.leader import Leader
-from peers.protocol.messages import Adopt, Begin, Commit, Complete, Message, Prepared, Ready
-from peers.protocol.rounds import Attempt
-from peers.protocol.slot import Slot
+from peers.protocol.messages import Begin, Certified, Message, Ready, Vote
+from peers.protocol.rounds import RoundName
 from peers.protocol.states import State
+from peers.protocol.voting import VoterState
 from peers.values.leases import SampleRange, sample_count
 from peers.values.wire import digest_of
-from tests.peers.builders import vote
 from tests.simulator.history import InvariantError
+from tests.simulator.links import Faults
 from tests.simulator.schedules import CALM, Blow, Life, agreed, draw_life, failure, live, report, smallest
 from tests.simulator.simulated_peer import SimulatedPeer
-from tests.simulator.simulation import Faults, Swarm
+from tests.simulator.simulation import Swarm
 
 TIMING = Timing(grace=30.0, round_timeout=8.0, partition_grace=400.0)
 SETTINGS = RunSettings("simulated", digest_of(b"manifest"), 10, 20, 10, 3, TIMING)
@@ -41,24 +40,27 @@ BLOCKS, MANY_BLOCKS = 7, 28
 """In a round; of many each member averages some, however slow its link is measured to be."""
 
 
-class OneOutcome:
-    """Raises InvariantError when two members of one attempt say that they have different payloads."""
+class OneProposal:
+    """Raises InvariantError when two peers vote for different headers in one ballot. `rounds` are the exchanges."""
 
     def __init__(self, swarm: Swarm) -> None:
-        self._outcomes: dict[Attempt, object] = {}
+        self.rounds: dict[int, set[RoundName]] = {}
+        self._headers: dict[object, bytes] = {}
         self._on_message = swarm.on_message
         swarm.on_message = self.see
 
     def see(self, sender: str, to: str, message: Message) -> Message | None:
-        if isinstance(message, Prepared | Complete):
-            outcome = message.payload, message.missed
-            if self._outcomes.setdefault(message.attempt, outcome) != outcome:
-                raise InvariantError(f"two payloads in attempt {message.attempt}")
+        if isinstance(message, Begin):
+            self.rounds.setdefault(message.position.index, set()).add(message.round.name)
+        if isinstance(message, Vote):
+            ballot = str(message.position), message.choice.ballot.order
+            if self._headers.setdefault(ballot, message.choice.header) != message.choice.header:
+                raise InvariantError(f"two headers in ballot {message.choice.ballot}")
         return self._on_message(sender, to, message)
 
 
-def watched(swarm: Swarm) -> None:
-    OneOutcome(swarm)
+def watched(swarm: Swarm) -> OneProposal:
+    return OneProposal(swarm)
 
 
 # Random lives --------------------------------------------------------------------------------------------------
@@ -129,13 +131,15 @@ def goes_on(swarm: Swarm, entries: int = 2) -> None:
 
 
 def on_message(swarm: Swarm, hook: Callable[[str, str, Message], Message | None]) -> None:
-    """See, change or stop messages, with the payloads of an attempt still compared."""
+    """See, change or stop messages, with the headers of a ballot still compared."""
     swarm.on_message = hook
     watched(swarm)
 
 
 def leader_of(swarm: Swarm) -> SimulatedPeer:
-    return swarm.peers[swarm.living[0].peer.log.roster[0]]
+    leader = swarm.living[0].peer.log.leader_of(0)
+    assert leader is not None
+    return swarm.peers[leader]
 
 
 def entries_of(swarm: Swarm) -> list[Header]:
@@ -144,12 +148,12 @@ def entries_of(swarm: Swarm) -> list[Header]:
 
 
 def leader_dies_at_commit(heirs: int) -> Swarm:
-    """The leader commits, tells `heirs` of the other members, and dies."""
+    """The leader votes for what is prepared, tells `heirs` of the other members, and dies."""
     swarm = swarm_of(5, 0)
-    told: set[str] = set()
+    leader, told = leader_of(swarm).name, set[str]()
 
     def hook(sender: str, to: str, message: Message) -> Message | None:
-        if not isinstance(message, Commit) or len(swarm.living) < 5:
+        if sender != leader or not commits(message):
             return message
         told.add(to)
         if len(told) <= heirs:
@@ -161,6 +165,13 @@ def leader_dies_at_commit(heirs: int) -> Swarm:
     assert swarm.run(300.0, until=lambda: len(swarm.living) == 4)
     goes_on(swarm)
     return swarm
+
+
+def commits(message: Message) -> bool:
+    """Return whether a message may commit an entry."""
+    if isinstance(message, Certified):
+        return message.certificate is None or message.certificate.choice.phase is Phase.COMMIT
+    return isinstance(message, Vote) and message.choice.phase is Phase.COMMIT
 
 
 @pytest.mark.parametrize("heirs", [0, 1])
@@ -181,16 +192,16 @@ def mute_leader(seed: int) -> Swarm:
     return swarm
 
 
-def _tells(message: Message, to: str) -> bool:
-    """Whether a peer that is not the leader may know from this that an entry is committed."""
-    return isinstance(message, Commit) or (isinstance(message, Complete) and to != message.attempt.leader)
-
-
 def first_to_apply_dies(seed: int) -> Swarm:
-    """Nobody hears of a commit, and whoever takes the outer step first is dead before it can say a word."""
+    """Nobody but the leader hears of votes that commit, and the first to take the outer step is dead before it can say
+    a word."""
     swarm = swarm_of(5, seed)
+    leader = leader_of(swarm).name
     swarm.on_apply = lambda name: swarm.kill(name) if len(swarm.living) == 5 else None
-    on_message(swarm, lambda sender, to, message: message if len(swarm.living) < 5 or not _tells(message, to) else None)
+    on_message(
+        swarm,
+        lambda sender, to, message: None if len(swarm.living) == 5 and commits(message) and to != leader else message,
+    )
     swarm.run(300.0, until=lambda: len(swarm.living) == 4)
     goes_on(swarm)
     return swarm
@@ -244,20 +255,14 @@ MOMENTS: dict[str, Callable[[str, SendChunk], bool]] = {
 def test_a_reducers_death_costs_no_round(moment: str, kill: Callable[[Swarm, str], None]) -> None:
     """The others go on with what has arrived, in the round that was begun, as soon as the death is noticed."""
     swarm = reducer_dies_when(0, MOMENTS[moment], kill=kill)
-    entry, failed = swarm.longest, failures(swarm)
+    entry, seen = swarm.longest, watched(swarm)
     assert swarm.run(TIMING.heartbeat_expiry + 2 * TIMING.heartbeat + 5, until=lambda: swarm.longest > entry)
-    assert failures(swarm) == failed
+    assert len(seen.rounds.get(entry, ())) <= 1
     goes_on(swarm)
     assert len(swarm.living) == 4
     last = swarm.living[0].peer.log.last
     assert last is not None
     assert "peer3" not in last.peers
-
-
-def failures(swarm: Swarm) -> list[str]:
-    """Attempts that were ended by their leader."""
-    notes = [what.text for line in swarm.trace for what in line if isinstance(what, Note)]
-    return [text for text in notes if "failed" in text]
 
 
 def test_blocks_of_the_dead_that_arrived_count() -> None:
@@ -267,19 +272,17 @@ def test_blocks_of_the_dead_that_arrived_count() -> None:
     assert swarm.run(60.0, until=lambda: swarm.longest > entry and agreed(swarm))
     header = next(header for header in entries_of(swarm) if header.index == entry)
     dead = next(member for member in header.roster if member.peer == "peer3")
-    assert dead.missed < swarm.block_count, "it had averaged a chunk, and so had sent its blocks to others"
+    assert dead.tokens, "it had averaged a chunk, and so had sent its blocks to others"
 
 
 def test_the_heir_dies_too() -> None:
     swarm = reducer_dies_when(2, MOMENTS["its first average"], names=7)
-    entry = swarm.longest
-    heir = "peer4"
-    died: list[float] = []
+    entry, died = swarm.longest, list[str]()
 
     def hook(sender: str, to: str, message: Message) -> Message | None:
-        if message.kind == "want" and not died and sender == heir:
-            died.append(swarm.now)
-            swarm.at(0.0, lambda: swarm.kill(heir))
+        if isinstance(message, Begin) and message.heirs and not died:
+            died.append(message.heirs[0][1])
+            swarm.at(0.5, lambda: swarm.kill(died[0]))
         return message
 
     on_message(swarm, hook)
@@ -292,7 +295,7 @@ def test_the_heir_dies_too() -> None:
 def test_the_leader_dies_amid_the_exchange_and_the_next_goes_on_with_the_round() -> None:
     swarm = swarm_of(5)
     leader = leader_of(swarm).name
-    rounds: list[tuple[str, Attempt]] = []
+    rounds: list[tuple[str, RoundName]] = []
     sent = count()
 
     def hook(sender: str, to: str, message: Message) -> Message | None:
@@ -487,7 +490,7 @@ NUMBERS = count(1000, 1000)
 
 
 def ever_higher_numbers(ready: Ready) -> Ready:
-    return ready.model_copy(update={"last_attempt": next(NUMBERS)})
+    return ready.model_copy(update={"view": next(NUMBERS)})
 
 
 def with_a_liar(lie: Callable[[Ready], Ready], seed: int = 1) -> Swarm:
@@ -524,7 +527,8 @@ def test_a_liar_stops_nobody(lie: Callable[[Ready], Ready]) -> None:
         swarm.run(1000.0)
         made += min(one.index for one in swarm.living if one.name != "peer2") - before
         assert len(swarm.living) == 5
-        assert any(isinstance(what, Dropped) and what.peer == "peer2" for line in swarm.trace for what in line)
+        told = [what for line in swarm.trace for what in line if isinstance(what, Dropped) and what.peer == "peer2"]
+        assert bool(told) == (lie is not ever_higher_numbers)
     assert made >= 3 * 20
 
 
@@ -537,44 +541,13 @@ def test_who_sends_nothing_stops_nobody_whatever_rate_it_states(rate: int | None
 
 
 # Planted faults ------------------------------------------------------------------------------------------------
-def commit_at_once(self: Leader, sender: str, complete: Complete, now: float) -> list[Effect]:
-    """A leader that does not wait until everybody is complete, and members that believe it without signatures."""
-    running = self._running
-    if running is None or running.attempt != complete.attempt:
-        return []
-    if isinstance(running, Adopt):
-        header = running.header
-    else:
-        header = self._log.next_header(running.round.entry_roster(dict(complete.missed)), complete.payload)
-    signatures = {
-        peer: vote(header, running.attempt, peer, incarnation) for peer, incarnation in electorate(self._log, header)
-    }
-    certificate = certify(self._log, header, running.attempt.name, signatures, {})
-    return [Send(peer, Commit(header=header, certificate=certificate)) for peer in self._members]
+def one_is_enough(self: Electorate, signers: int, farewells: int = 0) -> bool:
+    """Voters that take one vote for a quorum."""
+    return signers > 0
 
 
-def forget_what_is_held(self: Slot) -> None:
-    """A member that goes back on its word when the leader dies."""
-    self.acceptor.held = self.exchange = None
-    pristine_back_to_ready(self)
-
-
-def apply_at_once(self: Slot, header: Header, missed: tuple[tuple[str, int], ...] = ()) -> None:
-    """A member that takes its step as soon as it has the payload."""
-    pristine_hold(self, header, missed)
-    assert self.attempt is not None
-    self._make(header, certify(self.log, header, self.attempt.name, {}, {}))
-
-
-def inherit_at_once(self: Exchange) -> list[Effect]:
-    """An heir that averages the chunks of the dead without asking who holds them."""
-    self._held_by = {peer: self._held_by.get(peer, set()) for peer in self._remaining - {self._me}}
-    return pristine_resolve(self)
-
-
-pristine_back_to_ready = Slot._back_to_ready
-pristine_hold = Slot._hold
-pristine_resolve = Exchange._resolve
+def forget_votes(self: Context, state: VoterState) -> None:
+    """A voter that writes nothing down."""
 
 
 def dies_when_one_has_its_average(seed: int) -> Swarm:
@@ -605,12 +578,10 @@ def test_what_one_member_alone_has_of_the_dead_is_what_all_get() -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "life", "noticed"),
     [
-        (Leader, "on_complete", commit_at_once, mute_leader, "two entries at index"),
-        (Slot, "_hold", apply_at_once, mute_leader, "two entries at index"),
-        (Slot, "_back_to_ready", forget_what_is_held, first_to_apply_dies, "two entries at index"),
-        (Exchange, "_resolve", inherit_at_once, dies_when_one_has_its_average, "two payloads in attempt"),
+        (Electorate, "is_enough", one_is_enough, mute_leader, "two .*entries at index"),
+        (Context, "remember", forget_votes, first_to_apply_dies, "two .*entries at index"),
     ],
-    ids=["commit at once", "apply at once", "forget what is held", "inherit at once"],
+    ids=["one is enough", "forget votes"],
 )
 def test_planted_faults_are_noticed(
     owner: type,

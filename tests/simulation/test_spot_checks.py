@@ -1,13 +1,11 @@
-"""Whoever averages wrongly for all alike is found by spot checks alone, and reduces no more; nobody else is blamed."""
+"""A reducer that averages wrongly for all alike is found by spot checks alone; nobody else is blamed."""
 
 from __future__ import annotations
-
-from math import inf
 
 import pytest
 
 from peers.log.settings import RunSettings, Timing
-from peers.protocol.messages import Begin, Message
+from peers.protocol.effects import Note
 from peers.values.wire import digest_of
 from tests.simulator.history import InvariantError
 from tests.simulator.malice import Deceit, plant
@@ -24,46 +22,44 @@ def lying(seed: int) -> Swarm:
     """Five peers, of which one averages wrongly from the second entry on. Of many blocks it averages some, however slow
     its link is measured to be."""
     swarm = Swarm(seed, SETTINGS, block_count=28, unevenness=0.2, traced=False)
-    plant(swarm, (Deceit(LIAR, ("wrong averages",), 2, inf),))
+    plant(swarm, (Deceit(LIAR, "wrong averages", 2),))
     for number in range(5):
         swarm.start(f"peer{number}")
     return swarm
 
 
-def test_whoever_averages_wrongly_for_all_is_found_and_reduces_no_more() -> None:
-    swarm, shares = lying(0), dict[int, int]()
+def warned(swarm: Swarm) -> set[str]:
+    """Return the peers whose volunteers are told of wrong averages."""
+    notes = [(line[1], what) for line in swarm.trace for what in line if isinstance(what, Note)]
+    return {str(name) for name, note in notes if note.level == "warning" and "wrongly" in note.text}
+
+
+def test_a_reducer_that_averages_wrongly_for_all_is_found_and_volunteers_are_told() -> None:
+    swarm = lying(0)
     check_averages(swarm)
-
-    def on_message(sender: str, to: str, message: Message) -> Message:
-        if isinstance(message, Begin):
-            parts = {share.member.peer: share.chunks for share in message.round.shares}
-            shares[message.position.index] = parts.get(LIAR, 0)
-        return message
-
-    swarm.on_message = on_message
     assert swarm.run(600.0, until=lambda: swarm.history.refuted[LIAR] > 0)
     found = swarm.longest
     assert found <= 2 + FEW
-    assert swarm.run(600.0, until=lambda: swarm.longest >= found + 5)
-    assert [shares[index] for index in range(found + 2, found + 5)] == [0, 0, 0]
-    assert LIAR in swarm.honest[0].peer.log.roster, "it goes on as one that averages nothing"
+    assert swarm.run(600.0, until=lambda: swarm.longest >= found + 5), "all have one state, and go on"
+    assert warned(swarm)
+    assert swarm.history.refuted.keys() == {LIAR}
 
 
-def test_a_leader_that_contributes_something_else_to_each_has_no_honest_peers_blame_each_other() -> None:
+def test_a_leader_that_tells_each_other_commitments_has_no_honest_peers_blame_each_other() -> None:
     """Regression: each found the averages of the others wrong, and exchanged nothing with them for an hour."""
     swarm = Swarm(0, SETTINGS, block_count=28, unevenness=0.2, traced=False)
-    plant(swarm, (Deceit("peer0", ("other contributions",), 2, inf),))
+    plant(swarm, (Deceit("peer0", "invented roots", 2),))
     check_averages(swarm)
     for number in range(5):
         swarm.start(f"peer{number}")
     assert swarm.run(1500.0, until=lambda: swarm.longest >= 6)
-    assert not any(one.peer.presence.unreached for one in swarm.honest)
+    assert not swarm.history.refuted
 
 
 def test_without_spot_checks_nobody_finds_that() -> None:
     swarm = lying(1)
     swarm.run(600.0, until=lambda: swarm.longest >= 2 + FEW)
-    assert not any(one.peer.presence.unreached for one in swarm.honest)
+    assert not warned(swarm)
 
 
 def test_a_spot_check_that_blames_somebody_honest_is_noticed() -> None:

@@ -196,10 +196,11 @@ class Product:
     def locked(self, signed: Signed) -> Commit | None:
         """Return what a voter has locked that has signed all this."""
         lock = self.states[signed].lock
-        if lock is None or lock.certificate is None:
+        if lock is None:
             return None
-        choice = lock.certificate.choice
-        return choice.ballot.view, self.headers.index(lock.header) + 2 * choice.alone
+        assert lock.certificate is not None
+        locked = lock.certificate.choice
+        return locked.ballot.view, self.headers.index(lock.header) + 2 * locked.alone
 
     @cache  # noqa: B019
     def agrees(self, signed: Signed, lock: Commit | None) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from peers.protocol.voter import commit_of
+
 from peers.log.certificate import Ballot, Certificate, Choice, Departure, Phase, Signer, electorate
 from peers.log.header import Header
 from peers.log.state import LogError
@@ -47,7 +49,7 @@ class LockBreaker(Lie):
         if isinstance(message, Propose):
             yield from self.to_all(self.vote(message.choice, message.position))
         elif isinstance(message, Certified) and message.certificate is not None:
-            yield from self.to_all(self.vote(committing(message.certificate.choice), message.position))
+            yield from self.to_all(self.vote(commit_of(message.certificate.choice), message.position))
 
 
 class BallotBurner(Lie):
@@ -98,11 +100,6 @@ def certified(lie: Lie, header: Header, phase: Phase) -> Certified:
     voters = [peer for peer, _ in electorate(log, header).voters]
     signers = [Signer(place=n, signature=own if peer == lie.me else bytes(64)) for n, peer in enumerate(voters)]
     return Certified(header=header, certificate=Certificate(choice=choice, group=(), signers=tuple(signers)))
-
-
-def committing(choice: Choice) -> Choice:
-    """Return the choice of phase 2 that follows one of phase 1."""
-    return remade(choice, phase=Phase.COMMIT, justify=None)
 
 
 def is_far(lie: Lie, peer: str) -> bool:
@@ -266,7 +263,7 @@ class TwoProposals(Lie):
     def hears(self, sender: str, message: Message | Unread) -> Said:
         """Vote for what the other half prepares, too."""
         if isinstance(message, Vote) and is_far(self, sender) and message.choice.phase is Phase.PREPARE:
-            vote = self.vote(committing(message.choice), message.position)
+            vote = self.vote(commit_of(message.choice), message.position)
             yield from ((peer, vote) for peer in self.others if is_far(self, peer))
 
 

@@ -94,21 +94,23 @@ class Links:
         """Bytes of chunks that each peer has sent."""
         self.down = Counter[str]()
         """Bytes of chunks that have been sent to each peer."""
-        self._busy_until: dict[Pair, float] = {}  # by peer and direction
+        self._busy_until: dict[Pair, tuple[object, float]] = {}  # by peer and direction, and with which round
 
-    def transfer(self, sender: str, to: str, size: int, faults: Faults, now: float) -> float:
-        """Note a chunk that is sent now. Return the seconds after which its last byte has passed both links."""
+    def transfer(self, sender: str, to: str, round: object, size: int, faults: Faults, now: float) -> float:
+        """Note a chunk of a round that is sent now. Return the seconds until its last byte has passed both links."""
         self.up[sender] += size
         self.down[to] += size
-        sent_at = self._pass((sender, "up"), size, faults.rate(sender).up, now)
-        return self._pass((to, "down"), size, faults.rate(to).down, sent_at) - now
+        sent_at = self._pass((sender, "up"), round, size, faults.rate(sender).up, now)
+        return self._pass((to, "down"), round, size, faults.rate(to).down, sent_at) - now
 
-    def _pass(self, link: Pair, size: int, rate: float, at: float) -> float:
-        """Return when bytes have passed a link that carries them one chunk after another."""
+    def _pass(self, link: Pair, round: object, size: int, rate: float, at: float) -> float:
+        """Return when bytes have passed a link that carries them one chunk after another. Those of an earlier round are
+        dropped, and hold nothing up."""
         if rate == UNLIMITED:
             return at
-        done = max(at, self._busy_until.get(link, 0.0)) + size / rate
-        self._busy_until[link] = done
+        busy_with, until = self._busy_until.get(link, (round, at))
+        done = (max(at, until) if busy_with == round else at) + size / rate
+        self._busy_until[link] = round, done
         return done
 
     def count_anew(self) -> None:

@@ -107,6 +107,10 @@ class Swarm:
         peer.sequence = self.peers[name].sequence if name in self.peers else 0
         self.peers[name] = peer
         self.note(name, "starts")
+        self.set_going(peer)
+
+    def set_going(self, peer: SimulatedPeer) -> None:
+        """Have a process look at the clock, and give heartbeats, from now on."""
         self._repeat(peer, TICK, lambda: self._tick(peer))
         self._repeat(peer, self.settings.timing.heartbeat, lambda: self._beat(peer))
 
@@ -360,7 +364,8 @@ class Swarm:
         is_relayed = faults.reach(sender.name, send.to) is Reach.RELAYED
         delay = self._delay() * (SLOWNESS if slow else 1.0) * (DETOUR if is_relayed else 1.0)
         delay += faults.delay(sender.name, send.to)
-        self.at(delay + self.links.transfer(sender.name, send.to, len(data), faults, self.now), arrive)
+        delay += self.links.transfer(sender.name, send.to, send.round_name, len(data), faults, self.now)
+        self.at(delay, arrive)
 
     def fetch_from(self, peer: SimulatedPeer, donors: tuple[str, ...]) -> list[SimulatedPeer]:
         """The donors that answer."""

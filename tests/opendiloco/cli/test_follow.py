@@ -40,8 +40,8 @@ from peers.values.identity import Identity
 from peers.values.manifest import Amendment, Invite, SignedManifest
 from peers.values.wire import digest_of, unpack
 from tests.opendiloco.training.recorded_run import RecordedRun, record
-from tests.peers.heartbeats import beat
 from tests.peers.fakes import FakeTransport
+from tests.peers.heartbeats import beat
 
 VALUES = 2500
 ENTRIES = 4

@@ -23,7 +23,7 @@ from peers.presence.heartbeat import HeldOutLoss
 from peers.values.identity import Identity
 from tests.opendiloco.workers.trainings import NotingTracker
 from tests.peers.heartbeats import beat
-from tests.peers.transfer.test_freezing import log_at
+from tests.peers.logs import log_at
 
 LOG = log_at(17)
 

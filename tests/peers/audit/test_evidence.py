@@ -265,6 +265,80 @@ def test_where_two_branches_part_their_certificates_convict_also_who_broke_a_loc
     assert held.observe_certified(certified(other, choice(other, 2), "cde", log), log, lineage)[0].peer == "c"
 
 
+def late(signers: str, view: int = 2, phase: Phase = Phase.COMMIT) -> Certified:
+    return certified(B, choice(B, view, phase), signers)
+
+
+def test_the_commit_of_another_branch_convicts_when_it_is_shown_to_those_who_voted_on_the_later_one() -> None:
+    """c has locked A, and helped to prepare B without a certificate. Here B was made."""
+    held, lineage = evidence(), Lineage(ABC)
+    for phase, signers in ((Phase.PREPARE, "bc"), (Phase.COMMIT, "ab")):
+        assert held.observe_certified(certified(B, choice(B, 2, phase), signers), ABC, lineage) == ()
+    lineage.append(B, ABC.append(B))
+    other = certified(A, choice(A, 1, Phase.COMMIT), "ac")
+    (fault,) = held.observe_late("a", other, lineage)
+    assert fault.peer == "c"
+    assert proofs_behind(held, (fault,)) == [True]
+
+
+@pytest.mark.parametrize("signers", ["c", "bc"])
+def test_a_late_certificate_is_proven_first(signers: str) -> None:
+    """What is no certificate is not remembered, and takes no place from what is."""
+    held, lineage = evidence(), lineage_of(entries=1)
+    forged = certified(B, choice(B, 2), signers)
+    if signers == "bc":
+        signers_of = tuple(one.model_copy(update={"signature": bytes(64)}) for one in proof_of(forged).signers)
+        forged = forged.model_copy(update={"certificate": proof_of(forged).model_copy(update={"signers": signers_of})})
+    assert held.observe_late("a", forged, lineage) == ()
+    assert held.observe_vote("c", vote("c", choice(A, 2)), lineage) == ()
+    assert held.observe_late("a", certified(B, choice(B, 2), "bc"), lineage)
+
+
+def test_a_late_prepare_certificate_of_the_entry_that_was_made_tells_something_new() -> None:
+    held, lineage = evidence(), Lineage(ABC)
+    lineage.append(B, ABC.append(B))
+    held.observe_vote("c", vote("c", choice(A, 1, Phase.COMMIT)), lineage)
+    assert held.observe_late("a", late("bc"), lineage) == ()
+    assert held.observe_late("a", late("bc", phase=Phase.PREPARE), lineage)
+
+
+def test_late_certificates_of_no_use_are_passed_over() -> None:
+    lineage, other = lineage_of(entries=1), log_of("abd")
+    entry = header(0, other)
+    elsewhere = certified(entry, choice(entry, 1), "ab", other)
+    nothing = late("bc").model_copy(update={"certificate": None})
+    far = late("bc").model_copy(update={"header": B.model_copy(update={"fragment": 1})})
+    for shown_late in (elsewhere, nothing, far):
+        held = evidence()
+        assert held.observe_late("a", shown_late, lineage) == ()
+        assert held.observe_vote("c", vote("c", choice(A, 2, Phase.COMMIT)), lineage) == ()
+
+
+def test_a_few_late_certificates_of_each_sender_are_checked_in_a_cycle() -> None:
+    lineage, held = Lineage(ABC), evidence()
+    lineage.append(A, ABC.append(A))
+    held.observe_vote("c", vote("c", choice(A, 2, Phase.COMMIT)), lineage)
+    ours = certified(A, choice(A, 1, Phase.COMMIT), "ab")
+    for _ in range(2 * LOOKED_AT):
+        held.observe_late("a", ours, lineage)  # as honest peers answer stragglers: that costs nothing
+    for view in range(LOOKED_AT - 1):
+        held.observe_late("a", late("ab", 5 + view), lineage)
+    assert held.observe_late("a", late("bc"), lineage), "the last one that is looked at"
+    held = evidence()
+    held.observe_vote("c", vote("c", choice(A, 2, Phase.COMMIT)), lineage)
+    for view in range(LOOKED_AT):
+        held.observe_late("a", late("ab", 5 + view), lineage)
+    assert held.observe_late("a", late("bc"), lineage) == ()
+    assert held.observe_late("b", late("bc"), lineage)
+
+
+def test_late_certificates_of_an_excluded_sender_are_not_looked_at() -> None:
+    held, lineage = evidence(), excluded()
+    held.observe_vote("b", vote("b", choice(A, 2, Phase.COMMIT)), lineage)
+    assert held.observe_late("c", late("ab"), lineage) == ()
+    assert held.observe_late("a", late("ab"), lineage)
+
+
 def test_a_fork_of_voters_that_counted_themselves_out_convicts_them() -> None:
     held, log = evidence(), log_of("abcde")
     one, other = header(0, log), header(1, log)

@@ -20,14 +20,23 @@ from peers.driver import traffic as incoming
 from peers.driver.driver import Driver
 from peers.driver.outgoing import CHUNKS, StreamHeader
 from peers.errors import DilocoPeerError, LocalProtocolError
+from peers.log.certificate import Ballot, Phase, certify
+from peers.log.header import Header
 from peers.network.channel import Channel
 from peers.network.transport import HivemindTransport
-from peers.protocol.commitment import Contribution, digest_of_all
+from peers.presence.heartbeat import PeerState
 from peers.protocol.effects import Apply, OpenRound, ReduceChunk, SendChunk, TokensLost, Train
-from peers.protocol.events import ContributionArrived, Received, ReducedArrived
-from peers.protocol.messages import Abort, Accuse, Complete, Message, Prepared, Unread
+from peers.protocol.events import (
+    ContributionArrived,
+    Received,
+    ReducedArrived,
+    Tick,
+)
+from peers.protocol.exchange import Exchange
+from peers.protocol.messages import Message, Part, Propose, Ready, Unread, Vote
 from peers.protocol.packing import Packer, open_envelope, unpack_message
-from peers.protocol.rounds import Attempt
+from peers.protocol.parts import Origin, Reducers
+from peers.protocol.rounds import RoundName
 from peers.protocol.states import State
 from peers.transfer.buffers import PayloadBuffers, _RoundBuffers, offer
 from peers.transfer.payloads import PAYLOAD, serve_payloads
@@ -35,21 +44,28 @@ from peers.values.chunks import Payload
 from peers.values.identity import Identity
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of, unpack
-from peers.values.workload import Blocks, InnerLoop, OnCaptured, Progress, Reduction, Trained, captures_nothing
-from tests.peers.builders import RUN, SETTINGS, SIZE, STATE, Rig, ready
+from peers.values.workload import (
+    Blocks,
+    InnerLoop,
+    OnCaptured,
+    Progress,
+    Reduction,
+    Trained,
+    captures_nothing,
+)
 from tests.peers.fakes import BLOCK, FakeTransport, FakeWorkload, at_once
-from tests.peers.protocol.test_peer import at_second
-
-TOKENS = (("a", 100), ("b", 100), ("c", 100))
+from tests.peers.founder import LEASE, Founder
+from tests.peers.logs import LOG, RUN, SETTINGS, STATE, choice_of, votes
+from tests.peers.rounds import SIZE, TOKENS, round_name
 
 
 class SlowChannel:
     """Takes a stream's header, and then nothing more."""
 
-    def __init__(self, streaming: Counter[tuple[str, Attempt]], peer: str) -> None:
+    def __init__(self, streaming: Counter[tuple[str, RoundName]], peer: str) -> None:
         self.streaming = streaming
         self.peer = peer
-        self.round: Attempt | None = None
+        self.round: RoundName | None = None
 
     async def send_prelude(self, header: bytes, length: int) -> None:
         self.round = unpack(StreamHeader, header).round_name
@@ -70,16 +86,16 @@ class SlowTransport(FakeTransport):
 
     addresses = ()
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Founder) -> None:
         super().__init__()
         self.sent: list[tuple[str, Message | Unread | None]] = []
         self._packer = Packer(rig.peer)
-        self.streaming: Counter[tuple[str, Attempt]] = Counter()
+        self.streaming: Counter[tuple[str, RoundName]] = Counter()
         self.too_large = False
         self.dht = SimpleNamespace(expect_answers_within=lambda seconds: None)  # everybody answers at once
 
     @property
-    def streams(self) -> set[tuple[str, Attempt]]:
+    def streams(self) -> set[tuple[str, RoundName]]:
         """To whom streams are open now, and of which rounds."""
         return {stream for stream, count in self.streaming.items() if count}
 
@@ -154,7 +170,7 @@ class DriverOf(Driver):
         [self.buffers] = self.rounds._buffers
         offer(bytes(SIZE.bytes), self.buffers, lambda chunk, data: 1.0)
 
-    def carry_on(self, rig: Rig) -> None:
+    def carry_on(self, rig: Founder) -> None:
         """Begin what the rig's last event asked for."""
         for effect in rig.effects:
             if isinstance(effect, OpenRound | SendChunk):
@@ -162,9 +178,18 @@ class DriverOf(Driver):
         self.rounds.follow()
 
     @property
-    def round(self) -> Attempt:
+    def exchange(self) -> Exchange:
         assert self.peer.exchange is not None
-        return self.peer.exchange.name
+        return self.peer.exchange
+
+    @property
+    def round(self) -> RoundName:
+        return self.exchange.name
+
+    @property
+    def parts(self) -> dict[str, range]:
+        """Who averages which chunks."""
+        return Reducers(self.exchange.round).parts
 
     @property
     def current(self) -> _RoundBuffers:
@@ -178,12 +203,24 @@ class DriverOf(Driver):
         self.handle(ContributionArrived(self.round, sender, chunk))
 
     def receive_average(self, sender: str, chunk: int, data: bytes) -> None:
-        self.buffers.store(self.round, chunk, data)
-        self.handle(ReducedArrived(self.round, sender, chunk, ()))
+        digest, origin = self.buffers.store(self.round, chunk, data), Origin(reducer=sender, signature=bytes(64))
+        self.handle(ReducedArrived(self.round, sender, chunk, (), digest, origin))
+
+    async def gather(self) -> None:
+        """All that the others owe b comes in."""
+        for sender, part in self.parts.items():
+            for chunk in part:
+                if sender == "b":
+                    self.receive("a", chunk, bytes(BLOCK))
+                    self.receive("c", chunk, bytes(BLOCK))
+                else:
+                    self.receive_average(sender, chunk, b"%d" % chunk * BLOCK)
+        await quiet()
+        assert self.exchange.is_whole
 
 
 @asynccontextmanager
-async def driving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DriverOf, SlowTransport]]:
+async def driving(rig: Founder, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[DriverOf, SlowTransport]]:
     monkeypatch.setattr(driver_module, "now", lambda: rig.now)
     monkeypatch.setattr(driver_module, "Peer", lambda *settings: rig.peer)
     monkeypatch.setattr(asyncio, "to_thread", at_once)
@@ -208,23 +245,22 @@ def counted(name: str, **labels: str) -> float:
     return REGISTRY.get_sample_value(f"diloco_peer_{name}_total", labels) or 0.0
 
 
-def test_a_contribution_that_has_no_average_is_a_matter_between_two_peers(
+def test_a_contribution_that_has_no_average_is_absent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: blocks with scales that only the sum could not bear ended every peer that reduced them."""
     before = counted("dropped", what="contribution")
 
     async def scenario() -> None:
-        rig = at_second().trained().averaging()
-        async with driving(rig, monkeypatch) as (driver, transport):
+        rig = Founder().exchanging()
+        async with driving(rig, monkeypatch) as (driver, _):
             await quiet()
-            driver.receive("a", 2, bytes(BLOCK))
-            driver.receive("c", 2, b"spoilt" + bytes(BLOCK - 6))
+            chunk = driver.parts["b"][0]
+            driver.receive("a", chunk, bytes(BLOCK))
+            driver.receive("c", chunk, b"spoilt" + bytes(BLOCK - 6))
             await quiet()
-            assert not transport.messages(Accuse), "nobody else can know"
-            assert driver.peer.exchange is not None
-            assert driver.peer.exchange.disputed == {"c"}
-            assert rig.is_in(State.AVERAGING)
+            assert driver.exchange.averages.ours[chunk].absent == ("c",)
+            assert rig.peer.state is State.AVERAGING
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
@@ -234,12 +270,11 @@ def test_a_contribution_that_has_no_average_is_a_matter_between_two_peers(
 
 def test_our_own_unusable_numbers_are_our_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        rig = at_second().trained().averaging()
-        async with driving(rig, monkeypatch) as (driver, _):
+        async with driving(Founder().exchanging(), monkeypatch) as (driver, _):
             await quiet()
             driver.buffers.own = b"spoilt! " * (SIZE.bytes // 8)
-            driver.receive("a", 2, bytes(BLOCK))
-            driver.receive("c", 2, bytes(BLOCK))
+            for sender in "ac":
+                driver.receive(sender, driver.parts["b"][0], bytes(BLOCK))
             await quiet()
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -251,94 +286,74 @@ def test_streams_end_with_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: they went on beside those of the next attempt, for up to an hour."""
 
     async def scenario() -> None:
-        rig = at_second().trained().averaging()
+        rig = Founder().ready()
+        first, second = rig.begin(1), rig.begin(2)
+        rig.do(Received("a", first))
         async with driving(rig, monkeypatch) as (driver, transport):
             await quiet()
-            first = driver.round
-            assert transport.streams == {("a", first), ("c", first)}
-            driver.handle(Received("a", Abort(attempt=first, reason="")))
-            assert rig.is_in(State.READY)
+            assert transport.streams == {("a", first.round.name), ("c", first.round.name)}
+            driver.handle(Received("a", second))
             await quiet()
-            assert transport.streams == {("a", first), ("c", first)}, "another attempt may go on with the round"
-            driver.handle(Received("a", rig.begin(2)))
-            await quiet()
-            assert driver.round != first
-            assert transport.streams == {("a", driver.round), ("c", driver.round)}
+            assert driver.round == second.round.name
+            assert transport.streams == {("a", second.round.name), ("c", second.round.name)}
 
     asyncio.run(scenario())
 
 
-def test_streams_end_with_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_ends_in_an_entry_whose_payload_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        rig, payload = at_second().trained().averaging(), some_payload()
+        rig = Founder().exchanging()
         async with driving(rig, monkeypatch) as (driver, transport):
-            await quiet()
-            assert transport.streams
-            driver.buffers.kept.keep(payload)
-            rig.holding(payload.digest)
-            driver.handle(Received("a", rig.commit(rig.next_header(payload.digest))))
-            await quiet()
-            assert transport.streams == set()
-            assert driver.workload.applied == [payload.data]
-
-    asyncio.run(scenario())
-
-
-def test_streams_to_who_is_lost_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        rig = at_second().trained().averaging()
-        async with driving(rig, monkeypatch) as (driver, transport):
-            await quiet()
-            driver.handle(Received("a", rig.begin(2, lost="c", name=driver.round)))
-            await quiet()
-            assert transport.streams == {("a", driver.round)}
-
-    asyncio.run(scenario())
-
-
-def test_a_round_ends_in_a_payload_that_is_kept_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        rig = at_second().trained().averaging()
-        async with driving(rig, monkeypatch) as (driver, transport):
-            await quiet()
-            for chunk in (2, 3):
-                driver.receive("a", chunk, bytes(BLOCK))
-                driver.receive("c", chunk, bytes(BLOCK))
-            for sender, chunk in (("a", 0), ("a", 1), ("c", 4), ("c", 5)):
-                driver.receive_average(sender, chunk, b"%d" % chunk * BLOCK)
-            await quiet()
-            said = transport.messages(Prepared)
-            assert [to for to, _ in said] == ["a", "c"]
-            kept = driver.buffers.kept.get(said[0][1].payload)
+            await driver.gather()
+            ((to, part), *_) = transport.messages(Part)
+            assert (to, [averaged.chunk for averaged in part.averages]) == ("a", list(driver.parts["b"]))
+            outcome = driver.exchange.outcome()
+            assert outcome is not None
+            kept = driver.buffers.kept.get(outcome.payload)
             assert kept is not None
-            assert kept.data == b"".join(
-                bytes(BLOCK) if chunk in (2, 3) else b"%d" % chunk * BLOCK for chunk in range(6)
-            )
+            mine = driver.parts["b"]
+            data = b"".join(bytes(BLOCK) if chunk in mine else b"%d" % chunk * BLOCK for chunk in range(SIZE.chunks))
+            assert kept.data == data
+            header = rig.header(outcome.payload)
+            vote_for(driver, header, outcome.marks)
+            await quiet()
+            assert {vote.choice.phase for _, vote in transport.messages(Vote)} == {Phase.PREPARE, Phase.COMMIT}
+            assert driver.workload.applied == [data]
+            assert transport.streams == set(), "they end with the entry"
 
     asyncio.run(scenario())
+
+
+def vote_for(driver: DriverOf, header: Header, marks: bytes) -> None:
+    """a proposes this, and a and c vote for it."""
+    ballot, name = driver.round.ballot, driver.round
+    propose = Propose(ballot=ballot, header=header, group=(), justify=None, round=name, marks=marks)
+    driver.handle(Received("a", propose))
+    for phase in Phase:
+        choice = choice_of(header, phase=phase)
+        for (peer, incarnation), signature in votes(choice, header, [("a", 0), ("c", 0)]).items():
+            vote = Vote(position=LOG.position, incarnation=incarnation, choice=choice, signature=signature)
+            driver.handle(Received(peer, vote))
 
 
 def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """All links would be idle meanwhile."""
 
     async def scenario() -> None:
-        rig, quantized = at_second(), b"trained!" * (SIZE.bytes // 8)
+        rig, quantized = Founder().training(), b"trained!" * (SIZE.bytes // 8)
         async with driving(rig, monkeypatch) as (driver, transport):
             driver.workload.trained = quantized
-            driver._effects.carry_out(Train(1, rig.lease, 10, 0))
+            driver._effects.carry_out(Train(0, (LEASE,), 10, 0))
             await quiet()
-            assert rig.is_in(State.TRAINING)
+            assert rig.peer.state is State.TRAINING
             driver.workload.may_end_training.set()
             await quiet()
-            assert rig.is_in(State.READY)
+            assert rig.peer.state is State.READY
             driver.workload.trained = b"another!" * (SIZE.bytes // 8)
-            begin, tree = rig.begin(), driver.buffers.tree
-            assert tree is not None
-            first, _, third = begin.commitments
-            ours = Contribution(digest=tree.root.digest, squares=tree.root.squares)
-            said = first, ours, third
-            round = begin.round.model_copy(update={"committed": digest_of_all(said)})
-            driver.handle(Received("a", begin.model_copy(update={"commitments": said, "round": round})))
+            ((_, ready), *_) = transport.messages(Ready)
+            assert driver.buffers.tree is not None
+            assert ready.commitment.root == driver.buffers.tree.root
+            driver.handle(Received("a", rig.begin(ours=ready.commitment.contribution)))
             assert driver.buffers.read(driver.round, 0, is_averaged=False) == quantized[:BLOCK]
             await quiet()
             assert transport.streams == {("a", driver.round), ("c", driver.round)}
@@ -348,13 +363,14 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
 
 def test_a_reduction_of_a_round_that_is_over_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        rig = at_second().trained().averaging()
-        async with driving(rig, monkeypatch) as (driver, transport):
+        rig = Founder().exchanging()
+        async with driving(rig, monkeypatch) as (driver, _):
             await quiet()
-            driver._effects.carry_out(ReduceChunk(rig.attempt(9), 2, TOKENS, ()))
+            members = tuple((peer, TOKENS) for peer in "abc")
+            driver._effects.carry_out(ReduceChunk(round_name(9, position=LOG.position), 2, members, ()))
             await quiet()
-            assert transport.messages(Accuse) == []
-            assert rig.is_in(State.AVERAGING)
+            assert driver.exchange.averages.ours == {}
+            assert rig.peer.state is State.AVERAGING
 
     asyncio.run(scenario())
 
@@ -365,32 +381,20 @@ def test_what_is_in_no_hurry_gives_way_to_a_round_and_not_to_one_that_has_come_t
     """Regression: it did, while those who were left waited for others, who could hardly join."""
 
     async def scenario() -> None:
-        rig = at_second().trained().averaging()
+        rig = Founder().exchanging()
         async with driving(rig, monkeypatch) as (driver, transport):
             assert not transport.no_round.is_set()
-            driver.handle(Received("a", Abort(attempt=driver.round, reason="")))
-            assert rig.is_in(State.READY)
-            assert transport.no_round.is_set()
-            driver.handle(Received("a", rig.begin(2)))
-            assert not transport.no_round.is_set()
-
-    asyncio.run(scenario())
-
-
-def test_nobody_gives_way_to_a_round_that_waits_for_a_payload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: while an entry was handed on, its holders gave its payload to nobody until the time was up."""
-
-    async def scenario() -> None:
-        rig = at_second().trained()
-        async with driving(rig, monkeypatch) as (driver, transport):
-            driver.handle(Received("a", rig.adopt(2, rig.held())))
-            assert rig.is_in(State.AVERAGING)
+            while rig.peer.state is State.AVERAGING and rig.now < 1000.0:
+                rig.see(PeerState.AVERAGING)
+                rig.now += 5.0
+                driver.handle(Tick())
+            assert rig.peer.state is State.READY, "the view is over"
             assert transport.no_round.is_set()
 
     asyncio.run(scenario())
 
 
-# Payloads of entries that were missed ---------------------------------------------------------------------------
+# Payloads of entries that were missed ---------------------------------------------------------------------------------
 def some_payload() -> Payload:
     chunks = [b"%d" % chunk * BLOCK for chunk in range(SIZE.chunks)]
     return Payload(memoryview(b"".join(chunks)), tuple(map(digest_of, chunks)))
@@ -398,7 +402,7 @@ def some_payload() -> Payload:
 
 async def donor(payload: Payload) -> SlowTransport:
     """The way to a peer that keeps this payload."""
-    transport = SlowTransport(Rig())
+    transport = SlowTransport(Founder())
     buffers = PayloadBuffers(FakeWorkload())
     buffers.kept.keep(payload)
     await serve_payloads(transport, {RUN: [buffers]})
@@ -406,63 +410,68 @@ async def donor(payload: Payload) -> SlowTransport:
     return transport
 
 
-def test_the_payload_of_an_adopted_entry_is_fetched_from_its_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+def prepared(rig: Founder, payload: bytes) -> Propose:
+    """a proposes again what was prepared, of a round without b."""
+    header = rig.header(payload)
+    choice = choice_of(header, phase=Phase.PREPARE)
+    signers = [("a", 0), ("c", 0)]
+    justify = certify(LOG, header, choice, (), votes(choice, header, signers), {})
+    assert justify is not None
+    ballot = Ballot(view=0, attempt=2)
+    return Propose(ballot=ballot, header=header, group=(), justify=justify, round=None)
+
+
+def test_the_payload_of_a_prepared_entry_is_fetched_from_its_voters(monkeypatch: pytest.MonkeyPatch) -> None:
     before = counted("payloads_fetched")
 
     async def scenario() -> None:
-        rig, payload = at_second().trained(), some_payload()
+        rig, payload = Founder().ready(), some_payload()
         async with driving(rig, monkeypatch) as (driver, transport):
             transport.donors["c"] = await donor(payload)
-            held = rig.held(payload=payload.digest)
-            driver.handle(Received("a", rig.adopt(2, held)))
+            driver.handle(Received("a", prepared(rig, payload.digest)))
             await quiet()
-            ((to, complete),) = transport.messages(Complete)
-            assert (to, complete.payload) == ("a", payload.digest)
-            driver.handle(Received("a", rig.commit(held.header)))
-            await quiet()
-            assert driver.workload.applied == [payload.data]
-            assert rig.is_in(State.TRAINING)
+            assert {vote.choice.phase for _, vote in transport.messages(Vote)} == {Phase.PREPARE}
+            assert driver.buffers.kept.get(payload.digest) is not None
 
     asyncio.run(scenario())
     assert counted("payloads_fetched") == before + 1
 
 
-def test_holders_that_cannot_be_reached_are_named(
+def test_voters_that_cannot_be_reached_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        rig = at_second().trained()
+        rig = Founder().ready()
         async with driving(rig, monkeypatch) as (driver, transport):
-            driver.handle(Received("a", rig.adopt(2, rig.held())))
+            driver.handle(Received("a", prepared(rig, some_payload().digest)))
             await quiet()
-            assert transport.messages(Complete) == []
-            assert rig.is_in(State.AVERAGING)
+            assert transport.messages(Vote) == []
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         asyncio.run(scenario())
-    [line] = [line for line in caplog.messages if line.startswith("no payload of entry 1: ")]
-    assert {"peer a did not answer", "peer c did not answer"} <= set(re.split(r": |; ", line)), "in any order"
+    lines = [line for line in caplog.messages if line.startswith("no payload of entry 0: ")]
+    assert {"peer a did not answer", "peer c did not answer"} <= set(re.split(r": |; ", lines[0])), "in any order"
 
 
 def test_an_entry_whose_payload_is_not_here_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        rig = at_second().trained()
+        rig = Founder().ready()
         async with driving(rig, monkeypatch) as (driver, _):
-            driver._effects.carry_out(Apply(rig.next_header()))
+            driver._effects.carry_out(Apply(rig.header(some_payload().digest)))
             await quiet()
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(scenario())
     (error,) = caught.value.exceptions
     assert isinstance(error, LocalProtocolError)
-    assert "payload of entry 1 is to be applied and not here" in str(error)
+    assert "payload of entry 0 is to be applied and not here" in str(error)
 
 
 def test_what_is_lost_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     before = counted("tokens_lost", what="entries")
 
     async def scenario() -> None:
-        async with driving(at_second(), monkeypatch) as (driver, _):
+        async with driving(Founder(), monkeypatch) as (driver, _):
             driver._effects.carry_out(TokensLost("entries", 300, "our entries from 7 on are not in the lineage of a"))
 
     with caplog.at_level(logging.WARNING):
@@ -477,14 +486,14 @@ def test_a_message_too_large_to_be_sent_is_named_and_nothing_ends(
     """Regression: what others had put into the log could make our messages too large, which ended us."""
 
     async def scenario() -> None:
-        rig = at_second().trained()
+        rig = Founder().ready()
         async with driving(rig, monkeypatch) as (driver, transport):
             transport.too_large = True
-            driver.handle(Received("c", ready(rig.peer.log, "c", last_attempt=5)))
-            driver.handle(Received("a", ready(rig.peer.log, "a", last_attempt=6)))
+            rig.now += 2.0
+            driver.handle(Tick())
             await quiet()
-            assert rig.is_in(State.READY)
+            assert rig.peer.state is State.READY
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())
-    assert "cannot tell c: a message of 2000000 bytes exceeds" in caplog.text
+    assert "cannot tell a: a message of 2000000 bytes exceeds" in caplog.text

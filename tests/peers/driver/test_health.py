@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,14 +17,16 @@ from peers.driver.replication import Replication
 from peers.driver.training import STEP_LIMIT, STUCK, Training
 from peers.metrics import Health
 from peers.protocol.effects import Train
-from peers.protocol.events import Applied, PayloadFetched
+from peers.protocol.events import Captured
 from peers.protocol.round import RoundState
 from peers.transfer.buffers import PayloadBuffers
+from peers.values.chunks import Sum
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
-from tests.peers.builders import SETTINGS
 from tests.peers.driver.test_pulse import Network, new_peer, pulse_of
 from tests.peers.fakes import Clock, FakeWorkload
-from tests.peers.protocol.test_fragments import told_of_an_entry
+from tests.peers.founder import Founder
+from tests.peers.logs import SETTINGS, TOKENS
+from tests.peers.rounds import CONTRIBUTED
 
 STEP = Progress(inner_step=1, loss=2.0, tokens_per_second=10.0)
 REPLICATION = cast(Replication, SimpleNamespace(worker=asyncio.Lock()))
@@ -73,10 +76,12 @@ def test_a_peer_that_publishes_no_heartbeat_for_an_expiry_is_ill(health: Health,
     assert health.reasons == []
 
 
-def host_with(slot: SimpleNamespace, is_late: bool) -> Any:
-    """A host whose peer has one slot, and trains in time or late."""
+def host_with(round: SimpleNamespace, is_late: bool) -> Any:
+    """A host whose peer has one round, and trains in time or late."""
     trainer = SimpleNamespace(is_late=lambda log: is_late)
-    return SimpleNamespace(peer=SimpleNamespace(slots={0: slot}, log=None, trainer=trainer), handle=lambda event: None)
+    return SimpleNamespace(
+        peer=SimpleNamespace(rounds={0: round}, log=None, trainer=trainer), handle=lambda event: None
+    )
 
 
 def test_a_late_worker_waits_for_no_average(health: Health, clock: Clock) -> None:
@@ -92,19 +97,19 @@ def test_a_late_worker_waits_for_no_average(health: Health, clock: Clock) -> Non
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
 
 
-@pytest.mark.parametrize("awaited", [RoundState.READY, RoundState.AVERAGING, RoundState.CONCLUDED])
+@pytest.mark.parametrize("awaited", [RoundState.READY, RoundState.EXCHANGING, RoundState.DECIDED])
 def test_a_worker_that_waits_for_an_average_is_well(awaited: RoundState, health: Health, clock: Clock) -> None:
     """However long that takes, and however long it waits to be applied; from then on it counts anew."""
     seen: list[list[str]] = []
-    slot = SimpleNamespace(state=awaited)
-    host = host_with(slot, is_late=False)
+    round = SimpleNamespace(state=awaited)
+    host = host_with(round, is_late=False)
 
     def wait() -> None:
         for _ in range(3):
             clock.now += STEP_LIMIT
             training.look()
             seen.append(health.reasons)
-        slot.state = RoundState.OPEN
+        round.state = RoundState.OPEN
         clock.now += STEP_LIMIT + 1
         training.look()
         seen.append(health.reasons)
@@ -115,9 +120,12 @@ def test_a_worker_that_waits_for_an_average_is_well(awaited: RoundState, health:
     assert seen == [[], [], [], [f"{STUCK} for {STEP_LIMIT + 1:.0f} seconds"]]
 
 
-def test_a_worker_whose_entries_wait_for_another_fragments_payload_is_well(health: Health, clock: Clock) -> None:
-    """With a real peer: it has given two fragments, and an entry was made without it that it cannot get."""
-    rig, header = told_of_an_entry()
+def test_a_worker_that_waits_for_the_average_of_a_fragment_is_well(health: Health, clock: Clock) -> None:
+    """With a real peer, which has given the first of two fragments."""
+    rig = Founder(replace(SETTINGS, fragments=2)).training()
+    contribution = Sum(CONTRIBUTED.digest, CONTRIBUTED.squares)
+    rig.do(Captured(0, Trained((), TOKENS, 1.0, contribution=contribution)))
+    assert [round.state for round in rig.peer.rounds.values()] == [RoundState.READY, RoundState.OPEN]
     seen: list[list[str]] = []
 
     def wait() -> None:
@@ -125,16 +133,11 @@ def test_a_worker_whose_entries_wait_for_another_fragments_payload_is_well(healt
             clock.now += STEP_LIMIT
             training.look()
             seen.append(health.reasons)
-        rig.do(PayloadFetched(header))
-        rig.do(Applied(header))
-        clock.now += STEP_LIMIT
-        training.look()
-        seen.append(health.reasons)
 
     workload, host = Worker(wait), cast(Driver, SimpleNamespace(peer=rig.peer, handle=lambda event: None))
     training = Training(workload, [PayloadBuffers(workload, 0)], REPLICATION, host)
     asyncio.run(training._watched(Train(index=0, samples=(), steps=1, tokens=0)))
-    assert seen == [[]] * 4
+    assert seen == [[]] * 3
 
 
 def test_a_worker_that_does_no_inner_step_for_long_is_told_of_until_training_ends(health: Health, clock: Clock) -> None:

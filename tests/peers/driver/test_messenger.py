@@ -18,7 +18,8 @@ from peers.protocol.events import Event, Received, Undelivered
 from peers.protocol.messages import Inquire
 from peers.protocol.packing import pack_message, unpack_message
 from peers.values.wire import MESSAGE_LIMIT, PROTOCOL_VERSION
-from tests.peers.builders import LOG, RUN, Rig
+from tests.peers.founder import Founder
+from tests.peers.logs import LOG, RUN
 
 MESSAGE = Inquire(position=LOG.position)
 PACKED = pack_message(RUN, MESSAGE, None)
@@ -28,7 +29,7 @@ class Host:
     """Hears what comes in, and runs what is to be sent."""
 
     def __init__(self) -> None:
-        self.peer = Rig().peer
+        self.peer = Founder().peer
         self.events: list[Event] = []
         self.tasks: list[asyncio.Task[None]] = []
 

@@ -35,7 +35,7 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     """Another round at the same entry goes on counting, and nothing is counted twice."""
     clock = [100.0]
     monkeypatch.setattr(rounds, "now", lambda: clock[0])
-    peer = SimpleNamespace(slots={}, is_exchanging=False, me="a", settings=SimpleNamespace(run="run"))
+    peer = SimpleNamespace(rounds={}, is_exchanging=False, me="a", settings=SimpleNamespace(run="run"))
     host: Any = SimpleNamespace(peer=peer)
     transport: Any = SimpleNamespace(no_round=LinkTime(), caps=None)
     workload: Any = FakeWorkload()
@@ -50,7 +50,7 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
         opening: Any = SimpleNamespace(round=round)
         monkeypatch.setattr(counted._buffers[0], "open", lambda name: None)
         counted.open(opening)
-        peer.slots[0] = SimpleNamespace(exchange=SimpleNamespace(name=round.name))
+        peer.rounds[0] = SimpleNamespace(exchange=SimpleNamespace(name=round.name))
         counted.follow()
 
     begin("first")
@@ -58,7 +58,7 @@ def test_seconds_count_while_a_round_is_under_way(monkeypatch: pytest.MonkeyPatc
     assert counted.costs.seconds == 3
     begin("second")
     clock[0] += 4
-    peer.slots.clear()
+    peer.rounds.clear()
     counted.follow()
     clock[0] += 50
     counted.follow()

@@ -161,6 +161,25 @@ def test_a_newcomer_hears_all_at_its_first_beat_and_is_heard(world: World) -> No
     asyncio.run(scenario())
 
 
+def test_a_volunteer_that_has_listened_first_hears_all_at_its_first_beat(world: World) -> None:
+    """It listens whether another machine has its key, and knows the others by then, but has heard none."""
+
+    async def scenario() -> None:
+        nodes = [Node(world) for _ in range(4)]
+        await beats(world, nodes, 3)
+        for peer in list(world.dht)[1:]:
+            del world.dht[peer]
+        new = Node(world)
+        assert await new.sees() == {node.peer_id for node in nodes}
+        assert new.hears() == {next(iter(world.dht))}
+        world.seconds += 1.0
+        await new.says()
+        assert new.hears() == {node.peer_id for node in nodes}
+        await closed(*nodes, new)
+
+    asyncio.run(scenario())
+
+
 def test_beats_are_most_of_what_is_said(world: World) -> None:
     async def scenario() -> None:
         nodes = [Node(world) for _ in range(3)]

@@ -6,9 +6,11 @@ The members are a, b, c and so on. Each averages one chunk, the first the chunk 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import combinations, count
+from typing import cast
 
 import pytest
 
@@ -27,7 +29,9 @@ from peers.protocol.events import (
 from peers.protocol.exchange import DUE, GIVEN, GONE, STALLED, Exchange, ExchangeEvent
 from peers.protocol.messages import Part, Want
 from peers.protocol.parts import MARK_BYTES, Averaged, Outcome, Parts, outcome_of, statement_of
+from peers.protocol.planning import FAIR
 from peers.protocol.rounds import Round
+from peers.values.chunks import payloads_moved
 from peers.values.wire import digest_of
 from tests.peers.rounds import AT, CONTRIBUTED, TOKENS, round_among, round_name, round_with, signed_by
 from tests.simulator.simulated_keys import SimulatedKeys
@@ -698,3 +702,55 @@ def averages_are_had(circle: Circle, outcome: Outcome) -> list[bool]:
         any(one is not None and statement_of(circle.round, one).mark == mark for one in held)
         for mark, held in zip(marked, here, strict=True)
     ]
+
+
+class Links(Circle):
+    """Members of which some pairs have no link, and whose chunks are counted."""
+
+    def __init__(self, names: Sequence[str], broken: set[frozenset[str]]) -> None:
+        self.broken = broken
+        self.moved = Counter[str]()
+        super().__init__(cast(str, names), random.Random(1), 0.0)
+
+    def do(self, name: str, effect: Effect) -> None:
+        if isinstance(effect, SendChunk) and not self.reaches(name, effect.to):
+            return self.later(
+                name, lambda: self.handle(name, ChunksUnsent(AT, effect.to, (effect.chunk,), effect.reduced))
+            )
+        if isinstance(effect, SendChunk):
+            self.moved["to", effect.to] += 1
+            self.moved["from", name] += 1
+        if not isinstance(effect, Send) or self.reaches(name, effect.to):
+            super().do(name, effect)
+
+    def reaches(self, one: str, other: str) -> bool:
+        return frozenset((one, other)) not in self.broken
+
+    def settle(self) -> None:
+        while self.under_way:
+            self.run(len(self.under_way))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for name in self.left:
+            live = [other for other in self.left if self.reaches(name, other)]
+            self.carry_out(name, self.exchanges[name].tick(self.now, live))
+            part = self.exchanges[name].part()
+            if part is not None:
+                assert self.parts.take(name, part)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_broken_pairs_cost_those_two_and_no_link_carries_more_than_two_fair_shares(seed: int) -> None:
+    draw, names = random.Random(seed), [f"peer{number:02}" for number in range(24)]
+    broken = {frozenset(pair) for pair in combinations(names, 2) if draw.random() < 0.08}
+    circle = Links(names, broken)
+    while (outcome := circle.parts.outcome()) is None:
+        circle.settle()
+        circle.pass_time(0.5)
+    circle.propose(outcome)
+    pairs = Counter(name for pair in broken for name in pair)
+    assert outcome.absent == {name: 2 * pairs[name] for name in names if pairs[name]}
+    fair = 2 * payloads_moved(len(names), 1 / len(names)) * len(names)
+    assert max(circle.moved.values()) <= FAIR * fair
+    assert circle.now < DUE * SECONDS + 5, "nobody waits for a link that is not there"
