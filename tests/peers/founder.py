@@ -47,6 +47,9 @@ class Founder:
         self._beats += 1
         self.do(HeartbeatsSeen(tuple(beat(name, self.peer.log, state, self._beats) for name in "ac")))
 
+    def is_in(self, state: State) -> bool:
+        return self.peer.state is state
+
     def training(self) -> Founder:
         self.do(Tick(), 5.0)
         self.do(Received("a", LeaseGrant(position=self.peer.round.log.position, samples=(LEASE,), steps=10)))
@@ -57,7 +60,7 @@ class Founder:
         self.training()
         contribution = Sum(CONTRIBUTED.digest, CONTRIBUTED.squares)
         self.do(TrainingDone(Trained((LEASE,), TOKENS, 1.0, contribution=contribution)))
-        assert self.peer.state is State.READY
+        assert self.is_in(State.READY)
         return self
 
     def begin(self, attempt: int = 1, ours: Contribution | None = None) -> Begin:
@@ -81,7 +84,7 @@ class Founder:
 
     def exchanging(self) -> Founder:
         self.do(Received("a", self.ready().begin()))
-        assert self.peer.state is State.AVERAGING
+        assert self.is_in(State.AVERAGING)
         return self
 
     @property

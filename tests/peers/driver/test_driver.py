@@ -260,7 +260,7 @@ def test_a_contribution_that_has_no_average_is_absent(
             driver.receive("c", chunk, b"spoilt" + bytes(BLOCK - 6))
             await quiet()
             assert driver.exchange.averages.ours[chunk].absent == ("c",)
-            assert rig.peer.state is State.AVERAGING
+            assert rig.is_in(State.AVERAGING)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
@@ -345,10 +345,10 @@ def test_what_was_trained_is_quantized_before_the_round_begins(monkeypatch: pyte
             driver.workload.trained = quantized
             driver._effects.carry_out(Train(0, (LEASE,), 10, 0))
             await quiet()
-            assert rig.peer.state is State.TRAINING
+            assert rig.is_in(State.TRAINING)
             driver.workload.may_end_training.set()
             await quiet()
-            assert rig.peer.state is State.READY
+            assert rig.is_in(State.READY)
             driver.workload.trained = b"another!" * (SIZE.bytes // 8)
             ((_, ready), *_) = transport.messages(Ready)
             assert driver.buffers.tree is not None
@@ -370,7 +370,7 @@ def test_a_reduction_of_a_round_that_is_over_is_dropped(monkeypatch: pytest.Monk
             driver._effects.carry_out(ReduceChunk(round_name(9, position=LOG.position), 2, members, ()))
             await quiet()
             assert driver.exchange.averages.ours == {}
-            assert rig.peer.state is State.AVERAGING
+            assert rig.is_in(State.AVERAGING)
 
     asyncio.run(scenario())
 
@@ -384,11 +384,11 @@ def test_what_is_in_no_hurry_gives_way_to_a_round_and_not_to_one_that_has_come_t
         rig = Founder().exchanging()
         async with driving(rig, monkeypatch) as (driver, transport):
             assert not transport.no_round.is_set()
-            while rig.peer.state is State.AVERAGING and rig.now < 1000.0:
+            while rig.is_in(State.AVERAGING) and rig.now < 1000.0:
                 rig.see(PeerState.AVERAGING)
                 rig.now += 5.0
                 driver.handle(Tick())
-            assert rig.peer.state is State.READY, "the view is over"
+            assert rig.is_in(State.READY), "the view is over"
             assert transport.no_round.is_set()
 
     asyncio.run(scenario())
@@ -492,7 +492,7 @@ def test_a_message_too_large_to_be_sent_is_named_and_nothing_ends(
             rig.now += 2.0
             driver.handle(Tick())
             await quiet()
-            assert rig.peer.state is State.READY
+            assert rig.is_in(State.READY)
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(scenario())

@@ -709,7 +709,7 @@ class Links(Circle):
 
     def __init__(self, names: Sequence[str], broken: set[frozenset[str]]) -> None:
         self.broken = broken
-        self.moved = Counter[str]()
+        self.moved = Counter[tuple[str, str]]()
         super().__init__(cast(str, names), random.Random(1), 0.0)
 
     def do(self, name: str, effect: Effect) -> None:
