@@ -1,4 +1,4 @@
-"""Votes, locks, certificates and the record of them, rule by rule; docs/agreement-plan.md numbers the rules.
+"""Votes, locks, certificates and the record of them, rule by rule; docs/protocol.md numbers the rules.
 
 tests/simulation/test_voting_exhaustively.py explores what several voters can do together.
 """
