@@ -312,10 +312,12 @@ class EntryRound(Part):
         is_level = self._replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING)
         self.attendance.look(ready_since, is_level and self._work.is_under_way, self._replica.is_behind)
         attendance, pacemaker, me = self.attendance, self.pacemaker, self._context.me
-        views = attendance.views() | self.leader.readiness.views() | {me: pacemaker.view}
+        views = attendance.views() | {me: pacemaker.reached}
+        for peer, view in self.leader.readiness.views().items():
+            views[peer] = max(view, views.get(peer, 0))
         starts = {peer: attendance.here.get(peer, 0) for peer in views}
         named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: starts[peer] for peer in peers}))
-        ready = attendance.ready(self.log.fragments > 1) if self.is_taking_part else {}
+        ready = attendance.ready() if self.is_taking_part else {}
         if self.log.last is None and not self._work.is_under_way:
             ready = starts  # a founder that gives no samples is passed over, too
         reached = {peer: start for peer, start in ready.items() if views.get(peer, 0) >= pacemaker.view}
