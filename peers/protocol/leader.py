@@ -182,13 +182,11 @@ class Leader:
         return honest if is_quorum and self.readiness.contributing(honest) else ready
 
     def _unfinished(self, ready: Mapping[str, Ready]) -> Round | None:
-        """Return the round that we are in, if enough others are in it, too, and it was not gone on with before."""
+        """Return the round that we are in, if enough others are in the same, and it was not gone on with before."""
         exchange = self._seat.exchange
-        if exchange is None or exchange.name.leader == self._context.me or exchange.round.group:
+        if exchange is None or not self._seat.is_fresh or exchange.round.group:
             return None
-        if exchange.name.ballot.view + len(self._seat.log.ring) < self._view:
-            return None
-        inside = {peer: said for peer, said in ready.items() if said.round == exchange.name}
+        inside = {peer: said for peer, said in ready.items() if said.terms == exchange.round.terms}
         is_told = commitments_are_known(exchange.round, exchange.contributions.commitments)
         return exchange.round if is_told and self._seat.attendance.is_quorum(_starts(inside)) else None
 

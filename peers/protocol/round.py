@@ -154,6 +154,7 @@ class OwnWork:
             wants=member.wants,
             commitment=self.commitment(),
             round=exchange.name if exchange else None,
+            terms=exchange.round.terms if exchange else None,
             rate=presence.rate,
             seen=presence.reachability.seen(self._context.me),
             relayed=presence.named(presence.reachability.detours(self._context.now)),
@@ -205,6 +206,8 @@ class Notes:
     entered: Ballot = FIRST
     """The newest ballot that began a round of ours: to come back to an older one would be to average anew."""
     begun: Ballot = FIRST
+    views: set[int] = field(default_factory=set)
+    """Those whose leaders have gone on with our round."""
     propose: Propose | None = None
     answer: Answer = field(default_factory=Answer)
     fetched: set[bytes] = field(default_factory=set)
@@ -275,6 +278,12 @@ class EntryRound(Part):
     def is_exchanging(self) -> bool:
         """Whether we are in an exchange, or wait for what it came to."""
         return self.state in (EXCHANGING, DECIDED)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a leader may go on with the round that we are in: one alone has had it, and that was another one."""
+        is_ours = self.exchange is not None and self.exchange.name.leader == self._context.me
+        return len(self._notes.views) == 1 and not is_ours
 
     @property
     def led_by(self) -> str | None:
@@ -445,6 +454,7 @@ class EntryRound(Part):
         elif not self._join(begin, sender, seconds):
             return
         notes.begun = begin.ballot
+        notes.views.add(begin.ballot.view)
         if notes.propose is not None and notes.propose.ballot < begin.ballot:
             notes.propose, notes.answer = None, Answer()  # it is taken back: other averages are to come
         self.pacemaker.begun(seconds)
@@ -467,6 +477,7 @@ class EntryRound(Part):
             self._context.emit(Dropped(sender, "begin", "it does not say what all members have committed to"))
             return False
         context = self._context
+        notes.views.clear()
         notes.entered, notes.began_at, notes.moved_at = round.name.ballot, context.now, context.now
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)
