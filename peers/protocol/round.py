@@ -342,26 +342,25 @@ class EntryRound(Part):
         return any(self._is_there(peer) for peer in self.log.ring)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view (R1). Where the log does not tell, these are among those at work here, or else
-        all that are heard (R13): first the smallest id, and then one that is drawn, so that peers that hear others
-        draw the same one, mostly."""
+        """Return the leader of a view (R1). Where the log does not tell, it is first the smallest id of those at work
+        here, or else of all that are heard (R13); and then one that is drawn, so that peers that hear others draw the
+        same one, mostly."""
         if self._is_log_led:
             return self.log.leader_of(view)
-        candidates, head = self._candidates(), self.log.position.head
+        at_work, head = self._at_work(), self.log.position.head
+        founders = self.attendance.founders() if self.log.last is None else [self._context.me]
         if view == 0:
-            return min(candidates)
-        return min(candidates, key=lambda peer: digest_of(pack_plain([head, view, peer])))
+            return min(at_work or founders)
+        return min({*at_work, *founders}, key=lambda peer: digest_of(pack_plain([head, view, peer])))
 
-    def _candidates(self) -> set[str]:
+    def _at_work(self) -> set[str]:
         notes, now, me = self._notes, self._context.now, self._context.me
         at_work = set(self.attendance.here)
         if notes.granted_by and now - notes.granted_by[1] <= self._context.settings.timing.heartbeat_expiry:
             at_work.add(notes.granted_by[0])
         if self.leader.readiness.has_given:
             at_work.add(me)
-        if not at_work and self.log.last is None:
-            at_work = set(self.attendance.founders())
-        return at_work or {me}
+        return at_work
 
     def _is_there(self, peer: str) -> bool:
         """Return whether a peer can lead, as we hear and as it says itself."""
