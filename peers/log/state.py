@@ -43,9 +43,9 @@ from peers.values.leases import Grants, Lease, SamplePool, SampleRange, prefix, 
 from peers.values.manifest import Amendment
 from peers.values.wire import digest_of
 
-TERM = 64
+TERM = 16
 """Outer steps for which one voter leads, if nothing is wrong with it: so long at most does a leader give newcomers no
-samples."""
+samples, and is a peer without a link to it in no entry."""
 COMMITTEE = 128
 """Voters of one entry at most. Certificates of more would be most of what a large swarm sends."""
 COMMITTEE_CONTEXT = b"diloco-peer committee\0"

@@ -20,9 +20,10 @@ SURELY = 2.0
 
 
 def late(log: LogState) -> frozenset[str]:
-    """Return the lease holders that were in neither of the last two entries (R7)."""
+    """Return the lease holders and bystanders that were in neither of the last two entries (R7)."""
     leases = log.last.leases if log.last else ()
-    return frozenset(lease.peer for lease in leases if lease.since + LATE < log.position.index)
+    recent = {lease.peer for lease in leases if lease.since + LATE >= log.position.index}
+    return frozenset({*log.leases, *log.voters} - recent)
 
 
 class Awaited:

@@ -19,7 +19,6 @@ from peers.presence.presence import Presence
 from peers.protocol.context import Context, Repetition
 from peers.protocol.effects import FetchLineage, Note, Send
 from peers.protocol.events import LineageNotSeen, LineageSeen
-from peers.protocol.hindrance import Hindrances
 from peers.protocol.internal import FarBehind, NobodyAhead, Owner, WorkEnds
 from peers.protocol.messages import Certified, Inquire
 from peers.protocol.minority import are_most, may_found
@@ -66,7 +65,6 @@ class CatchingUp:
         presence: Presence,
         trainer: Trainer,
         replica: Replica,
-        hindrances: Hindrances,
         host: Host,
     ) -> None:
         self.search = Search(context, presence, replica)
@@ -74,7 +72,6 @@ class CatchingUp:
         self._context = context
         self._trainer = trainer
         self._replica = replica
-        self._hindrances = hindrances
         self._host = host
 
     @property
@@ -84,7 +81,7 @@ class CatchingUp:
     # Who is further on ----------------------------------------------------------------------------------------
     def look(self) -> None:
         """Ask a peer that claims to be further on, if there is one."""
-        if self.may_begin and self._hindrances.may_ask:
+        if self.may_begin:
             self.search.catch_up()
 
     def on_lineage(self, event: LineageSeen | LineageNotSeen) -> None:

@@ -71,7 +71,7 @@ class Hindrances:
         if found is None or self._found is None or found.kind != self._found.kind:
             self._hindered_since = now
         self._found = found
-        others = {beat.peer for beat in self._presence.live().trainers}
+        others = self._others
         if not others or not others <= self._presence.unreached:
             self._alone_since = now
         self.is_aside = self._lasting is not None and self._lasting.is_vain
@@ -99,11 +99,6 @@ class Hindrances:
             self.told = told.reason if told else ""
             self._context.emit(Trouble(self.told))
 
-    @property
-    def may_ask(self) -> bool:
-        """Whether to ask for a lease: not while it would be in vain."""
-        return not self.is_aside
-
     def _find(self, leader: str | None) -> Hindrance | None:
         return (
             self._convicted()
@@ -130,15 +125,22 @@ class Hindrances:
         )
         return Hindrance(Kind.CONVICTED, reason, is_vain=True)
 
+    @property
+    def _others(self) -> set[str]:
+        """The peers that have a say besides us, and all that are heard and train."""
+        heard = {beat.peer for beat in self._presence.live().trainers}
+        return heard.union(self._replica.log.incarnations) - {self._context.me}
+
     def _cut_off(self, leader: str | None) -> Hindrance | None:
-        """Return whether no peer can be reached, or not the one that leads."""
-        unreached = self._presence.unreached
-        others = {beat.peer for beat in self._presence.live().trainers}
+        """Return whether no peer can be reached, or not the one that leads, as the last entries without us tell."""
+        unreached, others, log = self._presence.unreached, self._others, self._replica.log
         if not unreached & others:
             return None
         was_cut_off = self._found is not None and self._found.kind is Kind.CUT_OFF
+        has_led = log.last is not None and log.last.leader == leader and self._context.me not in log.roster
         # Once cut off, being behind is no cure for it.
-        if leader in unreached and (self.is_aside or was_cut_off or not self._replica.is_behind):
+        is_certain = self.is_aside or was_cut_off or not self._replica.is_behind
+        if leader in unreached and is_certain and (others <= unreached or has_led):
             return Hindrance(Kind.CUT_OFF, f"the leader {leader} can't be reached; {REACH_REMEDY}", is_vain=True)
         if others <= unreached:
             reason = "no other peer can be reached, and what is trained here may count nothing in the end"

@@ -7,7 +7,6 @@ from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
 from peers.protocol.context import Context, Repetition
 from peers.protocol.effects import Dropped, Send
-from peers.protocol.hindrance import Hindrances
 from peers.protocol.messages import LeaseGrant, LeaseRequest
 from peers.protocol.pacemaker import death
 from peers.protocol.replica import Replica
@@ -16,12 +15,11 @@ from peers.protocol.replica import Replica
 class Joiner:
     """`question` paces what a joiner asks: for a lease, or for what followed its last entry."""
 
-    def __init__(self, context: Context, presence: Presence, replica: Replica, hindrances: Hindrances) -> None:
+    def __init__(self, context: Context, presence: Presence, replica: Replica) -> None:
         self.question = Repetition(context)
         self._context = context
         self._presence = presence
         self._replica = replica
-        self._hindrances = hindrances
         self._held_back_since: float | None = None
         self._asked: str | None = None
 
@@ -30,9 +28,9 @@ class Joiner:
         return peer == self._asked
 
     @property
-    def may_ask(self) -> bool:
-        """Whether we know who is there, and how we reach them, and our work could count."""
-        return self._presence.membership.polled and self._hindrances.may_ask and not self._presence.seeks_links
+    def knows_peers(self) -> bool:
+        """Whether we know who is there, and how we reach them."""
+        return self._presence.membership.polled and not self._presence.seeks_links
 
     def may_start(self) -> bool:
         """Return whether a run may be founded by now, or goes on: before the first entry peers must have seen each

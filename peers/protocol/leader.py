@@ -15,6 +15,7 @@ from peers.log.certificate import Ballot, Group, Phase
 from peers.log.header import NO_PAYLOAD, Header
 from peers.log.state import LogError
 from peers.presence.presence import Presence
+from peers.protocol.awaited import late
 from peers.protocol.commitment import digest_of_all
 from peers.protocol.context import Context
 from peers.protocol.effects import Note, Send
@@ -124,8 +125,19 @@ class Leader:
                 self._propose_prepared(prepared, ready)
         elif self._begun is not None:
             self._collect(self._begun)
-        elif seat.attendance.is_enough(_starts(ready)) and self.readiness.is_time(ready):
+        elif self._may_vote(ready) and self.readiness.is_time(ready):
             self._begin(ready)
+
+    def _may_vote(self, ready: Mapping[str, Ready]) -> bool:
+        """Return whether those that are ready can make the entry. Members that were absent lately may not get the
+        payload, and so not vote: for a second grace the others must be enough."""
+        starts = _starts(ready)
+        if not self._seat.attendance.is_enough(starts):
+            return False
+        besides = late(self._seat.log) if self._context.settings.contributions is None else ()
+        timely = {peer: start for peer, start in starts.items() if peer not in besides}
+        waited = self._context.now - self.readiness.awaited.times.of_all(starts.keys())
+        return self._seat.attendance.is_enough(timely) or waited >= 2 * self.readiness.awaited.grace
 
     def _set_pace(self) -> None:
         awaited, trainer = self.readiness.awaited, self._trainer
@@ -170,13 +182,11 @@ class Leader:
         return honest if is_quorum and self.readiness.contributing(honest) else ready
 
     def _unfinished(self, ready: Mapping[str, Ready]) -> Round | None:
-        """Return the round that we are in, if enough others are in it, too, and it was not gone on with before."""
+        """Return the round that we are in, if enough others are in the same, and it was not gone on with before."""
         exchange = self._seat.exchange
-        if exchange is None or exchange.name.leader == self._context.me or exchange.round.group:
+        if exchange is None or not self._seat.is_fresh or exchange.round.group:
             return None
-        if exchange.name.ballot.view + len(self._seat.log.ring) < self._view:
-            return None
-        inside = {peer: said for peer, said in ready.items() if said.round == exchange.name}
+        inside = {peer: said for peer, said in ready.items() if said.terms == exchange.round.terms}
         is_told = commitments_are_known(exchange.round, exchange.contributions.commitments)
         return exchange.round if is_told and self._seat.attendance.is_quorum(_starts(inside)) else None
 

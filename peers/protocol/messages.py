@@ -77,7 +77,8 @@ class Certified(Value):
 class Ready(Value):
     """Member → leader of its view, each second: my inner steps are done, and I take part.
 
-    `commitment` is to its blocks; a member that has trained nothing has none. `round` names the exchange that it is in.
+    `commitment` is to its blocks; a member that has trained nothing has none. `round` names the exchange that it is in,
+    and `terms` all that its members must know of it alike.
     `rate`: bytes a second that its link was seen to carry each way; 0: not measured yet. `seen`: at how many bytes a
     second data of some others came to it in recent rounds. `wants`: the samples of its next lease; 0: a whole one.
     `relayed` and `unreached` name peers that it reaches through a relay only, or not at all. `lock` is the header that
@@ -96,6 +97,7 @@ class Ready(Value):
     wants: Count
     commitment: Commitment | None
     round: RoundName | None
+    terms: Digest | None = None
     rate: Count
     seen: Rates
     relayed: Peers

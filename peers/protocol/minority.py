@@ -17,6 +17,7 @@ from peers.presence.membership import PARTICIPATING
 from peers.presence.presence import Presence
 from peers.protocol.context import Context
 from peers.protocol.pacemaker import death
+from peers.values.leases import sample_count
 
 READY_STATES = frozenset({PeerState.READY, PeerState.AVERAGING})
 NEARLY = 0.8
@@ -118,13 +119,20 @@ class Attendance:
         named = {peer for peer, _ in group}
         return tuple(sorted(peer for peer in self.here if peer not in named))
 
-    def ready(self, is_fragmented: bool) -> dict[str, int]:
+    def ready(self) -> dict[str, int]:
         """Return those that are heard ready or exchanging here, this peer included. Where a cycle has several fragments
-        heartbeats do not tell of which one a peer is ready."""
-        live, states = self._presence.live(), PARTICIPATING if is_fragmented else READY_STATES
-        return {
-            peer: start for peer, start in self.here.items() if peer == self._context.me or live[peer].state in states
-        }
+        a peer may be ready with one while it trains: its heartbeat tells how far it is."""
+        live, me = self._presence.live(), self._context.me
+        return {peer: start for peer, start in self.here.items() if peer == me or self._is_ready(live[peer])}
+
+    def _is_ready(self, beat: Heartbeat) -> bool:
+        log, settings = self._log, self._context.settings
+        if beat.state in READY_STATES or log.fragments == 1:
+            return beat.state in READY_STATES
+        lease = log.leases.get(beat.peer)
+        samples = settings.samples_per_lease if lease is None else sample_count(lease)
+        done = beat.inner_step * settings.samples_per_lease // settings.inner_steps
+        return done * log.fragments >= samples * (log.fragment + 1)
 
     def views(self) -> dict[str, int]:
         """Return the views that the others here are in; before the first entry, all that may found the run."""

@@ -42,19 +42,20 @@ class RoundTimes:
 
 
 class Pacemaker:
-    """`view` is the peer's view: the first one from the base on whose leader is there; `leader` leads it.
+    """`view` is the view that the peer is in, and `leader` leads it. `reached` is what it tells others.
 
-    The base only rises: when the timer ends, when a quorum names a higher view, or when the peer has voted in one. A
-    leader that is not heard is passed over at once; if it is heard again, its view goes on with the time that is left.
+    The timer raises `reached` alone: the peer goes on with the leader that it has until a quorum has reached a later
+    view, so that all turn to the next leader together. A leader that is not heard is passed over at once; if it is
+    heard again, its view goes on with the time that is left.
     """
 
     def __init__(self, timing: Timing, times: RoundTimes, now: float) -> None:
-        self.view = 0
+        self.view = self.reached = 0
         self.leader: str | None = None
         self._timing = timing
         self._times = times
         self._now = now
-        self._base = 0
+        self._floor = 0  # the highest view that a quorum has named, or that the peer has voted in
         self._doublings = 0
         self._spent: dict[int, float] = {}  # seconds for which the timer has run in each view
         self._begun: dict[int, float] = {}  # the seconds that leaders who have begun gave their exchange
@@ -75,24 +76,25 @@ class Pacemaker:
             leader_of: tells who leads a view.
             is_there: tells whether a peer is heard, and does not say that it can't lead.
             turns: in how many views all have led that may.
-            is_running: whether the timer runs: this peer is ready, and hears a quorum ready that is in its view, or in
-                later ones. A peer that has passed a leader over waits in the next view until the others come there.
+            is_running: whether the timer runs: this peer is ready, and hears a quorum ready that has reached its view.
             grace: seconds for which a leader waits for members that are late.
             named: the highest view that a quorum has reached (`named_by_quorum`).
         """
         passed, self._now = min(now - self._now, self._timing.heartbeat_expiry), now
         if is_running:
             self._spent[self.view] = self._spent.get(self.view, 0.0) + passed
-            if self._spent[self.view] > self.limit(grace):
+            if self.reached <= self.view and self._spent[self.view] > self.limit(grace):
                 self._doublings += self.view in self._begun
-                self._rise(self.view + 1)
+                self.reached = self.view + 1
         self._rise(named)
-        for view in range(self._base, self._base + max(1, turns)):
+        self.view = self._floor
+        for view in range(self._floor, self._floor + max(1, turns)):
             leader = leader_of(view)
             if leader is not None and is_there(leader):
-                self.view, self.leader = view, leader
-                return
-        self.view, self.leader = self._base, leader_of(self._base)
+                self.view = view
+                break
+        self.leader = leader_of(self.view)
+        self.reached = max(self.reached, self.view)
 
     def begun(self, seconds: float) -> None:
         """Note that the leader of this view has begun an exchange of so many seconds: it gets the time for that,
@@ -116,10 +118,10 @@ class Pacemaker:
         seconds = max(seconds, death(self._timing))
         return min(seconds * 2.0**self._doublings, LONGEST * self._timing.round_timeout)
 
-    def _rise(self, base: int) -> None:
-        if base > self._base:
-            self._base = base
-            for old in [view for view in {*self._spent, *self._begun} if view < base]:
+    def _rise(self, floor: int) -> None:
+        if floor > self._floor:
+            self._floor = floor
+            for old in [view for view in {*self._spent, *self._begun} if view < floor]:
                 self._spent.pop(old, None)
                 self._begun.pop(old, None)
 

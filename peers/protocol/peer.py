@@ -262,8 +262,8 @@ class Peer:
 
     @property
     def view(self) -> int:
-        """The highest view that we are in: what heartbeats name."""
-        return max(round.pacemaker.view for round in self.rounds.values())
+        """The highest view that we have reached: what heartbeats name."""
+        return max(round.pacemaker.reached for round in self.rounds.values())
 
     @property
     def log(self) -> LogState:

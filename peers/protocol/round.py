@@ -154,6 +154,7 @@ class OwnWork:
             wants=member.wants,
             commitment=self.commitment(),
             round=exchange.name if exchange else None,
+            terms=exchange.round.terms if exchange else None,
             rate=presence.rate,
             seen=presence.reachability.seen(self._context.me),
             relayed=presence.named(presence.reachability.detours(self._context.now)),
@@ -205,6 +206,8 @@ class Notes:
     entered: Ballot = FIRST
     """The newest ballot that began a round of ours: to come back to an older one would be to average anew."""
     begun: Ballot = FIRST
+    views: set[int] = field(default_factory=set)
+    """Those whose leaders have gone on with our round."""
     propose: Propose | None = None
     answer: Answer = field(default_factory=Answer)
     fetched: set[bytes] = field(default_factory=set)
@@ -277,6 +280,12 @@ class EntryRound(Part):
         return self.state in (EXCHANGING, DECIDED)
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether a leader may go on with the round that we are in: one alone has had it, and that was another one."""
+        is_ours = self.exchange is not None and self.exchange.name.leader == self._context.me
+        return len(self._notes.views) == 1 and not is_ours
+
+    @property
     def led_by(self) -> str | None:
         """The leader of our view."""
         return self.pacemaker.leader
@@ -312,10 +321,12 @@ class EntryRound(Part):
         is_level = self._replica.state in (ReplicaState.LEVEL, ReplicaState.APPLYING)
         self.attendance.look(ready_since, is_level and self._work.is_under_way, self._replica.is_behind)
         attendance, pacemaker, me = self.attendance, self.pacemaker, self._context.me
-        views = attendance.views() | self.leader.readiness.views() | {me: pacemaker.view}
+        views = attendance.views() | {me: pacemaker.reached}
+        for peer, view in self.leader.readiness.views().items():
+            views[peer] = max(view, views.get(peer, 0))
         starts = {peer: attendance.here.get(peer, 0) for peer in views}
         named = named_by_quorum(views, lambda peers: attendance.moves_on({peer: starts[peer] for peer in peers}))
-        ready = attendance.ready(self.log.fragments > 1) if self.is_taking_part else {}
+        ready = attendance.ready() if self.is_taking_part else {}
         if self.log.last is None and not self._work.is_under_way:
             ready = starts  # a founder that gives no samples is passed over, too
         reached = {peer: start for peer, start in ready.items() if views.get(peer, 0) >= pacemaker.view}
@@ -331,26 +342,25 @@ class EntryRound(Part):
         return any(self._is_there(peer) for peer in self.log.ring)
 
     def leader_of(self, view: int) -> str | None:
-        """Return the leader of a view (R1). Where the log does not tell, these are among those at work here, or else
-        all that are heard (R13): first the smallest id, and then one that is drawn, so that peers that hear others
-        draw the same one, mostly."""
+        """Return the leader of a view (R1). Where the log does not tell, it is first the smallest id of those at work
+        here, or else of all that are heard (R13); and then one that is drawn, so that peers that hear others draw the
+        same one, mostly."""
         if self._is_log_led:
             return self.log.leader_of(view)
-        candidates, head = self._candidates(), self.log.position.head
+        at_work, head = self._at_work(), self.log.position.head
+        founders = self.attendance.founders() if self.log.last is None else [self._context.me]
         if view == 0:
-            return min(candidates)
-        return min(candidates, key=lambda peer: digest_of(pack_plain([head, view, peer])))
+            return min(at_work or founders)
+        return min({*at_work, *founders}, key=lambda peer: digest_of(pack_plain([head, view, peer])))
 
-    def _candidates(self) -> set[str]:
+    def _at_work(self) -> set[str]:
         notes, now, me = self._notes, self._context.now, self._context.me
         at_work = set(self.attendance.here)
         if notes.granted_by and now - notes.granted_by[1] <= self._context.settings.timing.heartbeat_expiry:
             at_work.add(notes.granted_by[0])
         if self.leader.readiness.has_given:
             at_work.add(me)
-        if not at_work and self.log.last is None:
-            at_work = set(self.attendance.founders())
-        return at_work or {me}
+        return at_work
 
     def _is_there(self, peer: str) -> bool:
         """Return whether a peer can lead, as we hear and as it says itself."""
@@ -443,6 +453,7 @@ class EntryRound(Part):
         elif not self._join(begin, sender, seconds):
             return
         notes.begun = begin.ballot
+        notes.views.add(begin.ballot.view)
         if notes.propose is not None and notes.propose.ballot < begin.ballot:
             notes.propose, notes.answer = None, Answer()  # it is taken back: other averages are to come
         self.pacemaker.begun(seconds)
@@ -465,6 +476,7 @@ class EntryRound(Part):
             self._context.emit(Dropped(sender, "begin", "it does not say what all members have committed to"))
             return False
         context = self._context
+        notes.views.clear()
         notes.entered, notes.began_at, notes.moved_at = round.name.ballot, context.now, context.now
         self._presence.reachability.round_begins(self.log.fragment)
         resend, contributions = context.settings.timing.resend, self._contributions(begin)

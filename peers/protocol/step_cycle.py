@@ -38,8 +38,8 @@ class StepCycle:
         self.trainer = Trainer(context)
         self.replica = Replica(context, self.presence, lineage, state_digest)
         self.hindrances = Hindrances(context, self.presence, self.trainer, self.replica)
-        self.catching_up = CatchingUp(context, self.presence, self.trainer, self.replica, self.hindrances, self)
-        self.joiner = Joiner(context, self.presence, self.replica, self.hindrances)
+        self.catching_up = CatchingUp(context, self.presence, self.trainer, self.replica, self)
+        self.joiner = Joiner(context, self.presence, self.replica)
         self._context = context
         self._me = context.me
         self._whole = context.settings.inner_steps
@@ -179,7 +179,7 @@ class StepCycle:
     # Into the run ---------------------------------------------------------------------------------------------
     def join(self) -> None:
         """Get the state of those who are further on, then a lease from the leader."""
-        if not self.joiner.may_ask or self._leave_by is not None or not self.round.log.closes:
+        if not self.joiner.knows_peers or self._leave_by is not None or not self.round.log.closes:
             return
         if self.replica.furthest is None:
             self.replica.note_nobody_ahead()
@@ -188,6 +188,8 @@ class StepCycle:
         if self.replica.is_behind or self.replica.state is not ReplicaState.LEVEL:
             return
         lease = self.replica.log.leases.get(self._me)
+        if self.hindrances.is_aside:
+            return
         if lease is not None:
             self._begin(lease, self._whole)
         else:
@@ -239,7 +241,7 @@ class StepCycle:
 
     def look_for_hindrance(self) -> None:
         """See whether our work can count. Where it can't, stop training, and wait without a lease."""
-        self.hindrances.look(self.round.leader_of(0))
+        self.hindrances.look(self.round.log.leader_of(0) or self.round.leader_of(0))
         can_stop = self.state in (State.TRAINING, State.READY) and not self._is_exchanging and not self._is_bound
         if self.hindrances.is_aside and can_stop:
             self.catching_up.drop_work()

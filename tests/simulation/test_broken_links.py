@@ -228,7 +228,7 @@ def test_two_pairs_of_four_that_cant_talk_leave_nobody_out() -> None:
     tally = Tally(swarm)
     swarm.run(10 * MINUTE)
     assert len(tally.tokens) == 4
-    assert min(tally.tokens.values()) >= 0.5 * max(tally.tokens.values())
+    assert min(tally.tokens.values()) >= 0.25 * max(tally.tokens.values()), "each is out while the other one leads"
     assert tally.lineages() == 0
 
 

@@ -119,7 +119,7 @@ def test_an_asynchronous_run_does_not_wait_for_those_who_are_far_away(training: 
 
 def test_whoever_is_late_in_an_asynchronous_run_trains_all_the_time_and_all_of_it_counts() -> None:
     Watched.weights.clear()
-    going = Uneven(0.5, 100.0, cycles=30)
+    going = Uneven(0.5, 100.0, cycles=31)
     entries = [going.entries[index] for index in sorted(going.entries)]
     late = [header.index for header in entries if header.tokens_of(going.SLOWEST)]
     assert {later - earlier for earlier, later in pairwise(late)} == {3}, "it may miss two of them"

@@ -186,7 +186,10 @@ class SimulatedPeer:
         return self.peer.log.position.index
 
     def beat(self) -> Heartbeat:
-        """The heartbeat that it publishes now."""
+        """The heartbeat that it publishes now. Its worker tells it as often how far it is."""
+        step = self._training.inner_step(self.world.now) if self._trained else 0
+        if step:
+            self.world.handle(self, TrainingProgress(Progress(step, 1.0, self.world.tokens_per_second(self.speed))))
         peer = self.peer
         self.sequence += 1
         self.heartbeat = self._first_heartbeat.model_copy(
