@@ -66,8 +66,9 @@ def trained(lease: Lease) -> Trained:
     return Trained(lease, TOKENS, 1.0, contribution=CONTRIBUTION)
 
 
-def commitment(peer: str, log: LogState, number: int = 1, incarnation: int = 0) -> Commitment:
-    """Return what a peer has committed to, signed."""
+def commitment(peer: str, log: LogState, number: int | None = None, incarnation: int = 0) -> Commitment:
+    """Return what a peer has committed to, signed. It has trained once for each entry."""
+    number = log.position.index + 1 if number is None else number
     said = Contribution(digest=CONTRIBUTION.digest, squares=CONTRIBUTION.squares, number=number)
     return commit_to(CONTRIBUTION, said.author(peer, incarnation, log.position), SimulatedKeys(peer))
 
@@ -183,7 +184,7 @@ class Rig:
         self, me: str = "b", others: str = "ac", settings: RunSettings = SETTINGS, incarnation: int = 0
     ) -> None:
         self.now = 0.0
-        self.peer = Peer(me, settings, PAYLOADS, STATE, 0.0, incarnation, SimulatedKeys(me))
+        self.peer = Peer(me, settings, PAYLOADS * settings.fragments, STATE, 0.0, incarnation, SimulatedKeys(me))
         self.others = others
         self.sequence = 0
         self.effects: list[Effect] = []

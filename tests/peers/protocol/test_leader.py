@@ -1,0 +1,266 @@
+"""The leader of a view: when it begins, what it proposes, and what it does when something does not come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peers.log.certificate import Ballot, Phase
+from peers.log.header import Header
+from peers.presence.heartbeat import PeerState
+from peers.protocol.messages import Begin, Certified, Part, Propose, Ready
+from peers.protocol.parts import Reducers
+from peers.protocol.rounds import Round
+from peers.protocol.voting import Refusal
+from tests.peers.builders import Rig, at_second, averaged, certified, choice, ready, sends, vote
+from tests.peers.logs import TIMING, TOKENS
+
+
+def leading() -> Rig:
+    """b leads the second entry, and is ready itself."""
+    rig = at_second().trained()
+    assert rig.peer.round.is_led_by_us
+    rig.see(state=PeerState.READY)
+    return rig
+
+
+def says_ready(rig: Rig, names: str = "ac", **changes: Any) -> Rig:
+    for name in names:
+        rig.hear(name, ready(rig.log, name, **changes))
+    return rig
+
+
+def begun(rig: Rig, names: str = "ac") -> Round:
+    """Have these say Ready, and return the round that begins."""
+    says_ready(rig, names)
+    told = sends(rig.effects, Begin)
+    assert sorted(to for to, _ in told) == sorted(names)
+    round = told[0][1].round
+    assert isinstance(round, Round)
+    return round
+
+
+def tells_part(rig: Rig, round: Round, names: str = "abc", absent: str = "") -> list[tuple[str, Propose]]:
+    """Have these reducers tell the leader what they have averaged. Returns the proposals."""
+    proposed: list[tuple[str, Propose]] = []
+    for name in names:
+        chunks = [chunk for chunk in range(round.chunks) if Reducers(round).owner(chunk) == name]
+        averages = tuple(averaged(round, name, chunk, absent=absent if name not in absent else "") for chunk in chunks)
+        proposed += sends(rig.hear(name, Part(round=round.name, averages=averages)), Propose)
+    return proposed
+
+
+def proposed(rig: Rig, absent: str = "") -> Propose:
+    told = tells_part(rig, begun(rig), absent=absent)
+    assert {to for to, _ in told} >= {"a", "c"}
+    return told[-1][1]
+
+
+# Begin ----------------------------------------------------------------------------------------------------------
+def test_it_begins_as_soon_as_all_that_are_expected_are_ready() -> None:
+    rig = leading()
+    assert not sends(says_ready(rig, "a").effects, Begin), "c is at work, and not too late"
+    told = sends(says_ready(rig, "c").effects, Begin)
+    assert sorted(to for to, _ in told) == ["a", "c"]
+    assert [member.peer for member in told[0][1].round.roster] == ["a", "b", "c"]
+
+
+def test_it_waits_for_those_who_are_late_until_the_grace_is_over() -> None:
+    rig = says_ready(leading(), "a")
+    effects = []
+    for _ in range(int(rig.peer.trainer.grace()) + 3):
+        effects += says_ready(rig, "a").effects + rig.see(state=PeerState.READY) + rig.tick()
+    (told,) = {message.round.peers for _, message in sends(effects, Begin)}
+    assert told == ("a", "b")
+
+
+def test_fewer_than_a_quorum_begin_nothing() -> None:
+    rig = leading()
+    assert not sends(rig.waits(60, PeerState.TRAINING), Begin)
+
+
+def test_those_who_are_ready_in_another_view_are_not_counted() -> None:
+    rig = leading()
+    says_ready(rig, "ac", view=3)
+    assert not sends(rig.effects, Begin)
+
+
+def test_only_those_who_average_are_told_what_all_have_committed_to() -> None:
+    rig = leading()
+    says_ready(rig, "a", tokens=0, commitment=None)
+    says_ready(rig, "c")
+    told = dict(sends(rig.effects, Begin))
+    assert len(told["c"].commitments) == 2
+    assert not told["a"].commitments, "it has trained nothing, and averages nothing"
+
+
+def test_a_member_that_has_not_heard_of_the_round_is_told_again() -> None:
+    rig = leading()
+    round = begun(rig)
+    assert [to for to, _ in sends(says_ready(rig, "a").effects, Begin)] == ["a"]
+    assert not sends(says_ready(rig, "a", round=round.name, terms=round.terms).effects, Begin)
+
+
+# Parts ----------------------------------------------------------------------------------------------------------
+def test_it_proposes_when_all_parts_are_here() -> None:
+    rig = leading()
+    round = begun(rig)
+    assert not tells_part(rig, round, "ab")
+    told = tells_part(rig, round, "c")
+    assert {to for to, _ in told} >= {"a", "c"}
+    propose = told[0][1]
+    assert (propose.ballot, propose.round, propose.justify) == (round.name.ballot, round.name, None)
+    assert (propose.header.leader, propose.header.peers) == ("b", ("a", "b", "c"))
+
+
+def test_who_is_absent_from_chunks_counts_for_less() -> None:
+    header = proposed(leading(), absent="a").header
+    tokens = {member.peer: member.tokens for member in header.roster}
+    assert tokens == {"a": TOKENS * 2 // 6, "b": TOKENS, "c": TOKENS}, "its own two chunks have its blocks"
+
+
+def test_a_part_that_does_not_come_in_time_gets_heirs_at_most_twice() -> None:
+    rig = leading()
+    round = begun(rig)
+    tells_part(rig, round, "ab")
+    told: list[Begin] = []
+    for _ in range(100):
+        says_ready(rig, "ac", round=round.name, terms=round.terms)
+        rig.see(state=PeerState.AVERAGING)
+        told += [message for to, message in sends(rig.tick(), Begin) if to == "a"]
+    heirs = [message.heirs for message in told if message.heirs]
+    assert dict(heirs[0]).keys() == {"c"}
+    assert {message.round for message in told} == {round}, "the same round goes on"
+    assert len({message.ballot.attempt for message in told}) <= 2
+
+
+def test_a_reducer_that_dies_gets_an_heir_at_once() -> None:
+    rig = leading()
+    round = begun(rig)
+    tells_part(rig, round, "ab")
+    effects = []
+    for _ in range(int(TIMING.heartbeat_expiry) + 3):
+        says_ready(rig, "a", round=round.name, terms=round.terms)
+        effects += rig.see(others="a", state=PeerState.AVERAGING) + rig.tick()
+    assert any(message.heirs for _, message in sends(effects, Begin))
+
+
+# Proposals ------------------------------------------------------------------------------------------------------
+def header_of(rig: Rig) -> Header:
+    return rig.next_header("abc", leader="a")
+
+
+def test_what_was_prepared_is_proposed_again_and_needs_no_exchange() -> None:
+    rig = leading()
+    lock = certified(rig.log, header_of(rig), Phase.PREPARE, "ac", Ballot(view=0, attempt=1))
+    told = sends(says_ready(rig, "a", lock=lock).effects, Propose)
+    assert {to for to, _ in told} == {"a", "c"}, "a and we are a quorum; c is here, too"
+    propose = told[0][1]
+    assert (propose.header, propose.justify) == (lock.header, lock.certificate)
+    assert not sends(rig.effects, Begin)
+
+
+def test_a_lock_that_proves_nothing_is_no_lock() -> None:
+    rig = leading()
+    lock = certified(rig.log, header_of(rig), Phase.PREPARE, "ac")
+    assert lock.certificate is not None
+    forged = lock.certificate.model_copy(update={"signers": lock.certificate.signers[:1]})
+    says_ready(rig, "ac", lock=lock.model_copy(update={"certificate": forged}))
+    assert sends(rig.effects, Begin)
+
+
+def test_a_lock_that_comes_late_takes_the_place_of_our_proposal() -> None:
+    rig = leading()
+    first = proposed(rig)
+    lock = certified(rig.log, header_of(rig), Phase.PREPARE, "ac", Ballot(view=0, attempt=9))
+    rig.now += TIMING.resend
+    told = sends(says_ready(rig, "a", lock=lock).effects, Propose)
+    again = told[-1][1]
+    assert again.header == lock.header != first.header
+    assert first.ballot < again.ballot
+
+
+def test_a_voter_that_has_voted_in_a_newer_ballot_gets_a_newer_one() -> None:
+    rig = leading()
+    first = proposed(rig)
+    rig.now += TIMING.resend
+    told = sends(says_ready(rig, "a", refused=first.ballot, reason=Refusal.OLD_BALLOT.value).effects, Propose)
+    assert told[-1][1].header == first.header
+    assert first.ballot < told[-1][1].ballot
+
+
+def test_a_peer_that_members_hear_is_not_gone() -> None:
+    """c was not heard for long; a hears it."""
+    rig = leading()
+    says_ready(rig, "a")
+    effects = []
+    for _ in range(60):
+        says_ready(rig, "a")
+        effects += rig.see(others="a", state=PeerState.READY) + rig.tick()
+    round = sends(effects, Begin)[-1][1].round
+    assert round.peers == ("a", "b")
+    told = tells_part(rig, round, "ab")
+    first = told[-1][1]
+    assert rig.log.gone_in(first.header) == ("c",)
+    rig.now += TIMING.resend
+    effects = says_ready(
+        rig, "a", round=round.name, refused=first.ballot, reason=Refusal.NOT_GONE.value, heard=("c",)
+    ).effects
+    again = sends(effects, Propose)[-1][1]
+    assert rig.log.gone_in(again.header) == ()
+
+
+def test_a_member_that_says_nothing_to_a_proposal_is_asked_again() -> None:
+    rig = leading()
+    first = proposed(rig)
+    name = first.round
+    assert not sends(says_ready(rig, "a", round=name).effects, Propose), "a moment ago it was"
+    rig.now += 3 * TIMING.resend
+    assert sends(says_ready(rig, "a", round=name).effects, Propose) == [("a", first)]
+    rig.now += 3 * TIMING.resend
+    waits = ready(rig.log, "a", round=name, refused=first.ballot, reason=Refusal.NO_PAYLOAD.value)
+    assert not sends(rig.hear("a", waits), Propose), "it waits for the payload"
+
+
+def test_when_it_is_prepared_nothing_is_proposed_any_more() -> None:
+    rig = leading()
+    first = proposed(rig)
+    for name in "ac":
+        rig.hear(name, vote(name, rig.log, first.choice))
+    rig.now += 10 * TIMING.resend
+    says_ready(rig, "a", refused=first.ballot, reason=Refusal.NOT_GONE.value)
+    assert not [one for _, one in sends(rig.effects, Propose) if one.ballot != first.ballot]
+    assert rig.peer.round.voter.prepared is not None
+
+
+def test_a_straggler_is_told_what_was_prepared() -> None:
+    rig = leading()
+    first = proposed(rig)
+    for name in "ac":
+        rig.hear(name, vote(name, rig.log, first.choice))
+    ((to, shown),) = sends(rig.hear("a", vote("a", rig.log, first.choice)), Certified)
+    assert (to, shown.header) == ("a", first.header)
+
+
+def test_a_quorum_of_votes_2_makes_the_entry_though_its_own_exchange_lags_behind() -> None:
+    rig = leading()
+    first = proposed(rig)
+    for phase in Phase:
+        for name in "ac":
+            voted = choice(first.header, phase)
+            rig.hear(name, vote(name, rig.log, voted))
+    assert rig.peer.round.is_decided
+
+
+def test_when_most_are_in_a_later_view_it_leads_no_more() -> None:
+    rig = leading()
+    begun(rig)
+    rig.see(state=PeerState.READY, view=1)
+    rig.tick()
+    assert rig.peer.round.led_by == "c"
+    assert not sends(says_ready(rig, "ac", view=1).effects, Begin)
+
+
+def test_ready_is_said_to_itself_too() -> None:
+    rig = at_second().trained()
+    assert not sends(rig.effects, Ready), "it came straight back"
+    assert rig.peer.round.leader.readiness.of(0).keys() == {"b"}

@@ -1,0 +1,316 @@
+"""One member at one position: what it takes part in, what it votes for, and what it does with what is decided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from peers.log.certificate import Ballot, Phase
+from peers.log.header import NO_PAYLOAD, Member
+from peers.presence.heartbeat import PeerState
+from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
+from peers.protocol.events import Captured, PayloadFetched, PayloadNotFetched
+from peers.protocol.messages import Certified, Part, Propose, Ready, Vote
+from peers.protocol.round import STALLED, RoundState
+from peers.protocol.states import State
+from peers.protocol.voting import Refusal
+from tests.peers.builders import (
+    CONTRIBUTION,
+    FIRST,
+    Rig,
+    at_second,
+    begin_of,
+    certified,
+    choice,
+    of,
+    propose,
+    round_of,
+    sends,
+    vote,
+)
+from peers.values.workload import Trained
+from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS
+
+SECOND = Ballot(view=0, attempt=2)
+
+
+def ready_at_second() -> Rig:
+    """b is ready with its second lease. It leads itself: so c leads view 1."""
+    rig = Rig("c", "ab").joined().trained().exchanging().whole().applying().applied().trained()
+    assert rig.leader == "b"
+    return rig
+
+
+def whole() -> Rig:
+    """All of the round's averages are here; nothing is proposed."""
+    return ready_at_second().exchanging().whole()
+
+
+def proposal(rig: Rig, **changes: Any) -> Propose:
+    assert rig.peer.exchange is not None
+    fields: dict[str, Any] = {"round": rig.peer.exchange.round, "marks": rig.marks}
+    header = changes.pop("header", None) or rig.next_header()
+    return propose(header, **(fields | changes))
+
+
+def votes(rig: Rig, phase: Phase) -> list[tuple[str, Vote]]:
+    return [(to, said) for to, said in sends(rig.effects, Vote) if said.choice.phase is phase]
+
+
+def told(rig: Rig) -> Ready:
+    """Return what the leader is told at the next opportunity."""
+    for _ in range(3):
+        found = sends(rig.tick(), Ready)
+        if found:
+            return found[-1][1]
+    raise AssertionError("nothing was said")
+
+
+# Ready ----------------------------------------------------------------------------------------------------------
+def test_the_leader_of_the_view_is_told_again_and_again() -> None:
+    rig = ready_at_second()
+    ((to, said),) = sends(rig.effects, Ready)
+    assert (to, said.view, said.round, said.lock) == ("b", 0, None, None)
+    assert not sends(rig.tick(0.1), Ready), "not at every event"
+    assert sends(rig.tick(TIMING.resend), Ready) == [("b", said)]
+
+
+def test_a_leader_that_is_not_heard_is_passed_over() -> None:
+    rig = ready_at_second()
+    effects = rig.waits(20, others="a")
+    assert ("a", 2) in {(to, said.view) for to, said in sends(effects, Ready)} or rig.peer.round.pacemaker.view > 0
+
+
+# Exchange -------------------------------------------------------------------------------------------------------
+def test_the_leader_of_its_view_begins_a_round_that_it_joins() -> None:
+    rig = ready_at_second()
+    round = round_of(rig.log, leader="b")
+    assert of(rig.hear("b", begin_of(round, rig.log)), OpenRound) == [OpenRound(round)]
+    assert rig.peer.state is State.AVERAGING
+    assert told(rig).round == round.name
+    assert told(rig).terms == round.terms
+
+
+@pytest.mark.parametrize("sender", ["a", "z"])
+def test_nobody_else_begins_a_round(sender: str) -> None:
+    rig = ready_at_second()
+    rig.hear(sender, begin_of(round_of(rig.log, leader=sender), rig.log))
+    assert rig.peer.state is State.READY
+
+
+def test_of_a_later_view_it_joins_nothing_yet() -> None:
+    rig = ready_at_second()
+    later = Ballot(view=1, attempt=1)
+    rig.hear("c", begin_of(round_of(rig.log, ballot=later, leader="c"), rig.log))
+    rig.hear("b", begin_of(round_of(rig.log, ballot=later, leader="b"), rig.log))
+    assert rig.peer.state is State.READY
+
+
+def test_a_round_without_it_or_with_less_than_it_brings_is_none_of_its() -> None:
+    rig = ready_at_second()
+    rig.hear("b", begin_of(round_of(rig.log, "ab", leader="b"), rig.log))
+    assert rig.peer.state is State.READY
+    round = round_of(rig.log, leader="b")
+    shares = tuple(
+        share.model_copy(update={"member": share.member.model_copy(update={"tokens": 1})})
+        if share.member.peer == "c"
+        else share
+        for share in round.shares
+    )
+    rig.hear("b", begin_of(round.model_copy(update={"shares": shares}), rig.log))
+    assert rig.peer.state is State.READY
+
+
+def test_a_round_that_can_lead_to_no_entry_is_dropped() -> None:
+    rig = ready_at_second()
+    round = round_of(rig.log, leader="b")
+    fewer = round.model_copy(update={"shares": tuple(one.model_copy(update={"chunks": 1}) for one in round.shares)})
+    assert of(rig.hear("b", begin_of(fewer, rig.log)), Dropped)
+    assert of(rig.hear("b", begin_of(round, rig.log, commitments=())), Dropped), "it averages, and is told of nothing"
+    assert rig.peer.state is State.READY
+
+
+def test_a_later_ballot_goes_on_with_the_round_and_no_earlier_round_is_joined_again() -> None:
+    rig = ready_at_second()
+    old, new = round_of(rig.log, leader="b"), round_of(rig.log, ballot=SECOND, leader="b")
+    rig.hear("b", begin_of(new, rig.log))
+    assert not of(rig.hear("b", begin_of(old, rig.log)), OpenRound), "it would average anew what it has signed"
+    assert not of(rig.hear("b", begin_of(new, rig.log, Ballot(view=0, attempt=3))), OpenRound)
+    assert rig.peer.exchange is not None
+    assert rig.peer.exchange.round == new
+
+
+def test_a_round_of_the_same_name_is_no_other_round() -> None:
+    rig = ready_at_second().exchanging()
+    other = round_of(rig.log, leader="b").model_copy(update={"committed": bytes(32)})
+    assert of(rig.hear("b", begin_of(other, rig.log, SECOND)), Dropped)
+
+
+def test_the_leader_is_told_of_our_averages_until_it_proposes() -> None:
+    rig = whole()
+    ((to, part),) = sends(rig.effects, Part)
+    assert to == "b"
+    assert {average.reducer for average in part.averages} == {"c"}
+    assert sends(rig.tick(TIMING.resend), Part) == [("b", part)]
+    rig.hear("b", proposal(rig))
+    assert not sends(rig.tick(TIMING.resend), Part)
+
+
+# Vote 1 ---------------------------------------------------------------------------------------------------------
+def test_it_votes_for_what_the_round_came_to_and_tells_all() -> None:
+    rig = whole()
+    rig.hear("b", proposal(rig))
+    assert sorted(to for to, _ in votes(rig, Phase.PREPARE)) == ["a", "b"], "and itself"
+    rig.hear("b", proposal(rig))
+    assert [to for to, _ in votes(rig, Phase.PREPARE)] == ["b"], "asked again, it tells the leader again"
+
+
+def test_a_proposal_waits_for_its_payload() -> None:
+    rig = ready_at_second().exchanging()
+    rig.hear("b", proposal(rig))
+    assert not votes(rig, Phase.PREPARE)
+    said = told(rig)
+    assert (said.refused, said.reason) == (FIRST, Refusal.NO_PAYLOAD.value), "the leader knows that it was heard"
+    rig.whole()
+    assert votes(rig, Phase.PREPARE)
+
+
+def refusal(rig: Rig, what: Propose, sender: str = "b") -> str:
+    rig.hear(sender, what)
+    assert not votes(rig, Phase.PREPARE)
+    return told(rig).reason
+
+
+def test_an_average_or_an_absence_that_no_reducer_has_signed_is_refused() -> None:
+    rig = whole()
+    assert rig.peer.exchange is not None
+    header = rig.peer.exchange.round.entry(rig.log, {"a": 1}, PAYLOAD, "b")
+    assert refusal(rig, proposal(rig, header=header)) == Refusal.UNSIGNED_AVERAGE.value
+
+
+def test_an_entry_that_names_another_leader_than_its_view_has_is_refused() -> None:
+    rig = whole()
+    assert refusal(rig, proposal(rig, header=rig.next_header(leader="a"))) == Refusal.DOES_NOT_FOLLOW.value
+
+
+def test_a_voter_that_is_heard_is_not_gone() -> None:
+    rig = ready_at_second()
+    round = round_of(rig.log, "bc", leader="b")
+    shares = tuple(share.model_copy(update={"chunks": 3}) for share in round.shares)
+    rig.hear("b", begin_of(round.model_copy(update={"shares": shares}), rig.log))
+    rig.whole()
+    assert rig.peer.exchange is not None
+    header = rig.peer.exchange.round.entry(rig.log, {}, PAYLOAD, "b", gone=("a",))
+    assert refusal(rig, proposal(rig, header=header)) == Refusal.NOT_GONE.value
+    assert told(rig).heard == ("a",)
+
+
+def test_a_proposal_of_a_later_view_or_of_another_peer_is_not_looked_at() -> None:
+    rig = whole()
+    rig.hear("c", proposal(rig, ballot=Ballot(view=1, attempt=1)))
+    rig.hear("a", proposal(rig))
+    assert not votes(rig, Phase.PREPARE)
+
+
+def test_a_proposal_that_is_taken_back_is_not_voted_for() -> None:
+    """The leader names heirs, since averages that it had named can't be had."""
+    rig = ready_at_second().exchanging()
+    rig.hear("b", proposal(rig))
+    assert rig.peer.exchange is not None
+    rig.hear("b", begin_of(rig.peer.exchange.round, rig.log, SECOND, heirs=(("a", "c"),)))
+    rig.whole()
+    assert not votes(rig, Phase.PREPARE)
+
+
+def test_what_was_prepared_is_voted_for_when_its_payload_was_fetched_from_those_who_have_it() -> None:
+    rig = ready_at_second()
+    header = rig.next_header(leader="a")
+    shown = certified(rig.log, header, Phase.PREPARE, by="ab").certificate
+    again = propose(header, SECOND, shown)
+    assert of(rig.hear("b", again), FetchPayload) == [FetchPayload(header, ("b", "a"))]
+    assert of(rig.do(PayloadNotFetched(header, "gone")), FetchPayload), "once more"
+    rig.do(PayloadFetched(header))
+    assert votes(rig, Phase.PREPARE)
+
+
+# Vote 2, and the entry ------------------------------------------------------------------------------------------
+def prepared(rig: Rig, by: str = "ab") -> Certified:
+    return certified(rig.log, rig.next_header(), Phase.PREPARE, by)
+
+
+def test_votes_of_a_quorum_prepare_and_commit() -> None:
+    rig = whole()
+    what, log, header = proposal(rig), rig.log, rig.next_header()
+    rig.hear("b", what)
+    rig.hear("b", vote("b", log, what.choice))
+    assert sorted(to for to, _ in votes(rig, Phase.COMMIT)) == ["a", "b"], "two of three have voted"
+    assert told(rig).lock == Certified(header=header, certificate=rig.peer.round.voter.prepared.certificate)  # type: ignore[union-attr]
+    rig.hear("b", vote("b", log, choice(header, Phase.COMMIT)))
+    (apply,) = of(rig.effects, Apply)
+    assert apply.header == header
+    assert apply.certificate is not None
+    assert apply.certificate.choice.phase is Phase.COMMIT
+
+
+def test_a_voter_that_trains_gives_vote_2_and_is_shown_no_entry_before_its_payload() -> None:
+    rig = at_second()
+    header = rig.next_header("ac")
+    rig.hear("a", certified(rig.log, header, Phase.PREPARE))
+    assert votes(rig, Phase.COMMIT)
+    assert rig.peer.state is State.TRAINING
+    (fetch,) = of(rig.hear("a", certified(rig.log, header)), FetchPayload)
+    assert set(fetch.donors) == {"a", "c"}
+    assert rig.peer.state is State.REPLAYING
+    assert of(rig.do(PayloadFetched(header)), Apply)
+
+
+def test_a_certificate_that_proves_nothing_is_dropped() -> None:
+    rig = whole()
+    shown = prepared(rig)
+    assert shown.certificate is not None
+    forged = shown.certificate.model_copy(update={"signers": shown.certificate.signers[:1]})
+    rig.hear("a", shown.model_copy(update={"certificate": forged}))
+    assert [one.peer for one in of(rig.effects, Dropped)] == ["a"]
+    assert not votes(rig, Phase.COMMIT)
+
+
+def test_what_is_decided_comes_with_the_exchange_or_is_fetched_as_a_whole() -> None:
+    rig = ready_at_second().exchanging()
+    header, log = rig.next_header(), rig.log
+    rig.hear("b", proposal(rig))
+    assert not of(rig.hear("b", certified(log, header, by="ab")), FetchPayload)
+    assert rig.peer.round.state is RoundState.DECIDED
+    rig.see(state=PeerState.READY)
+    for _ in range(int(STALLED * TIMING.resend) + 1):
+        rig.tick()
+    assert rig.peer.state is State.REPLAYING
+
+
+def test_what_is_decided_is_made_as_soon_as_its_payload_is_whole() -> None:
+    rig = ready_at_second().exchanging()
+    rig.hear("b", proposal(rig))
+    rig.hear("b", certified(rig.log, rig.next_header(), by="ab"))
+    assert of(rig.whole().effects, Apply)
+
+
+def test_a_repeated_vote_is_answered_by_the_certificate_that_came_of_it() -> None:
+    rig = whole()
+    what, log = proposal(rig), rig.log
+    rig.hear("b", what)
+    rig.hear("b", vote("b", log, what.choice))
+    assert sends(rig.hear("b", vote("b", log, what.choice)), Certified)
+
+
+@pytest.mark.parametrize("has_work", [True, False])
+def test_a_fragment_that_it_has_trained_is_not_skipped(has_work: bool) -> None:
+    rig = Rig(settings=replace(SETTINGS, fragments=2)).joined()
+    rig.do(Captured(0, Trained((), TOKENS * has_work, 1.0, contribution=CONTRIBUTION if has_work else None)))
+    assert rig.peer.rounds[0].state is RoundState.READY
+    log = rig.log.of(0)
+    idle = [Member(peer=name, tokens=0, samples=()) for name in "abc"]
+    rig.hear("a", propose(log.next_header(idle, NO_PAYLOAD, None)))
+    assert bool(votes(rig, Phase.PREPARE)) is not has_work
+    if has_work:
+        assert told(rig).reason == Refusal.HAS_WORK.value
