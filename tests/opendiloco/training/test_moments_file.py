@@ -61,9 +61,10 @@ def with_optimizer(content: dict[str, Any], values: dict[str, Any]) -> RunConfig
 @pytest.mark.parametrize("name", ["a", "ab", "a" * 7, "ü"])
 def test_values_begin_where_any_reader_can_map_them(name: str) -> None:
     """safetensors has its header end at a multiple of eight bytes."""
-    header = header_of([Parameter(name, (2, 3), 0)], {"format": "pt"})
+    header = header_of([Parameter(name, (2, 3), 5)], {"format": "pt"})
     assert len(header) % 8 == 0
     assert len(header) - 8 == int.from_bytes(header[:8], "little")
+    assert json.loads(header[8:])[name] == {"dtype": "F32", "shape": [2, 3], "data_offsets": [20, 44]}
 
 
 def keep(replica: ModelReplica, folder: Path, index: int = 6) -> Path:
