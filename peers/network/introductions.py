@@ -25,8 +25,17 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.connection import greet, welcome
 from peers.network.contacts import Contact, host_of, public_only
-from peers.network.data_port import MEETING_CONNECTIONS as MOST
-from peers.network.data_port import Hello, LinkInfo, Splice, Splicer, Token, pack_opening, probe, read_opening
+from peers.network.data_port import (
+    MEETING_CONNECTIONS,
+    Hello,
+    LinkInfo,
+    Splice,
+    Splicer,
+    Token,
+    pack_opening,
+    probe,
+    read_opening,
+)
 from peers.network.sockets import can_dial, closed_on_failure, dial, endpoint_of, parse_endpoint
 from peers.presence.heartbeat import Endpoint
 from peers.values.wire import Count, PeerId, Reach, Value, pack, unpack_from
@@ -44,7 +53,7 @@ HELLO_TIMEOUT = 10.0  # seconds
 REFUSED_PAUSE = 0.25  # seconds before a port that nobody opens yet is dialled again
 NO_ROUTE = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # such as IPv6 where there is none
 
-Places = Annotated[tuple[Endpoint, ...], Field(max_length=MOST)]
+Places = Annotated[tuple[Endpoint, ...], Field(max_length=MEETING_CONNECTIONS)]
 
 INTRODUCE, MEET = "introduce", "meet"  # names of the calls
 CALL_TIMEOUT = 20.0  # seconds; the other one probes meanwhile
@@ -222,7 +231,7 @@ class Arranging:
             if node is None or not await self._is_linked(node):
                 continue
             try:
-                await self._meet_through(node, contact.peer, min(connections, MOST))
+                await self._meet_through(node, contact.peer, min(connections, MEETING_CONNECTIONS))
             except (PeerUnreachableError, RemoteProtocolError, OSError) as error:
                 logger.debug("%s does not bring us together with %s: %s", address, contact.peer, error)
                 continue
@@ -248,7 +257,7 @@ class Arranging:
             raise RefusalError("we did not ask you to introduce us")
         if meeting.peer in self._meetings or len(self._meetings) >= MEETINGS:
             raise RefusalError("it is being met already")
-        connections = min(meeting.connections, MOST)
+        connections = min(meeting.connections, MEETING_CONNECTIONS)
         is_met = asyncio.get_running_loop().create_future()
         is_met.add_done_callback(lambda _: self._meetings.pop(meeting.peer))
         self._meetings[meeting.peer] = is_met

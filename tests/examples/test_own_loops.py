@@ -15,6 +15,7 @@ pytestmark = pytest.mark.swarm
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="the Trainer needs accelerate")
 def test_two_loops_and_a_volunteer_end_with_the_same_weights(tmp_path: Path) -> None:
     site = Site(tmp_path)

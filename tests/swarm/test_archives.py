@@ -23,6 +23,7 @@ pytestmark = pytest.mark.swarm
 ARCHIVE = ("bootstrap", "--identity", "organiser.pem", "--archive", "archive", *LOOPBACK)
 
 
+@pytest.mark.thorough
 def test_who_comes_back_with_another_founding_leaves_it_for_the_signed_one(tmp_path: Path) -> None:
     site = Site(tmp_path)
     config = RunConfig.from_toml(site.write_run(str(write_corpus(tmp_path / "corpus"))))

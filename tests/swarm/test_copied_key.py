@@ -30,9 +30,8 @@ def join(site: Site, invite: str, identity: str, state: str) -> Command:
     return site.start("join", "--run", invite, *here, *LOOPBACK)
 
 
-@pytest.mark.parametrize(
-    "others", [pytest.param(0, id="alone"), pytest.param(1, marks=pytest.mark.thorough, id="with another")]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another"])
 def test_the_later_start_says_so_and_ends(site: Site, others: int) -> None:
     with bootstrap(site) as address, ExitStack() as stack:
         invite = announce_run(site.write_run("corpus"), address)

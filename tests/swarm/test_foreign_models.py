@@ -89,6 +89,7 @@ def test_nobody_is_asked_whether_code_may_run(swarm: Swarm, evil: Path, table: s
     assert not evil.exists()
 
 
+@pytest.mark.thorough
 def test_no_command_builds_what_was_not_named(swarm: Swarm, evil: Path) -> None:
     invite = swarm.announce(model={"path": str(swarm.site.folder / "evil"), "digest": "0" * 64})
     site, run = swarm.site, ("--run", str(invite))
@@ -111,6 +112,7 @@ def test_no_command_builds_what_was_not_named(swarm: Swarm, evil: Path) -> None:
     assert not evil.exists()
 
 
+@pytest.mark.thorough
 def test_one_bad_run_has_a_line_and_the_others_are_listed(swarm: Swarm) -> None:
     good = swarm.announce(model=swarm.config())
     slow, _ = (swarm.announce(model=swarm.config(num_hidden_layers=(1 << 24) - less)) for less in (0, 1))

@@ -26,6 +26,7 @@ def write_streaming_run(site: Site, corpus: str) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_run_streams_from_its_creation_to_the_verified_log(tmp_path: Path) -> None:
     site = Site(tmp_path)
     run = write_streaming_run(site, str(write_corpus(tmp_path / "corpus")))

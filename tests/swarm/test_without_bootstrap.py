@@ -18,6 +18,7 @@ from tests.swarm.cli_processes import LOOPBACK, Command, Site, announce_run, eve
 pytestmark = pytest.mark.swarm
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_without_its_bootstrap_node(tmp_path: Path) -> None:
     """Its node is killed: two go on, a stranger finds the run through one of them, and one who left comes back."""
     site = Site(tmp_path)

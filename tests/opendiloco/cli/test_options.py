@@ -143,3 +143,9 @@ def test_a_command_without_its_run_says_how_to_find_one(command: str) -> None:
     done = CliRunner().invoke(main, command.split(), env={"DILOCO_RUN": None, "DILOCO_CONFIG": None})
     assert done.exit_code == 2
     assert "Missing option '--run'. Its organiser gives out an invite; `diloco-peer runs`" in done.output
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["run", "create", str(tmp_path)])
+    assert done.exit_code == 2
+    assert f"File '{tmp_path}' is a directory" in done.output

@@ -250,6 +250,15 @@ def test_a_small_file_of_gigabytes_of_rows(tmp_path: Path, monkeypatch: pytest.M
     assert pa.default_memory_pool().max_memory() - before[1] < 1 << 28
 
 
+def test_a_file_may_have_many_times_its_size_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What text repeats itself is no attack."""
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 1 << 10)
+    rows = [f"{number} {'again and ' * 400}" for number in range(1000)]
+    write_parquet(tmp_path / "rows" / "train.parquet", {"text": (TEXT, rows)})
+    assert (tmp_path / "rows" / "train.parquet").stat().st_size * 10 < sum(map(len, rows))
+    assert texts(tmp_path / "rows", streaming=False) == rows
+
+
 PIECES = {"train.json.gz": b'{"text": "%s"}', "train.txt.gz": b"%s", "train.jsonl.gz": b'["%s"]'}
 
 

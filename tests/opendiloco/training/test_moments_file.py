@@ -26,6 +26,7 @@ from opendiloco.config.run_config import RunConfig
 from opendiloco.data.tokenizer import ByteTokenizer
 from opendiloco.data.training_data import load_data
 from opendiloco.model.build import build_skeleton
+from opendiloco.model.layout import Parameter
 from opendiloco.model.parameters import local_part, trainable
 from opendiloco.storage.checkpointer import Checkpointer
 from opendiloco.storage.files import moments_name
@@ -33,7 +34,7 @@ from opendiloco.storage.loading import check_moments_file, newest_moments
 from opendiloco.storage.run_folder import RunFolder
 from opendiloco.storage.writer import KeepingPlan, _finish
 from opendiloco.training.inner import LONG_AGO, ModelReplica
-from opendiloco.training.moments_file import digest_place
+from opendiloco.training.moments_file import digest_place, header_of
 from opendiloco.training.team import Team, shard_model
 from opendiloco.volunteer.volunteer import _recall_moments
 from opendiloco.workers.group import WorkerGroup
@@ -55,6 +56,15 @@ def with_optimizer(content: dict[str, Any], values: dict[str, Any]) -> RunConfig
     adapter: TypeAdapter[InnerOptimizerSection] = TypeAdapter(InnerOptimizerSection)
     section = adapter.validate_python({"learning_rate": 0.01} | values)
     return RunConfig.from_manifest_content(content | {"inner_optimizer": section.model_dump(mode="json")})
+
+
+@pytest.mark.parametrize("name", ["a", "ab", "a" * 7, "ü"])
+def test_values_begin_where_any_reader_can_map_them(name: str) -> None:
+    """safetensors has its header end at a multiple of eight bytes."""
+    header = header_of([Parameter(name, (2, 3), 5)], {"format": "pt"})
+    assert len(header) % 8 == 0
+    assert len(header) - 8 == int.from_bytes(header[:8], "little")
+    assert json.loads(header[8:])[name] == {"dtype": "F32", "shape": [2, 3], "data_offsets": [20, 44]}
 
 
 def keep(replica: ModelReplica, folder: Path, index: int = 6) -> Path:

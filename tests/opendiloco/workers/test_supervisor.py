@@ -221,6 +221,24 @@ async def is_restarted_once_and_then_given_up(group: WorkerGroup) -> None:
     await group.close()
 
 
+def test_one_workers_error_ends_all_since_the_others_wait_for_it(
+    small_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(command: RunInnerLoop, on_report: Callable[[Report], None]) -> None:
+        raise WorkerError("its data cannot be read.")
+
+    async def story() -> None:
+        group = await started(small_config, windows=100, restarts=2)
+        monkeypatch.setattr(Played, "rest", staticmethod(fail))
+        with pytest.raises(WorkerError, match="cannot be read"):
+            await group.run_inner_loop(InnerLoop(0, LEASE, 4, 0), ignore)
+        assert "cannot be read" in str(await group.wait_for_death())
+        assert all(one.ended.is_set() for one in Played.all)
+        await group.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
 def test_workers_that_are_lost_too_often_are_given_up(small_config: RunConfig) -> None:
     async def story() -> None:
         group = await started(small_config, windows=100, restarts=1)

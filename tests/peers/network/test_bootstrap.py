@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,13 @@ from peers.metrics import Health
 from peers.network import bootstrap, run_failures
 from peers.network.bootstrap import ANNOUNCEMENTS_BURST, _BootstrapNode
 from peers.network.channel import RefusalError
+from peers.network.known_runs import Admissions
+from peers.network.manifest_store import REVOKED_SUFFIX, ManifestStore
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
+from peers.values.wire import pack
+from tests.peers.network.test_admissions import BY_INVITATION, LIST
 
 ORGANISER = Identity.generate()
 FIRST, SECOND = (SignedManifest.create(ORGANISER, name, {}) for name in ("first", "second"))
@@ -154,3 +159,15 @@ def test_one_network_announces_no_more_than_its_share(monkeypatch: pytest.Monkey
         assert len(lookups) == asked, "a peer that goes on is refused before anything is done"
 
     asyncio.run(scenario())
+
+
+def test_a_restarted_node_knows_which_tickets_were_revoked(tmp_path: Path) -> None:
+    store = ManifestStore(tmp_path)
+    store.add(BY_INVITATION, "here")
+    store.keep(REVOKED_SUFFIX, BY_INVITATION.run_id, pack(LIST))
+    runs = SimpleNamespace(admissions=Admissions(), take_heads=None)
+    transport: Any = SimpleNamespace(runs=runs, learn=lambda manifest: runs.admissions.learn(manifest))
+    _BootstrapNode(transport, ManifestStore(tmp_path), {})._learn(BY_INVITATION)
+    admission = runs.admissions.of(BY_INVITATION.run_id)
+    assert admission is not None
+    assert admission.number == LIST.number

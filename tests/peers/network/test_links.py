@@ -398,14 +398,14 @@ def test_made_up_peers_are_few_and_drive_out_none_that_is_known(monkeypatch: pyt
     ids=["binary", "no prelude", "http", "half of one"],
 )
 def test_a_malformed_opening_ends_the_connection_and_harms_nobody(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(link, "OPEN_TIMEOUT", 0.2)
-
     async def scenario() -> None:
         async with nodes(2) as (other, node):
-            peer, connection = await made_up(node)
-            connection.writer.write(sent)
-            async with asyncio.timeout(4.0):
-                await is_ended(connection)
+            with monkeypatch.context() as patch:
+                patch.setattr(link, "OPEN_TIMEOUT", 0.2)
+                peer, connection = await made_up(node)
+                connection.writer.write(sent)
+                async with asyncio.timeout(4.0):
+                    await is_ended(connection)
             await node.until(lambda: not node.links.is_up(peer))
             other.know(node.contact())
             await talk(await other.until_up(node))
