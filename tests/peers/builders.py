@@ -12,7 +12,15 @@ from peers.log.lineage import Branch
 from peers.log.settings import RunSettings
 from peers.log.state import LogState, take_order
 from peers.presence.heartbeat import PeerState
-from peers.protocol.commitment import Commitment, Contribution, commit_to, digest_of_all
+from peers.protocol.commitment import (
+    Author,
+    ChunkProof,
+    Commitment,
+    Contribution,
+    Evidence,
+    commit_to,
+    digest_of_all,
+)
 from peers.protocol.context import Context
 from peers.protocol.effects import Effect, FetchLineage, Send
 from peers.protocol.events import (
@@ -33,7 +41,7 @@ from peers.protocol.parts import MARK_BYTES, Averaged, Origin, Reducers, stateme
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Round, RoundName, Share
 from peers.protocol.states import State
-from peers.values.chunks import PayloadSize, Sum
+from peers.values.chunks import PayloadSize, Sum, SumTree
 from peers.values.leases import Lease, SampleRange
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, PayloadKind, Trained
@@ -166,6 +174,22 @@ def certified(
     found = certify(log, header, voted, group, signatures, {})
     assert found is not None
     return Certified(header=header, certificate=found)
+
+
+def evidence(log: LogState, liar: str, honest: bool = False) -> Evidence:
+    """Return a chunk whose owner has committed to another norm than it has; if it is honest, to this one."""
+    data, chunk = b"blocks", 2
+    squares = inspect(chunk, data) if honest else 1.0
+    leaves = [Sum(digest_of(bytes([place])), 1.0) for place in range(SIZE.chunks)]
+    leaves[chunk] = Sum(digest_of(data), squares)
+    tree = SumTree(leaves)
+    author = Author(peer=liar, incarnation=0, position=log.position, number=log.position.index + 1)
+    return Evidence(
+        commitment=commit_to(tree.root, author, SimulatedKeys(liar)),
+        chunk=chunk,
+        proof=ChunkProof(squares=squares, path=tree.path(chunk)),
+        data=data,
+    )
 
 
 def sends(effects: Iterable[Effect], kind: type[Message]) -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from peers.protocol.messages import Certified, Part, Propose, Ready, Vote
 from peers.protocol.round import STALLED, RoundState
 from peers.protocol.states import State
 from peers.protocol.voting import Refusal
+from peers.values.workload import Trained
 from tests.peers.builders import (
     CONTRIBUTION,
     FIRST,
@@ -30,7 +31,6 @@ from tests.peers.builders import (
     sends,
     vote,
 )
-from peers.values.workload import Trained
 from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS
 
 SECOND = Ballot(view=0, attempt=2)
