@@ -46,7 +46,7 @@ from peers.values.leases import Lease, SampleRange
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, PayloadKind, Trained
 from tests.peers.heartbeats import beat
-from tests.peers.logs import CERTIFIED, PAYLOAD, SETTINGS, STATE, TOKENS
+from tests.peers.logs import CERTIFIED, PAYLOAD, SETTINGS, STATE, TOKENS, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 SIZE = PayloadSize(chunks=6, bytes=6000)
@@ -336,6 +336,20 @@ class Rig:
     def step(self, header: Header, state_digest: bytes = STATE) -> list[Effect]:
         """The outer step is done, and the state after it digested."""
         return [*self.do(Applied(header)), *self.do(Digested(header, state_digest))]
+
+
+def ahead(log: LogState, entries: int = 1) -> LogState:
+    """Return the log after so many more entries of all that have a lease."""
+    for _ in range(entries):
+        log = log.append(next_header(log, roster(log)))
+    return log
+
+
+def follower_at_second() -> Rig:
+    """c trains its second lease, and b leads."""
+    rig = Rig("c", "ab").joined().trained().exchanging().whole().applying().applied()
+    assert (rig.peer.state, rig.leader) == (State.TRAINING, "b")
+    return rig
 
 
 def at_second() -> Rig:

@@ -25,6 +25,7 @@ from tests.peers.builders import (
     begin_of,
     certified,
     choice,
+    follower_at_second,
     of,
     propose,
     round_of,
@@ -38,9 +39,7 @@ SECOND = Ballot(view=0, attempt=2)
 
 def ready_at_second() -> Rig:
     """b is ready with its second lease. It leads itself: so c leads view 1."""
-    rig = Rig("c", "ab").joined().trained().exchanging().whole().applying().applied().trained()
-    assert rig.leader == "b"
-    return rig
+    return follower_at_second().trained()
 
 
 def whole() -> Rig:
