@@ -338,10 +338,10 @@ class Rig:
         return [*self.do(Applied(header)), *self.do(Digested(header, state_digest))]
 
 
-def ahead(log: LogState, entries: int = 1) -> LogState:
-    """Return the log after so many more entries of all that have a lease."""
+def ahead(log: LogState, entries: int = 1, names: str = "abc") -> LogState:
+    """Return the log after so many more entries of these."""
     for _ in range(entries):
-        log = log.append(next_header(log, roster(log)))
+        log = log.append(next_header(log, roster(log, names)))
     return log
 
 

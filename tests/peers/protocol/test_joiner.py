@@ -61,7 +61,7 @@ def joining(others: str = "ac") -> Rig:
     return rig
 
 
-# When it asks, and whom ---------------------------------------------------------------------------------------------
+# When it asks, and whom ----------------------------------------------------------------------------------------------
 def test_r14_it_asks_the_leader_again_and_again_once_it_knows_who_is_there() -> None:
     rig = Rig()
     assert rig.tick(100.0) == [], "it has not even looked"
@@ -131,7 +131,7 @@ def test_r14_nothing_is_said_of_a_state_before_it_is_digested() -> None:
     assert asked(rig) == ["b"]
 
 
-# What it accepts ----------------------------------------------------------------------------------------------------
+# What it accepts -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("sender", "given"),
     [
@@ -168,7 +168,7 @@ def test_r19_a_newcomer_that_knows_of_a_signed_head_founds_nothing() -> None:
     assert not of(rig.hear("a", grant()), Train)
 
 
-# Who leads before the first entry -----------------------------------------------------------------------------------
+# Who leads before the first entry ------------------------------------------------------------------------------------
 def test_r13_the_giver_of_our_lease_leads_before_its_beats_say_that_it_is_at_work() -> None:
     """Regression: c heard first that b is at work, asked b, and got the samples that a had given itself."""
     rig = joining()
@@ -188,7 +188,7 @@ def test_r13_a_peer_that_has_given_leases_leads_itself() -> None:
     assert of(rig.tick(), Train) == [Train(0, (SampleRange(20, 40),), 10, 0)]
 
 
-# Refused --------------------------------------------------------------------------------------------------------------
+# Refused -------------------------------------------------------------------------------------------------------------
 def refused(rig: Rig, by: str, state: bytes, reason: str = "no") -> Rig:
     rig.hear(by, Refuse(position=rig.log.position, state_digest=state, reason=reason))
     return rig

@@ -40,7 +40,7 @@ def whole(parts: Parts, but: str = "") -> Parts:
     return parts
 
 
-# Who may average ------------------------------------------------------------------------------------------------------
+# Who may average -----------------------------------------------------------------------------------------------------
 def test_r3_parts_are_consecutive_and_the_first_one_rotates_with_the_head() -> None:
     assert dict(Reducers(ROUND).parts) == {"a": range(2), "b": range(2, 4), "c": range(4, 6)}
     head = (1).to_bytes(8) + bytes(24)
@@ -56,7 +56,7 @@ def test_r4_an_heir_may_average_what_its_reducer_does_not_and_only_a_contributor
     assert (reducers.of(0), reducers.of(2), reducers.of(99)) == (("c", "b", "a"), ("b",), ())
 
 
-# What a Part must be --------------------------------------------------------------------------------------------------
+# What a Part must be -------------------------------------------------------------------------------------------------
 WRONG: dict[str, tuple[str, Part]] = {
     "of another round": ("a", part("a", 0, round=round_among("abc", each=2, name=round_name(2)))),
     "of another's chunk": ("a", part("a", 2)),
@@ -104,7 +104,7 @@ def test_r9_two_averages_of_one_chunk_are_kept_as_a_contradiction() -> None:
         assert not contradict(signed_by(ROUND, "a", 0), same)
 
 
-# What it comes to -------------------------------------------------------------------------------------------------------
+# What it comes to ----------------------------------------------------------------------------------------------------
 def test_r4_a_whole_round_comes_to_a_payload_with_a_mark_for_each_average() -> None:
     averages = {chunk: signed_by(ROUND, Reducers(ROUND).owner(chunk), chunk, absent="") for chunk in range(6)}
     averages[2] = signed_by(ROUND, "b", 2, absent="ac")
