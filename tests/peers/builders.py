@@ -319,12 +319,16 @@ class Rig:
 
     def applying(self) -> Rig:
         """The next entry is committed, and its payload is here."""
-        header, log = self.next_header(), self.log
-        self.hear(self.leader, certified(log, header, Phase.PREPARE))
-        self.hear("a", vote("a", log, choice(header, Phase.COMMIT)))
-        self.hear("c", vote("c", log, choice(header, Phase.COMMIT)))
+        self.committed(self.next_header())
         assert self.peer.state is State.APPLYING
         return self
+
+    def committed(self, header: Header) -> list[Effect]:
+        """The header is prepared, and a and c give vote 2. Returns all effects."""
+        log, effects = self.log, self.hear(self.leader, certified(self.log, header, Phase.PREPARE))
+        for peer in "ac":
+            effects += self.hear(peer, vote(peer, log, choice(header, Phase.COMMIT)))
+        return effects
 
     def applied(self, state: bytes = STATE) -> Rig:
         last = self.peer.log.last
