@@ -43,7 +43,7 @@ def told(rig: Rig, names: str = "abc", sender: str = "a") -> Header:
     """The others have made the next entry, of what these have trained, and one of them says so."""
     log = rig.log
     header = next_header(log, roster(log, names))
-    rig.see(ahead(log))
+    rig.see(ahead(log, names=names))
     rig.hear(sender, certified(log, header, by="ab"))
     return header
 
