@@ -1,4 +1,4 @@
-"""The leader of a view: when it begins, what it proposes, and what it does when something does not come."""
+"""The leader of a view: when it begins, what it proposes, and what it does when something does not come (R4, R7)."""
 
 from __future__ import annotations
 

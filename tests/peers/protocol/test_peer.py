@@ -208,7 +208,8 @@ MOVES: dict[tuple[State, State], Way] = {
     (State.APPLYING, State.TRAINING): lambda rig: rig.applied(),
     (State.APPLYING, State.JOINING): takes_the_step_out_of_it,
     (State.APPLYING, State.READY): goes_on_with_what_it_trained,
-} | {(state, State.LEFT): leaves for state in State if state is not State.LEFT}
+}
+MOVES |= {(state, State.LEFT): leaves for state in State if state is not State.LEFT}
 
 
 @pytest.mark.parametrize(("first", "second"), MOVES, ids=str)
@@ -354,16 +355,15 @@ def two_of(kind: str, rig: Rig) -> list[Message]:
     log = rig.log
     first, second = (choice(next_header(log, roster(log), payload), Phase.PREPARE) for payload in (PAYLOAD, OTHER))
     other = commitment("a", log).model_copy(update={"squares": 2.0})
-    root = other.root
     author = other.author("a", 0, log.position)
     signed = other.model_copy(update={"signature": SimulatedKeys("a").sign(other.text(author))})
-    assert root.squares == 2.0
-    return {
+    pairs: dict[str, list[Message]] = {
         "votes": [vote("a", log, first), vote("a", log, second)],
         "farewell": [farewell("a", log.position.index), vote("a", log, first)],
         "vote, then farewell": [vote("a", log, first), farewell("a", log.position.index)],
         "commitments": [ready(log, "a"), ready(log, "a", commitment=signed)],
-    }[kind]
+    }
+    return pairs[kind]
 
 
 @pytest.mark.parametrize("kind", ["votes", "farewell", "vote, then farewell", "commitments"])

@@ -1,4 +1,4 @@
-"""One member at one position: what it takes part in, what it votes for, and what it does with what is decided."""
+"""One member at one position: what it takes part in (R3), votes for (R5, R6), and does with what is decided."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import pytest
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import NO_PAYLOAD, Member
 from peers.presence.heartbeat import PeerState
+from peers.presence.presence import Presence
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Captured, PayloadFetched, PayloadNotFetched
 from peers.protocol.messages import Certified, Part, Propose, Ready, Vote
-from peers.protocol.round import STALLED, RoundState
+from peers.protocol.round import STALLED, OwnWork, RoundState
+from peers.protocol.rounds import Round, Share
 from peers.protocol.states import State
+from peers.protocol.trainer import Trainer
 from peers.protocol.voting import Refusal
 from peers.values.workload import Trained
 from tests.peers.builders import (
@@ -25,14 +28,17 @@ from tests.peers.builders import (
     begin_of,
     certified,
     choice,
+    context,
     follower_at_second,
     of,
     propose,
+    roster,
     round_of,
     sends,
+    trained,
     vote,
 )
-from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS
+from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS, first_log
 
 SECOND = Ballot(view=0, attempt=2)
 
@@ -63,8 +69,23 @@ def told(rig: Rig) -> Ready:
     for _ in range(3):
         found = sends(rig.tick(), Ready)
         if found:
-            return found[-1][1]
+            said: Ready = found[-1][1]
+            return said
     raise AssertionError("nothing was said")
+
+
+def test_r17_a_round_may_count_nothing_of_a_member_on_probation() -> None:
+    """It trains and takes part; its round has it without tokens, unless all members are new."""
+    log = replace(first_log(replace(SETTINGS, probation=2).empty_log), probation=2)
+    here = context("d", replace(SETTINGS, probation=2))
+    presence = Presence("d", 10.0, 40.0, 0.0, here.is_farewell)
+    work = OwnWork(here, presence, Trainer(here), log)
+    work.make(trained(log.grants[0]))
+    mine, others = work.member(), roster(log)
+    for members, is_taken in (((*others, mine.model_copy(update={"tokens": 0, "samples": ()})), True), (others, False)):
+        shares = tuple(Share(member=member, chunks=2) for member in members)
+        assert work.is_taken_by(Round(name=round_of(log).name, shares=shares)) is is_taken
+    assert log.is_on_probation("d")
 
 
 # Ready ----------------------------------------------------------------------------------------------------------
@@ -261,7 +282,7 @@ def test_a_voter_that_trains_gives_vote_2_and_is_shown_no_entry_before_its_paylo
     assert rig.peer.state is State.TRAINING
     (fetch,) = of(rig.hear("a", certified(rig.log, header)), FetchPayload)
     assert set(fetch.donors) == {"a", "c"}
-    assert rig.peer.state is State.REPLAYING
+    assert rig.peer.replica.replaying == header
     assert of(rig.do(PayloadFetched(header)), Apply)
 
 

@@ -265,8 +265,9 @@ def test_r18_the_newest_amendment_waits_until_the_log_has_it() -> None:
 def test_r18_a_peer_hears_of_it_in_heartbeats_or_from_its_own_machine(field: str | None) -> None:
     def hears(rig: Rig, what: Amendment) -> None:
         rig.sequence += 1
-        said = {field: what} if field else {}
-        rig.do(AmendmentSeen(what) if not field else HeartbeatsSeen((beat("a", LOG, sequence=rig.sequence, **said),)))
+        said: dict[str, Any] = {field: what} if field else {}
+        told = beat("a", LOG, sequence=rig.sequence, **said)
+        rig.do(HeartbeatsSeen((told,)) if field else AmendmentSeen(what))
 
     rig = Rig("c", "ab", AMENDABLE).joined()
     hears(rig, amendment(by=STRANGER))

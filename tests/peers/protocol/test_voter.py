@@ -11,7 +11,7 @@ from peers.log.header import Member
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.presence import Presence
-from peers.protocol.effects import Send
+from peers.protocol.events import Received
 from peers.protocol.messages import Certified, Vote
 from peers.protocol.replica import Replica
 from peers.protocol.voter import FANOUT, OPEN_LIMIT, REMEMBERED, Voter, audience, is_open, told_by
@@ -36,9 +36,10 @@ class Booth:
         self.voter = Voter(self.context, presence, replica, log)
 
     def sent(self) -> list[tuple[str, Vote]]:
-        effects = [Send("b", event.message) for event in self.context.events]  # type: ignore[union-attr]
+        ours = [event.message for event in self.context.events if isinstance(event, Received)]
         self.context.events.clear()
-        return sends([*effects, *self.context.take_effects()], Vote)
+        to_itself = [("b", message) for message in ours if isinstance(message, Vote)]
+        return to_itself + sends(self.context.take_effects(), Vote)
 
 
 # Our own votes -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How much contributions count with, by their age."""
+"""The weights of contributions, by their age (R16)."""
 
 from __future__ import annotations
 
