@@ -192,6 +192,12 @@ def evidence(log: LogState, liar: str, honest: bool = False) -> Evidence:
     )
 
 
+def two_votes(peer: str, log: LogState) -> list[Vote]:
+    """Return two votes of one ballot and phase, for headers with other payloads."""
+    headers = (next_header(log, roster(log), payload) for payload in (PAYLOAD, digest_of(b"another payload")))
+    return [vote(peer, log, choice(header, Phase.PREPARE)) for header in headers]
+
+
 def sends(effects: Iterable[Effect], kind: type[Message]) -> list[tuple[str, Any]]:
     """Return the messages of a kind, and to whom each goes."""
     return [(one.to, one.message) for one in effects if isinstance(one, Send) and isinstance(one.message, kind)]

@@ -7,11 +7,13 @@ from typing import Any
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
 from peers.presence.heartbeat import PeerState
-from peers.protocol.messages import Begin, Certified, Part, Propose, Ready
+from peers.protocol.effects import Send
+from peers.protocol.messages import Begin, Certified, Part, Proof, Propose, Ready
 from peers.protocol.parts import Reducers
 from peers.protocol.rounds import Round
 from peers.protocol.voting import Refusal
-from tests.peers.builders import Rig, at_second, averaged, certified, choice, ready, sends, vote
+from peers.values.wire import digest_of
+from tests.peers.builders import Rig, at_second, averaged, certified, choice, of, ready, sends, two_votes, vote
 from tests.peers.logs import TIMING, TOKENS
 
 
@@ -98,6 +100,41 @@ def test_a_member_that_has_not_heard_of_the_round_is_told_again() -> None:
     round = begun(rig)
     assert [to for to, _ in sends(says_ready(rig, "a").effects, Begin)] == ["a"]
     assert not sends(says_ready(rig, "a", round=round.name, terms=round.terms).effects, Begin)
+
+
+# Liars (R9) ----------------------------------------------------------------------------------------------------------
+def convinced(rig: Rig, liar: str = "c") -> Rig:
+    for lie in two_votes(liar, rig.log):
+        rig.hear(liar, lie)
+    return rig
+
+
+def test_r9_a_peer_that_is_proven_to_lie_is_in_no_round_and_the_header_excludes_it() -> None:
+    """Each member is shown the proof before the proposal, once; and again if it says that it lacks it."""
+    rig = convinced(leading())
+    round = sends(says_ready(rig, "a").effects, Begin)[-1][1].round
+    assert round.peers == ("a", "b"), "and the liar is not waited for"
+    says_ready(rig, "c")
+    tells_part(rig, round, "ab")
+    to_a = [message for to, message in sends(rig.effects, Proof) + sends(rig.effects, Propose) if to == "a"]
+    proof, propose = to_a
+    (fault,) = propose.header.faults
+    assert (fault.peer, fault.kind, proof.fault) == ("c", "votes", "votes")
+    assert digest_of(proof.proof) == fault.proof
+    assert [exclusion.peer for exclusion in propose.header.excluded] == ["c"]
+    kinds = [type(effect.message) for effect in of(rig.effects, Send) if effect.to == "a"]
+    assert kinds.index(Proof) < kinds.index(Propose)
+    rig.now += 10 * TIMING.resend
+    assert sends(says_ready(rig, "a", round=round.name, unproven=(fault.proof,)).effects, Proof)
+
+
+def test_r9_a_proof_that_a_member_shows_convicts_as_well() -> None:
+    rig = convinced(leading())
+    faults = rig.peer._context.evidence.provable(rig.log, rig.peer.lineage, "ab")
+    (known,) = rig.peer._context.evidence.behind(faults)
+    other = leading()
+    other.hear("a", Proof(position=other.log.position, fault="votes", proof=known.data))
+    assert sends(says_ready(other, "a").effects, Begin)[-1][1].round.peers == ("a", "b")
 
 
 # Parts ----------------------------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ from tests.peers.builders import (
     round_of,
     sends,
     trained,
+    two_votes,
     vote,
 )
 from tests.peers.logs import LOG, PAYLOAD, RUN, SETTINGS, STATE, TIMING, next_header
@@ -353,14 +354,14 @@ def farewell(peer: str, index: int) -> Leaving:
 
 def two_of(kind: str, rig: Rig) -> list[Message]:
     log = rig.log
-    first, second = (choice(next_header(log, roster(log), payload), Phase.PREPARE) for payload in (PAYLOAD, OTHER))
+    first, second = two_votes("a", log)
     other = commitment("a", log).model_copy(update={"squares": 2.0})
     author = other.author("a", 0, log.position)
     signed = other.model_copy(update={"signature": SimulatedKeys("a").sign(other.text(author))})
     pairs: dict[str, list[Message]] = {
-        "votes": [vote("a", log, first), vote("a", log, second)],
-        "farewell": [farewell("a", log.position.index), vote("a", log, first)],
-        "vote, then farewell": [vote("a", log, first), farewell("a", log.position.index)],
+        "votes": [first, second],
+        "farewell": [farewell("a", log.position.index), first],
+        "vote, then farewell": [first, farewell("a", log.position.index)],
         "commitments": [ready(log, "a"), ready(log, "a", commitment=signed)],
     }
     return pairs[kind]

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from peers.audit.evidence import Evidence
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import NO_PAYLOAD, Member
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
 from peers.protocol.events import Captured, PayloadFetched, PayloadNotFetched
-from peers.protocol.messages import Certified, Part, Propose, Ready, Vote
+from peers.protocol.messages import Certified, Part, Proof, Propose, Ready, Vote
 from peers.protocol.round import STALLED, OwnWork, RoundState
 from peers.protocol.rounds import Round, Share
 from peers.protocol.states import State
@@ -23,6 +24,7 @@ from peers.values.workload import Trained
 from tests.peers.builders import (
     CONTRIBUTION,
     FIRST,
+    PAYLOADS,
     Rig,
     at_second,
     begin_of,
@@ -36,9 +38,11 @@ from tests.peers.builders import (
     round_of,
     sends,
     trained,
+    two_votes,
     vote,
 )
 from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS, first_log
+from tests.simulator.simulated_keys import SimulatedKeys
 
 SECOND = Ballot(view=0, attempt=2)
 
@@ -218,12 +222,32 @@ def test_an_entry_that_names_another_leader_than_its_view_has_is_refused() -> No
 def test_a_voter_that_is_heard_is_not_gone() -> None:
     rig = ready_at_second()
     round = round_of(rig.log, "bc", leader="b")
-    shares = tuple(share.model_copy(update={"chunks": 3}) for share in round.shares)
-    rig.hear("b", begin_of(round.model_copy(update={"shares": shares}), rig.log))
+    rig.hear("b", begin_of(round, rig.log))
     rig.whole()
-    assert rig.peer.exchange is not None
-    header = rig.peer.exchange.round.entry(rig.log, {}, PAYLOAD, "b", gone=("a",))
+    header = round.entry(rig.log, {}, PAYLOAD, "b", gone=("a",))
     assert refusal(rig, proposal(rig, header=header)) == Refusal.NOT_GONE.value
+    assert told(rig).heard == ("a",)
+
+
+def test_r5_a_fault_that_is_not_proven_here_is_refused_until_the_proof_comes() -> None:
+    rig = ready_at_second()
+    evidence = Evidence(SETTINGS, SimulatedKeys("z").verify, PAYLOADS)
+    faults = [fault for lie in two_votes("a", rig.log) for fault in evidence.observe_vote("a", lie, rig.peer.lineage)]
+    round = round_of(rig.log, "bc", leader="b")
+    rig.hear("b", begin_of(round, rig.log))
+    rig.whole()
+    header = round.entry(rig.log, {}, PAYLOAD, "b", tuple(faults))
+    assert refusal(rig, proposal(rig, header=header)) == Refusal.UNPROVEN_FAULT.value
+    assert told(rig).unproven == (faults[0].proof,)
+    (known,) = evidence.behind(faults)
+    rig.hear("b", Proof(position=rig.log.position, fault="votes", proof=known.data))
+    rig.tick()
+    assert votes(rig, Phase.PREPARE)
+
+
+def test_r5_a_minoritys_proposal_is_refused_where_a_quorum_is_heard_or_it_leaves_a_peer_out() -> None:
+    rig = whole()
+    assert refusal(rig, proposal(rig, group=(("b", 0), ("c", 0)))) == Refusal.NOT_ALONE.value
     assert told(rig).heard == ("a",)
 
 
