@@ -1,4 +1,4 @@
-"""Votes on their way: who is told, what is kept first, and how certificates come together (R6, R10, R11)."""
+"""Votes on their way: what is remembered, who is told, and how certificates come together (R6, R10, R11)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from peers.log.header import Member
 from peers.log.lineage import Lineage
 from peers.log.state import LogState
 from peers.presence.presence import Presence
-from peers.protocol.events import Received
 from peers.protocol.messages import Certified, Vote
 from peers.protocol.replica import Replica
 from peers.protocol.voter import FANOUT, OPEN_LIMIT, REMEMBERED, Voter, audience, is_open, told_by
 from peers.protocol.voting import Refusal
-from tests.peers.builders import FIRST, certified, choice, context, propose, roster, sends, vote
+from tests.peers.builders import FIRST, certified, choice, context, propose, roster, vote
 from tests.peers.heartbeats import beat
 from tests.peers.logs import SETTINGS, STATE, first_log, next_header
 
@@ -35,32 +34,27 @@ class Booth:
         replica = Replica(self.context, presence, Lineage(log), STATE)
         self.voter = Voter(self.context, presence, replica, log)
 
-    def sent(self) -> list[tuple[str, Vote]]:
-        ours = [event.message for event in self.context.events if isinstance(event, Received)]
-        self.context.events.clear()
-        to_itself = [("b", message) for message in ours if isinstance(message, Vote)]
-        return to_itself + sends(self.context.take_effects(), Vote)
+    def last(self, phase: Phase) -> Vote | None:
+        """Return its last vote of a phase."""
+        state = self.voter.state
+        assert state is not None
+        return state.prepare if phase is Phase.PREPARE else state.commit
 
 
 # Our own votes -------------------------------------------------------------------------------------------------------
-def test_r10_a_vote_is_kept_before_it_is_sent_and_goes_to_all_of_a_few() -> None:
+def test_r10_a_vote_is_in_the_record_and_given_once() -> None:
     booth = Booth()
     assert booth.voter.prepare(propose(HEADER), "a", None) is None
-    kept = booth.context.record.at(LOG.position)
-    assert not isinstance(kept, Refusal)
-    assert kept.prepare is not None
-    assert booth.sent() == [(to, kept.prepare) for to in "bac"]
+    kept = booth.last(Phase.PREPARE)
+    assert kept == vote("b", LOG, PREPARE)
     assert booth.voter.prepare(propose(HEADER), "a", None) is None
-    assert not booth.sent(), "the same vote is not sent to all again"
-    booth.voter.repeat("a")
-    assert booth.sent() == [("a", kept.prepare)]
+    assert booth.last(Phase.PREPARE) is kept
 
 
 def test_r12_a_peer_without_a_say_agrees_and_is_not_counted() -> None:
     """It has started again: no entry has it as it is."""
     booth = Booth(incarnation=7)
     assert booth.voter.prepare(propose(HEADER), "a", None) is None
-    assert not booth.sent()
     assert not booth.voter.has_voted
 
 
@@ -69,7 +63,6 @@ def test_r11_a_peer_that_has_said_farewell_votes_for_nothing() -> None:
     booth.context.goodbye(LOG.position)
     assert booth.voter.prepare(propose(HEADER), "a", None) is Refusal.LEFT
     assert booth.voter.commit(certified(LOG, HEADER, Phase.PREPARE), "a") is Refusal.LEFT
-    assert not booth.sent()
 
 
 def test_r6_vote_2_locks_what_is_prepared_and_an_older_certificate_does_not_replace_it() -> None:
@@ -79,7 +72,7 @@ def test_r6_vote_2_locks_what_is_prepared_and_an_older_certificate_does_not_repl
     assert booth.voter.commit(newer, "a") is None
     assert booth.voter.commit(older, "a") is Refusal.OLD_BALLOT
     assert booth.voter.lock == booth.voter.prepared == newer
-    assert {said.choice.ballot for _, said in booth.sent()} == {second}
+    assert booth.last(Phase.COMMIT) == vote("b", LOG, choice(HEADER, Phase.COMMIT, second))
 
 
 # Others' votes -------------------------------------------------------------------------------------------------------
