@@ -12,10 +12,10 @@ from peers.log.state import LogState
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.catching_up import Search
-from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchPayload, FetchSnapshot, Note, Send, TokensLost
+from peers.protocol.effects import Apply, Dropped, FetchLineage, FetchSnapshot, Note, Send, TokensLost
 from peers.protocol.events import Applied, Digested, LineageSeen, SignedHeadsSeen, SnapshotFailed, SnapshotRestored
 from peers.protocol.internal import EntryMade, FarBehind, NobodyAhead
-from peers.protocol.messages import Certified, Inquire
+from peers.protocol.messages import Certified
 from peers.protocol.replica import PASSED_ON, Replica, ReplicaState
 from peers.values.signed_heads import SignedHead, SignedHeads
 from peers.values.wire import digest_of
@@ -101,22 +101,6 @@ def test_a_digest_of_another_entry_is_a_bug_of_ours() -> None:
         place.replica.take(Digested(log.last, NEXT))
 
 
-def test_a_few_entries_behind_it_asks_what_followed_and_replays_that() -> None:
-    place, log = Place(), after(after(LOG))
-    place.see(log)
-    place.search.catch_up()
-    assert of(place.context.take_effects(), Send) == [Send("c", Inquire(position=LOG.position))]
-    first = after(LOG).last
-    assert first is not None
-    behind = place.replica.follow("c", told(first), proof=Proof(True, 2), was_asked=False)
-    assert behind is not None
-    assert behind.donors == ("c", "a"), "the teller first"
-    place.replica.take(behind)
-    assert of(place.context.take_effects(), FetchPayload) == [FetchPayload(first, ("c", "a"))]
-    place.replica.take(EntryMade(first, None, keeps_work=False))
-    assert place.replica.log.last == first
-
-
 def test_nobody_is_followed_who_is_not_further_on_unless_it_was_asked() -> None:
     place, first = Place(), after(LOG).last
     assert first is not None
@@ -136,17 +120,6 @@ def test_a_certified_entry_is_followed_whoever_shows_it_and_its_members_have_the
     behind = place.replica.follow("z", told(first), CERTIFIED, was_asked=False)
     assert behind is not None
     assert behind.donors == ("a", "c")
-
-
-def test_an_entry_that_does_not_follow_is_dropped_with_its_senders_name() -> None:
-    place = Place()
-    place.see(after(after(LOG)))
-    second = after(after(LOG)).last
-    assert second is not None
-    place.beats = 2
-    place.see(after(after(after(LOG))))
-    assert place.replica.follow("a", told(second), proof=Proof(True, 2), was_asked=False) is None
-    assert [one.peer for one in of(place.context.take_effects(), Dropped)] == ["a"]
 
 
 def far_from(log: LogState, entries: int) -> LogState:
@@ -182,17 +155,6 @@ def test_a_snapshot_must_be_so_new_that_what_followed_is_known(theirs: PeerState
     far = place.search.far_behind()
     assert far is not None
     assert far.least == least
-
-
-def test_who_says_that_it_is_further_on_and_does_not_say_what_followed_is_asked_no_more() -> None:
-    """Regression: an honest peer that was further on, too, and said less of itself was never asked."""
-    place, asked = Place(), set[str]()
-    for second in range(40):
-        place.context.now = place.presence.now = float(second)
-        place.see(after(LOG))
-        place.search.catch_up()
-        asked |= {send.to for send in of(place.context.take_effects(), Send)}
-    assert asked == {"a", "c"}
 
 
 def gone_on_alone(place: Place, theirs: str, elsewhere: str = "", further: str = "") -> FarBehind | None:
