@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from peers.log.certificate import Ballot, Phase
 from peers.log.header import Header
 from peers.presence.heartbeat import PeerState
 from peers.protocol.effects import Send
 from peers.protocol.messages import Begin, Certified, Part, Proof, Propose, Ready
+from peers.protocol.pacemaker import death
 from peers.protocol.parts import Reducers
 from peers.protocol.rounds import Round
 from peers.protocol.voting import Refusal
@@ -223,6 +226,16 @@ def test_a_voter_that_has_voted_in_a_newer_ballot_gets_a_newer_one() -> None:
     told = sends(says_ready(rig, "a", refused=first.ballot, reason=Refusal.OLD_BALLOT.value).effects, Propose)
     assert told[-1][1].header == first.header
     assert first.ballot < told[-1][1].ballot
+
+
+@pytest.mark.parametrize("beyond", [-0.5, 0.5])
+def test_r12_a_leader_calls_a_voter_gone_only_after_a_deaths_time(beyond: float) -> None:
+    """It is more patient than its members, so that they have noticed, too, when they are asked to agree."""
+    rig = leading()
+    rig.waits(int(death(TIMING)) - 1, PeerState.READY, "a")
+    rig.tick(1.0 + beyond)
+    header = tells_part(rig, begun(rig, "a"), "ab")[-1][1].header
+    assert rig.log.gone_in(header) == (("c",) if beyond > 0 else ())
 
 
 def test_a_peer_that_members_hear_is_not_gone() -> None:
