@@ -41,11 +41,11 @@ from peers.log.certificate import (
 )
 from peers.log.header import Header, Position
 from peers.log.state import LogError, LogState
+from peers.log.votes import RECORD_LIMIT
 from peers.protocol.messages import Certified, Propose, Vote
 from peers.values.identity import Keys
 from peers.values.wire import DIGEST_BYTES, Count, PeerId, RunId, Value, WireError, digest_of, pack, unpack
 
-RECORD_LIMIT = 1 << 24  # bytes; a locked header of 1,000 members has some 200 KB
 PLACES = 64
 """Positions whose votes are remembered: those of one cycle, and some before. A peer comes back to an old one only where
 two lineages meet."""
