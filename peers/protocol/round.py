@@ -671,7 +671,7 @@ class EntryRound(Part):
         timing, lock = context.settings.timing, self.voter.lock
         if notes.lacking_since is None:
             notes.lacking_since = context.now
-        if notes.fetching != header.payload and context.now - notes.asked_at >= timing.resend:
+        if notes.fetching != propose.header.payload and context.now - notes.asked_at >= timing.resend:
             self._fetch(propose)
         is_bound = lock is not None and lock.header == propose.header
         if is_bound and context.now - notes.lacking_since > timing.partition_grace:
