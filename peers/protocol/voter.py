@@ -38,6 +38,8 @@ class Voter:
         self._log = log
         self._proposed: dict[bytes, tuple[Header, Group]] = {}  # by digest
         self._tally = Tally(self.place)
+        for vote in self._cast_before:
+            self._tally.hear(context.me, vote)
 
     @property
     def place(self) -> VotingPlace:
@@ -96,11 +98,15 @@ class Voter:
         return [Send(peer, vote) for peer in told]
 
     def repeat(self, leader: str) -> None:
-        """Tell the leader again what we voted last, if it is on the disk."""
+        """Tell the leader again what we voted last."""
+        if leader != self._context.me:
+            self._context.emit(*(Send(leader, vote) for vote in self._cast_before))
+
+    @property
+    def _cast_before(self) -> list[Vote]:
+        """Our last votes here, if they are on the disk: perhaps of a start before, which may have sent them to none."""
         state = self.state if self._context.votes.are_kept else None
-        votes = [vote for vote in (state.prepare, state.commit) if vote] if state else []
-        if votes and leader != self._context.me:
-            self._context.emit(*(Send(leader, vote) for vote in votes))
+        return [vote for vote in (state.prepare, state.commit) if vote] if state else []
 
     # Others' votes --------------------------------------------------------------------------------------------
     def hear(self, sender: str, vote: Vote) -> Certified | None:
