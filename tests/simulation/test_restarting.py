@@ -157,7 +157,7 @@ def lock_alone(swarm: Swarm) -> None:
         else:
             carry_out(effect)  # type: ignore[arg-type]
 
-    swarm.peers[LONE].carry_out = die  # type: ignore[method-assign,assignment]
+    swarm.peers[LONE].carry_out = die  # type: ignore[method-assign]
     assert swarm.run(PATIENCE, until=lambda: not swarm.peers[LONE].alive)
 
 
