@@ -103,7 +103,7 @@ class Answer(Value):
     """The answer to a beat or a signed heartbeat.
 
     `wants`: I lack your signed heartbeat. A peer that we do not beat to gets our `beat` so. `heartbeats` are our signed
-    one, if the other side may lack it, and one of its own key that another incarnation has said.
+    one, if the other side may lack it, and one of its own key that another start has said.
     """
 
     wants: Annotated[bool, Field(strict=True)]
@@ -261,7 +261,7 @@ class Beats:
         heartbeat = Heartbeat.verify(signed, self.run)
         first_at = self.own.first_at if self.own else now
         self.own = Kept(heartbeat, signed, heartbeat, taken_at=now, first_at=first_at, heard_at=now)
-        self.lifetime, self.copies.ours = heartbeat.lifetime, heartbeat.incarnation
+        self.lifetime, self.copies.ours = heartbeat.lifetime, heartbeat.life
         self._beat = Beat.of(heartbeat)
 
     def go_on(self, heartbeat: Heartbeat, now: float) -> None:
@@ -326,7 +326,7 @@ class Beats:
         before = self.store.get(sender)
         if not self._may_send(sender, before, len(signed), now):
             return pack(Answer(wants=True))
-        double = (before.heartbeat.incarnation, before.signed) if before and before.is_fresh(now) else None
+        double = (before.heartbeat.life, before.signed) if before and before.is_fresh(now) else None
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer != sender:
             raise RemoteProtocolError(sender, f"it speaks for {heartbeat.peer}")
@@ -336,7 +336,7 @@ class Beats:
         self._heard(sender, now)
         own = self.own
         said = [own.signed] if own is not None and not self.audience.has(sender, own.heartbeat.sequence) else []
-        said += [double[1]] if double and double[0] != heartbeat.incarnation else []
+        said += [double[1]] if double and double[0] != heartbeat.life else []
         return pack(Answer(wants=False, heartbeats=tuple(said))) if said else NOTHING_TO_SAY
 
     def _may_send(self, sender: str, kept: Kept | None, size: int, now: float) -> bool:

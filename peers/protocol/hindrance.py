@@ -5,7 +5,7 @@ in heartbeats, and stops when a lease was in vain. Cut off: the leader can't be 
 without a lease, and looks again when links or speeds change, and after some time. Late: the last entries went on
 without it. Astray: an archive of the run has signed another log. On probation: a new peer's work does not count yet. It
 is told so, and goes on. Convicted: the log excludes it for a proven lie. Minority and waiting: most of the run's peers
-are gone.
+are gone. No vote: the disk takes none.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Kind(StrEnum):
     ALONE = "alone"
     ASTRAY = "astray"
     NO_SIGNED_LOG = "no signed log"
+    NO_VOTE = "no vote"
     TOO_SLOW = "too slow"
     MINORITY = "minority"
     WAITING = "waiting"
@@ -102,6 +103,7 @@ class Hindrances:
     def _find(self, leader: str | None) -> Hindrance | None:
         return (
             self._convicted()
+            or self._no_vote()
             or self._cut_off(leader)
             or self._astray()
             or self._too_slow()
@@ -124,6 +126,12 @@ class Hindrances:
             f" from a sound machine with a new identity"
         )
         return Hindrance(Kind.CONVICTED, reason, is_vain=True)
+
+    def _no_vote(self) -> Hindrance | None:
+        """Return whether the disk takes no votes: this peer trains and takes part in rounds, and others decide."""
+        trouble = self._context.votes.trouble
+        reason = f"this peer has no vote, since none leaves a machine that could forget it: {trouble}"
+        return Hindrance(Kind.NO_VOTE, reason, is_vain=False) if trouble else None
 
     @property
     def _others(self) -> set[str]:

@@ -22,7 +22,7 @@ from peers.protocol.commitment import (
     digest_of_all,
 )
 from peers.protocol.context import Context
-from peers.protocol.effects import Effect, FetchLineage, Send
+from peers.protocol.effects import Effect, FetchLineage, KeepVotes, Send
 from peers.protocol.events import (
     Applied,
     ContributionArrived,
@@ -35,6 +35,7 @@ from peers.protocol.events import (
     ReducedArrived,
     Tick,
     TrainingDone,
+    VotesKept,
 )
 from peers.protocol.messages import Begin, Certified, LeaseGrant, Message, Propose, Ready, Unread, Vote
 from peers.protocol.parts import MARK_BYTES, Averaged, Origin, Reducers, statement, statement_of
@@ -221,7 +222,11 @@ class Rig:
 
     def do(self, event: Event, after: float = 0.0) -> list[Effect]:
         self.now += after
-        self.effects = self.peer.handle(event, self.now)
+        effects = self.peer.handle(event, self.now)
+        for effect in effects:  # which become more
+            if isinstance(effect, KeepVotes):
+                effects += self.peer.handle(VotesKept(), self.now)
+        self.effects = effects
         return self.effects
 
     def tick(self, after: float = 1.0) -> list[Effect]:

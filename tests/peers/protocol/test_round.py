@@ -274,7 +274,8 @@ def test_what_was_prepared_is_voted_for_when_its_payload_was_fetched_from_those_
     shown = certified(rig.log, header, Phase.PREPARE, by="ab").certificate
     again = propose(header, SECOND, shown)
     assert of(rig.hear("b", again), FetchPayload) == [FetchPayload(header, ("b", "a"))]
-    assert of(rig.do(PayloadNotFetched(header, "gone")), FetchPayload), "once more"
+    rig.do(PayloadNotFetched(header, "gone"))
+    assert of(rig.tick(), FetchPayload), "once more, and not at once"
     rig.do(PayloadFetched(header))
     assert votes(rig, Phase.PREPARE)
 
