@@ -25,11 +25,12 @@ LOOK = 0.02  # seconds
 
 @dataclass(frozen=True)
 class Entry:
-    """What a peer says of an entry that it has applied. Members are those of whose work nothing is missing."""
+    """What a peer says of an entry that it has applied. Members are those whose work is in it."""
 
     head: str
     state: str
     members: tuple[str, ...]
+    leader: str
     payload: str = ""
     """In base64, where its peer says it."""
 
@@ -149,8 +150,8 @@ class Volunteer:
     def hear(self, event: Event) -> None:
         """Take in what the process says."""
         if event["event"] == "applied":
-            said = event["head"], event["state"], tuple(event["members"]), event.get("payload", "")
-            self.applied[event["index"]] = Entry(*said)
+            said = event["head"], event["state"], tuple(event["members"]), event["leader"]
+            self.applied[event["index"]] = Entry(*said, event.get("payload", ""))
         elif event["event"] == "struck":
             self.struck_at, self.is_armed = event["index"], False
         elif event["event"] == "disarmed":
@@ -214,10 +215,10 @@ class Swarm:
             and all(other.get(index) == entry for other in others)
         ]
 
-    def in_roster_order(self) -> list[Volunteer]:
-        """The first one leads."""
-        roster = self.whole(0)[-1].members
-        return sorted(self.volunteers, key=lambda one: roster.index(one.id))
+    def leader_and_members(self) -> list[Volunteer]:
+        """Return the peer that led the last entry of all, which goes on leading (R1), and then the others."""
+        leader = self.whole(0)[-1].leader
+        return sorted(self.volunteers, key=lambda one: one.id != leader)
 
 
 def divergences(volunteers: Sequence[Volunteer], since: int) -> dict[int, set[Entry]]:

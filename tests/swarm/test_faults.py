@@ -21,7 +21,7 @@ pytestmark = pytest.mark.swarm
 Fault: TypeAlias = Callable[[Volunteer], AbstractAsyncContextManager[None]]
 Story: TypeAlias = Callable[[Swarm], Coroutine[None, None, None]]
 Tell: TypeAlias = Callable[[Story], None]
-LEADERS = (Moment.CONCLUDING, Moment.COMMITTING)
+LEADERS = (Moment.PROPOSING, Moment.COMMITTING)
 PATIENCE = 4  # entries of all for which the moment may not come
 TURNS = 6
 
@@ -62,7 +62,7 @@ async def strike(swarm: Swarm, fault: Fault, moment: Moment) -> tuple[Volunteer,
     after a few entries another one is chosen.
     """
     for turn in range(TURNS):
-        leader, *members = swarm.in_roster_order()
+        leader, *members = swarm.leader_and_members()
         victim = leader if moment in LEADERS else members[-1 - turn % len(members)]
         victim.arm(moment, signal.SIGKILL if fault is Volunteer.killed else signal.SIGSTOP)
         await is_struck_or_disarmed(swarm, victim, moment)
@@ -98,7 +98,7 @@ async def become_whole(swarm: Swarm) -> None:
     [
         pytest.param(Volunteer.killed, Moment.SENDING, marks=pytest.mark.thorough),
         pytest.param(Volunteer.killed, Moment.REDUCING, marks=pytest.mark.thorough),
-        pytest.param(Volunteer.killed, Moment.CONCLUDING, marks=pytest.mark.thorough),
+        pytest.param(Volunteer.killed, Moment.PROPOSING, marks=pytest.mark.thorough),
         (Volunteer.killed, Moment.COMMITTING),
         pytest.param(Volunteer.frozen, Moment.SENDING, marks=pytest.mark.thorough),
         (Volunteer.stopped, Moment.REDUCING),
