@@ -33,7 +33,7 @@ from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.swarm import terms
-from tests.swarm.vector_workload import VectorWorkload
+from tests.swarm.vector_workload import VectorWorkload, whole_members
 
 VALUES = 32 * 1024  # in 32 chunks
 TRAINING_SECONDS = 0.2
@@ -150,13 +150,12 @@ class UnhurriedWorkload(VectorWorkload):
 
 
 def tell(header: Header, state_digest: bytes) -> None:
-    say("applied", index=header.index, **said_of(header, state_digest))
+    say("applied", index=header.index, **said_of(header, state_digest), members=whole_members(header))
 
 
 def said_of(header: Header, state_digest: bytes) -> dict[str, object]:
-    """Return what a test hears of an entry."""
-    members = [member.peer for member in header.roster if member.tokens]
-    return {"head": header.digest.hex(), "state": state_digest.hex(), "members": members, "leader": header.leader}
+    """Return what a test hears of an entry, besides its members."""
+    return {"head": header.digest.hex(), "state": state_digest.hex(), "leader": header.leader}
 
 
 async def run_peer(identity: Identity, listen: str, contact: str | None) -> None:

@@ -25,7 +25,7 @@ LOOK = 0.02  # seconds
 
 @dataclass(frozen=True)
 class Entry:
-    """What a peer says of an entry that it has applied. Members are those whose work is in it."""
+    """What a peer says of an entry that it has applied. Members are those whose work counts in it."""
 
     head: str
     state: str

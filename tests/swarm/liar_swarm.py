@@ -67,16 +67,16 @@ class LiarSwarm(Swarm):
         await self.until(lambda: self.liar.is_honest, "a liar that is honest again")
 
     async def led_by_the_liar(self) -> None:
-        """Have those start again that come before the liar in the roster, if it was late once."""
+        """Have each leader start again until the liar leads: the next of the ring follows (R1)."""
         await self.part_of(self.liar)
-        while self.order[0] != self.liar.id:
-            [first] = (one for one in self.volunteers if one.id == self.order[0])
-            await self.restart(first)
+        while self.leader != self.liar.id:
+            [leader] = (one for one in self.volunteers if one.id == self.leader)
+            await self.restart(leader)
 
     async def led_by_others(self) -> None:
         """Have somebody honest lead, and the liar take part."""
         await self.part_of(self.liar)
-        while self.order[0] == self.liar.id:
+        while self.leader == self.liar.id:
             await self.restart(self.liar)
 
     async def restart(self, peer: Volunteer) -> None:
@@ -105,9 +105,9 @@ class LiarSwarm(Swarm):
         return max(max(one.applied, default=-1) for one in self.honest)
 
     @property
-    def order(self) -> tuple[str, ...]:
-        """The roster of the newest entry that all honest peers have."""
-        return self.entries(0)[-1].members
+    def leader(self) -> str:
+        """The peer that led the newest entry that all honest peers have."""
+        return self.entries(0)[-1].leader
 
     def entries(self, since: int) -> list[Entry]:
         """Entries from the index `since` on that all honest peers have applied."""
@@ -128,13 +128,13 @@ class LiarSwarm(Swarm):
         )
         await self.check()
 
-    async def find_out(self, says: str) -> None:
-        """Wait until somebody honest says so in its log."""
+    async def found_out(self, text: str) -> None:
+        """Wait until an honest peer's log says this of the liar."""
 
         def is_said() -> bool:
-            return any(says in log.read_text(errors="replace") for log in self._logs)
+            return any(f"{self.liar.id} {text}" in log.read_text(errors="replace") for log in self._logs)
 
-        await self.until(is_said, f"somebody who says that the liar {says}")
+        await self.until(is_said, f"an honest peer that says: the liar {text}")
 
     async def check(self) -> None:
         """Replay all that was applied since the last look."""

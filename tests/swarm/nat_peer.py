@@ -22,6 +22,7 @@ from peers.protocol.events import Event, ReducedArrived
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
 from tests.swarm.fault_peer import UnhurriedWorkload
+from tests.swarm.vector_workload import whole_members
 
 RELAYED_MEGABITS = 800.0  # a second
 TIMING = Timing(
@@ -46,10 +47,9 @@ class TellingDriver(Driver):
         super().handle(event)
 
     def _tell(self, header: Header, state_digest: bytes) -> None:
-        members = [member.peer for member in header.roster if not member.missed]
         reach = {peer: str(way) for peer, way in self._reaching().items()}
-        fields = {"state": state_digest.hex(), "members": members, "reach": reach, "averaged": self._averaged}
-        say("applied", index=header.index, head=header.digest.hex(), **fields)
+        fields = {"state": state_digest.hex(), "reach": reach, "averaged": self._averaged}
+        say("applied", index=header.index, head=header.digest.hex(), members=whole_members(header), **fields)
 
 
 async def run_volunteer(contact: tuple[str, ...], listen: tuple[str, ...], peers: int, pause: float) -> None:
