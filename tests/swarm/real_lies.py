@@ -250,5 +250,5 @@ LIES: Mapping[str, tuple[type[Lie], ...]] = {
     "a flipped bit": (FlippedBit,),
 }
 """What a line on its standard input has a liar do."""
-CONVICTS: Mapping[str, str] = {"two votes": "votes", "two averages": "averages", "one huge block": "contribution"}
+CONVICTS: Mapping[str, str] = {"two votes": "votes", "two averages": "averages"}
 """Lies that convict the liar (R9), and the kind of their proof."""
