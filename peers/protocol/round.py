@@ -373,7 +373,8 @@ class EntryRound(Part):
             return True
         index = self.log.position.index
         is_vain = beat.index > index and peer in self._presence.branches.vain
-        return beat.state in PARTICIPATING and beat.index + 1 >= index and not is_vain
+        is_near = beat.index + 1 >= index or peer in self.log.roster  # entries may come faster than beats
+        return beat.state in PARTICIPATING and is_near and not is_vain
 
     def _watch(self, _: Tick) -> None:
         self.look()
