@@ -67,8 +67,11 @@ class LiarSwarm(Swarm):
         await self.until(lambda: self.liar.is_honest, "a liar that is honest again")
 
     async def led_by_the_liar(self) -> None:
-        """Have each leader start again until the liar leads: the next of the ring follows (R1)."""
+        """Have the liar start again, and then each leader, until the liar leads: a peer that comes back is last in the
+        roster, and a leader is followed by the next one of the roster (R1)."""
         await self.part_of(self.liar)
+        if self.leader != self.liar.id:
+            await self.restart(self.liar)
         while self.leader != self.liar.id:
             [leader] = (one for one in self.volunteers if one.id == self.leader)
             await self.restart(leader)
