@@ -73,6 +73,8 @@ VOTES: dict[type, Row] = {
 }
 """A voter that trains, or is in no exchange, votes as well."""
 DATA: dict[type, Row] = {event: Row("_exchanged", COMMITTED) for event in ExchangeEvent.__args__} | {Want: Row("_want")}
+LATE_DATA: dict[type, Row] = {event: Row(row.method) for event, row in DATA.items()}
+"""The same once the entry is decided."""
 
 
 class OwnWork:
@@ -241,7 +243,7 @@ class EntryRound(Part):
         }
         | VOTES
         | DATA,
-        DECIDED: {Tick: Row("_await_payload")} | DATA,
+        DECIDED: {Tick: Row("_await_payload")} | LATE_DATA,
     }
     EXACT = frozenset({WorkDone})
     state: RoundState

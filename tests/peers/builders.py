@@ -12,7 +12,15 @@ from peers.log.lineage import Branch
 from peers.log.settings import RunSettings
 from peers.log.state import LogState, take_order
 from peers.presence.heartbeat import PeerState
-from peers.protocol.commitment import Commitment, Contribution, commit_to, digest_of_all
+from peers.protocol.commitment import (
+    Author,
+    ChunkProof,
+    Commitment,
+    Contribution,
+    Evidence,
+    commit_to,
+    digest_of_all,
+)
 from peers.protocol.context import Context
 from peers.protocol.effects import Effect, FetchLineage, Send
 from peers.protocol.events import (
@@ -33,12 +41,12 @@ from peers.protocol.parts import MARK_BYTES, Averaged, Origin, Reducers, stateme
 from peers.protocol.peer import Peer
 from peers.protocol.rounds import Round, RoundName, Share
 from peers.protocol.states import State
-from peers.values.chunks import PayloadSize, Sum
+from peers.values.chunks import PayloadSize, Sum, SumTree
 from peers.values.leases import Lease, SampleRange
 from peers.values.wire import digest_of
 from peers.values.workload import Blocks, PayloadKind, Trained
 from tests.peers.heartbeats import beat
-from tests.peers.logs import CERTIFIED, PAYLOAD, SETTINGS, STATE, TOKENS
+from tests.peers.logs import CERTIFIED, PAYLOAD, SETTINGS, STATE, TOKENS, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 SIZE = PayloadSize(chunks=6, bytes=6000)
@@ -166,6 +174,22 @@ def certified(
     found = certify(log, header, voted, group, signatures, {})
     assert found is not None
     return Certified(header=header, certificate=found)
+
+
+def evidence(log: LogState, liar: str, honest: bool = False) -> Evidence:
+    """Return a chunk whose owner has committed to another norm than it has; if it is honest, to this one."""
+    data, chunk = b"blocks", 2
+    squares = inspect(chunk, data) if honest else 1.0
+    leaves = [Sum(digest_of(bytes([place])), 1.0) for place in range(SIZE.chunks)]
+    leaves[chunk] = Sum(digest_of(data), squares)
+    tree = SumTree(leaves)
+    author = Author(peer=liar, incarnation=0, position=log.position, number=log.position.index + 1)
+    return Evidence(
+        commitment=commit_to(tree.root, author, SimulatedKeys(liar)),
+        chunk=chunk,
+        proof=ChunkProof(squares=squares, path=tree.path(chunk)),
+        data=data,
+    )
 
 
 def sends(effects: Iterable[Effect], kind: type[Message]) -> list[tuple[str, Any]]:
@@ -312,6 +336,20 @@ class Rig:
     def step(self, header: Header, state_digest: bytes = STATE) -> list[Effect]:
         """The outer step is done, and the state after it digested."""
         return [*self.do(Applied(header)), *self.do(Digested(header, state_digest))]
+
+
+def ahead(log: LogState, entries: int = 1, names: str = "abc") -> LogState:
+    """Return the log after so many more entries of these."""
+    for _ in range(entries):
+        log = log.append(next_header(log, roster(log, names)))
+    return log
+
+
+def follower_at_second() -> Rig:
+    """c trains its second lease, and b leads."""
+    rig = Rig("c", "ab").joined().trained().exchanging().whole().applying().applied()
+    assert (rig.peer.state, rig.leader) == (State.TRAINING, "b")
+    return rig
 
 
 def at_second() -> Rig:

@@ -16,6 +16,7 @@ from peers.protocol.messages import Certified, Part, Propose, Ready, Vote
 from peers.protocol.round import STALLED, RoundState
 from peers.protocol.states import State
 from peers.protocol.voting import Refusal
+from peers.values.workload import Trained
 from tests.peers.builders import (
     CONTRIBUTION,
     FIRST,
@@ -24,13 +25,13 @@ from tests.peers.builders import (
     begin_of,
     certified,
     choice,
+    follower_at_second,
     of,
     propose,
     round_of,
     sends,
     vote,
 )
-from peers.values.workload import Trained
 from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS
 
 SECOND = Ballot(view=0, attempt=2)
@@ -38,9 +39,7 @@ SECOND = Ballot(view=0, attempt=2)
 
 def ready_at_second() -> Rig:
     """b is ready with its second lease. It leads itself: so c leads view 1."""
-    rig = Rig("c", "ab").joined().trained().exchanging().whole().applying().applied().trained()
-    assert rig.leader == "b"
-    return rig
+    return follower_at_second().trained()
 
 
 def whole() -> Rig:
