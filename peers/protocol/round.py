@@ -708,9 +708,10 @@ class EntryRound(Part):
 
     def _proves(self, certified: Certified, sender: str) -> bool:
         assert certified.certificate is not None
+        here = self.here if self._replica.is_settled else self.log  # the digest may be that of the state before
         try:
-            self.here.check_next(certified.header)
-            prove(certified.certificate, self.here, certified.header, self._context.keys.verify)
+            here.check_next(certified.header)
+            prove(certified.certificate, here, certified.header, self._context.keys.verify)
         except LogError as error:
             self._context.emit(Dropped(sender, "certificate", str(error)))
             return False

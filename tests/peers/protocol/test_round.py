@@ -11,16 +11,18 @@ from peers.log.certificate import Ballot, Phase
 from peers.log.header import NO_PAYLOAD, Member
 from peers.presence.heartbeat import PeerState
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
-from peers.protocol.events import Captured, PayloadFetched, PayloadNotFetched
+from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
 from peers.protocol.messages import Certified, Part, Propose, Ready, Vote
 from peers.protocol.round import STALLED, RoundState
 from peers.protocol.states import State
 from peers.protocol.voting import Refusal
+from peers.values.wire import digest_of
 from peers.values.workload import Trained
 from tests.peers.builders import (
     CONTRIBUTION,
     FIRST,
     Rig,
+    ahead,
     at_second,
     begin_of,
     certified,
@@ -28,11 +30,12 @@ from tests.peers.builders import (
     follower_at_second,
     of,
     propose,
+    roster,
     round_of,
     sends,
     vote,
 )
-from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS
+from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS, next_header
 
 SECOND = Ballot(view=0, attempt=2)
 
@@ -313,3 +316,17 @@ def test_a_fragment_that_it_has_trained_is_not_skipped(has_work: bool) -> None:
     assert bool(votes(rig, Phase.PREPARE)) is not has_work
     if has_work:
         assert told(rig).reason == Refusal.HAS_WORK.value
+
+
+def test_the_entry_after_one_that_is_not_digested_yet_is_believed() -> None:
+    """R6. Regression: it was held against the state before."""
+    rig = Rig().joined().trained().exchanging().whole().applying()
+    last, state = rig.peer.log.last, digest_of(b"the state after")
+    assert last is not None
+    rig.do(Applied(last))
+    log = rig.peer.log.in_state(state)
+    rig.see(ahead(log))
+    effects = rig.hear("a", certified(log, next_header(log, roster(log, "ac"))))
+    effects += rig.do(Digested(last, state))
+    assert not of(effects, Dropped)
+    assert of(effects, FetchPayload)
