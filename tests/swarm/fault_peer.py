@@ -48,9 +48,9 @@ class Moment(StrEnum):
     SENDING = "sending"
     """Some chunks of its contribution are where they belong, the others are not."""
     REDUCING = "reducing"
-    """It has averaged some chunks of its part, and told nobody of the last one."""
+    """It has averaged some chunks of its part, and has not told of the last one."""
     PROPOSING = "proposing"
-    """The leader knows what the round came to, and has proposed it to nobody."""
+    """The leader knows what the round came to, and has not proposed it yet."""
     COMMITTING = "committing"
     """It has given its vote 2 to one member, and to none of the others."""
 
@@ -124,7 +124,7 @@ class FaultyDriver(Driver):
         super().handle(event)
 
     async def listen(self) -> None:
-        """Do as we are told; leave when nobody is there any more to tell us anything."""
+        """Obey the lines on standard input, and leave when it ends."""
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():

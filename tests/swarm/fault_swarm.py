@@ -121,7 +121,7 @@ class Volunteer:
 
     @asynccontextmanager
     async def cut_off(self) -> AsyncIterator[None]:
-        """It runs, and hears of nobody."""
+        """Cut its cable: it runs, and hears no other peer."""
         assert self.network is not None
         async with self.stopped():
             self.network.cut(self.place)
@@ -182,14 +182,14 @@ class Swarm:
         await self.until(lambda: bool(self.whole(0)), "the first entry of all")
 
     async def end(self) -> None:
-        everybody = [self._bootstrap, *self.volunteers]
-        await asyncio.gather(*(one.end() for one in everybody))
-        left = await gone(set[int]().union(*(one.daemons for one in everybody)), DEADLINE)
+        started = [self._bootstrap, *self.volunteers]
+        await asyncio.gather(*(one.end() for one in started))
+        left = await gone(set[int]().union(*(one.daemons for one in started)), DEADLINE)
         sweep_sockets()  # of those who were killed
         assert not left, "daemons outlive their peers"
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Look again whenever anybody says something."""
+        """Look again at each event of a peer."""
         try:
             async with asyncio.timeout(DEADLINE):
                 while not condition():
@@ -205,7 +205,7 @@ class Swarm:
         return max(max(one.applied, default=-1) for one in self.volunteers)
 
     def whole(self, since: int) -> list[Entry]:
-        """Entries from the index `since` on that everybody has applied, with everybody's work in them."""
+        """Return the entries from the index `since` on that all have applied, with the work of all in them."""
         first, *others = (one.applied for one in self.volunteers)
         return [
             entry

@@ -133,7 +133,7 @@ class LyingDriver(Driver):
 
     # As it is told --------------------------------------------------------------------------------------------
     async def listen(self) -> None:
-        """Do as we are told; leave when nobody is there any more to tell us anything."""
+        """Obey the lines on standard input, and leave when it ends."""
         lines: asyncio.Queue[str] = asyncio.Queue()
         reading = asyncio.create_task(read_lines(lines, self.leave))
         while not reading.done() or not lines.empty():

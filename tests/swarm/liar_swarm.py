@@ -77,13 +77,13 @@ class LiarSwarm(Swarm):
             await self.restart(leader)
 
     async def led_by_others(self) -> None:
-        """Have somebody honest lead, and the liar take part."""
+        """Have an honest peer lead, and the liar take part."""
         await self.part_of(self.liar)
         while self.leader == self.liar.id:
             await self.restart(self.liar)
 
     async def restart(self, peer: Volunteer) -> None:
-        """Whoever starts again comes last in the roster, and has forgotten what it applied."""
+        """Start a peer again: it comes last in the roster, and has forgotten what it applied."""
         await self.check()
         async with peer.killed():  # until there is an entry without it, or it keeps its place
             since, others = self.index + 1, [one for one in self.honest if one is not peer]

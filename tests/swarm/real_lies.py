@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 AT_ONCE = 4  # requests of a flood to each victim
 INVENTED = 40  # peers
-LIMIT = 1 << 20  # bytes that an answer to a flood may have
 TIMEOUT = 10.0  # seconds that a flood waits for one
 HUGE = struct.pack("<f", 2.0**57)
 

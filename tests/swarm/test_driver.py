@@ -42,7 +42,7 @@ class Volunteer:
 
     @property
     def rests(self) -> bool:
-        """Once nobody may train any more: who had begun before waits for the others."""
+        """Whether it does nothing more, once no peer may train: one that has trained waits for the others."""
         return self.driver.peer.state in ("training", "ready")
 
     async def die(self) -> None:
@@ -112,7 +112,7 @@ def test_peers_agree_through_a_death_and_a_join() -> None:
             await wait_until(
                 alive,
                 lambda: len({one.index for one in alive}) == 1 and all(one.rests for one in alive),
-                "everybody to settle at one position",
+                "all to settle at one position",
             )
             assert len(digests_by_position(alive)) == 1
 
@@ -143,7 +143,7 @@ def test_one_leaves_and_the_others_go_on() -> None:
 class DiesAfterItsFirstChunk:
     """Lets a volunteer send one chunk of the next round of three that it opens, and then no more: it is dead.
 
-    On a busy machine a round may begin without somebody, and without its victim too few would be left of that."""
+    On a busy machine a round may begin with two, and without its victim too few would be left of that."""
 
     def __init__(self, volunteer: Volunteer) -> None:
         self.volunteer = volunteer
@@ -174,7 +174,7 @@ class DiesAfterItsFirstChunk:
         """The round in which it died."""
         async with asyncio.timeout(DEADLINE):
             await self.confirmed.wait()
-        await self.volunteer.transport.close()  # first, so that nobody hears another word
+        await self.volunteer.transport.close()  # first, so that no other word is heard
         await self.volunteer.die()
         assert self.round is not None
         return self.round

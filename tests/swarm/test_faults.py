@@ -1,6 +1,6 @@
 """Processes that are killed, stopped, frozen and cut off at named moments of a round: the others go on as one.
 
-One swarm lives through all cases. Each ends with everybody in one entry again.
+One swarm lives through all cases. Each ends with an entry of all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def cables(machines: Network | str) -> None:
 
 
 async def strike(swarm: Swarm, fault: Fault, moment: Moment) -> tuple[Volunteer, int]:
-    """Wait until somebody has struck itself at this moment; who, and the entry that the round was about.
+    """Wait until a peer has struck itself at this moment. Return it, and the entry that the round was about.
 
     A peer may have stopped leading, or reduce everything or nothing in these rounds, so that its moment never comes:
     after a few entries another one is chosen.
@@ -68,7 +68,7 @@ async def strike(swarm: Swarm, fault: Fault, moment: Moment) -> tuple[Volunteer,
         await is_struck_or_disarmed(swarm, victim, moment)
         if victim.struck_at is not None:
             return victim, victim.struck_at
-    pytest.fail(f"nobody was {moment}")
+    pytest.fail(f"no peer was {moment}")
 
 
 async def is_struck_or_disarmed(swarm: Swarm, victim: Volunteer, moment: Moment) -> None:
@@ -88,7 +88,7 @@ async def go_on_without(swarm: Swarm, victim: Volunteer, index: int) -> None:
 
 
 async def become_whole(swarm: Swarm) -> None:
-    """Nobody goes on by itself: all end with the same bits."""
+    """Wait for an entry of all, with the same bits."""
     index = swarm.index + 1
     await swarm.until(lambda: bool(swarm.whole(index)), "an entry of all")
 

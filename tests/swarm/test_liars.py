@@ -57,7 +57,7 @@ def test_a_leader_that_lies_is_turned_away_from(tell: Tell, lie: str) -> None:
 
 
 @pytest.mark.parametrize("lie", each(MEMBERS))
-def test_a_member_that_lies_keeps_nobody_from_counting(tell: Tell, lie: str) -> None:
+def test_all_honest_members_count_beside_one_that_lies(tell: Tell, lie: str) -> None:
     async def story(swarm: LiarSwarm) -> None:
         await swarm.led_by_others()
         await swarm.lie(lie)
@@ -69,7 +69,7 @@ def test_a_member_that_lies_keeps_nobody_from_counting(tell: Tell, lie: str) -> 
     tell(story)
 
 
-def test_who_joins_gets_the_state_of_the_log(tell: Tell) -> None:
+def test_a_joiner_gets_the_state_of_the_log(tell: Tell) -> None:
     async def story(swarm: LiarSwarm) -> None:
         await swarm.part_of(swarm.liar)  # else it has nothing to give
         swarm.liar.lie(FALSE_SNAPSHOT)
@@ -77,7 +77,7 @@ def test_who_joins_gets_the_state_of_the_log(tell: Tell) -> None:
             await swarm.restart(swarm.honest[-1])
             if swarm.liar.has_lied:
                 break
-        assert swarm.liar.has_lied, "nobody who joined has asked it"
+        assert swarm.liar.has_lied, "no joiner has asked it"
         await swarm.thrive(FALSE_SNAPSHOT)
         await swarm.be_honest()
 

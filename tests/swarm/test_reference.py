@@ -1,6 +1,6 @@
 """Three volunteers, six processes, real libp2p: the swarm must end with the bits of the algorithm in one process.
 
-The reference knows the log alone. So everybody has to be in time for each outer step, and nobody may train anything
+The reference knows the log alone. So all have to be in time for each outer step, and none may train anything
 that no entry has: what AdamW remembers of that would be in all that follows.
 """
 
@@ -113,8 +113,8 @@ def test_a_swarm_of_processes_ends_with_the_bits_of_the_reference(streaming: str
     config = RunConfig.from_toml(tmp_path / "run.toml")
     for header, _ in entries:
         trained = [sample_count(member.samples) * config.training.sequence_length for member in header.roster]
-        assert len(trained) == VOLUNTEERS, "somebody was late"
-        assert [member.tokens for member in header.roster] == trained, "somebody was absent from chunks (R14)"
+        assert len(trained) == VOLUNTEERS, "a member was late"
+        assert [member.tokens for member in header.roster] == trained, "a member was absent from chunks (R14)"
     for number in range(VOLUNTEERS):
         assert "we trained are lost" not in (tmp_path / f"volunteer-{number}.log").read_text()
 
