@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,10 @@ from peers.protocol.messages import Propose, Vote
 from peers.protocol.packing import open_envelope, unpack_message
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
-from peers.values.workload import InnerLoop, OnCaptured, Progress, Trained, captures_nothing
 from tests.swarm import terms
-from tests.swarm.vector_workload import VectorWorkload, whole_members
+from tests.swarm.vector_workload import UnhurriedWorkload, VectorWorkload, whole_members
 
 VALUES = 32 * 1024  # in 32 chunks
-TRAINING_SECONDS = 0.2
 TIMING = Timing(
     heartbeat=0.5, heartbeat_expiry=3.0, grace=3.0, round_timeout=10.0, partition_grace=8.0, resend=0.2, leave=5.0
 )
@@ -136,19 +133,6 @@ class FaultyDriver(Driver):
         self.leave()
 
 
-class UnhurriedWorkload(VectorWorkload):
-    def __init__(self, values: int = VALUES, seconds: float = TRAINING_SECONDS) -> None:
-        super().__init__(values)
-        self._seconds = seconds
-
-    async def run_inner_loop(
-        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
-    ) -> Trained:
-        trained = await super().run_inner_loop(work, on_progress, on_captured)
-        await asyncio.sleep(self._seconds)
-        return trained
-
-
 def tell(header: Header, state_digest: bytes) -> None:
     say("applied", index=header.index, **said_of(header, state_digest), members=whole_members(header))
 
@@ -165,7 +149,7 @@ async def run_peer(identity: Identity, listen: str, contact: str | None) -> None
         if contact is None:
             await asyncio.to_thread(sys.stdin.read)
             return
-        driver = FaultyDriver(identity, transport, UnhurriedWorkload())
+        driver = FaultyDriver(identity, transport, UnhurriedWorkload(VALUES))
         listening = asyncio.create_task(driver.listen())
         await driver.run()
         await listening

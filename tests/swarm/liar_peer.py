@@ -36,8 +36,9 @@ from peers.values.wire import Buffer, digest_of
 from peers.values.workload import Blocks, Reduction
 from tests.simulator.liars import LiarsPacker, Lie
 from tests.swarm import terms
-from tests.swarm.fault_peer import UnhurriedWorkload, said_of
+from tests.swarm.fault_peer import said_of
 from tests.swarm.real_lies import LIES, RealLie
+from tests.swarm.vector_workload import UnhurriedWorkload
 
 VALUES = 16 * 1024  # in 16 chunks
 LINK = Caps(1e6, 1e6)

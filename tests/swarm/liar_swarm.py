@@ -7,11 +7,10 @@ from pathlib import Path
 
 from benchmarks.processes import Event
 from peers.values.identity import Identity
-from tests.swarm.fault_peer import TRAINING_SECONDS
 from tests.swarm.fault_swarm import Entry, Swarm, Volunteer, divergences
 from tests.swarm.liar_peer import PEERS, VALUES
 from tests.swarm.networks import Place
-from tests.swarm.vector_workload import VectorWorkload
+from tests.swarm.vector_workload import TRAINING_SECONDS, VectorWorkload
 
 PROGRAM = "tests.swarm.liar_peer"
 ENTRIES = 2

@@ -18,7 +18,7 @@ from peers.protocol.events import ChunkSent, Event
 from peers.protocol.rounds import Round, RoundName
 from peers.values.identity import Identity
 from peers.values.wire import digest_of
-from tests.swarm.vector_workload import VectorWorkload
+from tests.swarm.vector_workload import UnhurriedWorkload, VectorWorkload
 
 pytestmark = pytest.mark.swarm
 LOCAL = ("/ip4/127.0.0.1/tcp/0",)
@@ -61,7 +61,7 @@ class Swarm:
     async def join(self) -> Volunteer:
         identity = Identity.generate()
         transport = await HivemindTransport.create(identity, self.bootstrap.addresses, LOCAL)
-        workload = VectorWorkload()
+        workload = UnhurriedWorkload()
         driver = Driver(identity, transport, workload, self.settings, workload.state.digest())
         volunteer = Volunteer(driver, transport, workload, asyncio.create_task(driver.run()))
         self.volunteers.append(volunteer)

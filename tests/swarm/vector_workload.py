@@ -28,6 +28,7 @@ from peers.values.workload import (
 
 VALUES = 5000
 TOKENS = 8  # of a sample
+TRAINING_SECONDS = 0.2
 FRAGMENT = 2048  # values of each fragment but the last, where there are several
 
 
@@ -116,6 +117,21 @@ class VectorWorkload:
             raise SnapshotError("not that state")
         momentum, theta = np.frombuffer(state, np.float32).reshape(2, -1)
         self.state.replace(theta, momentum)
+
+
+class UnhurriedWorkload(VectorWorkload):
+    """Its trainings take a moment: a newcomer catches up only where entries take longer than to replay one."""
+
+    def __init__(self, values: int = VALUES, seconds: float = TRAINING_SECONDS) -> None:
+        super().__init__(values)
+        self._seconds = seconds
+
+    async def run_inner_loop(
+        self, work: InnerLoop, on_progress: Callable[[Progress], None], on_captured: OnCaptured = captures_nothing
+    ) -> Trained:
+        trained = await super().run_inner_loop(work, on_progress, on_captured)
+        await asyncio.sleep(self._seconds)
+        return trained
 
 
 def whole_members(header: Header) -> list[str]:
