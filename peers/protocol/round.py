@@ -384,7 +384,8 @@ class EntryRound(Part):
             return True
         index = self.log.position.index
         is_vain = beat.index > index and peer in self._presence.branches.vain
-        return beat.state in PARTICIPATING and beat.index + 1 >= index and not is_vain
+        is_near = beat.index + 1 >= index or peer in self.log.roster  # entries may come faster than beats
+        return beat.state in PARTICIPATING and is_near and not is_vain
 
     def _watch(self, _: Tick) -> None:
         self.look()
@@ -742,9 +743,10 @@ class EntryRound(Part):
 
     def _proves(self, certified: Certified, sender: str) -> bool:
         assert certified.certificate is not None
+        here = self.here if self._replica.is_settled else self.log  # the digest may be that of the state before
         try:
-            self.here.check_next(certified.header)
-            prove(certified.certificate, self.here, certified.header, self._context.keys.verify)
+            here.check_next(certified.header)
+            prove(certified.certificate, here, certified.header, self._context.keys.verify)
         except LogError as error:
             self._context.emit(Dropped(sender, "certificate", str(error)))
             return False

@@ -13,19 +13,21 @@ from peers.log.header import NO_PAYLOAD, Member
 from peers.presence.heartbeat import PeerState
 from peers.presence.presence import Presence
 from peers.protocol.effects import Apply, Dropped, FetchPayload, OpenRound
-from peers.protocol.events import Captured, PayloadFetched, PayloadNotFetched
+from peers.protocol.events import Applied, Captured, Digested, PayloadFetched, PayloadNotFetched
 from peers.protocol.messages import Certified, Part, Proof, Propose, Ready, Vote
 from peers.protocol.round import STALLED, OwnWork, RoundState
 from peers.protocol.rounds import Round, Share
 from peers.protocol.states import State
 from peers.protocol.trainer import Trainer
 from peers.protocol.voting import Refusal
+from peers.values.wire import digest_of
 from peers.values.workload import Trained
 from tests.peers.builders import (
     CONTRIBUTION,
     FIRST,
     PAYLOADS,
     Rig,
+    ahead,
     at_second,
     begin_of,
     certified,
@@ -41,7 +43,7 @@ from tests.peers.builders import (
     two_votes,
     vote,
 )
-from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS, first_log
+from tests.peers.logs import PAYLOAD, SETTINGS, TIMING, TOKENS, first_log, next_header
 from tests.simulator.simulated_keys import SimulatedKeys
 
 SECOND = Ballot(view=0, attempt=2)
@@ -359,3 +361,17 @@ def test_a_fragment_that_it_has_trained_is_not_skipped(has_work: bool) -> None:
     assert bool(votes(rig, Phase.PREPARE)) is not has_work
     if has_work:
         assert told(rig).reason == Refusal.HAS_WORK.value
+
+
+def test_the_entry_after_one_that_is_not_digested_yet_is_believed() -> None:
+    """R6. Regression: it was held against the state before."""
+    rig = Rig().joined().trained().exchanging().whole().applying()
+    last, state = rig.peer.log.last, digest_of(b"the state after")
+    assert last is not None
+    rig.do(Applied(last))
+    log = rig.peer.log.in_state(state)
+    rig.see(ahead(log))
+    effects = rig.hear("a", certified(log, next_header(log, roster(log, "ac"))))
+    effects += rig.do(Digested(last, state))
+    assert not of(effects, Dropped)
+    assert of(effects, FetchPayload)
