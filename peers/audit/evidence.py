@@ -273,8 +273,8 @@ class Evidence:
         return self._observe_certificate(certified.certificate, before, lineage)
 
     def observe_late(self, sender: str, certified: Certified, lineage: Lineage) -> tuple[Fault, ...]:
-        """Take in a certificate of a recent position that is decided here, once it is proven: the other branch of a
-        fork has another one. A few of each sender are checked in a cycle."""
+        """Take in a certificate of a recent position that is decided here, once it is proven, and that of our own entry:
+        they are of two branches of a fork, or of one entry. A few of each sender are checked in a cycle."""
         self._follow(lineage)
         position, certificate = certified.position, certified.certificate
         log, entry = lineage.start(position.head), lineage.after(position)
@@ -288,7 +288,8 @@ class Evidence:
             prove(certificate, before, certified.header, self._verifier.verify, certificate.choice.phase)
         except LogError:
             return ()
-        return self._observe_certificate(certificate, before, lineage)
+        ours = self._observe_certificate(entry[1], before, lineage) if entry and entry[1] else ()
+        return ours + self._observe_certificate(certificate, before, lineage)
 
     def observe_split(self, one: Branch, other: Branch, lineage: Lineage) -> tuple[Fault, ...]:
         """Take in the certificates of the entries with which two branches part, all of which have been proven."""

@@ -93,7 +93,17 @@ class CatchingUp:
         context.convict(context.evidence.observe_split(event.ours, event.theirs, self._replica.lineage))
         far = self.search.on_seen(event)
         if far is not None and self.may_begin:
+            self._show_ours(event)
             self.fetch(far)
+
+    def _show_ours(self, seen: LineageSeen) -> None:
+        """Show the donor the certificates of the entries that we give up for its own: who has signed both branches is
+        convicted there, too (R9)."""
+        start, given_up = seen.ours.start, seen.ours.certificates if seen.theirs.splits_from(seen.ours) else ()
+        for fragment in sorted(given_up):
+            made = self._replica.lineage.after(start.of(fragment).position)
+            if made is not None:
+                self._context.emit(Send(seen.donor, Certified(header=made[0], certificate=made[1])))
 
     def on_elsewhere(self, sender: str) -> None:
         """Take in that our inquiry led nowhere: the sender is on another lineage than we are."""
@@ -123,7 +133,7 @@ class CatchingUp:
         self.search.answered()
         self._replica.take(behind)
         if header.payload == NO_PAYLOAD:
-            self._host.entry_made(header, certified.certificate)
+            self._host.entry_made(header, behind.certificate)
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
         """Take in that no donor had an entry's payload."""

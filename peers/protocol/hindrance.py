@@ -127,9 +127,9 @@ class Hindrances:
 
     @property
     def _others(self) -> set[str]:
-        """The peers that have a say besides us, and all that are heard and train."""
+        """The peers that have a say besides us, and all that train, whether they are heard or have fresh records."""
         heard = {beat.peer for beat in self._presence.live().trainers}
-        return heard.union(self._replica.log.incarnations) - {self._context.me}
+        return heard.union(self._presence.unheard, self._replica.log.incarnations) - {self._context.me}
 
     def _cut_off(self, leader: str | None) -> Hindrance | None:
         """Return whether no peer can be reached, or not the one that leads, as the last entries without us tell."""

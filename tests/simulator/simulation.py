@@ -220,7 +220,9 @@ class Swarm:
             ours = {index: heads[index] for index in self.signed.indices if index < len(heads)}
             self.handle(peer, SignedHeadsSeen(self.signed, ours))
         beats = tuple(beat for other in others if (beat := other.heartbeat_for(peer.name)))
-        self.soon(peer, HeartbeatsSeen(beats))
+        recorded = {one for one, other in self.peers.items() if other.is_there and self.side[one] == self.side[peer.name]}
+        unheard = frozenset(recorded - {beat.peer for beat in beats} - {peer.name})
+        self.soon(peer, HeartbeatsSeen(beats, unheard=unheard))
         self._learn_reach(peer)
 
     def _learn_reach(self, peer: SimulatedPeer) -> None:
