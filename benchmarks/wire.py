@@ -8,9 +8,9 @@ the counters of each namespace's interface are read every few milliseconds. For 
 - "used over 80 %": the share of the time until then in which a link carried more than 0.8 of what iperf3 gets through
   all links at once; the mean over the peers.
 
-The bar is on the messages around the exchange: the time before the first byte without making the blocks (Ready; the
-leader sends data as it says Begin), and the time after the last (Part, Propose, Vote 1, Vote 2), are five delays one
-way in all at most. --svg draws the two rounds.
+The bar is on what is said around the exchange: the time before the first byte without making the blocks (Ready, for
+the leader sends blocks when it says Begin), and the time after the last (Part, Propose, Vote 1, Vote 2), are five
+delays one way in all at most. --svg draws the two rounds.
 """
 
 from __future__ import annotations
