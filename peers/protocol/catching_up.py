@@ -137,7 +137,7 @@ class CatchingUp:
 
     def on_not_replayed(self, header: Header, reason: str) -> None:
         """Take in that no donor had an entry's payload."""
-        self._context.emit(Note("warning", f"no payload of entry {header.index}: {reason}"))
+        self._context.emit(Note("info", f"no payload of entry {header.index}: {reason}"))
         far = self.search.far_behind()
         if far is not None:
             self.fetch(far)
@@ -269,7 +269,7 @@ class Search:
             return None
         head = self._replica.contradiction
         why = f" with outer step {head.index} as the archive {head.archive} has signed it" if head is not None else ""
-        self._context.emit(Note("warning", f"{seen.donor} is at {theirs.end.position.index}{why}: fetching a snapshot"))
+        self._context.emit(Note("info", f"{seen.donor} is at {theirs.end.position.index}{why}: fetching a snapshot"))
         return self._far_behind(seen.donor, theirs.start.position.index)
 
     def believed(self, theirs: Branch, ours: Branch) -> Branch | None:

@@ -262,7 +262,7 @@ def test_a_contribution_that_has_no_average_is_absent(
             assert driver.exchange.averages.ours[chunk].absent == ("c",)
             assert rig.is_in(State.AVERAGING)
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         asyncio.run(scenario())
     assert counted("dropped", what="contribution") == before + 1
     assert "dropped a contribution of c: the weighted values overflow" in caplog.text
@@ -472,7 +472,7 @@ def test_what_is_lost_is_counted_and_named(monkeypatch: pytest.MonkeyPatch, capl
         async with driving(Founder(), monkeypatch) as (driver, _):
             driver._effects.carry_out(TokensLost("entries", 300, "our entries from 7 on are not in the lineage of a"))
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         asyncio.run(scenario())
     assert counted("tokens_lost", what="entries") == before + 300
     assert "300 tokens that we trained are lost: our entries from 7 on are not in the lineage of a" in caplog.messages
