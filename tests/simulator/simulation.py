@@ -220,8 +220,9 @@ class Swarm:
             ours = {index: heads[index] for index in self.signed.indices if index < len(heads)}
             self.handle(peer, SignedHeadsSeen(self.signed, ours))
         beats = tuple(beat for other in others if (beat := other.heartbeat_for(peer.name)))
-        recorded = {one for one, other in self.peers.items() if other.is_there and self.side[one] == self.side[peer.name]}
-        unheard = frozenset(recorded - {beat.peer for beat in beats} - {peer.name})
+        side, heard = self.side[peer.name], {peer.name, *(beat.peer for beat in beats)}
+        recorded = {one for one, other in self.peers.items() if other.is_there and self.side[one] == side}
+        unheard = frozenset(recorded - heard)
         self.soon(peer, HeartbeatsSeen(beats, unheard=unheard))
         self._learn_reach(peer)
 

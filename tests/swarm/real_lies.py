@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from peers.protocol.averages import NO_TERMS, Averages
+from tests.simulator.leading_lies import HandsOnItsOwn, RefusesAll
+
 from peers.network.channel import PeerUnreachableError, Serve
 from peers.network.dht_storage import heartbeats_key
-from peers.presence.beats import BEAT, HEARTBEAT, Beat, tag_of
+from peers.presence.calls import BEAT, HEARTBEAT, Beat, tag_of
 from peers.presence.heartbeat import Heartbeat
-from peers.protocol.averages import NO_TERMS, Averages
 from peers.protocol.effects import SendChunk
 from peers.transfer.lineage_fetch import BYTES_LIMIT, HEADERS, HeadersRequest
 from peers.transfer.payloads import PAYLOAD, PayloadRequest
@@ -23,7 +25,6 @@ from peers.transfer.snapshots import SNAPSHOT, SnapshotOffer, SnapshotRequest
 from peers.values.chunks import chunk_digests, digest_of_chunks
 from peers.values.identity import Identity
 from peers.values.wire import Buffer, digest_of, pack, unpack
-from tests.simulator.leading_lies import HandsOnItsOwn, RefusesAll
 from tests.simulator.liars import Lie
 from tests.simulator.lies import Accuser, AllAbsent, FalseRate, FalseState, InventedHeld, InventedLog
 from tests.simulator.mixtures import UnaskedCommits
