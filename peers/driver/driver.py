@@ -172,17 +172,18 @@ def _note(effect: Note) -> None:
 def _dropped(effect: Dropped) -> None:
     """Name what broke the rules, and who sent it."""
     metrics.DROPPED.labels(effect.what).inc()
-    logger.warning("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
+    logger.info("dropped a %s of %s: %s", effect.what, effect.peer, effect.reason)
 
 
 def _tokens_lost(effect: TokensLost) -> None:
     metrics.TOKENS_LOST.labels(effect.what).inc(effect.tokens)
-    logger.warning("%d tokens that we trained are lost: %s", effect.tokens, effect.reason)
+    logger.info("%d tokens that we trained are lost: %s", effect.tokens, effect.reason)
 
 
 def _trouble(effect: Trouble) -> None:
     metrics.TROUBLED.set(bool(effect.reason))
-    logger.warning("%s", effect.reason or "what this peer trains counts again")
+    level = effect.level if effect.reason else "info"
+    logger.log(logging.getLevelNamesMapping()[level.upper()], effect.reason or "what this peer trains counts again")
 
 
 class Driver:

@@ -169,9 +169,10 @@ class TokensLost:
 @dataclass(frozen=True)
 class Trouble:
     """Why what this peer trains does not count at present, and what to do about it; "": it does again. To be shown to
-    the volunteer, and to everybody in heartbeats."""
+    the volunteer, and to everybody in heartbeats. `level` as in a Note."""
 
     reason: str
+    level: str = "warning"
 
 
 Effect = (

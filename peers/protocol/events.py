@@ -26,11 +26,13 @@ class Tick:
 
 @dataclass(frozen=True)
 class HeartbeatsSeen:
-    """The newest heartbeat of each peer, and for how many seconds nothing newer had come of it (not named: it comes
-    only now)."""
+    """The newest heartbeat of each peer that is heard, and for how many seconds nothing newer had come of it (not
+    named: it comes only now). `unheard` are peers that are not heard, though their records are fresh: in the DHT, or as
+    others hand them out."""
 
     heartbeats: tuple[Heartbeat, ...]
     silences: Mapping[str, float] = field(default_factory=dict)
+    unheard: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

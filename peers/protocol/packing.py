@@ -159,7 +159,8 @@ class Packer:
     def unpack(self, data: bytes) -> Message | Unread | None:
         """Return what `unpack_message` does. Raises: WireError."""
         kind, position, values = open_envelope(self._run, data)
-        is_read = position.is_in_cycle_of(self._peer.log.position)
+        # A certificate of an older position may be the other branch of a fork (R9).
+        is_read = kind is Certified or position.is_in_cycle_of(self._peer.log.position)
         return _understand(kind, position, values, self.log_at(position) if is_read else None)
 
     def log_at(self, position: Position) -> LogState | None:

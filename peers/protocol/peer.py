@@ -138,8 +138,9 @@ class Peer:
                 cycle.tick()
             case _ if isinstance(event, ExchangeEvent):
                 self._take(event.round_name.position.fragment, event)
-            case HeartbeatsSeen(heartbeats, silences):
+            case HeartbeatsSeen(heartbeats, silences, unheard):
                 self.membership.observe(heartbeats, self._context.now, silences)
+                self.presence.unheard = unheard
                 cycle.hear_amendments(known for beat in heartbeats for known in (beat.amendment, beat.proposed))
                 cycle.catching_up.check_state()
                 cycle.catching_up.look()
@@ -222,6 +223,8 @@ class Peer:
                 context.convict(evidence.observe_vote(sender, message, lineage))
             case Leaving():
                 context.convict(evidence.observe_farewell(sender, message, lineage))
+            case Certified() if sender != self.me and self._is_decided(message.position):
+                context.convict(evidence.observe_late(sender, message, lineage))
             case Ready(commitment=commitment) if commitment is not None and sender != self.me:
                 author = commitment.author(sender, message.incarnation, message.position)
                 context.convict(evidence.observe_commitment(author, commitment, lineage))
@@ -235,6 +238,11 @@ class Peer:
         """Return the round that a message is about, if we are where it is."""
         is_here = position.is_in_cycle_of(self.log.position)
         return self.rounds.get(position.fragment) if is_here else None
+
+    def _is_decided(self, position: Position) -> bool:
+        """Return whether the entry at a position is committed, as far as this peer knows."""
+        round = self._round_at(position)
+        return round is None or round.is_decided
 
     def _receive_here(self, sender: str, message: Message | Unread, round: EntryRound) -> None:
         """Take in a message about a position where we are. What does not fit our state is late or early, and

@@ -236,7 +236,7 @@ class StepCycle:
         is_waiting = self.state is State.JOINING or round.is_taking_part
         if not is_waiting or self.replica.state is not ReplicaState.LEVEL or leader == self._me:
             return
-        self._context.emit(Note("warning", f"refused by {leader}: {refuse.reason}"))
+        self._context.emit(Note("info", f"refused by {leader}: {refuse.reason}"))
         ours = self.replica.state_digest
         if refuse.state_digest == ours:
             self._on_samples_refused(leader, round)

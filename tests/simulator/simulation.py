@@ -220,7 +220,10 @@ class Swarm:
             ours = {index: heads[index] for index in self.signed.indices if index < len(heads)}
             self.handle(peer, SignedHeadsSeen(self.signed, ours))
         beats = tuple(beat for other in others if (beat := other.heartbeat_for(peer.name)))
-        self.soon(peer, HeartbeatsSeen(beats))
+        side, heard = self.side[peer.name], {peer.name, *(beat.peer for beat in beats)}
+        recorded = {one for one, other in self.peers.items() if other.is_there and self.side[one] == side}
+        unheard = frozenset(recorded - heard)
+        self.soon(peer, HeartbeatsSeen(beats, unheard=unheard))
         self._learn_reach(peer)
 
     def _learn_reach(self, peer: SimulatedPeer) -> None:

@@ -15,7 +15,7 @@ from peers.driver.driver import CALL
 from peers.log.certificate import position_of
 from peers.network.channel import PeerUnreachableError, Serve
 from peers.network.dht_storage import heartbeats_key
-from peers.presence.beats import BEAT, HEARTBEAT, Beat, tag_of
+from peers.presence.calls import BEAT, HEARTBEAT, Beat, tag_of
 from peers.presence.heartbeat import Heartbeat
 from peers.protocol.effects import SendChunk
 from peers.protocol.messages import Inquire, LeaseRequest, Message

@@ -179,7 +179,7 @@ def test_whom_we_do_not_hear_is_connected_to_and_not_told_of() -> None:
         async with asyncio.TaskGroup() as tasks:
             return await pulse_of(new_peer(), network, tasks.create_task).beat()
 
-    assert asyncio.run(scenario()) == HeartbeatsSeen((), {})
+    assert asyncio.run(scenario()) == HeartbeatsSeen((), {}, frozenset({OTHER.peer_id}))
     assert network.connected == [OTHER.peer_id]
 
 
