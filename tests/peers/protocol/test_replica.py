@@ -284,7 +284,7 @@ def test_who_is_astray_says_so_and_looks_at_those_that_it_had_passed_over() -> N
     assert place.replica.claimant == "c"
     [note] = of(place.context.take_effects(), Note)
     assert note == Note(
-        "warning",
+        "info",
         "the archive z has signed another outer step 1 than this peer's: looking for the log that has it",
     )
     heard(place, 1, OTHER.position.head)
