@@ -98,8 +98,8 @@ class Links(Section):
 LINK_SHARE = 0.95
 """Of a link's bits, that are data: a packet of 1,514 bytes carries 1,448, less what TLS and chunk headers take."""
 DELAYS, DELAYS_OF_MORE = 8, 10
-"""One way, in a round: Ready, Begin, a block to its reducer, its average back, Part, Propose, Vote 1, Vote 2; among more
-than `OPEN_LIMIT` peers also a certificate after each vote (docs/protocol.md, Liveness)."""
+"""One way, in a round: Ready, Begin, a block to its reducer, its average back, Part, Propose, Vote 1, Vote 2; among
+more than `OPEN_LIMIT` peers also a certificate after each vote (docs/protocol.md, Liveness)."""
 QUANTIZED, QUANTIZED_SPARSE = 1.67e9, 0.37e9
 """Values a second that one thread encodes, and as sparse payloads with error feedback (docs/codecs.md)."""
 STEPPED = 1.69e9

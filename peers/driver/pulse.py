@@ -12,7 +12,7 @@ from peers.metrics import HEALTH
 from peers.network.links import EAGER
 from peers.presence.heartbeat import Heartbeat, HeldOutLoss, PeerState, name_peers
 from peers.protocol.events import AmendmentSeen, Event, HeadsSeen, HeartbeatsSeen, SignedHeadsSeen
-from peers.protocol.states import SHOWN_AS, State
+from peers.protocol.states import SHOWN_AS
 from peers.values.identity import Identity
 from peers.values.system import next_sequence, now
 from peers.values.wire import printable
@@ -97,7 +97,7 @@ class Pulse:
         before = self._transport.discovery_of(self._peer.settings.run).copies.highest
         self._sequence = next_sequence(self._sequence, before)
         peer, progress, log = self._peer, self._peer.trainer.progress, self._peer.settled
-        goodbye = peer.goodbye if peer.state is State.LEFT else None
+        goodbye = peer.goodbye
         ticket, revocations = self._transport.credentials(peer.settings.run)
         return Heartbeat(
             run=peer.settings.run,
@@ -131,6 +131,7 @@ class Pulse:
             team=self._team,
             amendment=log.amendment,
             proposed=peer.proposed_amendment,
+            start=peer.start,
         )
 
     async def _connect(self, stranger: Heartbeat) -> None:

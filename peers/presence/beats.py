@@ -150,7 +150,7 @@ class Beats:
         heartbeat = Heartbeat.verify(signed, self.run)
         first_at = self.own.first_at if self.own else now
         self.own = Kept(heartbeat, signed, heartbeat, taken_at=now, first_at=first_at, heard_at=now)
-        self.lifetime, self.copies.ours = heartbeat.lifetime, heartbeat.incarnation
+        self.lifetime, self.copies.ours = heartbeat.lifetime, heartbeat.life
         self._beat = Beat.of(heartbeat)
 
     def go_on(self, heartbeat: Heartbeat, now: float) -> None:
@@ -215,7 +215,7 @@ class Beats:
         before = self.store.get(sender)
         if not self._may_send(sender, before, len(signed), now):
             return pack(Answer(wants=True))
-        double = (before.heartbeat.incarnation, before.signed) if before and before.is_fresh(now) else None
+        double = (before.heartbeat.life, before.signed) if before and before.is_fresh(now) else None
         heartbeat = Heartbeat.verify(signed, self.run)
         if heartbeat.peer != sender:
             raise RemoteProtocolError(sender, f"it speaks for {heartbeat.peer}")
@@ -225,7 +225,7 @@ class Beats:
         self._heard(sender, now)
         own = self.own
         said = [own.signed] if own is not None and not self.audience.has(sender, own.heartbeat.sequence) else []
-        said += [double[1]] if double and double[0] != heartbeat.incarnation else []
+        said += [double[1]] if double and double[0] != heartbeat.life else []
         return pack(Answer(wants=False, heartbeats=tuple(said))) if said else NOTHING_TO_SAY
 
     def _may_send(self, sender: str, kept: Kept | None, size: int, now: float) -> bool:

@@ -151,18 +151,33 @@ class ChunksUnsent:
 
 
 @dataclass(frozen=True)
+class VotesKept:
+    """The oldest voting record that was to be kept is on the disk."""
+
+
+@dataclass(frozen=True)
+class VotesNotKept:
+    """The disk did not take the oldest voting record that was to be kept."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class PayloadAssembled:
-    """All chunks of the round are here; the payload has this digest and is kept."""
+    """All chunks of the round are here; the payload has this digest and is kept. `trouble` says why it is not on the
+    disk; empty: it is."""
 
     round_name: RoundName
     digest: bytes
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
 class PayloadFetched:
-    """The payload of `header` is here, as peers kept it."""
+    """The payload of `header` is here, as peers kept it. `trouble` says why it is not on the disk; empty: it is."""
 
     header: Header
+    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -278,6 +293,8 @@ Event = (
     | AverageRefuted
     | ChunkSent
     | ChunksUnsent
+    | VotesKept
+    | VotesNotKept
     | PayloadAssembled
     | PayloadFetched
     | PayloadNotFetched

@@ -5,7 +5,7 @@ in heartbeats, and stops when a lease was in vain. Cut off: the leader can't be 
 without a lease, and looks again when links or speeds change, and after some time. Late: the last entries went on
 without it. Astray: an archive of the run has signed another log. On probation: a new peer's work does not count yet. It
 is told so, and goes on. Convicted: the log excludes it for a proven lie. Minority and waiting: most of the run's peers
-are gone.
+are gone. No vote: the disk takes none.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Kind(StrEnum):
     ALONE = "alone"
     ASTRAY = "astray"
     NO_SIGNED_LOG = "no signed log"
+    NO_VOTE = "no vote"
     TOO_SLOW = "too slow"
     MINORITY = "minority"
     WAITING = "waiting"
@@ -106,6 +107,7 @@ class Hindrances:
     def _find(self, leader: str | None) -> Hindrance | None:
         return (
             self._convicted()
+            or self._no_vote()
             or self._cut_off(leader)
             or self._astray()
             or self._too_slow()
@@ -128,6 +130,12 @@ class Hindrances:
             f" from a sound machine with a new identity"
         )
         return Hindrance(Kind.CONVICTED, reason, is_vain=True)
+
+    def _no_vote(self) -> Hindrance | None:
+        """Return whether the disk takes no votes: this peer trains and takes part in rounds, and others decide."""
+        trouble = self._context.votes.trouble
+        reason = f"this peer has no vote, since none leaves a machine that could forget it: {trouble}"
+        return Hindrance(Kind.NO_VOTE, reason, is_vain=False) if trouble else None
 
     @property
     def _others(self) -> set[str]:
@@ -183,9 +191,9 @@ class Hindrances:
         """Return whether most of the run's peers are gone, and we wait for them, or go on with a few."""
         replica, doubt = self._replica, self._replica.lineage.doubt
         if doubt is not None and replica.is_of_minority:
-            here = len(set(doubt.voters) & set(replica.log.voters))
+            rest = len(set(doubt.voters) & set(replica.log.voters))
             reason = (
-                f"only {here} of the {len(doubt.voters)} peers of outer step {doubt.position.index} went on from there:"
+                f"only {rest} of the {len(doubt.voters)} peers of outer step {doubt.position.index} went on from there:"
                 f" what is trained here counts nothing if the others did, too; this peer looks for them and goes over"
                 f" to a better log, so see that others can reach this machine, or join with --on-partition wait"
             )
@@ -202,8 +210,10 @@ class Hindrances:
 
     def _late(self) -> Hindrance | None:
         """Return whether the last entries took nothing of what we trained for them."""
-        times, log = self._trainer.in_vain, self._replica.log
-        if times < LATE or self._context.me in log.roster:
+        times, log, me = self._trainer.in_vain, self._replica.log, self._context.me
+        roster = log.last.roster if log.last else ()
+        counted = any(member.peer == me and member.tokens for member in roster)
+        if times < LATE or counted or (me in log.roster and log.is_on_probation(me)):
             return None
         reason = (
             f"the last {times} outer steps went on without what this peer trained for them: it was ready too late, or"

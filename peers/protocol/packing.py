@@ -76,7 +76,7 @@ def open_envelope(run: str, data: bytes) -> tuple[type[Message], Position, list[
     if type(version) is not int or version != PROTOCOL_VERSION:
         raise WireError(f"protocol version {version!r:.20}; this is version {PROTOCOL_VERSION}")
     if named_run != run:
-        raise WireError("a message of another run")
+        raise WireError(f"a message of another run, {named_run!r:.40}; this is run {run!r}")
     if not isinstance(name, str) or name not in KINDS:
         raise WireError(f"unknown kind of message {str(name)[:40]!r}")
     kind, body = KINDS[name], decode(_inflate(content)) if isinstance(content, bytes) else content

@@ -50,6 +50,8 @@ from peers.protocol.events import (
     TrainingDone,
     TrainingProgress,
     Undelivered,
+    VotesKept,
+    VotesNotKept,
 )
 from peers.protocol.exchange import Exchange, ExchangeEvent
 from peers.protocol.hindrance import Hindrances
@@ -76,6 +78,7 @@ from peers.protocol.rounds import RoundName
 from peers.protocol.states import State
 from peers.protocol.step_cycle import StepCycle
 from peers.protocol.trainer import Trainer
+from peers.protocol.voting import VotingRecord
 from peers.values.identity import Keys
 from peers.values.manifest import Amendment
 from peers.values.workload import PayloadKind
@@ -95,16 +98,18 @@ class Peer:
         payloads: Sequence[PayloadKind],
         state_digest: bytes,
         now: float,
-        incarnation: int,
+        start: int,
         keys: Keys,
         lineage: Lineage | None = None,
+        record: VotingRecord | None = None,
     ) -> None:
-        """`incarnation` is a number that no start of this peer has had before. `lineage` ends where the state is, if
-        that is not before the first entry. `payloads` are of each fragment: what is shown as evidence is judged by
-        them, too."""
+        """`start` is a number that no start of this peer has had before. `lineage` ends where the state is, if that is
+        not before the first entry. `record` has the votes of the starts before (R10). `payloads` are of each fragment:
+        what is shown as evidence is judged by them, too."""
         self.me = me
         self.settings = settings
-        self._context = Context(me, settings, payloads, now, incarnation, keys)
+        self.start = start
+        self._context = Context(me, settings, payloads, now, start, keys, record)
         self._cycle = StepCycle(self._context, state_digest, lineage or Lineage(settings.empty_log))
         self.presence: Presence = self._cycle.presence
         self.trainer: Trainer = self._cycle.trainer
@@ -156,6 +161,10 @@ class Peer:
                 self.presence.rate = rate or self.presence.rate
             case Undelivered(peer):
                 self.membership.unreachable(peer)
+            case VotesKept():
+                self._context.votes_kept()
+            case VotesNotKept(reason):
+                self._context.votes_not_kept(reason)
             case TrainingProgress():
                 self.trainer.take(event)
             case Captured():
@@ -173,13 +182,13 @@ class Peer:
                 cycle.on_fetched(event)
             case LineageSeen() | LineageNotSeen():
                 cycle.catching_up.on_lineage(event)
-            case PayloadFetched(header) if header == self.replica.replaying:
+            case PayloadFetched(header, _) if header == self.replica.replaying:
                 cycle.entry_made(header, self.replica.proof)
             case PayloadNotFetched(header, reason) if header == self.replica.replaying:
                 cycle.catching_up.on_not_replayed(header, reason)
             case LeaveRequested(at_once):
                 cycle.on_leave_requested(at_once)
-            case PayloadFetched(header) | PayloadNotFetched(header, _):
+            case PayloadFetched(header, _) | PayloadNotFetched(header, _):
                 self._take(header.fragment, event)
             case _:
                 raise LocalProtocolError(f"no such event: {event!r}")
@@ -325,6 +334,11 @@ class Peer:
         return self._context.incarnation
 
     @property
+    def record(self) -> VotingRecord:
+        """All votes of this peer, and its farewell: what must be on the disk before that is said."""
+        return self._context.votes.record
+
+    @property
     def exchange(self) -> Exchange | None:
         """Of the round under way, where there is one fragment."""
         return self.round.exchange
@@ -342,6 +356,6 @@ class Peer:
         return exchange if exchange and exchange.name == round_name else None
 
     @property
-    def goodbye(self) -> Leaving:
-        """What to tell the others in the end."""
+    def goodbye(self) -> Leaving | None:
+        """The farewell to tell the others in the end; None: there is none."""
         return self._cycle.goodbye

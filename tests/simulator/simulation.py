@@ -335,8 +335,9 @@ class Swarm:
         return self._read[here]
 
     def farewell(self, sender: SimulatedPeer) -> None:
-        for other in self.living:
-            self.send(sender, other.name, sender.peer.goodbye)
+        if (goodbye := sender.peer.goodbye) is not None:
+            for other in self.living:
+                self.send(sender, other.name, goodbye)
 
     def send_chunk(self, sender: SimulatedPeer, send: SendChunk, data: bytes) -> None:
         if not self.on_chunk(sender.name, send):

@@ -110,7 +110,7 @@ async def beats(network: Network, peer: Peer, count: int) -> None:
 
 
 def new_peer() -> Peer:
-    return Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, incarnation=5, keys=ME)
+    return Peer(ME.peer_id, SETTINGS, PAYLOADS, STATE, 0.0, start=5, keys=ME)
 
 
 def test_what_the_runs_archives_have_signed_is_held_against_the_log() -> None:
