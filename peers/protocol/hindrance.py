@@ -199,9 +199,9 @@ class Hindrances:
             )
             return Hindrance(Kind.MINORITY, reason, is_vain=False)
         log, settings = replica.log, self._context.settings
-        here = {self._context.me, *self._presence.live()}
-        gone = set(log.voters) - here
-        if not gone or self._presence.is_quorum(log, here):
+        present = {self._context.me, *self._presence.live()}
+        gone = set(log.voters) - present
+        if not gone or self._presence.is_quorum(log, present):
             return None
         grace = settings.timing.partition_grace
         until = f", for {grace:.0f} s at most" if settings.goes_on_alone else ", as --on-partition wait says"
