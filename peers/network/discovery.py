@@ -14,7 +14,8 @@ from peers import metrics
 from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.metrics import HEALTH
 from peers.network.channel import PeerUnreachableError
-from peers.presence.beats import PAGE, WHO, Beats
+from peers.presence.beats import Beats
+from peers.presence.calls import PAGE, WHO
 from peers.presence.copies import Copies
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import MeetingPlace
