@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from peers import metrics
-from peers.errors import AdmissionError, LocalProtocolError, RemoteProtocolError
+from peers.errors import LocalProtocolError, RemoteProtocolError
 from peers.metrics import HEALTH
-from peers.network.channel import PeerUnreachableError, RefusalError
+from peers.network.channel import PeerUnreachableError
 from peers.presence.beats import Beats
-from peers.presence.calls import PAGE, WHO, Beat, Request
+from peers.presence.calls import PAGE, WHO
 from peers.presence.copies import Copies
 from peers.presence.heartbeat import Heartbeat, PeerState
 from peers.presence.meeting_place import MeetingPlace
@@ -131,25 +131,6 @@ class PeerDiscovery:
         except RemoteProtocolError as error:
             metrics.DROPPED.labels("heartbeat").inc()
             logger.warning("dropped the answer to a beat: %s", error)
-
-    # What others say ------------------------------------------------------------------------------------------
-    def hear_beat(self, sender: str, beat: Beat) -> bytes:
-        """Answer another peer's beat."""
-        return self.beats.hear_beat(sender, beat, now(), time.time())
-
-    def hear_heartbeat(self, sender: str, signed: bytes) -> bytes:
-        """Answer another peer's signed heartbeat. Raises: RemoteProtocolError, RefusalError."""
-        try:
-            return self.beats.hear_heartbeat(sender, signed, now(), time.time())
-        except AdmissionError as error:
-            raise RefusalError(str(error)) from error
-
-    def hand_out(self, sender: str, request: Request) -> bytes:
-        """Answer the question who is there. Raises: RemoteProtocolError, RefusalError."""
-        try:
-            return self.beats.hand_out(sender, request, now(), time.time())
-        except AdmissionError as error:
-            raise RefusalError(str(error)) from error
 
     async def close(self) -> None:
         HEALTH.over(f"dht {self._run}")

@@ -18,6 +18,8 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from peers.network.sockets import endpoint_of
+
 logger = logging.getLogger(__name__)
 
 Address: TypeAlias = IPv4Address | IPv6Address
@@ -58,7 +60,7 @@ class Mapping:
 
     @property
     def endpoint(self) -> str:
-        return f"[{self.address}]:{self.port}" if self.address.version == 6 else f"{self.address}:{self.port}"
+        return endpoint_of(str(self.address), self.port)
 
 
 def default_gateway() -> Where | None:

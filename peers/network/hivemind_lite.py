@@ -15,11 +15,12 @@ import importlib
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from peers.values.system import cancel_and_wait
 
 HEAVY_PACKAGES = ("hivemind", "hivemind.utils", "hivemind.dht")
 # What torch-free modules take from the package hivemind.utils instead of from its submodules.
@@ -100,58 +101,36 @@ def _enter_unrun(name: str) -> None:
 
 
 def _ending_when_cancelled(traverse: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return hivemind's `traverse_dht` as a function whose cancellation ends all that it began."""
+    """Return hivemind's `traverse_dht` as a function whose cancellation ends all that it began.
+
+    hivemind leaves its requests to other nodes under way. Here they end, and the search finishes with what it has.
+    """
 
     async def search(*arguments: Any, get_neighbors: Any, found_callback: Any = None, **options: Any) -> Any:
-        return await _Search(get_neighbors, found_callback).run(traverse, *arguments, **options)
+        is_over = asyncio.Event()
 
-    return search
+        async def unless_over(work: Callable[..., Awaitable[Any]], *details: Any) -> Any:
+            """Return the result of a request; None when the search is over before."""
+            if is_over.is_set():
+                return None
+            request, end = asyncio.ensure_future(work(*details)), asyncio.create_task(is_over.wait())
+            try:
+                await asyncio.wait((request, end), return_when=asyncio.FIRST_COMPLETED)
+                return None if is_over.is_set() else request.result()
+            finally:
+                await cancel_and_wait(request, end)
 
+        async def ask(node: Any, queries: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
+            """Return the neighbors that a node knows for each query, and whether the search for that is over."""
+            return await unless_over(get_neighbors, node, queries) or dict.fromkeys(queries, ((), True))
 
-class _Search:
-    """One search, and the requests to other nodes that it waits for."""
-
-    def __init__(
-        self, get_neighbors: Callable[..., Awaitable[Any]], found: Callable[..., Awaitable[Any]] | None
-    ) -> None:
-        self._get_neighbors = get_neighbors
-        self._found = found
-        self._requests: set[asyncio.Future[Any]] = set()
-        self._is_ended = False
-
-    async def run(self, traverse: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any, **options: Any) -> Any:
-        tell = self._found and partial(self._unless_ended, self._found)
-        searching = asyncio.create_task(traverse(*arguments, get_neighbors=self._ask, found_callback=tell, **options))
+        tell = found_callback and partial(unless_over, found_callback)
+        searching = asyncio.create_task(traverse(*arguments, get_neighbors=ask, found_callback=tell, **options))
         try:
             return await asyncio.shield(searching)
         except asyncio.CancelledError:
-            self._is_ended = True
-            for request in self._requests:
-                request.cancel()
-            await asyncio.wait([searching])
-            with suppress(asyncio.CancelledError):
-                searching.exception()  # which need not be reported
+            is_over.set()
+            await asyncio.gather(searching, return_exceptions=True)
             raise
 
-    async def _ask(self, node: Any, queries: Collection[Any]) -> dict[Any, tuple[tuple[Any, ...], bool]]:
-        """Return the neighbors that a node knows for each query, and whether the search for that is over."""
-        answer = await self._unless_ended(self._get_neighbors, node, queries)
-        return dict.fromkeys(queries, ((), True)) if answer is None else answer
-
-    async def _unless_ended(self, work: Callable[..., Awaitable[Any]], *details: Any) -> Any:
-        """Return the result of a request; None when the search was ended before, or is meanwhile."""
-        if self._is_ended:
-            return None
-        request = asyncio.ensure_future(work(*details))
-        self._requests.add(request)
-        request.add_done_callback(self._requests.discard)
-        try:
-            await asyncio.wait([request])
-        except asyncio.CancelledError:
-            request.cancel()
-            raise
-        if self._is_ended:
-            with suppress(asyncio.CancelledError):
-                request.exception()
-            return None
-        return request.result()
+    return search

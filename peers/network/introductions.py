@@ -25,6 +25,7 @@ from peers.errors import RemoteProtocolError
 from peers.network.channel import PeerUnreachableError, RefusalError
 from peers.network.connection import greet, welcome
 from peers.network.contacts import Contact, host_of, public_only
+from peers.network.daemon import peer_id_of
 from peers.network.data_port import (
     MEETING_CONNECTIONS,
     Hello,
@@ -76,7 +77,7 @@ class _Introduce(Value):
 
 
 class _Meeting(Value):
-    """Told by a node: this peer wants to meet you, and is seen there. The answer is `_Seats`."""
+    """Told by a node: this peer wants to meet you, and is seen there. The answer is `_Introduced`."""
 
     peer: PeerId
     endpoints: Places
@@ -84,17 +85,11 @@ class _Meeting(Value):
     token: Token | None
 
 
-class _Seats(Value):
-    """The endpoints at which the peer that answers is seen."""
-
-    endpoints: Places
-
-
 class _Introduced(Value):
-    """The node's answer: where the other one is seen, and the token to be spliced with, if the node relays."""
+    """The answer to either: where the other one is seen, and from a node that relays the token to be spliced with."""
 
     endpoints: Places
-    token: Token | None
+    token: Token | None = None
 
 
 @dataclass
@@ -185,7 +180,7 @@ class Arranging:
         """Return the node at a multiaddr; None when it does not answer, or has no data port."""
         if address in self._known:
             return self._known[address]
-        host, peer = host_of(address), address.rstrip("/").rpartition("/")[2]
+        host, peer = host_of(address), peer_id_of(address)
         try:
             info = await self._ask_info(peer, address)
         except (PeerUnreachableError, RemoteProtocolError) as error:
@@ -270,7 +265,7 @@ class Arranging:
             raise
         going = self._go(meeting.peer, ports, meeting.endpoints, node.endpoint, meeting.token, connections)
         self._links.start(going).add_done_callback(lambda _: is_met.set_result(None))
-        return pack(_Seats(endpoints=seen))
+        return pack(_Introduced(endpoints=seen))
 
     # The node that brings two together ------------------------------------------------------------------------
     async def on_introduce(self, sender: str, payload: bytes) -> bytes:
@@ -284,12 +279,12 @@ class Arranging:
         meeting = _Meeting(peer=sender, endpoints=places, connections=asked.connections, token=token)
         try:
             answer = await self._links.link(asked.to).call(MEET, pack(meeting), CALL_TIMEOUT / 2)
-            seats = unpack_from(asked.to, _Seats, answer)
+            theirs = unpack_from(asked.to, _Introduced, answer)
         except (PeerUnreachableError, RemoteProtocolError) as error:
             if self.splicer and token:
                 self.splicer.cancel(token)
             raise RefusalError(f"{asked.to} does not come: {error}") from error
-        return pack(_Introduced(endpoints=self._seen_here(asked.to, seats.endpoints), token=token))
+        return pack(_Introduced(endpoints=self._seen_here(asked.to, theirs.endpoints), token=token))
 
     def _seen_here(self, peer: str, endpoints: Sequence[str]) -> tuple[str, ...]:
         """Return those of the endpoints that are at an address from which the peer is connected here."""

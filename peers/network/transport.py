@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Self, TypeAlias
 
 from peers import metrics
-from peers.errors import DilocoPeerError, LocalNetworkError, LocalProtocolError, RemoteProtocolError
+from peers.errors import AdmissionError, DilocoPeerError, LocalNetworkError, LocalProtocolError, RemoteProtocolError
 from peers.network.channel import Channel, PeerRefusedError, PeerUnreachableError, RefusalError, Serve, pull, serve_pull
 from peers.network.contacts import contacts_of, host_of, is_loopback, open_volunteers
 from peers.network.daemon import (
@@ -35,12 +36,13 @@ from peers.network.known_runs import KnownRuns
 from peers.network.links import EAGER, Links, LinkSettings
 from peers.network.own_network import is_behind_nat, watch_network
 from peers.network.throttle import Caps, LinkTime, Throttle
+from peers.presence.beats import Beats
 from peers.presence.calls import BEAT, BEAT_BYTES, HEARTBEAT, SHORT, WHO, Beat, Request, tag_of
 from peers.presence.heartbeat import Heartbeat
 from peers.values.identity import Identity
 from peers.values.manifest import SignedManifest
 from peers.values.signed_heads import SignedHeads
-from peers.values.system import cancel_and_wait
+from peers.values.system import cancel_and_wait, now
 from peers.values.wire import MESSAGE_LIMIT, Reach, printable, unpack_from
 
 logger = logging.getLogger(__name__)
@@ -260,20 +262,20 @@ class HivemindTransport:
 
     async def _hear_beat(self, sender: str, payload: bytes) -> bytes:
         beat = unpack_from(sender, Beat, payload, BEAT_BYTES)
-        return self._member_of(beat.run).hear_beat(sender, beat)
+        return self._beats_of(beat.run).hear_beat(sender, beat, now(), time.time())
 
     async def _hear_heartbeat(self, sender: str, payload: bytes) -> bytes:
-        return self._member_of(payload[:SHORT]).hear_heartbeat(sender, payload[SHORT:])
+        return self._beats_of(payload[:SHORT]).hear_heartbeat(sender, payload[SHORT:], now(), time.time())
 
     async def _hand_out(self, sender: str, payload: bytes) -> bytes:
         request = Request.unpack(sender, payload)
-        return self._member_of(tag_of(request.run)).hand_out(sender, request)
+        return self._beats_of(tag_of(request.run)).hand_out(sender, request, now(), time.time())
 
-    def _member_of(self, tag: bytes) -> PeerDiscovery:
-        """Return the discovery of a run that we are in, by the run's tag. Raises: RefusalError."""
+    def _beats_of(self, tag: bytes) -> Beats:
+        """Return our beats in a run that we are in, by the run's tag. Raises: RefusalError."""
         for run, discovery in self._discoveries.items():
             if tag_of(run) == tag and discovery.is_member:
-                return discovery
+                return discovery.beats
         raise RefusalError("we are not in that run")
 
     async def _meet(self, peer_id: str, timeout: float) -> None:
@@ -365,6 +367,8 @@ class HivemindTransport:
             metrics.DROPPED.labels("message").inc()
             logger.warning("dropped a %s message: %s", name, error)
             raise RefusalError(error.message) from error
+        except AdmissionError as error:
+            raise RefusalError(str(error)) from error
         except DilocoPeerError as error:
             logger.error("cannot answer a %s message of %s: %s", name, sender, error)
         except Exception:

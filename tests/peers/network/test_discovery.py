@@ -64,12 +64,13 @@ class Node:
         self.world.calls[name] += 1
         if there is None or self.world.broken or not there.discovery.is_member:
             raise PeerUnreachableError(peer_id, "no answer in time")
+        beats, moment = there.discovery.beats, (module.now(), self.world.wall)
         if name == BEAT:
-            return there.discovery.hear_beat(self.peer_id, unpack(Beat, payload))
+            return beats.hear_beat(self.peer_id, unpack(Beat, payload), *moment)
         if name == HEARTBEAT:
-            return there.discovery.hear_heartbeat(self.peer_id, payload[SHORT:])
+            return beats.hear_heartbeat(self.peer_id, payload[SHORT:], *moment)
         assert name == WHO
-        return there.discovery.hand_out(self.peer_id, Request.unpack(self.peer_id, payload))
+        return beats.hand_out(self.peer_id, Request.unpack(self.peer_id, payload), *moment)
 
     async def connect(self, peer_id: str, addresses: tuple[str, ...]) -> bool:
         self.connected.append(peer_id)

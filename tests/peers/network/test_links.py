@@ -644,7 +644,7 @@ def test_nobody_is_sent_to_where_the_other_one_was_not_seen() -> None:
         async with around_a_relay() as (one, other, relay):
 
             async def come(sender: str, payload: bytes) -> bytes:
-                return pack(introductions._Seats(endpoints=("127.0.0.1:7", "8.8.8.8:53", "[::1]:5")))
+                return pack(introductions._Introduced(endpoints=("127.0.0.1:7", "8.8.8.8:53", "[::1]:5")))
 
             other.answers[MEET] = come
             answer = await one.links.link(relay.peer).call(
@@ -680,7 +680,7 @@ def test_only_our_own_nodes_bring_us_together_with_others() -> None:
             with pytest.raises(RefusalError, match="did not ask"):
                 await one.links.arranging.on_meet(other.peer, meeting)
             seats = await one.links.arranging.on_meet(relay.peer, meeting)
-            assert len(unpack(introductions._Seats, seats).endpoints) == 1
+            assert len(unpack(introductions._Introduced, seats).endpoints) == 1
 
     run(scenario())
 
