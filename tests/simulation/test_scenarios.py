@@ -303,7 +303,6 @@ def of_five_from_the_start(seed: int, quorum: Quorum, liar: str) -> Swarm:
     swarm = Swarm(seed, settings(minimum_peers=5, quorum=quorum), one_child=False, block_count=BLOCKS)
     swarm.training_time = lambda steps: steps * swarm.random.uniform(*USUAL)  # type: ignore[method-assign]
     plant(swarm, (Deceit(liar, "two proposals", 2),))
-    swarm.history.may_fork = quorum is Quorum.MAJORITY
     for name in range(5):
         swarm.start(f"peer{name:02}")
     assert swarm.run(2 * MINUTE, until=lambda: swarm.longest >= 2)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from peers.log.settings import Timing
-from peers.log.state import TERM
+from peers.log.state import TERM, Quorum
 from peers.protocol.pacemaker import LONGEST, death
 from tests.simulator import claims, lies, mixtures
 from tests.simulator.history import InvariantError
@@ -81,6 +81,8 @@ SIGNED: Mapping[str, str] = {
     "many proofs": "commitments",
 }
 """Lies that convict their liar wherever they are told, and the kind of their proof."""
+FORKS = frozenset({"two proposals"})
+"""Lies that fork a run by majority, where their author is in both quorums. They convict it, and all end on a branch."""
 ENTRIES = 2
 """Entries that the honest must make in their time; each of them must count in one."""
 
@@ -129,6 +131,7 @@ def plant(swarm: Swarm, deceits: tuple[Deceit, ...]) -> None:
 
     swarm.peer_of = peer_of
     swarm.history.liars = frozenset(by_name)
+    swarm.history.may_fork = swarm.settings.quorum is Quorum.MAJORITY and any(one.kind in FORKS for one in deceits)
 
 
 def promised(timing: Timing, training: float, liars: int) -> float:
@@ -157,8 +160,14 @@ def thrive(swarm: Swarm, deceits: tuple[Deceit, ...], training: float) -> None:
     if not swarm.run(limit, until=lambda: swarm.longest >= goal):
         raise InvariantError(f"no progress in {limit:.0f} s: longest {swarm.longest}, wanted {goal}")
     limit += TERM * (training + timing.grace)
-    if swarm.run(limit, until=lambda: not excluded() and do_agree()):
+
+    def has_healed() -> bool:
+        return not swarm.history.forks or bool(swarm.history.named)
+
+    if swarm.run(limit, until=lambda: not excluded() and do_agree() and has_healed()):
         return
+    if not has_healed():
+        raise InvariantError(f"the author of a fork at index {swarm.history.forks[0]} is not excluded")
     if excluded():
         raise InvariantError(f"excluded for {limit:.0f} s, though honest: {', '.join(excluded())}")
     heads = {one.name: str(one.peer.log.position) for one in swarm.honest}
