@@ -257,14 +257,12 @@ class LogState:
         """The places of these peers."""
         return {peer: place for place, peer in enumerate(self.names)}
 
-    def expected(self, peer: str, grant: int | None = None) -> Member:
-        """Return what a peer brings if all goes as the log foresees: its whole lease, or this one of the grants.
+    def expected(self, peer: str) -> Member:
+        """Return what a peer brings if all goes as the log foresees: its whole lease, and without one nothing.
 
-        Raises: LogError when there is no such grant, or its samples are too many to count.
+        Raises: LogError when its samples are too many to count.
         """
-        if grant is not None and not grant < len(self.grants):
-            raise LogError(f"{peer}: there is no grant {grant}")
-        lease = self.leases.get(peer, () if grant is None else self.grants[grant])
+        lease = self.leases.get(peer, ())
         tokens, samples = sample_count(lease) * self.tokens_per_sample, lease if self.closes else ()
         wants, incarnation = self._wanted.get(peer, 0), self.incarnations.get(peer, 0)
         try:
