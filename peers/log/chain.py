@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
@@ -92,17 +92,22 @@ def outcome_of(log: LogState, header: Header) -> Outcome:
     return _outcome_of(log.opening(header.fragment), header)
 
 
-def header_of(log: LogState, outcome: Outcome) -> Header:
-    """Return the entry of the log's present cycle that an outcome means. Raises: LogError when there is none."""
-    if outcome.previous != log.position.head or outcome.fragment >= log.fragments:
-        place = f"{outcome.previous.hex()[:8]}/{outcome.fragment}"
+def header_of(log: LogState, told: Header | Outcome) -> Header:
+    """Return the entry of the log's present cycle that is told, whole or in brief.
+
+    Raises: LogError when there is none for an outcome. Whether a header follows is not checked.
+    """
+    if isinstance(told, Header):
+        return told
+    if told.previous != log.position.head or told.fragment >= log.fragments:
+        place = f"{told.previous.hex()[:8]}/{told.fragment}"
         raise LogError(f"an entry that follows {place} does not follow {log.position}")
-    return _header_of(log.opening(outcome.fragment), outcome)
+    return _header_of(log.opening(told.fragment), told)
 
 
 def follow(log: LogState, told: Header | Outcome) -> LogState:
     """Return the log with the entry that is told, as a header or in brief. Raises: LogError when there is none."""
-    return log.append(told if isinstance(told, Header) else header_of(log, told))
+    return log.append(header_of(log, told))
 
 
 @lru_cache(maxsize=8)
@@ -149,20 +154,16 @@ def _voters_at(places: Sequence[int], log: LogState) -> tuple[str, ...]:
     return tuple(log.voters[place] for place in places)
 
 
+Told: TypeAlias = tuple[Annotated[Header | Outcome, Field(union_mode="left_to_right")], Certificate | None]
+"""An entry, whole or in brief, with its certificate."""
+
+
 class Stretch(Value):
-    """Consecutive entries of whole cycles, as one peer tells them to another: those of the first cycle as whole
-    `headers`, unless the reader is to know what it follows. `certificates` are those of the entries, in order; None:
-    not known to the peer that tells it."""
+    """Consecutive entries of whole cycles, as one peer tells them to another: those of the first cycle as headers,
+    unless the reader is to know what it follows. Each has its certificate; None: not known to the peer that tells it.
+    """
 
-    headers: Annotated[tuple[Header, ...], Field(max_length=STRETCH_LIMIT)] = ()
-    outcomes: Annotated[tuple[Outcome, ...], Field(max_length=STRETCH_LIMIT)] = ()
-    certificates: Annotated[tuple[Certificate | None, ...], Field(max_length=2 * STRETCH_LIMIT)] = ()
-
-    @property
-    def told(self) -> tuple[tuple[Header | Outcome, Certificate | None], ...]:
-        """The entries, each with its certificate."""
-        entries: tuple[Header | Outcome, ...] = (*self.headers, *self.outcomes)
-        return tuple(zip(entries, (*self.certificates, *(None for _ in entries)), strict=False))
+    told: Annotated[tuple[Told, ...], Field(max_length=STRETCH_LIMIT)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,17 +365,16 @@ class Chain:
         entries = self.cycles(first, min(last, first + max(1, STRETCH_LIMIT // self.fragments)))
         if not entries or entries[0].index != first:
             return Stretch()
-        headers = list[Header]()
+        told, size = list[Told](), 0
         if entries[0].is_whole or (is_whole and first > 0):
-            headers = list(self.headers(first, first + 1))
-        size, outcomes = 0, list[Outcome]()
-        for entry in entries[len(headers) :]:
+            headers = self.headers(first, first + 1)
+            told += [(header, entry.proof) for header, entry in zip(headers, entries, strict=False)]
+        for entry in entries[len(told) :]:
             size += len(entry.told) + len(entry.certificate or b"")
-            if size > STRETCH_BYTES and outcomes and entry.fragment == 0:
+            if size > STRETCH_BYTES and entry.index > first and entry.fragment == 0:
                 break
-            outcomes.append(unpack(Outcome, entry.told, HEADER_LIMIT))
-        certificates = tuple(entry.proof for entry in entries[: len(headers) + len(outcomes)])
-        return Stretch(headers=tuple(headers), outcomes=tuple(outcomes), certificates=certificates)
+            told.append((entry.content, entry.proof))
+        return Stretch(told=tuple(told))
 
     def led_up_to(self, stretch: Stretch) -> Chain:
         """Return this chain with entries before it. Their digests vouch for them, so they may come from anybody.
@@ -388,7 +388,7 @@ class Chain:
         for told, certificate in stretch.told:
             if chain.next_index >= self.first and len(chain):
                 raise wrong
-            header = told if isinstance(told, Header) else header_of(chain.end, told)
+            header = header_of(chain.end, told)
             if certificate is not None and header.previous == chain.end.position.head:
                 prove(certificate, chain.end.of(header.fragment), header, verify)
             chain.add(Entry.whole(header, None, certificate))

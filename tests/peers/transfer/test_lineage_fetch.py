@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from peers.log import chain as chain_module
-from peers.log.chain import Chain, Entry, Stretch
+from peers.log.chain import Chain, Entry, Stretch, Turnout
 from peers.log.folder import RunLog
 from peers.log.header import Header, Position
 from peers.log.lineage import Branch
@@ -224,9 +224,9 @@ def test_an_entry_that_does_not_follow_ends_the_look() -> None:
 
     async def lie(name: str, header: bytes, data: bytearray) -> bytearray:
         stretch = unpack(Stretch, bytes(data), 1 << 20)
-        nobody = {"turnout": stretch.outcomes[0].turnout.model_copy(update={"members": ()})}
-        outcomes = [one.model_copy(update=nobody) for one in stretch.outcomes]
-        return bytearray(pack(stretch.model_copy(update={"outcomes": tuple(outcomes)})))
+        nobody = {"turnout": Turnout(members=())}
+        lies = [(one.model_copy(update=nobody), certificate) for one, certificate in stretch.told]
+        return bytearray(pack(stretch.model_copy(update={"told": tuple(lies)})))
 
     async def scenario() -> None:
         donors = Donors()
